@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import txl_dist
-from txl_dist.errors import ConfigError, DataError, TxlError, explained
+from txl_dist.errors import ConfigError, DataError, TxlError, translate_errors
 from txl_dist.tokenizers.base import END_OF_TEXT
 
 NOTES = ("C", "C#", "D", "D#", "E", "F", "F#", "G", "G#", "A", "A#", "B")
@@ -31,7 +31,7 @@ MAJOR = (0, 2, 4, 5, 7, 9, 11)
 def midi_tokenizer() -> Any:
     """REMI (Huang and Yang 2020) with programs: one stream of tokens for all tracks. Raises ConfigError without it."""
     remedy = 'Run `pip install "txl_dist[music]"`.'
-    with explained(ConfigError, "MIDI needs the package miditok", remedy, of=(ImportError,)):
+    with translate_errors(ConfigError, "MIDI needs the package miditok", remedy, of=(ImportError,)):
         from miditok import REMI, TokenizerConfig
     return REMI(TokenizerConfig(num_velocities=8, use_programs=True))
 

@@ -35,7 +35,7 @@ from trainings import records_in, side_by_side
 from trainings import train as make_run
 
 from txl_dist.config.load import changed
-from txl_dist.distributed.collectives import joined_ranks
+from txl_dist.distributed.collectives import distributed_context
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
@@ -110,7 +110,7 @@ def measure_costs(records: Records, *, rounds: int) -> None:
     if not missing:
         return
     configs = {name: config_with(Run("", name, 0.0).switches) for name in missing}
-    with joined_ranks(timeout_s=600, num_threads=1) as ranks:
+    with distributed_context(timeout_s=600, num_threads=1) as ranks:
         steps = {name: EngineStep(config, ranks, vocab_size=VOCAB_SIZE) for name, config in configs.items()}
         base = config_with()
         segments = zipf_segments(Sizes.of(base, vocab_size=VOCAB_SIZE, num_lanes=base.train.num_lanes))

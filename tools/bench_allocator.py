@@ -87,7 +87,7 @@ def make_steps(variant: str, *, size: int) -> None:
 
     from txl_dist.config.load import Config, plan_batch
     from txl_dist.data.loader.stream import plain_segment
-    from txl_dist.distributed.collectives import joined_ranks
+    from txl_dist.distributed.collectives import distributed_context
     from txl_dist.train.batch import batch_maker
     from txl_dist.train.engine.zero import ZeroEngine
 
@@ -96,7 +96,7 @@ def make_steps(variant: str, *, size: int) -> None:
     model = {"num_layers": layers, "width": width, "num_heads": 8, "head_width": width // 8, "ff_width": 4 * width}
     train = {"num_lanes": lanes, "microbatch_lanes": lanes, "segment_len": length, "memory_len": length}
     config = Config.model_validate({"model": model, "train": train, "engine": {"zero_stage": 1}})
-    with joined_ranks(timeout_s=600, num_threads=1) as ranks:
+    with distributed_context(timeout_s=600, num_threads=1) as ranks:
         engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan_batch(config.train, world_size=1), ranks=ranks)
         ids = torch.randint(0, vocab_size, (lanes, length + 1), generator=torch.Generator().manual_seed(1)).numpy()
         batch = batch_maker(engine.model, mask_documents=False).batch(plain_segment(ids))

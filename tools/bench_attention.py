@@ -48,7 +48,7 @@ from txl_dist.model.block import Block
 from txl_dist.model.flops import flops_by_part
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import launch
-from txl_dist.model.memory import Memory, Visibility, visible_keys
+from txl_dist.model.memory import AttentionMask, Memory, build_mask
 from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.model.relative_attention import Terms, relative_attention
 
@@ -148,7 +148,7 @@ class OurStack(nn.Module):
 
     def forward(self, hidden_BTD: Tensor, memory: Memory) -> Tensor:
         """Output of the last block, [B, T, D]."""
-        visible = visible_keys(memory, torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64))
+        visible = build_mask(memory, torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64))
         D = hidden_BTD.shape[-1]
         encoding_KD = distance_encoding(visible.num_keys, width=D, clamp_len=0, like=hidden_BTD)
         for block, memory_BMD in zip(self.blocks, memory.hidden, strict=True):
@@ -274,7 +274,7 @@ def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str,
     distance = torch.randn(M + T, N, H, requires_grad=True)
     u, v = (torch.randn(N, H, requires_grad=True) for _ in range(2))
     document_BK = torch.zeros(B, M + T, dtype=torch.int64)
-    visible = Visibility(document_BK[:, M:], document_BK, None)
+    visible = AttentionMask(document_BK[:, M:], document_BK, None)
     d_context = torch.randn(B, T, N, H)
 
     def step(attend: Callable[..., Tensor]) -> dict[str, Tensor]:
@@ -323,7 +323,7 @@ def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     query, key_value, distance, u, v = leaves
     document_BK = torch.zeros(B, K, dtype=torch.int64, device="cuda")
-    visible = Visibility(document_BK[:, K - T :], document_BK, None)
+    visible = AttentionMask(document_BK[:, K - T :], document_BK, None)
     d_context = torch.randn(B, T, N, H, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:

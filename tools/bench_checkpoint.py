@@ -34,25 +34,25 @@ from measuring import announced, positive
 
 from txl_dist.artifacts import checkpoint_folder
 from txl_dist.config.load import Config
-from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.distributed.collectives import Ranks, Votes, barrier, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, StepFlags, barrier, distributed_context
 from txl_dist.distributed.rendezvous import free_port
 from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks
-from txl_dist.train.checkpoint.manager import Saving
+from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
 from txl_dist.train.checkpoint.validate import read_state
-from txl_dist.train.checkpoint.writer import Saver
+from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.monitoring.preemption import StopRequests
 from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.preflight import check_job
-from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.stability import Health
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.step import Stepper
 
 MODES = ("asynchronous", "synchronous")
@@ -84,9 +84,9 @@ def config_of(folder: Path, *, mode: str, layers: int, ranks: int) -> Config:
 
 
 class Bench:
-    """One rank: an engine that is trained, and a `Saving` per mode."""
+    """One rank: an engine that is trained, and a `CheckpointManager` per mode."""
 
-    def __init__(self, folder: Path, ranks: Ranks, *, layers: int) -> None:
+    def __init__(self, folder: Path, ranks: RankInfo, *, layers: int) -> None:
         configs = {mode: config_of(folder, mode=mode, layers=layers, ranks=ranks.world_size) for mode in MODES}
         self.ranks, self.config = ranks, configs[MODES[0]]
         self.jobs = {mode: check_job(config, ranks=ranks) for mode, config in configs.items()}
@@ -98,7 +98,7 @@ class Bench:
         stream = self.job.corpora.begin
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
         self.state = TrainState(0, 0, Health(), stream, (empty,) * self.job.plan.num_microbatches)
-        self.inputs = read_inputs(self.job, stream, maker=self.maker, damage=DamagePolicy())
+        self.inputs = read_inputs(self.job, stream, maker=self.maker, damage=CorruptionPolicy())
         self.stops = StopRequests()
         self.savings = {mode: self._saving(job) for mode, job in self.jobs.items()}
         self.written = False
@@ -107,14 +107,16 @@ class Bench:
         """As at the start of a run."""
         return ZeroEngine(self.config, vocab_size=self.job.vocab_size, plan=self.job.plan, ranks=self.ranks)
 
-    def _saving(self, job: Job) -> Saving:
+    def _saving(self, job: RunContext) -> CheckpointManager:
         job.run_dir.mkdir(exist_ok=True)
-        reporter = Reporter(job, start_step=0)
+        reporter = MetricReporter(job, start_step=0)
         silent: Any = SimpleNamespace(beat=lambda phase: None)
-        saver = Saver(job, Watch(self.stops, silent, lock=None, nonce="bench"))
-        return Saving(saver, self.engine, self.maker, reporter, newest=None, evaluated={}, callbacks=Callbacks(()))
+        saver = AsyncWriter(job, Watch(self.stops, silent, lock=None, nonce="bench"))
+        return CheckpointManager(
+            saver, self.engine, self.maker, reporter, newest=None, evaluated={}, callbacks=Callbacks(())
+        )
 
-    def step(self, saving: Saving | None = None) -> float:
+    def step(self, saving: CheckpointManager | None = None) -> float:
         """One training step; returns its seconds."""
         began = time.perf_counter()
         self.clock.begin()
@@ -123,7 +125,7 @@ class Bench:
             given,
             self.state.memories,
             step=self.state.step + 1,
-            votes=Votes(written=saving is not None and saving.is_written),
+            votes=StepFlags(written=saving is not None and saving.is_written),
         )
         self.engine.step(lr=1e-5, grad_norm=decision.grad_norm)
         self.written = decision.votes.written
@@ -179,15 +181,15 @@ def work(rank: int, folder: Path, port: int, arguments: argparse.Namespace) -> N
     """One rank."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    with joined_ranks(timeout_s=600) as ranks:
+    with distributed_context(timeout_s=600) as ranks:
         measure(folder, ranks, layers=arguments.layers, rounds=arguments.rounds)
     sys.stdout.flush()
     os._exit(0)  # the interpreter's teardown sometimes aborts in native threads
 
 
-def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
+def measure(folder: Path, ranks: RankInfo, *, layers: int, rounds: int) -> None:
     """All figures; rank 0 prints them."""
-    say: Callable[..., object] = print if ranks.is_first else lambda *_, **__: None
+    say: Callable[..., object] = print if ranks.is_rank0 else lambda *_, **__: None
     bench = Bench(folder, ranks, layers=layers)
     bench.save("asynchronous", first := new_times())  # makes the host memory
     bench.save("synchronous", new_times())
@@ -199,13 +201,13 @@ def measure(folder: Path, ranks: Ranks, *, layers: int, rounds: int) -> None:
 
     times = new_times()
     numbers = range(rounds)
-    for number in announced(numbers, what="round") if ranks.is_first else numbers:
+    for number in announced(numbers, what="round") if ranks.is_rank0 else numbers:
         for mode in MODES if number % 2 == 0 else MODES[::-1]:
             bench.save(mode, times)
-        if ranks.is_first:
+        if ranks.is_rank0:
             times["dd"].append(dd(folder, num_bytes=num_bytes))
         barrier()
-    if ranks.is_first:
+    if ranks.is_rank0:
         print_saves(times, gib)
 
     checkpoint = checkpoint_folder(folder / "synchronous", newest_step(folder / "synchronous"))

@@ -25,7 +25,7 @@ from stepping import engine_step
 from torch import Tensor
 
 from txl_dist.config.load import Config, plan_batch
-from txl_dist.distributed.collectives import Ranks, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, distributed_context
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.engine.optimizer import build_optimizer
@@ -77,7 +77,7 @@ class PlainStep:
 class EngineStep:
     """The module in our engine."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: RankInfo) -> None:
         plan = plan_batch(config.train, world_size=1)
         self.engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
         self.batch, self.memory = batch_of(), self.engine.empty_memory(num_lanes=LANES, memory_len=LENGTH)
@@ -98,7 +98,7 @@ def main() -> None:
     add_measure_options(parser)
     parser.set_defaults(rounds=20)
     arguments = parser.parse_args()
-    with joined_ranks(timeout_s=600, num_threads=1) as ranks:
+    with distributed_context(timeout_s=600, num_threads=1) as ranks:
         base = "torch fused AdamW"
         steps: dict[str, Any] = {base: PlainStep(config_of(stage=0, precision=arguments.precision))}
         for stage in arguments.stages:

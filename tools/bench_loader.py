@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.loader.corpus import Corpus, open_corpus
-from txl_dist.data.loader.lanes import Cut, LanePlan
+from txl_dist.data.loader.lanes import LanePartition, LanePlan
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import CorpusState, StreamState, first_state
 from txl_dist.data.prepare.reindex import reindex_corpus
@@ -209,7 +209,7 @@ def plan_epoch() -> float:
     """Seconds to plan an epoch of 100,000 shards and find a lane in it."""
     tokens = np.random.default_rng(0).integers(30_000_000, 36_000_000, 100_000)
     began = time.perf_counter()
-    plan = LanePlan(tokens, Cut(1024), seed=0, document_tokens=lambda shard: tokens[shard : shard + 1])
+    plan = LanePlan(tokens, LanePartition(1024), seed=0, document_tokens=lambda shard: tokens[shard : shard + 1])
     plan.locate(77, 12_345)
     return time.perf_counter() - began
 

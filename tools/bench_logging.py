@@ -27,13 +27,13 @@ from measuring import add_measure_options, interleaved, write_json
 from txl_dist.config.load import Config, plan_batch
 from txl_dist.console.logging import start_logging
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, distributed_context
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.monitoring.stragglers import StepClock
-from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.report.metrics import Interval, eta_s
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 VOCAB_SIZE = 4096
 REPORTS = 50
@@ -43,7 +43,7 @@ REPORTS = 50
 class Bench:
     """One run's engine and reporter."""
 
-    def __init__(self, config: Config, ranks: Ranks) -> None:
+    def __init__(self, config: Config, ranks: RankInfo) -> None:
         plan = plan_batch(config.train, world_size=1)
         self.engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
         train = config.train
@@ -51,7 +51,7 @@ class Bench:
         self.batch = batch_maker(self.engine.model, mask_documents=False).batch(plain_segment(ids))
         self.memory = self.engine.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
         no_corpora: Any = None
-        self.reporter = Reporter(Job(config, plan, ranks, no_corpora), start_step=0)
+        self.reporter = MetricReporter(RunContext(config, plan, ranks, no_corpora), start_step=0)
         self.clock, self.interval = StepClock(ranks.device, sees_forward=True), Interval()
         self.tokens, self.num_reports, self.max_steps = train.num_lanes * train.segment_len, 0, train.max_steps
         self.step()
@@ -68,10 +68,10 @@ class Bench:
         """The clock of `REPORTS` steps."""
         for _ in range(REPORTS):
             self.clock.begin()
-            self.clock.is_prepared()
-            self.clock.forward_begins()
+            self.clock.mark_prepared()
+            self.clock.start_forward()
             self.clock.forward_ends()
-            self.clock.own_ms()
+            self.clock.local_ms()
 
     def reports(self) -> None:
         """`REPORTS` records, as the loop makes them."""
@@ -92,7 +92,7 @@ def main() -> None:
     model = {"num_layers": 4, "width": 128, "num_heads": 4, "head_width": 32, "ff_width": 512, "cutoffs": [512, 2048]}
     train = {"num_lanes": 16, "microbatch_lanes": 16, "segment_len": 64, "memory_len": 128}
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory() as folder, joined_ranks(timeout_s=60, num_threads=1) as ranks:
+    with tempfile.TemporaryDirectory() as folder, distributed_context(timeout_s=60, num_threads=1) as ranks:
         config = Config.model_validate({"model": model, "train": train, "run": {"dir": folder}})
         sys.stderr = (Path(folder) / "stderr").open("w", encoding="utf-8")
         start_logging(file=Path(folder) / "log.txt")

@@ -255,7 +255,9 @@ def bytes_per_logit(*, by_kernel: bool, num_columns: int = 20_003) -> float:
     patched: dict[str, Any] = {"runs_kernel": lambda hidden_SD: by_kernel, "_into_gradient_by_kernel": count.kernel}
     patched["CACHED_LOGITS"] = {"cpu": num_rows * num_columns}  # all at once, as on a GPU
     with mock.patch.multiple(fused_softmax, **patched), count:
-        fused_softmax.weighted_loss(torch.empty(num_rows, width, **options), [cluster], weight_S=weight_S).backward()
+        fused_softmax.fused_linear_cross_entropy(
+            torch.empty(num_rows, width, **options), [cluster], weight_S=weight_S
+        ).backward()
     return count.moved / (num_rows * num_columns)
 
 

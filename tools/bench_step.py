@@ -60,7 +60,7 @@ from trainers import HuggingFaceTrainer, OurTrainer, PeerTrainer, Sizes, Trainer
 
 from txl_dist.config.load import load_config
 from txl_dist.config.schema import ModelSection
-from txl_dist.distributed.collectives import joined_ranks
+from txl_dist.distributed.collectives import distributed_context
 
 HERE = Path(__file__).parent
 AGREEING_STEPS = 8
@@ -178,7 +178,7 @@ def measure_switches(*, rounds: int) -> list[dict[str, object]]:
     configs = {"adamw": config_with(), **{name: config_with((name,)) for name in SWITCHES}, "whole": config_with(WHOLE)}
     sizes = Sizes.of(configs["adamw"], vocab_size=4_096, num_lanes=configs["adamw"].train.num_lanes)
     given = itertools.cycle(list(itertools.islice(zipf_segments(sizes), 4)))
-    with joined_ranks(timeout_s=600, num_threads=1) as ranks:
+    with distributed_context(timeout_s=600, num_threads=1) as ranks:
         steps = {name: EngineStep(config, ranks, vocab_size=sizes.vocab_size) for name, config in configs.items()}
         timings = interleaved({name: lambda n=name: steps[n](next(given)) for name in steps}, rounds=rounds)
     cost = {name: {"cost": timings[name].min_ms / timings["adamw"].min_ms} for name in steps}

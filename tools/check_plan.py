@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from txl_dist.config.load import load_config
 from txl_dist.model.flops import count_parameters
-from txl_dist.planning.hardware import GPUS, Cluster
+from txl_dist.planning.hardware import GPUS, GpuCluster
 from txl_dist.planning.timing import OURS, Precision, Program, Work, step_time
 from txl_dist.vocabulary_clusters import typical_shares
 
@@ -45,9 +45,9 @@ BAR = 0.30
 VOCAB_SIZE = 267_735
 CONFIGS = Path(__file__).parent.parent / "configs"
 CLUSTERS = {
-    "DGX A100": Cluster(GPUS["a100-40gb"], gpus_per_node=8),
-    "DGX-1": Cluster(GPUS["v100-16gb"], gpus_per_node=8),
-    "DGX-2H": Cluster(GPUS["v100-32gb-450w"], gpus_per_node=16, network_gb_s=100.0),
+    "DGX A100": GpuCluster(GPUS["a100-40gb"], gpus_per_node=8),
+    "DGX-1": GpuCluster(GPUS["v100-16gb"], gpus_per_node=8),
+    "DGX-2H": GpuCluster(GPUS["v100-32gb-450w"], gpus_per_node=16, network_gb_s=100.0),
 }
 """The DGX-2H has eight network cards of 100 Gb/s."""
 
@@ -149,7 +149,7 @@ class Recipe:
 RECIPES = {name: Recipe.read(name) for name in ("base", "large")}
 
 
-def predicted(row: Row, *, precision: Precision, cluster: Cluster, program: Program = NVIDIA) -> float:
+def predicted(row: Row, *, precision: Precision, cluster: GpuCluster, program: Program = NVIDIA) -> float:
     """Tokens per second of all GPUs."""
     has_kernels = program is OURS and cluster.gpu.has_bf16
     work = replace(

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from measuring import announced, positive
 
 from txl_dist.config.load import Config, load_config
-from txl_dist.console.formatting import aligned
+from txl_dist.console.formatting import format_table
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.train.batch import BatchMaker
 from txl_dist.vocabulary_clusters import ZIPF_EXPONENT, cluster_edges
@@ -136,7 +136,7 @@ def main() -> int:
             found = count(batches, config, vocab_size=vocab_size, multiple=arguments.multiple)
             shares = [f"{found.padded_rows:.1%}", f"{found.padded_softmax:.1%}"]
             table.append([name, kind, str(found.num_shapes), *shares, " ".join(map(str, found.most_frequent))])
-    print(*aligned(table), sep="\n")
+    print(*format_table(table), sep="\n")
     return 0
 
 

@@ -51,7 +51,7 @@ from trainers import Sizes, zipf_segments
 
 from txl_dist.config.load import Config, load_config, plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.kernels.launch import BACKWARD, FORWARD, SUM
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, batch_maker
@@ -268,7 +268,7 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
 
 
 @contextmanager
-def fake_ranks(device: torch.device) -> Iterator[Ranks]:
+def fake_ranks(device: torch.device) -> Iterator[RankInfo]:
     """One rank in a process group that exchanges nothing, with DeepSpeed on the device."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -282,7 +282,7 @@ def fake_ranks(device: torch.device) -> Iterator[Ranks]:
     accelerator.is_fp16_supported = lambda: True
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     try:
-        yield Ranks(0, 1, 0, device, 1)
+        yield RankInfo(0, 1, 0, device, 1)
     finally:
         torch.distributed.destroy_process_group()
 

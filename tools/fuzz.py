@@ -57,7 +57,7 @@ from txl_dist.console.logging import logger
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.data.loader.corpus import open_corpus
-from txl_dist.data.prepare.documents import Block, Reading, documents_of
+from txl_dist.data.prepare.documents import Reading, TextBlock, documents_of
 from txl_dist.data.prepare.merge import ShardTask, is_written, read_written
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.prepare.tokenize import read_part_info
@@ -575,7 +575,7 @@ def _read_lines(folder: Path) -> bool:
     data = (folder / "texts.jsonl").read_bytes()
     for policy in ("skip", "replace", "refuse"):
         reading = Reading(encoding_errors=policy)  # type: ignore[arg-type]
-        for document in documents_of(Block("texts.jsonl", "jsonl", "train", 0, 0, data), reading):
+        for document in documents_of(TextBlock("texts.jsonl", "jsonl", "train", 0, 0, data), reading):
             document.text.encode("utf-8")
     return True
 

@@ -25,7 +25,7 @@ from trainers import Sizes, zipf_segments
 
 from txl_dist.config.load import Config, load_config, plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, distributed_context
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.rng import derive_seed
@@ -57,7 +57,7 @@ def recipe(
 class Training:
     """Steps of an engine on ids that are always the same, as `train.step` makes them."""
 
-    def __init__(self, config: Config, ranks: Ranks, *, lanes: int) -> None:
+    def __init__(self, config: Config, ranks: RankInfo, *, lanes: int) -> None:
         self.config, self.ranks, self.lanes = config, ranks, lanes
         self.engine = ZeroEngine(
             config, vocab_size=VOCAB_SIZE, plan=plan_batch(config.train, world_size=1), ranks=ranks
@@ -81,14 +81,14 @@ class Training:
         return told.loss, told.grad_norm
 
 
-def first_steps(config: Config, ranks: Ranks) -> dict[str, list[float]]:
+def first_steps(config: Config, ranks: RankInfo) -> dict[str, list[float]]:
     """Losses and norms of the first steps without dropout, on the lanes of the reference."""
     training = Training(config, ranks, lanes=REFERENCE_LANES)
     told = [training.step(training.batch()) for _ in range(REFERENCE_STEPS)]
     return {"losses": [loss for loss, _ in told], "norms": [norm for _, norm in told]}
 
 
-def reference(setting: Setting, ranks: Ranks) -> dict[str, list[float]]:
+def reference(setting: Setting, ranks: RankInfo) -> dict[str, list[float]]:
     """The CPU's, kept in a file; those of a rehearsal are made on the spot."""
     if setting.rehearse:
         config = recipe(stage=1, precision="fp32", dropout=False, lanes=REFERENCE_LANES, tiny=True)
@@ -98,7 +98,7 @@ def reference(setting: Setting, ranks: Ranks) -> dict[str, list[float]]:
 
 
 def measured(
-    setting: Setting, ranks: Ranks, *, stage: int, precision: str, graphed: bool, wanted: dict[str, list[float]]
+    setting: Setting, ranks: RankInfo, *, stage: int, precision: str, graphed: bool, wanted: dict[str, list[float]]
 ) -> Iterator[Row]:
     """Two rows: the first steps beside the CPU's; the time of a step with the recipe's dropout."""
     tiny = setting.rehearse
@@ -201,7 +201,7 @@ def main() -> None:
     if arguments.tiny and arguments.json == REFERENCE:
         parser.error("--tiny makes no reference: name a file for its numbers by --json")
     config = recipe(stage=1, precision="fp32", dropout=False, lanes=REFERENCE_LANES, tiny=arguments.tiny)
-    with joined_ranks(timeout_s=600) as ranks:
+    with distributed_context(timeout_s=600) as ranks:
         found = first_steps(config, ranks)
     arguments.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     print(found)

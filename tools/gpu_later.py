@@ -39,7 +39,7 @@ from torch import Tensor
 from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels.launch import triton_relative_attention
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 
 
@@ -82,7 +82,7 @@ def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
     return products.view(N, B, T, K + 1), products[:, :, T:].view(N, B, T, K)
 
 
-def _sdpa(terms: Terms, *, visible: Visibility) -> Tensor:
+def _sdpa(terms: Terms, *, visible: AttentionMask) -> Tensor:
     """torch's memory-efficient kernel with the shifted view as bias; its other backends are wrong or refuse."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -108,7 +108,7 @@ class _Flex:
         self.attend = torch.compile(flex_attention, dynamic=False)
         self.create_mask, self.masks = create_block_mask, dict[tuple[int, int], Any]()
 
-    def __call__(self, terms: Terms, *, visible: Visibility) -> Tensor:
+    def __call__(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
         query, key, value = terms[:3]
         T, K, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
         products = _shifted_terms(terms)[0]

@@ -38,10 +38,10 @@ from trainers import OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
 from txl_dist.config.load import load_config
 from txl_dist.config.schema import EngineSection, ModelSection
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, distributed_context
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.model.kernels import launch
-from txl_dist.model.memory import EMPTY, Visibility
+from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.train.batch import batch_maker, to_device
@@ -115,14 +115,14 @@ def leaves_of(shape: Shape, *, dtype: torch.dtype, device: str) -> Leaves:
     return Leaves(*(torch.randn(size, generator=generator).to(dtype) for size in sizes)).cast(dtype, device)
 
 
-def visibility(shape: Shape, *, device: str, documents: bool = False, oldest: int | None = None) -> Visibility:
+def visibility(shape: Shape, *, device: str, documents: bool = False, oldest: int | None = None) -> AttentionMask:
     """With `documents` part of the memory is empty and a document begins inside the segment."""
     _, B, T, M, _, _ = shape
     of_keys = torch.zeros(B, M + T, dtype=torch.int64)
     if documents:
         of_keys[:, : M // 3], of_keys[:, M + T // 2 :] = EMPTY, 1
     of_keys = of_keys.to(device)
-    return Visibility(of_keys[:, M:], of_keys, oldest)
+    return AttentionMask(of_keys[:, M:], of_keys, oldest)
 
 
 def device(setting: Setting) -> dict[str, Job]:
@@ -359,11 +359,11 @@ def _dropout(setting: Setting) -> Found:
         yield {"what": f"model: gradients with the same bits, {words}, %", "figure": 100 * sum(alike) / len(alike)}
 
 
-def _ranks(setting: Setting) -> Ranks:
+def _ranks(setting: Setting) -> RankInfo:
     """Joined once, for the life of the process."""
     if setting.rehearse:
         gpu_engine.graphs_by_running_again()
-    return joined_ranks(timeout_s=120, num_threads=1 if setting.rehearse else 8).__enter__()
+    return distributed_context(timeout_s=120, num_threads=1 if setting.rehearse else 8).__enter__()
 
 
 def engine(setting: Setting) -> dict[str, Job]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from txl_dist.data.loader.lanes import SHARD_ORDER, Cut, LanePlan, hashed_order, lanes_of_rank
+from txl_dist.data.loader.lanes import SHARD_ORDER, LanePartition, LanePlan, hashed_order, lanes_of_rank
 
 Int64s = npt.NDArray[np.int64]
 
@@ -140,9 +140,9 @@ def main() -> None:
         half, factor = arguments.steps // 2, arguments.ramp_to // arguments.lanes
         phases = [(arguments.lanes, arguments.ranks, half), (arguments.ramp_to, arguments.ranks * factor, half)]
     print(f"{arguments.shards:,} shards, {num_tokens:,} tokens, segments of {arguments.segment_len}")
-    cut, ranges = Cut(phases[0][0]), []
+    cut, ranges = LanePartition(phases[0][0]), []
     for num_lanes, world_size, steps in phases:
-        cut = Cut(num_lanes, cut.epoch, cut.rest)
+        cut = LanePartition(num_lanes, cut.epoch, cut.rest)
         facts = []
         for rank in range(world_size):
             # Each rank plans for itself: nothing is shared with the others.
@@ -158,7 +158,7 @@ def main() -> None:
             print(f"smallest {values.min():,}, mean {values.mean():,.1f}, largest {values.max():,}")
         print(f"bytes of tokens per rank: {facts[0].tokens * BYTES_PER_TOKEN:,}")
         epoch, rest = plan.rest_of_epoch(steps * arguments.segment_len)
-        cut = Cut(num_lanes, epoch, rest)
+        cut = LanePartition(num_lanes, epoch, rest)
     most_left_out = max(num_lanes for num_lanes, _, _ in phases)
     for line in check_each_token_once(ranges, num_tokens=num_tokens, most_left_out=most_left_out):
         print(line)

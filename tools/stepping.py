@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from txl_dist.distributed.collectives import Votes
+from txl_dist.distributed.collectives import StepFlags
 from txl_dist.model.transformer_xl import Batch, Memory
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.step import Decision, decide
+from txl_dist.train.step import StepResult, reduce_step
 
 
 def engine_step(
     engine: ZeroEngine, batch: Batch, memory: Memory, *, normalizer: float, lr: float
-) -> tuple[Tensor, Memory, Decision]:
+) -> tuple[Tensor, Memory, StepResult]:
     """(loss, the memory behind the batch, what was decided), with the weights updated; waits once for the device."""
     loss, memory = engine.forward(batch, memory, normalizer=normalizer)
     engine.backward(loss)
-    decision = decide(loss.detach(), engine.grad_norm(), skip=False, votes=Votes(), world_size=1)
+    decision = reduce_step(loss.detach(), engine.grad_norm(), skip=False, votes=StepFlags(), world_size=1)
     engine.step(lr=lr, grad_norm=decision.grad_norm)
     return loss.detach(), memory, decision

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from txl_dist.config.load import Config, changed, load_config, plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 
@@ -48,7 +48,7 @@ def config_with(names: tuple[str, ...] = (), **more: Any) -> Config:
 class EngineStep:
     """A step as training makes it, from ids to the update."""
 
-    def __init__(self, config: Config, ranks: Ranks, *, vocab_size: int) -> None:
+    def __init__(self, config: Config, ranks: RankInfo, *, vocab_size: int) -> None:
         plan, train = plan_batch(config.train, world_size=1), config.train
         self._engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan, ranks=ranks)
         self._maker = batch_maker(self._engine.model, mask_documents=False).for_training(train)

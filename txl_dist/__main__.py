@@ -18,12 +18,12 @@ def run():
             "(source .venv/bin/activate), or make one: PYTHON=python3.11 bash launch/quickstart.sh\n"
         )
         sys.exit(2)
-    from txl_dist.errors import no_package
+    from txl_dist.errors import missing_package
 
     try:
         from txl_dist.cli.main import run as run_cli
     except ModuleNotFoundError as error:
-        sys.stderr.write("txl: error: " + no_package(error) + "\n")
+        sys.stderr.write("txl: error: " + missing_package(error) + "\n")
         sys.exit(2)
     run_cli()
 

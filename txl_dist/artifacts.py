@@ -37,7 +37,7 @@ _MOST_LOOKED_AT = 1000
 """Folders of a folder that are looked into to find those."""
 
 
-class Kind(Enum):
+class ArtifactKind(Enum):
     """What a path is; the value is its name in messages."""
 
     CORPUS = "a corpus"
@@ -50,73 +50,73 @@ class Kind(Enum):
     NOTHING = "none of them"
 
 
-TRAINED = (Kind.RUN, Kind.CHECKPOINT, Kind.BUNDLE)
+TRAINED = (ArtifactKind.RUN, ArtifactKind.CHECKPOINT, ArtifactKind.BUNDLE)
 """What holds a trained model."""
 
 _USES = {
-    Kind.CORPUS: "Train on it with `txl train CONFIG --data.path {path}`, score a model on it with `txl evaluate MODEL "
-    "--data {path}`, look into it with `txl inspect {path}`.",
-    Kind.RUN: "Continue it with `txl train {path}/config.toml`, score it with `txl evaluate {path}`, show it with "
-    "`txl report {path}`, make a bundle of it with `txl export {path} BUNDLE`.",
-    Kind.CHECKPOINT: "Score it with `txl evaluate {path}`, make a bundle of it with `txl export {path} BUNDLE`, look "
-    "into it with `txl inspect {path}`.",
-    Kind.BUNDLE: "Generate with `txl generate {path}`, score it with `txl evaluate {path} --data CORPUS`, begin a run "
-    "with its weights: `txl train {path}/train.toml --init {path} --data.path CORPUS`.",
-    Kind.HUGGINGFACE: "Make a bundle of it with `txl import {path} BUNDLE --format huggingface`.",
-    Kind.HUGGINGFACE_CODE: "transformers loads it; use the run or the bundle that it was exported from.",
-    Kind.ONNX: "ONNX Runtime runs it; use the run or the bundle that it was exported from.",
+    ArtifactKind.CORPUS: "Train on it with `txl train CONFIG --data.path {path}`, score a model on it with `txl "
+    "evaluate MODEL --data {path}`, look into it with `txl inspect {path}`.",
+    ArtifactKind.RUN: "Continue it with `txl train {path}/config.toml`, score it with `txl evaluate {path}`, show it "
+    "with `txl report {path}`, make a bundle of it with `txl export {path} BUNDLE`.",
+    ArtifactKind.CHECKPOINT: "Score it with `txl evaluate {path}`, make a bundle of it with `txl export {path} "
+    "BUNDLE`, look into it with `txl inspect {path}`.",
+    ArtifactKind.BUNDLE: "Generate with `txl generate {path}`, score it with `txl evaluate {path} --data CORPUS`, "
+    "begin a run with its weights: `txl train {path}/train.toml --init {path} --data.path CORPUS`.",
+    ArtifactKind.HUGGINGFACE: "Make a bundle of it with `txl import {path} BUNDLE --format huggingface`.",
+    ArtifactKind.HUGGINGFACE_CODE: "transformers loads it; use the run or the bundle that it was exported from.",
+    ArtifactKind.ONNX: "ONNX Runtime runs it; use the run or the bundle that it was exported from.",
 }
 _MAKERS = {
-    Kind.CORPUS: "`txl prepare` writes a corpus",
-    Kind.RUN: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
-    Kind.CHECKPOINT: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
-    Kind.BUNDLE: "`txl export` writes a bundle",
-    Kind.HUGGINGFACE: "save_pretrained writes a Hugging Face folder",
-    Kind.HUGGINGFACE_CODE: "`txl export --format huggingface-code` writes a Hugging Face folder with its own code",
-    Kind.ONNX: "`txl export --format onnx` writes a folder of ONNX graphs",
+    ArtifactKind.CORPUS: "`txl prepare` writes a corpus",
+    ArtifactKind.RUN: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
+    ArtifactKind.CHECKPOINT: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
+    ArtifactKind.BUNDLE: "`txl export` writes a bundle",
+    ArtifactKind.HUGGINGFACE: "save_pretrained writes a Hugging Face folder",
+    ArtifactKind.HUGGINGFACE_CODE: "`txl export --format huggingface-code` writes a Hugging Face folder with code",
+    ArtifactKind.ONNX: "`txl export --format onnx` writes a folder of ONNX graphs",
 }
 _MARKS = {
-    Kind.CORPUS: "index.json",
-    Kind.RUN: SETTINGS,
-    Kind.CHECKPOINT: STATE,
-    Kind.BUNDLE: "model.safetensors",
-    Kind.HUGGINGFACE: "config.json",
-    Kind.HUGGINGFACE_CODE: CODE,
-    Kind.ONNX: GRAPHS[0],
+    ArtifactKind.CORPUS: "index.json",
+    ArtifactKind.RUN: SETTINGS,
+    ArtifactKind.CHECKPOINT: STATE,
+    ArtifactKind.BUNDLE: "model.safetensors",
+    ArtifactKind.HUGGINGFACE: "config.json",
+    ArtifactKind.HUGGINGFACE_CODE: CODE,
+    ArtifactKind.ONNX: GRAPHS[0],
 }
 
 
-def kind_of(path: str | Path) -> Kind:
+def detect_artifact(path: str | Path) -> ArtifactKind:
     """What a path is. A URL can only be a corpus; whatever cannot be looked into is nothing.
 
     A folder with a checkpoint under checkpoints/ is a run even when its config.toml is gone, and one with two of the
     three files that `infer.bundle.load` needs is a bundle.
     """
     if is_url(path):
-        return Kind.CORPUS
+        return ArtifactKind.CORPUS
 
     def has(*names: str) -> bool:
         return any(os.path.isfile(os.path.join(path, name)) for name in names)
 
     if has(STATE) or os.path.isdir(os.path.join(path, "engine")):
-        return Kind.CHECKPOINT
+        return ArtifactKind.CHECKPOINT
     if has("index.json", "train-000000.tar.idx"):
-        return Kind.CORPUS
+        return ArtifactKind.CORPUS
     if has(CODE):
-        return Kind.HUGGINGFACE_CODE
+        return ArtifactKind.HUGGINGFACE_CODE
     if has(*GRAPHS):
-        return Kind.ONNX
+        return ArtifactKind.ONNX
     if has("txl_tokenizer.json") or (
         has("config.json") and has("model.safetensors", "pytorch_model.bin") and not has("MANIFEST.json", "train.toml")
     ):
-        return Kind.HUGGINGFACE
+        return ArtifactKind.HUGGINGFACE
     if sum(map(has, ("config.json", "model.safetensors", "MANIFEST.json"))) > 1:
-        return Kind.BUNDLE
+        return ArtifactKind.BUNDLE
     if has("MANIFEST.json") and CHECKPOINT_NAME.fullmatch(Path(path).name):
-        return Kind.CHECKPOINT
-    if has(SETTINGS, RECORDS) or Kind.CHECKPOINT in map(kind_of, list_checkpoints(Path(path))):
-        return Kind.RUN
-    return Kind.NOTHING
+        return ArtifactKind.CHECKPOINT
+    if has(SETTINGS, RECORDS) or ArtifactKind.CHECKPOINT in map(detect_artifact, list_checkpoints(Path(path))):
+        return ArtifactKind.RUN
+    return ArtifactKind.NOTHING
 
 
 def is_url(path: str | Path) -> bool:
@@ -124,24 +124,26 @@ def is_url(path: str | Path) -> bool:
     return isinstance(path, str) and ("://" in path or "::" in path or path.startswith("pipe:"))
 
 
-def require(path: str | Path, *wanted: Kind, what: str = "", remedies: Mapping[Kind, str] | None = None) -> Kind:
+def require(
+    path: str | Path, *wanted: ArtifactKind, what: str = "", remedies: Mapping[ArtifactKind, str] | None = None
+) -> ArtifactKind:
     """The kind of a path, which must be among `wanted`.
 
     `what` names the flag or setting in the message. `remedies`: what to say of a wrong kind in place of what one does
     with it anywhere; `{path}` in it is the path.
     Raises ConfigError, a line that names the kind and a remedy.
     """
-    kind = kind_of(path)
+    kind = detect_artifact(path)
     if kind in wanted:
         return kind
     where = f"{what} {path}" if what else f"{path}"
-    if kind is Kind.NOTHING and kind not in (remedies or {}):
+    if kind is ArtifactKind.NOTHING and kind not in (remedies or {}):
         raise ConfigError(_why_nothing(Path(path), where, wanted))
     remedy = {**_USES, **(remedies or {})}[kind].format(path=path)
     raise ConfigError(f"{where} is {kind.value}, not {_either(wanted)}. {remedy}")
 
 
-def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
+def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> str:
     makers = "; ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
     if path.is_dir():
         inside = _of_kind(path, wanted) or _of_kind(path / CHECKPOINTS, wanted)
@@ -150,10 +152,10 @@ def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
         lacks = ", ".join(f"{_MARKS[kind]} ({kind.value})" for kind in wanted)
         return f"{where} is not {_either(wanted)}: it has no {lacks}. {makers}."
     if os.path.lexists(path):
-        if kind_of(path.parent) in wanted:
-            return f"{where} is a file of {kind_of(path.parent).value}. Name the folder: {path.parent}."
+        if detect_artifact(path.parent) in wanted:
+            return f"{where} is a file of {detect_artifact(path.parent).value}. Name the folder: {path.parent}."
         return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
-    if os.path.isdir(path.with_name(f".{path.name}.prepare")) and Kind.CORPUS in wanted:
+    if os.path.isdir(path.with_name(f".{path.name}.prepare")) and ArtifactKind.CORPUS in wanted:
         return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` goes on."
     beside = _of_kind(path.parent, wanted)
     near = nearest(path.name, [other.name for other in beside])
@@ -163,14 +165,14 @@ def _why_nothing(path: Path, where: str, wanted: tuple[Kind, ...]) -> str:
     return f"{where} does not exist. Name {_either(wanted)}: {others}."
 
 
-def _of_kind(folder: Path, wanted: tuple[Kind, ...]) -> list[Path]:
+def _of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[Path]:
     """The folders in it that are one of these, of so many of the last by name: a home may hold a million others."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError:
         return []
-    return [folder / name for name in names[-_MOST_LOOKED_AT:] if kind_of(folder / name) in wanted]
+    return [folder / name for name in names[-_MOST_LOOKED_AT:] if detect_artifact(folder / name) in wanted]
 
 
 def _listed(paths: list[Path]) -> str:
@@ -179,8 +181,8 @@ def _listed(paths: list[Path]) -> str:
     return shown if len(paths) <= _MOST_NAMES else f"{shown} and {len(paths) - _MOST_NAMES} more"
 
 
-def _either(kinds: tuple[Kind, ...]) -> str:
-    *first, last = (kind.value for kind in kinds if kind is not Kind.NOTHING)
+def _either(kinds: tuple[ArtifactKind, ...]) -> str:
+    *first, last = (kind.value for kind in kinds if kind is not ArtifactKind.NOTHING)
     return f"{', '.join(first)} or {last}" if first else last
 
 
@@ -203,7 +205,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
-def retained(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
+def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
     """Which of the steps, in ascending order, to keep: the last ones, milestones and the best."""
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
     return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))

@@ -46,7 +46,7 @@ class TxlError(Exception):
         return "\n".join(one_line(str(line)) for line in self.args)
 
 
-def no_package(error: ModuleNotFoundError) -> str:
+def missing_package(error: ModuleNotFoundError) -> str:
     """For people: a package is missing, as outside the environment; one of our own modules is a defect, and raised."""
     if (error.name or "").partition(".")[0] == "txl_dist":
         raise error
@@ -56,7 +56,7 @@ def no_package(error: ModuleNotFoundError) -> str:
     )
 
 
-def of_all(error: TxlError) -> TxlError:
+def raised_everywhere(error: TxlError) -> TxlError:
     """An error that every rank raises, about what all know: rank 0 prints it."""
     error.rank = 0
     return error
@@ -95,7 +95,7 @@ class LostRankError(TxlError, RuntimeError):
 
 
 @contextmanager
-def explained(
+def translate_errors(
     kind: type[TxlError], what: str, remedy: str = "", *, of: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
     """Errors `of` these classes in the block become one for people: `what: reason. remedy`. Ours pass as they are."""

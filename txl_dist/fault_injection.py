@@ -2,7 +2,7 @@
 
     TXL_FAULT=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
 
-The program calls `fault_point(phase, step=...)` where something may go wrong; the n-th time (the first, unless told
+The program calls `failpoint(phase, step=...)` where something may go wrong; the n-th time (the first, unless told
 otherwise) that this process's rank, step and phase match an entry, that fault happens there, once. Rank, step and phase
 may be `*`; without a phase an entry means `step`, the beginning of a training step. Each fault announces itself on
 stderr with the time, so that a log shows which misfortunes were ordered. Kinds:
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
         return all(wanted in ("*", found) for wanted, found in here)
 
 
-def fault_point(phase: str, *, step: int) -> str:
+def failpoint(phase: str, *, step: int) -> str:
     """Let the fault that is ordered for this rank, step and phase happen.
 
     Returns the kind where the caller has to act on it, else "". Raises OSError or RuntimeError where that is the fault,

@@ -20,7 +20,7 @@ from txl_dist.cli.main import main
 from txl_dist.cli.model import export
 from txl_dist.config.load import Config
 from txl_dist.convert.export import export_bundle
-from txl_dist.distributed.collectives import Ranks, barrier
+from txl_dist.distributed.collectives import RankInfo, barrier
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import load_bundle
 from txl_dist.train.checkpoint.probe import make_probe
@@ -45,7 +45,7 @@ def name_of(stage: int, precision: str, optim: dict[str, Any]) -> str:
     return f"{stage}-{precision}-{optim.get('name', 'adamw')}"
 
 
-def new_job(ranks: Ranks, config: Config) -> Job:
+def new_job(ranks: RankInfo, config: Config) -> Job:
     return Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
 
 
@@ -58,7 +58,7 @@ def values_of(job: Job, kind: str) -> dict[tuple[str, int], Tensor]:
     }
 
 
-def averaging_worker(ranks: Ranks, folder: str) -> list[tuple[str, bool]]:
+def averaging_worker(ranks: RankInfo, folder: str) -> list[tuple[str, bool]]:
     facts = []
     for case in CASES:
         name, config = name_of(*case), config_of(*case)
@@ -125,7 +125,7 @@ def test_a_bundle_of_it_has_the_losses_that_the_engine_had_with_it(averaged: Pat
         assert load_bundle(mean).source["average"] is True
 
 
-def elastic_worker(ranks: Ranks, folder: str) -> tuple[dict[str, Tensor], bool, bool]:
+def elastic_worker(ranks: RankInfo, folder: str) -> tuple[dict[str, Tensor], bool, bool]:
     run = Path(folder) / name_of(3, "fp32", {})
     job = new_job(ranks, config_of(0, "fp32", {}))
     job.load(checkpoint_folder(run, 4))
@@ -154,7 +154,7 @@ def test_it_loads_on_other_ranks_and_stages_and_may_be_switched_off_and_on(avera
         export_bundle(without, tmp_path / "bundle", average=True)
 
 
-def skipping_worker(ranks: Ranks) -> bool:
+def skipping_worker(ranks: RankInfo) -> bool:
     job = new_job(ranks, config_of(1, "fp32", {}))
     job.step(0)
     before = values_of(job, "average")

@@ -16,13 +16,13 @@ from tests.helpers.checkpoints import golden_at, sign
 from tests.helpers.jobs import TOKENIZER, in_folder, job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
-from txl_dist.artifacts import retained
+from txl_dist.artifacts import steps_to_keep
 from txl_dist.config.load import Config, plan_batch
 from txl_dist.convert.export import export_bundle
 from txl_dist.data.loader.lanes import lanes_of_rank
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.data.loader.stream_state import CorpusState, StreamState
-from txl_dist.distributed.collectives import Ranks, barrier, gather_objects
+from txl_dist.distributed.collectives import RankInfo, barrier, gather_objects
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.io.manifest import problems_of
 from txl_dist.model.memory import Memory
@@ -39,7 +39,7 @@ from txl_dist.train.checkpoint.read import (
     newest_checkpoint,
 )
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
-from txl_dist.train.checkpoint.writer import Saved, Saver
+from txl_dist.train.checkpoint.writer import AsyncWriter, SaveResult
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.stability import Health
@@ -56,7 +56,7 @@ Results = list[tuple[str, list[list[float]], list[list[float]], float]]
 class Job:
     """An engine of one rank with its memories; `step` trains on a segment that depends on the step alone."""
 
-    def __init__(self, ranks: Ranks, config: Config, *, vocab_size: int) -> None:
+    def __init__(self, ranks: RankInfo, config: Config, *, vocab_size: int) -> None:
         self.ranks, self.config, self.vocab_size = ranks, config, vocab_size
         self.plan = plan_batch(config.train, world_size=ranks.world_size)
         self.engine = ZeroEngine(config, vocab_size=vocab_size, plan=self.plan, ranks=ranks)
@@ -80,13 +80,15 @@ class Job:
         self.memories = tuple(memories)
         return losses
 
-    def save(self, run: Path, *, step: int) -> Saved:
+    def save(self, run: Path, *, step: int) -> SaveResult:
         """The checkpoint after `step` steps, as the loop saves it."""
         stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4, position=8 * step),))
         state = TrainState(step=step, tokens_seen=32 * step, health=Health(), stream=stream, memories=self.memories)
         run.mkdir(exist_ok=True)
         silent: Any = SimpleNamespace(beat=lambda phase: None)
-        saver = Saver(job_of(in_folder(self.config, run), self.ranks), Watch(silent, silent, lock=None, nonce="test"))
+        saver = AsyncWriter(
+            job_of(in_folder(self.config, run), self.ranks), Watch(silent, silent, lock=None, nonce="test")
+        )
         saver.begin(state, self.engine, probe=make_probes(self.engine, self.maker, config=self.config))
         return saver.finish()
 
@@ -99,7 +101,7 @@ class Job:
         return state
 
 
-def save_and_continue(ranks: Ranks, folder: str) -> Results:
+def save_and_continue(ranks: RankInfo, folder: str) -> Results:
     results = []
     for stage, precision in CASES:
         config = tiny_config(
@@ -121,7 +123,7 @@ def save_and_continue(ranks: Ranks, folder: str) -> Results:
         loaded = resumed.load(checkpoint)
         assert (loaded.step, loaded.tokens_seen, loaded.stream.corpora[0].position) == (3, 96, 24)
         again = [resumed.step(step) for step in (3, 4, 5)]
-        error = export_bundle(run, run / "bundle").error if ranks.is_first else 0.0
+        error = export_bundle(run, run / "bundle").error if ranks.is_rank0 else 0.0
         barrier()
         results.append((f"{stage} {precision}", going_on, again, error))
     return results
@@ -174,7 +176,7 @@ def poison(checkpoint: Path, mark: Path) -> None:
     sign(checkpoint)
 
 
-def load_poisoned(ranks: Ranks, folder: str, stage: int) -> str:
+def load_poisoned(ranks: RankInfo, folder: str, stage: int) -> str:
     job = Job(ranks, tiny_config(engine={"zero_stage": stage}), vocab_size=257)
     try:
         job.load(Path(folder))
@@ -244,7 +246,7 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
         choose_checkpoint(tmp_path / "run", "never")
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         choose_checkpoint(tmp_path / "other", "must")
-    prune_checkpoints(tmp_path / "run", keep=retained([3, 5, 7], keep_last=1, keep_every=0), newest=folders[0])
+    prune_checkpoints(tmp_path / "run", keep=steps_to_keep([3, 5, 7], keep_last=1, keep_every=0), newest=folders[0])
     assert [folder.exists() for folder in folders] == [True, False, True]
 
 
@@ -255,7 +257,7 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_built(save
     def check(world_size: int = 2, **sections: Any) -> list[str]:
         model = {"dropout": 0.1, **sections.pop("model", {})}
         config = tiny_config(model=model, **({"engine": {"zero_stage": 1}} | sections))
-        ranks = Ranks(0, 2, 0, torch.device("cpu"), num_threads=1)
+        ranks = RankInfo(0, 2, 0, torch.device("cpu"), num_threads=1)
         job = replace(job_of(config, ranks), ranks=replace(ranks, world_size=world_size))
         return check_checkpoint(read_state(checkpoint), job)
 
@@ -269,7 +271,7 @@ def test_a_checkpoint_of_other_settings_is_refused_before_anything_is_built(save
     ]
 
 
-def go_on_elsewhere(ranks: Ranks, folder: str, stage: int, precision: str) -> list[Any]:
+def go_on_elsewhere(ranks: RankInfo, folder: str, stage: int, precision: str) -> list[Any]:
     """Load another stage's checkpoint; (mean loss, losses of every lane's memory, the weights saved again)."""
     results = []
     for source in ("0-fp32", "1-fp32", "2-bf16", "3-fp32"):
@@ -348,6 +350,6 @@ def test_a_position_that_one_layer_lacks_is_empty_in_all() -> None:
 
 def test_the_last_ones_milestones_and_the_best_are_kept() -> None:
     steps = [10, 20, 25, 30, 40, 50]
-    assert retained(steps, keep_last=2, keep_every=0) == {40, 50}
-    assert retained(steps, keep_last=1, keep_every=20) == {20, 40, 50}
-    assert retained(steps, keep_last=1, keep_every=0, best={25, 99}) == {25, 50}
+    assert steps_to_keep(steps, keep_last=2, keep_every=0) == {40, 50}
+    assert steps_to_keep(steps, keep_last=1, keep_every=20) == {20, 40, 50}
+    assert steps_to_keep(steps, keep_last=1, keep_every=0, best={25, 99}) == {25, 50}

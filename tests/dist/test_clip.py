@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config.load import plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker
@@ -54,7 +54,7 @@ def batches(model: TransformerXL) -> list[Any]:
     return [batch_maker(model, mask_documents=False).batch(plain_segment(one)) for one in ids]
 
 
-def clipping_worker(ranks: Ranks, stage: int, divides: bool) -> dict[str, float]:
+def clipping_worker(ranks: RankInfo, stage: int, divides: bool) -> dict[str, float]:
     """Per kind of clipping the largest distance of a weight from that of plain torch, in units of how far it moved.
 
     `divides`: the optimizer divides gradients, as on a GPU; then no pass over them does it."""
@@ -108,7 +108,7 @@ def test_the_factor_holds_clipping_and_loss_scale(norm: float, factor: float) ->
     assert float(engine._base_optimizer.grad_scale) == pytest.approx(1024.0 / factor, rel=1e-5)
 
 
-def precisions_worker(ranks: Ranks, stage: int) -> dict[str, list[Tensor]]:
+def precisions_worker(ranks: RankInfo, stage: int) -> dict[str, list[Tensor]]:
     """Weights after some steps of AdamW, clipped, by precision and by who divides the gradients."""
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator

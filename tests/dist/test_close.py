@@ -15,7 +15,7 @@ from tests.helpers import tiny
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-from txl_dist.distributed.collectives import Ranks, barrier
+from txl_dist.distributed.collectives import RankInfo, barrier
 from txl_dist.errors import TrainingError
 from txl_dist.train import start
 from txl_dist.train.callbacks import StepEnd
@@ -42,7 +42,7 @@ def live_bytes() -> int:
     return sum(sizes.values())
 
 
-def phases_worker(ranks: Ranks) -> list[list[tuple[int, int]]]:
+def phases_worker(ranks: RankInfo) -> list[list[tuple[int, int]]]:
     """By kind, for four engines in turn: bytes before and after the engine is closed, twice. Each of them is
     still referred to, as by the traceback of an error."""
     gc.freeze()  # what is imported is not looked at: a collection takes milliseconds
@@ -87,9 +87,9 @@ class Measuring:
         self.bytes.append(live_bytes())
 
 
-def phased_worker(ranks: Ranks, folder: str, corpus: str) -> dict[int, tuple[list[int], list[int]]]:
+def phased_worker(ranks: RankInfo, folder: str, corpus: str) -> dict[int, tuple[list[int], list[int]]]:
     """By ZeRO stage: live bytes at the two steps of a run of one phase, and at the eight of a run of four."""
-    start.joined_ranks = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
+    start.distributed_context = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
     gc.collect()
     gc.freeze()
     seen = {}
@@ -123,9 +123,9 @@ def test_the_fourth_phase_of_a_run_needs_as_much_memory_as_a_run_of_one_phase(tm
             assert max(phased[-2:]) < 1.05 * max(alone), (zero_stage, alone, phased)
 
 
-def runs_worker(ranks: Ranks, folder: str, corpus: str) -> dict[str, list[bool]]:
+def runs_worker(ranks: RankInfo, folder: str, corpus: str) -> dict[str, list[bool]]:
     """By what happens to a run: whether each of its engines is closed behind it."""
-    start.joined_ranks = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
+    start.distributed_context = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
     closed: dict[str, list[bool]] = {}
     errors = {"all ranks know": TrainingError("stopped on purpose."), "unknown": ValueError("on purpose")}
     for name, error in {"four phases": None, **errors}.items():

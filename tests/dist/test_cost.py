@@ -14,11 +14,11 @@ from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from tests.helpers.waits import Waits
 from txl_dist.config.load import plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks, Votes
+from txl_dist.distributed.collectives import RankInfo, StepFlags
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import cuda_graph as graph
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
-from txl_dist.train.step import decide
+from txl_dist.train.step import reduce_step
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +26,7 @@ MODEL = {"num_layers": 5, "width": 160, "num_heads": 4, "head_width": 40, "ff_wi
 """Its matrices are large enough to be gathered."""
 
 
-def waiting_worker(ranks: Ranks, stage: int, precision: str) -> tuple[list[str], list[str]]:
+def waiting_worker(ranks: RankInfo, stage: int, precision: str) -> tuple[list[str], list[str]]:
     """Where the second step waits: (in its micro-steps, in its update)."""
     config = tiny_config(engine={"zero_stage": stage, "precision": precision})
     engine, batch = _engine_and_batch(ranks, config)
@@ -36,14 +36,14 @@ def waiting_worker(ranks: Ranks, stage: int, precision: str) -> tuple[list[str],
             for _ in range(2):
                 loss, _ = engine.forward(batch, memory, normalizer=16.0)
                 engine.backward(loss)
-        norm, votes = engine.grad_norm(), Votes()
-        decision = decide(loss.detach(), norm, skip=False, votes=votes, world_size=ranks.world_size)
+        norm, votes = engine.grad_norm(), StepFlags()
+        decision = reduce_step(loss.detach(), norm, skip=False, votes=votes, world_size=ranks.world_size)
         with Waits() as update:
             engine.step(lr=1e-3, grad_norm=decision.grad_norm)
     return micro.places, update.places
 
 
-def _engine_and_batch(ranks: Ranks, config):  # type: ignore[no-untyped-def]
+def _engine_and_batch(ranks: RankInfo, config):  # type: ignore[no-untyped-def]
     plan = plan_batch(config.train, world_size=ranks.world_size)
     engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
     ids = torch.randint(0, VOCAB_SIZE, (2, 9), generator=torch.Generator().manual_seed(1)).numpy()
@@ -59,7 +59,7 @@ def test_forward_and_backward_never_wait_and_the_update_at_most_once(tmp_path: P
         assert len(update) <= (1 if stage == 3 else 0), "\n".join(update)
 
 
-def synchronizing_worker(ranks: Ranks, stage: int) -> int:
+def synchronizing_worker(ranks: RankInfo, stage: int) -> int:
     """How often four steps of two micro-batches let DeepSpeed wait for all that a device has to do."""
     engine, batch = _engine_and_batch(ranks, tiny_config(engine={"zero_stage": stage}))
     memory, calls = engine.empty_memory(num_lanes=2, memory_len=12), []
@@ -78,7 +78,7 @@ def test_deepspeed_never_waits_for_the_whole_device(tmp_path: Path, stage: int) 
     assert run_ranks(synchronizing_worker, stage, world_size=1, folder=tmp_path) == [0]
 
 
-def norms_worker(ranks: Ranks, stage: int, precision: str) -> list[tuple[float, float, list[str], int, int]]:
+def norms_worker(ranks: RankInfo, stage: int, precision: str) -> list[tuple[float, float, list[str], int, int]]:
     """Per step: (DeepSpeed's norm; ours; where ours waits; values of the largest tensor it makes; of a gradient)."""
     config = tiny_config(model=MODEL, engine={"zero_stage": stage, "precision": precision})
     engine, batch = _engine_and_batch(ranks, config)
@@ -112,7 +112,7 @@ def test_the_norm_of_a_gpu_is_deepspeeds_without_its_waits_and_copies(
         assert longest < 200 < length, "a number per parameter"
 
 
-def gathering_worker(ranks: Ranks) -> tuple[int, list[int], list[int]]:
+def gathering_worker(ranks: RankInfo) -> tuple[int, list[int], list[int]]:
     """(parameters of a block; those gathered after each block; the same when the forward pass is over)."""
     config = tiny_config(model=MODEL, train={"num_lanes": 4, "microbatch_lanes": 2}, engine={"zero_stage": 3})
     engine, batch = _engine_and_batch(ranks, config)
@@ -152,7 +152,7 @@ def test_at_stage_3_no_more_than_one_layer_is_gathered(tmp_path: Path, world_siz
         assert max(after) <= whole
 
 
-def held_worker(ranks: Ranks, recomputes: bool) -> tuple[int, int]:
+def held_worker(ranks: RankInfo, recomputes: bool) -> tuple[int, int]:
     """Bytes of gathered weights that are alive: (of all blocks, behind the forward pass, the most between blocks)."""
     engine_settings = {"zero_stage": 3, "activation_checkpointing": recomputes}
     config = tiny_config(model=MODEL, train={"num_lanes": 4, "microbatch_lanes": 2}, engine=engine_settings)
@@ -193,7 +193,7 @@ def test_at_stage_3_no_weights_stay_alive_between_the_passes(tmp_path: Path, rec
         assert most <= 1.1 * block_bytes
 
 
-def graphed_worker(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
+def graphed_worker(ranks: RankInfo) -> list[tuple[list[float], list[float]]]:
     """Per stage and precision: losses (without graphs, with graphs). A stand-in records: it runs again."""
 
     def record(run: Callable[[], Any], *, pool: Any) -> Callable[[], None]:

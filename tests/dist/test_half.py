@@ -11,7 +11,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config.load import plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import cuda_graph as graph
 from txl_dist.train.engine.zero import ZeroEngine, _loss_scaler, import_deepspeed
@@ -21,7 +21,7 @@ SCALE = 2.0**8
 """With DeepSpeed's first one, 65,536, a step may overflow, which is not what is asked here."""
 
 
-def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+def norms_worker(ranks: RankInfo, stage: int) -> dict[str, list[float]]:
     """The norms of two steps of two micro-batches: in fp32, in fp16, and in fp16 recorded."""
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -54,7 +54,7 @@ def norms_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
     return norms
 
 
-def moves_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+def moves_worker(ranks: RankInfo, stage: int) -> dict[str, list[float]]:
     """How far a weight moves in the first two steps of Adam, the median, in units of the rate."""
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
@@ -92,7 +92,7 @@ def test_adams_first_steps_are_its_first_at_every_stage_and_precision(tmp_path: 
         assert moves == pytest.approx(found["fp32"], abs=0.02)
 
 
-def gradients_worker(ranks: Ranks, stage: int) -> dict[str, tuple[float, float]]:
+def gradients_worker(ranks: RankInfo, stage: int) -> dict[str, tuple[float, float]]:
     """Bytes of the gradients behind the last micro-batch: (foreseen, found)."""
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator

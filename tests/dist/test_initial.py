@@ -11,7 +11,7 @@ from tests.helpers.peers import WITH_CURVE, read_golden, state_dict, write_origi
 from tests.helpers.ranks import run_ranks
 from txl_dist.config.load import Config, plan_batch
 from txl_dist.convert.importer import import_model
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.inference.bundle import load_bundle
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.engine.zero import ZeroEngine
@@ -23,12 +23,12 @@ RUNS = [*((name, 1) for name in WITH_CURVE), ("wt103_large_like", 3)]
 """Golden file and ZeRO stage."""
 
 
-def curves(ranks: Ranks, folder: Path) -> list[list[tuple[float, float]]]:
+def curves(ranks: RankInfo, folder: Path) -> list[list[tuple[float, float]]]:
     """(loss, gradient norm) of each step of each run; every engine begins with an imported bundle."""
     return [curve(ranks, folder, name, stage) for name, stage in RUNS]
 
 
-def curve(ranks: Ranks, folder: Path, name: str, stage: int) -> list[tuple[float, float]]:
+def curve(ranks: RankInfo, folder: Path, name: str, stage: int) -> list[tuple[float, float]]:
     """As the golden files were made: Adam, constant rate, clipped, memory carried."""
     settings, golden = read_golden(name)
     file = write_original_module(folder / f"{name}.pt", settings, state_dict(golden), legacy=False)

@@ -12,7 +12,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from txl_dist.artifacts import checkpoint_folder
 from txl_dist.config.load import Config, check_config
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +26,7 @@ def config_of(optim: dict[str, Any], *, zero_stage: int = 0) -> Config:
     return config
 
 
-def training_worker(ranks: Ranks, cases: list[tuple[dict[str, Any], int]]) -> list[Any]:
+def training_worker(ranks: RankInfo, cases: list[tuple[dict[str, Any], int]]) -> list[Any]:
     return [train_engine(ranks, config_of(optim, zero_stage=stage), num_steps=20) for optim, stage in cases]
 
 
@@ -46,7 +46,7 @@ def test_one_and_two_ranks_train_alike_with_lamb_and_with_sgd_at_either_stage(tm
     np.testing.assert_allclose(alone[2][0], alone[1][0], rtol=1e-5, atol=0, err_msg="sgd at stages 0 and 1")
 
 
-def ratios_worker(ranks: Ranks) -> dict[str, tuple[float, float, float]]:
+def ratios_worker(ranks: RankInfo) -> dict[str, tuple[float, float, float]]:
     """By parameter: the library's trust ratio, that of the equations over the whole tensor, and the update's error."""
     job = Job(ranks, config_of(LAMB), vocab_size=VOCAB_SIZE)
     module, optimizer = job.engine._engine.module, job.engine._optimizer
@@ -75,7 +75,7 @@ def test_the_trust_ratios_are_those_of_whole_tensors(tmp_path: Path) -> None:
         assert error <= 1e-6, name
 
 
-def resuming_worker(ranks: Ranks, folder: str) -> list[Any]:
+def resuming_worker(ranks: RankInfo, folder: str) -> list[Any]:
     results = []
     for optim, stage in ((LAMB, 0), (SGD, 0), (SGD, 1)):
         config = config_of(optim, zero_stage=stage)

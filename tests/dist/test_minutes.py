@@ -14,10 +14,10 @@ from tests.helpers.corpora import tiny_corpus
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.artifacts import list_checkpoints, step_of
-from txl_dist.distributed.collectives import Ranks, barrier
+from txl_dist.distributed.collectives import RankInfo, barrier
 from txl_dist.train import loop, start
 from txl_dist.train.callbacks import Callback, StepEnd
-from txl_dist.train.checkpoint.manager import Saving
+from txl_dist.train.checkpoint.manager import CheckpointManager
 
 pytestmark = pytest.mark.dist
 
@@ -34,14 +34,14 @@ class Clock(Callback):
         self.now_s += 1e6 if self.rank else STEP_S
 
 
-def minutes_worker(ranks: Ranks, folder: str, corpus: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
+def minutes_worker(ranks: RankInfo, folder: str, corpus: str, cases: dict[str, dict[str, Any]]) -> dict[str, list[int]]:
     """The steps of all checkpoints that a run of 12 steps has at its end, by case; `stop` goes on from there to 20."""
-    start.joined_ranks = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
+    start.distributed_context = lambda **_: nullcontext(ranks)  # type: ignore[assignment]
     kept = {}
     for name, checkpoint in cases.items():
         for max_steps in (12, 20) if name == "continued" else (12,):
             clock = Clock(ranks.rank)
-            loop.Saving = functools.partial(Saving, clock_s=lambda clock=clock: clock.now_s)  # type: ignore[misc]
+            loop.Saving = functools.partial(CheckpointManager, clock_s=lambda clock=clock: clock.now_s)  # type: ignore[misc]
             config = tiny_config(
                 run={"dir": f"{folder}/{name}"},
                 data={"path": corpus},

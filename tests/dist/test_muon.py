@@ -14,7 +14,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config, train_engine
 from txl_dist.artifacts import checkpoint_folder
 from txl_dist.config.load import Config, check_config
-from txl_dist.distributed.collectives import Ranks, barrier
+from txl_dist.distributed.collectives import RankInfo, barrier
 from txl_dist.train.engine import muon
 from txl_dist.train.engine.muon import matrices_of
 
@@ -31,7 +31,7 @@ def config_of(stage: int, precision: str = "fp32") -> Config:
     return config
 
 
-def training_worker(ranks: Ranks, cases: list[tuple[int, str]]) -> list[Any]:
+def training_worker(ranks: RankInfo, cases: list[tuple[int, str]]) -> list[Any]:
     return [train_engine(ranks, config_of(*case), num_steps=10) for case in cases]
 
 
@@ -66,7 +66,7 @@ def products_of_a_step(job: Job) -> list[tuple[int, int]]:
     return sorted(made)
 
 
-def counting_worker(ranks: Ranks, stages: list[int]) -> list[dict[str, Any]]:
+def counting_worker(ranks: RankInfo, stages: list[int]) -> list[dict[str, Any]]:
     """What a rank multiplies and keeps, by stage."""
     found = []
     for stage in stages:
@@ -112,7 +112,7 @@ def test_each_matrix_is_iterated_five_times_on_one_rank_and_the_work_is_divided(
         assert not any(one["second moments of matrices"] for one in facts)
 
 
-def resuming_worker(ranks: Ranks, folder: str) -> list[tuple[str, bool, bool]]:
+def resuming_worker(ranks: RankInfo, folder: str) -> list[tuple[str, bool, bool]]:
     results = []
     for case in CASES:
         config, run = config_of(*case), Path(folder) / f"{case[0]}-{case[1]}"
@@ -134,7 +134,7 @@ def test_a_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
         assert rank == [(f"{stage}-{precision}", True, True) for stage, precision in CASES]
 
 
-def saving_worker(ranks: Ranks, folder: str) -> list[list[float]]:
+def saving_worker(ranks: RankInfo, folder: str) -> list[list[float]]:
     """A run at each stage is saved at step 3 and goes on."""
     losses = []
     for stage in range(4):
@@ -146,7 +146,7 @@ def saving_worker(ranks: Ranks, folder: str) -> list[list[float]]:
     return losses
 
 
-def loading_worker(ranks: Ranks, folder: str) -> list[list[float]]:
+def loading_worker(ranks: RankInfo, folder: str) -> list[list[float]]:
     """Each goes on at the next stage."""
     losses = []
     for stage in range(4):

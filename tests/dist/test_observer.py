@@ -22,9 +22,9 @@ from tests.helpers.tiny import tiny_config
 from txl_dist.config.load import Config, config_to_toml, plan_batch
 from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.loader.evaluation import EvalStream
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.attention import Attention
-from txl_dist.model.memory import Visibility, empty_memory
+from txl_dist.model.memory import AttentionMask, empty_memory
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
@@ -44,7 +44,7 @@ def config_of(stage: int, **sections: dict[str, Any]) -> Config:
     return tiny_config(**values)
 
 
-def observing_worker(ranks: Ranks, stage: int, folder: str) -> NUMBERS:
+def observing_worker(ranks: RankInfo, stage: int, folder: str) -> NUMBERS:
     """All that is shown, and whether a parameter, the generator or the mode of the model changed by it."""
     config, corpus = config_of(stage), open_corpus(folder)
     plan = plan_batch(config.train, world_size=ranks.world_size)
@@ -110,7 +110,7 @@ class PlainEngine:
         return self.model.empty_memory(num_lanes=num_lanes, memory_len=memory_len)
 
 
-RANK = Ranks(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), num_threads=1)
+RANK = RankInfo(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), num_threads=1)
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"txl_dist.train.report.{module}.all_reduce_sum", lambda values: values)
 
 
-def naive_share(terms: Terms, *, visible: Visibility) -> float:
+def naive_share(terms: Terms, *, visible: AttentionMask) -> float:
     """Probabilities themselves: attention with one-hot values, one key at a time, summed over the memory."""
     total = 0.0
     for index in range(visible.memory_len):
@@ -140,7 +140,7 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     found: list[float] = []
     attend = layer.attend
 
-    def spy(terms: Terms, *, visible: Visibility) -> torch.Tensor:
+    def spy(terms: Terms, *, visible: AttentionMask) -> torch.Tensor:
         found.append(naive_share(terms, visible=visible))
         return attend(terms, visible=visible)
 

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
 from txl_dist import plugins
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import TrainingError
 
 pytestmark = pytest.mark.dist
@@ -52,7 +52,7 @@ class Halving(Keeping):
     dtype = torch.bfloat16
 
 
-def worker(ranks: Ranks) -> dict[tuple[str, int], str]:
+def worker(ranks: RankInfo) -> dict[tuple[str, int], str]:
     """By optimizer and ZeRO stage: the error of a training of two steps; empty if there is none."""
     kinds = {"keeping": Keeping, "counting": Counting, "grouping": Grouping, "halving": Halving}
     kinds |= {"rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.ranks import run_ranks
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.monitoring import silent_corruption as replicas
 from txl_dist.train.monitoring.silent_corruption import Deviation, deviating_ranks, hash_parameters
 
@@ -26,7 +26,7 @@ def flip(values: torch.Tensor, *, place: int, bit: int) -> None:
     bits[place] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(bits.dtype)
 
 
-def compare_with_flips(ranks: Ranks, cases: list[dict[int, str]]) -> list[Deviation | None]:
+def compare_with_flips(ranks: RankInfo, cases: list[dict[int, str]]) -> list[Deviation | None]:
     """For each case: a bit is flipped on some ranks, in the parameter named."""
     answers = []
     for flips in cases:

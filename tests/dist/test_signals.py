@@ -13,7 +13,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config.load import Config
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.engine.zero import _loss_scaler, import_deepspeed
@@ -51,7 +51,7 @@ def segment_of(config: Config, step: int) -> np.ndarray:
     return (first + np.arange(config.train.segment_len + 1)) % VOCAB_SIZE
 
 
-def trained(ranks: Ranks, config: Config) -> dict[str, Any]:
+def trained(ranks: RankInfo, config: Config) -> dict[str, Any]:
     """Steps with what they are asked to measure before each update."""
     job = Job(ranks, config, vocab_size=VOCAB_SIZE)
     whole = job_of(config, ranks, vocab_size=VOCAB_SIZE)
@@ -75,7 +75,7 @@ def trained(ranks: Ranks, config: Config) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "seen": seen}
 
 
-def worker(ranks: Ranks, folder: str) -> dict[str, Any]:
+def worker(ranks: RankInfo, folder: str) -> dict[str, Any]:
     import_deepspeed()
     from deepspeed.accelerator import get_accelerator
 

@@ -13,9 +13,9 @@ from tests.helpers.jobs import TOKENIZER
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks, Votes
+from txl_dist.distributed.collectives import RankInfo, StepFlags
 from txl_dist.train.batch import to_device
-from txl_dist.train.step import decide
+from txl_dist.train.step import reduce_step
 
 pytestmark = pytest.mark.dist
 
@@ -40,11 +40,11 @@ def trained(job: Job, *, wrong: str) -> tuple[list[bool], dict[str, Any]]:
             job.engine.backward(loss)
             losses.append(loss.detach())
             after.append(memory)
-        decision = decide(
+        decision = reduce_step(
             torch.stack(losses).mean(),
             job.engine.grad_norm(),
             skip=is_wrong and wrong == "skip",
-            votes=Votes(),
+            votes=StepFlags(),
             world_size=job.ranks.world_size,
         )
         job.engine.step(lr=1e-2, grad_norm=decision.grad_norm)
@@ -66,7 +66,7 @@ def probe_losses(job: Job) -> torch.Tensor:
     return job.engine.losses(batch, job.engine.empty_memory(num_lanes=2, memory_len=12))[0]
 
 
-def skipping_worker(ranks: Ranks) -> list[tuple[str, bool]]:
+def skipping_worker(ranks: RankInfo) -> list[tuple[str, bool]]:
     results = []
     for stage, precision in CASES:
         config = tiny_config(engine={"zero_stage": stage, "precision": precision})

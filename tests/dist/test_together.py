@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from txl_dist.distributed.collectives import Ranks, from_first, on_first, together
+from txl_dist.distributed.collectives import RankInfo, broadcast_object, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import DataError, TxlError
 
 pytestmark = pytest.mark.dist
 
 
-def failing_worker(ranks: Ranks) -> list[str]:
+def failing_worker(ranks: RankInfo) -> list[str]:
     def fail(error: Exception) -> int:
         if ranks.rank == 1:
             raise error
@@ -20,15 +20,17 @@ def failing_worker(ranks: Ranks) -> list[str]:
     seen = []
     for error in (DataError("shard 7 is gone"), ZeroDivisionError("a defect")):
         try:
-            together(lambda error=error: fail(error))
+            run_on_all_ranks(lambda error=error: fail(error))
         except Exception as caught:  # noqa: BLE001  any kind is reported
             rank = caught.rank if isinstance(caught, TxlError) else None
             seen.append(f"{type(caught).__name__} {caught} {rank}")
     try:
-        on_first(lambda: 1 // 0)
+        run_on_rank0(lambda: 1 // 0)
     except Exception as caught:  # noqa: BLE001  any kind is reported
         seen.append(type(caught).__name__)
-    seen.append(f"{together(lambda: ranks.rank * 10)} {on_first(lambda: 'first')} {from_first(ranks.rank)}")
+    seen.append(
+        f"{run_on_all_ranks(lambda: ranks.rank * 10)} {run_on_rank0(lambda: 'first')} {broadcast_object(ranks.rank)}"
+    )
     return seen
 
 

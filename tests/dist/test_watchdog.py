@@ -15,13 +15,21 @@ import torch
 
 from tests.helpers import forked
 from txl_dist.console.logging import logger, start_logging
-from txl_dist.distributed.collectives import Ranks, Votes, all_reduce_sum, barrier, is_waiting, joined_ranks, waiting
+from txl_dist.distributed.collectives import (
+    RankInfo,
+    StepFlags,
+    all_reduce_sum,
+    barrier,
+    distributed_context,
+    is_waiting,
+    waiting,
+)
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import HANG
-from txl_dist.fault_injection import fault_point
+from txl_dist.fault_injection import failpoint
 from txl_dist.train.monitoring.heartbeats import Beat
 from txl_dist.train.monitoring.watchdog import Watchdog, behind, end_frozen
-from txl_dist.train.step import decide
+from txl_dist.train.step import reduce_step
 
 pytestmark = pytest.mark.dist
 
@@ -30,7 +38,7 @@ FAULT_STEP = 5
 
 
 def worker(limit_s: float, num_steps: int) -> None:
-    with joined_ranks(timeout_s=60) as ranks:
+    with distributed_context(timeout_s=60) as ranks:
         start_logging(rank=ranks.rank)
         watchdog = Watchdog(ranks, limit_s=60)
         watchdog.write_stacks_to(Path("stacks"))
@@ -49,13 +57,13 @@ def worker(limit_s: float, num_steps: int) -> None:
     os._exit(0)
 
 
-def steps(ranks: Ranks, watchdog: Watchdog, *, limit_s: float, num_steps: int) -> None:
+def steps(ranks: RankInfo, watchdog: Watchdog, *, limit_s: float, num_steps: int) -> None:
     for step in range(num_steps):
         watchdog.beat("step", step=step)
         Path(f"at-{ranks.rank}").write_text(str(time.time()))
         if step == 2:
             watchdog.limit(limit_s)
-        if fault_point("step", step=step) == "flip":
+        if failpoint("step", step=step) == "flip":
             while True:
                 pass
         all_reduce_sum(torch.ones(1))
@@ -210,5 +218,5 @@ def test_a_rank_that_decides_waits_for_the_others(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("txl_dist.train.step.all_reduce_sum", lambda votes: votes)
     monkeypatch.setattr(torch.Tensor, "tolist", read)
-    decide(torch.tensor(1.0), torch.tensor(2.0), skip=False, votes=Votes(), world_size=1)
+    reduce_step(torch.tensor(1.0), torch.tensor(2.0), skip=False, votes=StepFlags(), world_size=1)
     assert said == [True]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.engine import deepspeed_config
 
 pytestmark = pytest.mark.dist
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 RARE_FREE = (3, 1)
 
 
-def stages_worker(ranks: Ranks, precision: str) -> list[list[float]]:
+def stages_worker(ranks: RankInfo, precision: str) -> list[list[float]]:
     return [
         train_engine(
             ranks,
@@ -47,7 +47,7 @@ def test_bf16_follows_at_all_stages(fp32: list[list[float]], tmp_path: Path) -> 
         np.testing.assert_allclose(bf16[stage], fp32[0], rtol=2e-2, atol=0)
 
 
-def buckets_worker(ranks: Ranks, recomputes: bool) -> list[list[float]]:
+def buckets_worker(ranks: RankInfo, recomputes: bool) -> list[list[float]]:
     """Losses at stages 0 to 3, with buckets that a block's gradients overfill. u and v matter in them."""
     deepspeed_config.BUCKET_LEN = 2000
     losses = []
@@ -106,7 +106,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def variants_worker(ranks: Ranks) -> dict[str, list[Any]]:
+def variants_worker(ranks: RankInfo) -> dict[str, list[Any]]:
     return {
         name: [
             train_engine(
@@ -129,7 +129,7 @@ def test_every_variant_of_the_model_trains_alike_in_all_stages(tmp_path: Path) -
             np.testing.assert_allclose(held_out, plain[2], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def cuts_worker(ranks: Ranks, cuts: list[int]) -> list[Any]:
+def cuts_worker(ranks: RankInfo, cuts: list[int]) -> list[Any]:
     return [train_engine(ranks, tiny_config(train={"microbatch_lanes": cut}), num_steps=10) for cut in cuts]
 
 
@@ -152,7 +152,7 @@ def test_losses_and_memories_do_not_depend_on_how_the_lanes_are_cut(tmp_path: Pa
             assert np.abs(other_memories[lane] - memory).max() <= 1e-5 * scale, f"{name}, lane {lane}"
 
 
-def recompute_worker(ranks: Ranks) -> list[Any]:
+def recompute_worker(ranks: RankInfo) -> list[Any]:
     return [
         train_engine(
             ranks,
@@ -173,7 +173,7 @@ def test_activation_checkpointing_is_bit_identical_with_dropout(tmp_path: Path) 
         assert_same_training(plain_3, recomputed_3)
 
 
-def evaluating_worker(ranks: Ranks) -> list[Any]:
+def evaluating_worker(ranks: RankInfo) -> list[Any]:
     return [
         train_engine(
             ranks,

@@ -8,12 +8,12 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config, train_engine
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def precisions_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+def precisions_worker(ranks: RankInfo, stage: int) -> dict[str, list[float]]:
     return {
         precision: train_engine(ranks, tiny_config(engine={"zero_stage": stage, "precision": precision}), num_steps=20)[
             0
@@ -32,7 +32,7 @@ def test_half_precisions_follow_fp32(tmp_path: Path, stage: int) -> None:
     assert losses["fp16"][-1] < losses["fp16"][0]
 
 
-def kernels_worker(ranks: Ranks, stage: int) -> dict[str, list[float]]:
+def kernels_worker(ranks: RankInfo, stage: int) -> dict[str, list[float]]:
     return {
         attention: train_engine(
             ranks,
@@ -50,7 +50,7 @@ def test_all_ways_to_compute_attention_train_alike(tmp_path: Path, stage: int) -
         np.testing.assert_allclose(losses[attention], losses["plain"], rtol=2e-2)
 
 
-def graphs_worker(ranks: Ranks, stage: int, precision: str) -> list[list[float]]:
+def graphs_worker(ranks: RankInfo, stage: int, precision: str) -> list[list[float]]:
     return [
         train_engine(
             ranks,

@@ -14,7 +14,7 @@ from txl_dist.model import fused_softmax
 from txl_dist.model.activation import ActivatedLinear
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.launch import obstacle, triton_relative_attention
-from txl_dist.model.memory import EMPTY, Visibility
+from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm
 
@@ -53,13 +53,13 @@ def leaves_and_gradient(sizes: Sizes, dtype: torch.dtype) -> tuple[list[Tensor],
     return leaves, gradient
 
 
-def visibility(sizes: Sizes, *, oldest: int | None = None) -> Visibility:
+def visibility(sizes: Sizes, *, oldest: int | None = None) -> AttentionMask:
     """With document borders, and a memory that is partly empty in the first lane."""
     generator = torch.Generator().manual_seed(1)
     documents = (torch.rand(sizes.B, sizes.M + sizes.T, generator=generator) < 0.01).long().cumsum(1)
     documents[0, : sizes.M // 2] = EMPTY
     documents = documents.cuda()
-    return Visibility(documents[:, sizes.M :], documents, oldest)
+    return AttentionMask(documents[:, sizes.M :], documents, oldest)
 
 
 def outcome(
@@ -67,7 +67,7 @@ def outcome(
     leaves: list[Tensor],
     gradient: Tensor,
     *,
-    visible: Visibility,
+    visible: AttentionMask,
     dropout: float = 0.0,
 ) -> list[Tensor]:
     """Context and the gradients of the leaves."""
@@ -122,7 +122,7 @@ def test_dropout_drops_at_its_rate_and_scales_up_what_it_keeps() -> None:
     ones = torch.ones_like(key_value)
     documents = torch.zeros(sizes.B, sizes.M + sizes.T, dtype=torch.int64, device="cuda")
     inputs = [query, ones, distance, content_bias, position_bias]
-    visible = Visibility(documents[:, sizes.M :], documents, None)
+    visible = AttentionMask(documents[:, sizes.M :], documents, None)
     context, *_ = outcome(triton_relative_attention, inputs, gradient, visible=visible, dropout=0.15)
     # Every probability is 1 / (number of keys): a context is the part kept over 0.85, of over 512 keys.
     assert context.float().mean().item() == pytest.approx(1.0, abs=2e-3)
@@ -151,7 +151,7 @@ def test_a_weighted_loss_and_its_gradients_are_those_of_autograd(dtype: torch.dt
     hidden, table, bias = (leaf.requires_grad_() for leaf in leaves)
     assert fused_softmax.runs_kernel(hidden)
     cluster = fused_softmax.Cluster(None, targets, (fused_softmax.Columns(table, bias, 0, num_columns),), None)
-    loss = fused_softmax.weighted_loss(hidden, [cluster], weight_S=weight)
+    loss = fused_softmax.fused_linear_cross_entropy(hidden, [cluster], weight_S=weight)
     found = torch.autograd.grad(loss, leaves)
     exact_leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
     logits = exact_leaves[0] @ exact_leaves[1].t() + exact_leaves[2]
@@ -167,7 +167,7 @@ def test_products_that_lie_apart_are_attended_to_as_one(name: str) -> None:
     leaves, gradient = leaves_and_gradient(SIZES[name], torch.bfloat16)
     visible = visibility(SIZES[name])
 
-    def of_products(terms: Terms, *, visible: Visibility, dropout: float) -> Tensor:
+    def of_products(terms: Terms, *, visible: AttentionMask, dropout: float) -> Tensor:
         query, key, value, distance, content_bias, position_bias, _ = terms
         assert distance is not None
         assert content_bias is not None

@@ -6,21 +6,21 @@ from types import SimpleNamespace
 from typing import Any
 
 from txl_dist.config.load import Config, plan_batch
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.training import train_tokenizer
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
 
 
-def job_of(config: Config, ranks: Ranks, *, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0) -> Job:
+def job_of(config: Config, ranks: RankInfo, *, tokenizer: Tokenizer = TOKENIZER, vocab_size: int = 0) -> RunContext:
     """The job of these settings; its corpora have a tokenizer and no text."""
     corpus: Any = SimpleNamespace(
         tokenizer=tokenizer, tokenizer_sha256=tokenizer.fingerprint, vocab_size=vocab_size or tokenizer.vocab_size
     )
     corpora: Any = SimpleNamespace(first=corpus)
-    return Job(config, plan_batch(config.train, world_size=ranks.world_size), ranks, corpora)
+    return RunContext(config, plan_batch(config.train, world_size=ranks.world_size), ranks, corpora)
 
 
 def in_folder(config: Config, folder: object) -> Config:

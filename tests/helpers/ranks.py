@@ -57,10 +57,10 @@ def _spawned(variables: dict[str, str], *call: Any) -> None:
 
 def _work(worker: Callable[..., Any], arguments: tuple[Any, ...], path: Path) -> None:
     faulthandler.enable()  # a crash in native code shows where it happened
-    from txl_dist.distributed.collectives import joined_ranks
+    from txl_dist.distributed.collectives import distributed_context
 
     try:
-        with joined_ranks(timeout_s=120) as ranks:
+        with distributed_context(timeout_s=120) as ranks:
             result = worker(ranks, *arguments)
     except BaseException:  # noqa: BLE001  whatever it is, it is shown
         path.with_name(path.name.replace("result", "error")).write_text(traceback.format_exc(), encoding="utf-8")

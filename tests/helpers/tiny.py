@@ -7,7 +7,7 @@ import torch
 
 from txl_dist.config.load import Config, plan_batch
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import Ranks, all_reduce_sum
+from txl_dist.distributed.collectives import RankInfo, all_reduce_sum
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import batch_maker, to_device
@@ -39,7 +39,7 @@ def tiny_config(**sections: dict[str, Any]) -> Config:
 
 
 def train_engine(
-    ranks: Ranks,
+    ranks: RankInfo,
     config: Config,
     *,
     num_steps: int,

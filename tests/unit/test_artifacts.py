@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.artifacts import TRAINED, Kind, kind_of, list_checkpoints, require
+from txl_dist.artifacts import TRAINED, ArtifactKind, detect_artifact, list_checkpoints, require
 from txl_dist.errors import ConfigError
 
-CORPUS, RUN, CHECKPOINT, BUNDLE, HUGGINGFACE, HUGGINGFACE_CODE, ONNX, NOTHING = Kind
+CORPUS, RUN, CHECKPOINT, BUNDLE, HUGGINGFACE, HUGGINGFACE_CODE, ONNX, NOTHING = ArtifactKind
 
-LAYOUTS: dict[str, tuple[Kind, list[str]]] = {
+LAYOUTS: dict[str, tuple[ArtifactKind, list[str]]] = {
     "corpus": (CORPUS, ["index.json", "tokenizer.json", "train-000000.tar"]),
     "run": (RUN, ["config.toml", "metrics.jsonl", "log.txt"]),
     "new run": (RUN, ["config.toml"]),
@@ -55,17 +55,17 @@ def lay_out(folder: Path, files: list[str]) -> Path:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_folder_is_what_its_files_say_and_damage_does_not_change_its_kind(name: str, tmp_path: Path) -> None:
     kind, files = LAYOUTS[name]
-    assert kind_of(lay_out(tmp_path / name, files)) is kind
-    assert kind_of(str(tmp_path / name) + "/") is kind
+    assert detect_artifact(lay_out(tmp_path / name, files)) is kind
+    assert detect_artifact(str(tmp_path / name) + "/") is kind
 
 
 def test_a_url_is_a_corpus_and_what_cannot_be_looked_into_is_nothing(tmp_path: Path) -> None:
-    assert {kind_of(url) for url in ("s3://bucket/corpus", "https://x.org/c", "pipe:cat x")} == {CORPUS}
+    assert {detect_artifact(url) for url in ("s3://bucket/corpus", "https://x.org/c", "pipe:cat x")} == {CORPUS}
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "file").touch()
     strange = [tmp_path / "fifo", tmp_path / "loop", tmp_path / "file", tmp_path / "missing", "a\0b", "x" * 5000]
-    assert {kind_of(path) for path in strange} == {NOTHING}
+    assert {detect_artifact(path) for path in strange} == {NOTHING}
 
 
 def test_the_kind_of_a_path_is_told_without_torch_or_numpy() -> None:
@@ -74,7 +74,7 @@ def test_the_kind_of_a_path_is_told_without_torch_or_numpy() -> None:
     assert done.stdout.strip() == ""
 
 
-def refusal(path: Path | str, *wanted: Kind, what: str = "") -> str:
+def refusal(path: Path | str, *wanted: ArtifactKind, what: str = "") -> str:
     with pytest.raises(ConfigError) as caught:
         require(path, *wanted, what=what)
     message = str(caught.value)

@@ -12,11 +12,11 @@ import pytest
 from txl_dist.fault_injection import KINDS, Fault, parse_faults
 
 PROGRAM = """
-from txl_dist.fault_injection import fault_point
+from txl_dist.fault_injection import failpoint
 for step in (1, 2):
     for phase in ("step", "save-file", "save-file"):
         try:
-            print(step, phase, fault_point(phase, step=step) or "-", flush=True)
+            print(step, phase, failpoint(phase, step=step) or "-", flush=True)
         except (OSError, RuntimeError) as error:
             print(step, phase, repr(error), flush=True)
 """

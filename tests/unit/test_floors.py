@@ -272,7 +272,7 @@ def test_the_rules_see_what_they_forbid() -> None:
     assert not may_import("data/loader/lanes.py", "model/block.py")
     assert not may_import("launcher/sweep.py", "evaluation/evaluate.py")
     assert not may_import("inference/bundle.py", "data/format.py")
-    assert file_of("txl_dist.train.loop.Run") == "train/loop.py"
+    assert file_of("txl_dist.train.loop.RunRecords") == "train/loop.py"
     assert file_of("txl_dist.__version__") == "__init__.py"
     assert is_within("torch.nn", "torch")
     assert not is_within("torchvision", "torch")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from txl_dist.cli.main import main
-from txl_dist.errors import CheckpointError, ConfigError, DataError, explained
+from txl_dist.errors import CheckpointError, ConfigError, DataError, translate_errors
 
 NAME = "new\nline\ttab\x1b[2J\u2028end\rof"
 SHOWN = r"new\nline\ttab\x1b[2J\u2028end\rof"
@@ -27,7 +27,7 @@ def test_a_message_has_a_line_for_each_argument_of_its_error() -> None:
 def test_the_reason_of_another_program_in_several_lines_is_one_line() -> None:
     with (
         pytest.raises(DataError, match=r"^x: two words\. Mend it$"),
-        explained(DataError, "x", "Mend it", of=(ValueError,)),
+        translate_errors(DataError, "x", "Mend it", of=(ValueError,)),
     ):
         raise ValueError("two\n   words")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from txl_dist.cli.main import main
-from txl_dist.errors import no_package
+from txl_dist.errors import missing_package
 
 ROOT = Path(__file__).parents[2]
 
@@ -382,7 +382,7 @@ def test_where_a_package_is_missing_one_line_names_it_and_the_environment(tmp_pa
     assert done.returncode == 2
     assert re.fullmatch(r"txl: error: .* has no package \w+\. Activate the project's environment .*\n", done.stderr)
     with pytest.raises(ModuleNotFoundError):
-        no_package(ModuleNotFoundError("a defect of ours", name="txl_dist.nowhere"))
+        missing_package(ModuleNotFoundError("a defect of ours", name="txl_dist.nowhere"))
 
 
 def test_a_package_that_only_a_verb_needs_is_named_in_one_line_too(tmp_path: Path) -> None:

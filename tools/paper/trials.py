@@ -32,8 +32,8 @@ from tools.trainings import (
 from txl_dist.config.load import Config, changed, check_config, load_config
 from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
-from txl_dist.planning.hardware import Cluster, find_gpu
-from txl_dist.planning.plan import Plan, Question, make_plan
+from txl_dist.planning.hardware import GpuCluster, find_gpu
+from txl_dist.planning.plan import Plan, PlanOptions, make_plan
 from txl_dist.planning.text import plan_lines
 
 PAGE = ROOT / "docs/paper.md"
@@ -224,7 +224,7 @@ def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_
 
     Raises ConfigError for GPUs that cannot be.
     """
-    question = Question(cluster=Cluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
+    question = PlanOptions(cluster=GpuCluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
     recipe, plans = size.recipe.relative_to(ROOT), dict[tuple[Trial, int], Plan]()
     for job in jobs:
         config, run, key = job.config(size), f"{out}/{job.name(size)}", (job.trial, job.segment_len)

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from txl_dist.artifacts import TRAINED, Kind, kind_of, require
+from txl_dist.artifacts import TRAINED, ArtifactKind, detect_artifact, require
 from txl_dist.cli.parsing import local_source
 from txl_dist.config.registry import load_plugins
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.errors import ConfigError
@@ -65,8 +65,13 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
     """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
     load_plugins(arguments.plugins)
     arguments.check_tokenizer()
-    if kind_of(arguments.out) is not Kind.NOTHING:
-        require(arguments.out, Kind.CORPUS, what="--out", remedies=dict.fromkeys(Kind, "Choose another --out."))
+    if detect_artifact(arguments.out) is not ArtifactKind.NOTHING:
+        require(
+            arguments.out,
+            ArtifactKind.CORPUS,
+            what="--out",
+            remedies=dict.fromkeys(ArtifactKind, "Choose another --out."),
+        )
     if arguments.reindex:
         return _reindex(arguments)
     from txl_dist.console.logging import start_logging
@@ -74,7 +79,7 @@ def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
 
     start_logging()
     settings = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(PrepareSettings)}
-    say("\n".join(prepare_corpus(arguments.out, **settings).lines()))
+    echo("\n".join(prepare_corpus(arguments.out, **settings).lines()))
 
 
 def _reindex(arguments: PrepareArguments) -> None:
@@ -100,7 +105,7 @@ def _reindex(arguments: PrepareArguments) -> None:
             overwrite=arguments.overwrite,
             on_bytes=progress.advance,
         )
-    say("\n".join(summary.lines()))
+    echo("\n".join(summary.lines()))
 
 
 def verify(
@@ -123,27 +128,29 @@ def verify(
 
     path = str(local_source(path)) if address_of(path) else path
     no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
-    instead = {Kind.HUGGINGFACE: no_manifest + "--format huggingface`."}
-    kind = require(path, Kind.CORPUS, *TRAINED, Kind.HUGGINGFACE_CODE, Kind.ONNX, remedies=instead)
-    if kind is Kind.CORPUS:
+    instead = {ArtifactKind.HUGGINGFACE: no_manifest + "--format huggingface`."}
+    kind = require(
+        path, ArtifactKind.CORPUS, *TRAINED, ArtifactKind.HUGGINGFACE_CODE, ArtifactKind.ONNX, remedies=instead
+    )
+    if kind is ArtifactKind.CORPUS:
         from txl_dist.console.logging import start_logging
         from txl_dist.data.verify.verify import problems_at
 
         start_logging()
         settings = DataSection(cache_dir=cache_dir, allow_protocols=allow_protocols)
         problems: Iterable[str] = problems_at(path, settings, num_workers=num_workers)
-    elif kind in (Kind.BUNDLE, Kind.HUGGINGFACE_CODE, Kind.ONNX):
+    elif kind in (ArtifactKind.BUNDLE, ArtifactKind.HUGGINGFACE_CODE, ArtifactKind.ONNX):
         from txl_dist.io.manifest import problems_of
 
         problems = problems_of(Path(path))
     else:
         from txl_dist.train.checkpoint.validate import checkpoint_problems, run_problems  # brings torch
 
-        problems = run_problems(Path(path)) if kind is Kind.RUN else checkpoint_problems(Path(path))
+        problems = run_problems(Path(path)) if kind is ArtifactKind.RUN else checkpoint_problems(Path(path))
     num_problems = 0
     for problem in problems:
-        say(problem, flush=True)
+        echo(problem, flush=True)
         num_problems += 1
     if num_problems:
         raise SystemExit(1)
-    say(f"{path}: whole")
+    echo(f"{path}: whole")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from txl_dist.cli.parsing import announce_ranks
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
     if timeout_s < 1:
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say("txl doctor: looking at this machine; some seconds", to=sys.stderr)
+        echo("txl doctor: looking at this machine; some seconds", to=sys.stderr)
     announce_ranks()
     from dataclasses import asdict
     from json import dumps
@@ -36,7 +36,7 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
     report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
     if report is None:
         return  # another rank speaks, and exits for the job
-    say("\n".join(report.lines()))
+    echo("\n".join(report.lines()))
     if json is not None:
         write_output(
             json,

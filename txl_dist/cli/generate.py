@@ -13,7 +13,7 @@ from txl_dist.config.registry import load_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import check_output
-from txl_dist.inference.options import Writing, check_text
+from txl_dist.inference.options import SamplingParams, check_text
 
 
 class _NotGiven(tuple[Any, ...]):
@@ -26,7 +26,7 @@ _NOT_GIVEN = _NotGiven()
 def generate(
     source: Positional[Path],
     /,
-    writing: Annotated[Writing, arg(name="")],
+    writing: Annotated[SamplingParams, arg(name="")],
     prompt: tuple[str, ...] = _NOT_GIVEN,
     tokens: tuple[int, ...] = _NOT_GIVEN,
     file: Path | None = None,

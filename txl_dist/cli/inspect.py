@@ -8,16 +8,16 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from txl_dist.artifacts import Kind, require
+from txl_dist.artifacts import ArtifactKind, require
 from txl_dist.config.registry import load_plugins
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.io.files import write_output
-from txl_dist.report.inspect_options import Question
+from txl_dist.report.inspect_options import InspectOptions
 
 
 def inspect(
     path: Positional[str],
-    question: Annotated[Question, arg(name="")],
+    question: Annotated[InspectOptions, arg(name="")],
     json: Path | None = None,
     plugins: tuple[str, ...] = (),
 ) -> None:
@@ -30,11 +30,11 @@ def inspect(
         plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
     load_plugins(plugins)
-    kind = require(path, Kind.CORPUS, Kind.RUN, Kind.CHECKPOINT)
+    kind = require(path, ArtifactKind.CORPUS, ArtifactKind.RUN, ArtifactKind.CHECKPOINT)
     question.check(path, kind)
     from txl_dist.report.inspect_run import answer
 
     facts, lines = answer(path, kind, question)
-    say("\n".join(lines))
+    echo("\n".join(lines))
     if json is not None:
         write_output(json, dumps(facts, indent=1).encode() + b"\n")

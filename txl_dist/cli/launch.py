@@ -15,7 +15,7 @@ from txl_dist.cli.remote_words import check_remote, encode_words
 from txl_dist.cli.tyro_events import Argument
 from txl_dist.config.foreign_names import SURE, find_counterpart
 from txl_dist.config.load import Config, check_config, plan_batch, setting_names
-from txl_dist.console.echo import fitted, say
+from txl_dist.console.echo import echo, fitted
 from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean, nearest
 from txl_dist.errors import ConfigError
@@ -88,7 +88,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
             raise ConfigError(
                 "no word ends in .toml, which would be the configuration.", "", *fitted(USAGE).splitlines()
             )
-        say(fitted(USAGE))
+        echo(fitted(USAGE))
         return 0
     flags, train_words = list(words[:config_at]), list(words[config_at:])
     asked = _read_flags(flags, train_words)
@@ -113,10 +113,10 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     if is_on_cpu:
         if not flags:
             flags = ["--num_accelerators", "1"]  # its own choice would be one per NUMA node
-            say("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
+            echo("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
         num_cores = len(os.sched_getaffinity(0))
         if num_ranks > RANKS_PER_CORE * num_cores:
-            say(f"txl launch: {num_ranks} ranks share {counted(num_cores, 'core')}: steps will be slow", to=sys.stderr)
+            echo(f"txl launch: {num_ranks} ranks share {counted(num_cores, 'core')}: steps will be slow", to=sys.stderr)
     if not slots and asked.master_port is None:
         flags += ["--master_port", str(free_port())]  # its own is always 29500, which another run may have
     seen_within_s = SEEN_WITHIN_S if slots else 0.0

@@ -30,7 +30,7 @@ from txl_dist.cli.inspect import inspect
 from txl_dist.cli.launch import launch as run_launch
 from txl_dist.cli.launch import launcher_arguments
 from txl_dist.cli.model import evaluate, export, import_
-from txl_dist.cli.parsing import announce_ranks, call, complete_switches, parse, refuse_slips
+from txl_dist.cli.parsing import announce_ranks, call, check_typos, complete_switches, parse
 from txl_dist.cli.plan import PlanArguments
 from txl_dist.cli.plan import plan as run_plan
 from txl_dist.cli.recl import recl
@@ -45,9 +45,9 @@ from txl_dist.cli.tyro_events import Argument, list_arguments
 from txl_dist.config.foreign_names import find_command
 from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names
 from txl_dist.config.registry import load_plugins
-from txl_dist.console.echo import LostOutputError, drop_output, flush_output, guard_streams, say
+from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
 from txl_dist.console.suggest import did_you_mean
-from txl_dist.errors import ConfigError, TxlError, no_package
+from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers
 from txl_dist.train.run_dir import check_paths, finished_lines
 
@@ -78,7 +78,7 @@ class TrainArguments:
 def train(argv: Sequence[str]) -> int:
     """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
     if not argv:
-        say(usage(), to=sys.stderr)
+        echo(usage(), to=sys.stderr)
         return 2
     arguments = _train_arguments(argv)
     if arguments.all and not arguments.dry_run:
@@ -89,10 +89,10 @@ def train(argv: Sequence[str]) -> int:
     if arguments.dry_run:
         from txl_dist.planning.dry_run import dry_run
 
-        say("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
+        echo("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
         return 0
     if arguments.resume in ("auto", "must") and (lines := _finished_lines(arguments, argv)):
-        say("\n".join(lines), to=sys.stderr)
+        echo("\n".join(lines), to=sys.stderr)
         return 0
     announce_ranks()
     from txl_dist.distributed.malloc import give_memory_back
@@ -164,12 +164,12 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     settings = load_config(file, imports_plugins=True) if file else Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
     flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
-    refuse_slips(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
+    check_typos(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
     arguments: TrainArguments = parse(TrainArguments, argv, prog=prog, default=default)
     if file is None and arguments.config != default.config:
         raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
     if file is None and _is_speaker():
-        say("txl train: no config file; starting from the defaults", to=sys.stderr)
+        echo("txl train: no config file; starting from the defaults", to=sys.stderr)
     if not arguments.init:
         return arguments
     return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
@@ -184,7 +184,7 @@ def completion(shell: Positional[Shell], /) -> None:
     """
     listed = list_arguments(TrainArguments, default=_DEFAULTS)
     settings = [_with_choices(argument) for argument in listed if "." in "".join(argument.names)]
-    say(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))
+    echo(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))
 
 
 def _completed(name: str) -> Command:
@@ -273,14 +273,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        say(_usage())
+        echo(_usage())
         return 0
     verb, *rest = arguments
     if verb in ("--version", "-V", "-v", "version"):
-        say(__version__)
+        echo(__version__)
         return 0
     if verb not in VERBS:
-        say(f"txl: error: {_unknown_command(verb)}", to=sys.stderr)
+        echo(f"txl: error: {_unknown_command(verb)}", to=sys.stderr)
         return 2
     try:
         rest = decode_words(rest)
@@ -292,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:
         if verb not in RANKED or _should_print(error):
-            say(f"txl {verb}: error: {error}", to=sys.stderr)
+            echo(f"txl {verb}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
 
@@ -327,7 +327,7 @@ def run() -> None:
     except LostOutputError as error:
         if _is_speaker():
             lost = f"standard output cannot be written: {error.strerror}"
-            say(f"txl: error: {lost}. Send it elsewhere; what the command wrote to files is there", to=sys.stderr)
+            echo(f"txl: error: {lost}. Send it elsewhere; what the command wrote to files is there", to=sys.stderr)
         drop_output()
         code = 2
     except BrokenPipeError:  # the reader of our output is gone: no message can reach it
@@ -348,7 +348,7 @@ def _code_of_main() -> int:
     except KeyboardInterrupt:
         if _is_speaker():
             goes_on = "; the same command continues from what is kept" if sys.argv[1:2] == ["prepare"] else ""
-            say(f"txl: interrupted{goes_on}", to=sys.stderr)
+            echo(f"txl: interrupted{goes_on}", to=sys.stderr)
         return 130
     except (LostOutputError, BrokenPipeError):
         raise
@@ -356,7 +356,7 @@ def _code_of_main() -> int:
         return int(stop.code or 0)
     except ModuleNotFoundError as error:
         if _is_speaker():
-            say(f"txl: error: {no_package(error)}", to=sys.stderr)
+            echo(f"txl: error: {missing_package(error)}", to=sys.stderr)
         return 2
     except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
         traceback.print_exc()

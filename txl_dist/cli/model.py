@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from txl_dist.artifacts import TRAINED, Kind, kind_of, require
+from txl_dist.artifacts import TRAINED, ArtifactKind, detect_artifact, require
 from txl_dist.cli.parsing import announce, announce_ranks, local_source
 from txl_dist.config.registry import load_plugins
-from txl_dist.console.echo import say
-from txl_dist.console.formatting import size
+from txl_dist.console.echo import echo
+from txl_dist.console.formatting import format_bytes
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import Adapting, Outputs, Overrides
 from txl_dist.inference.card import Stated
@@ -46,12 +46,12 @@ def evaluate(
     load_plugins(plugins)
     target = local_source(target)
     kind = require(target, *TRAINED)
-    overrides.check(target, is_bundle=kind is Kind.BUNDLE, data=data)
+    overrides.check(target, is_bundle=kind is ArtifactKind.BUNDLE, data=data)
     adapting.check(overrides, outputs)
     outputs.check(overrides)
     for flag, corpus in (("--data", data), ("--adapt-train", adapting.adapt_train)):
         if corpus:
-            require(corpus, Kind.CORPUS, what=flag)
+            require(corpus, ArtifactKind.CORPUS, what=flag)
     announce_ranks(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
     from txl_dist.evaluation.evaluate import evaluate_trained
 
@@ -59,7 +59,7 @@ def evaluate(
         target, data=data, overrides=overrides, adapting=adapting, baselines=baselines, outputs=outputs
     )
     if lines:
-        say("\n".join(lines))
+        echo("\n".join(lines))
 
 
 def export(
@@ -97,7 +97,7 @@ def export(
         )
     source = local_source(source)
     kind = require(source, *TRAINED)
-    if average and (format != "bundle" or kind is Kind.BUNDLE):
+    if average and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
             f"--average makes a bundle of a run or a checkpoint, and this would make {format} of a {kind.value}. "
             "Export such a bundle first, then this from it."
@@ -112,12 +112,12 @@ def export(
         )
     stated.check()
     if remark := stated.remark():
-        say(remark, to=sys.stderr)
+        echo(remark, to=sys.stderr)
     announce(f"exporting {source}, {kind.value}")
     _write(source, out, stated, format=format, dtype=dtype, average=average)
     if push_to_hub:
         announce(f"pushing {out} to {push_to_hub}")
-        say(f"{out}: pushed, {push_folder(out, push_to_hub, private=private)}")
+        echo(f"{out}: pushed, {push_folder(out, push_to_hub, private=private)}")
 
 
 def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, average: bool) -> None:
@@ -126,26 +126,26 @@ def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: Weigh
 
     if format == "huggingface":
         folder = export_to_huggingface(source, out, dtype=dtype, stated=stated)
-        say(f"{out}: written from {folder}, and read back bit for bit")
+        echo(f"{out}: written from {folder}, and read back bit for bit")
         return
     if format == "onnx":
         error = export_to_onnx(source, out, stated=stated)
-        say(f"{out}: written; largest difference to {source} by ONNX Runtime {error:.2e} nats")
+        echo(f"{out}: written; largest difference to {source} by ONNX Runtime {error:.2e} nats")
         return
     if format == "huggingface-code":
         written = export_to_huggingface_code(source, out, dtype=dtype, stated=stated)
         checked = "not checked: transformers 5 is not installed"
         if written.difference is not None:
             checked = f"largest difference to {source} by transformers {written.difference:.2e} nats"
-        say(f"{out}: written; {checked}")
+        echo(f"{out}: written; {checked}")
         if not written.has_tokenizer:
-            say("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
+            echo("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
     made = export_bundle(source, out, dtype=dtype, average=average, stated=stated)
     share = "" if dtype == "fp32" else f", {made.share:.3f} of fp32"
-    say(
+    echo(
         f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
-        f"weights {size(made.num_bytes)} in {dtype}{share}"
+        f"weights {format_bytes(made.num_bytes)} in {dtype}{share}"
     )
 
 
@@ -176,7 +176,7 @@ def import_(
     """
     path = local_source(path)
     _require_foreign(path, format=format)
-    _require_output(out, Kind.BUNDLE)
+    _require_output(out, ArtifactKind.BUNDLE)
     from txl_dist.convert.importer import import_model
 
     made = import_model(
@@ -189,38 +189,38 @@ def import_(
         memory_len=memory_len,
         dtype=dtype,
     )
-    say(
+    echo(
         f"{out}: {made.num_parameters:,} parameters, vocabulary {made.vocab_size:,}, segment {made.segment_len}, "
         f"memory {made.memory_len}"
     )
     if not made.has_vocabulary:
-        say("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+        echo("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
 
 
 _WRITES = {
-    "bundle": Kind.BUNDLE,
-    "huggingface": Kind.HUGGINGFACE,
-    "huggingface-code": Kind.HUGGINGFACE_CODE,
-    "onnx": Kind.ONNX,
+    "bundle": ArtifactKind.BUNDLE,
+    "huggingface": ArtifactKind.HUGGINGFACE,
+    "huggingface-code": ArtifactKind.HUGGINGFACE_CODE,
+    "onnx": ArtifactKind.ONNX,
 }
 """What `txl export` writes, by --format."""
 
 
-def _require_output(out: Path, kind: Kind) -> None:
+def _require_output(out: Path, kind: ArtifactKind) -> None:
     """Only what is of the same kind is ever replaced."""
     another = "Choose another output folder."
-    if kind_of(out) is not Kind.NOTHING:  # what is no folder of ours at all, the writer refuses
-        require(out, kind, remedies=dict.fromkeys(Kind, another))
+    if detect_artifact(out) is not ArtifactKind.NOTHING:  # what is no folder of ours at all, the writer refuses
+        require(out, kind, remedies=dict.fromkeys(ArtifactKind, another))
 
 
 def _require_foreign(path: Path, *, format: str) -> None:
     """Refuse what is ours already. Raises ConfigError."""
-    kind = kind_of(path)
-    if kind is Kind.HUGGINGFACE and format != "huggingface":
+    kind = detect_artifact(path)
+    if kind is ArtifactKind.HUGGINGFACE and format != "huggingface":
         raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")
     ours = "It is ours already: `txl export {path} BUNDLE` makes a bundle of it."
-    if kind not in (Kind.HUGGINGFACE, Kind.NOTHING):
-        instead = {Kind.RUN: ours, Kind.CHECKPOINT: ours}
-        require(path, Kind.HUGGINGFACE, remedies=instead)
+    if kind not in (ArtifactKind.HUGGINGFACE, ArtifactKind.NOTHING):
+        instead = {ArtifactKind.RUN: ours, ArtifactKind.CHECKPOINT: ours}
+        require(path, ArtifactKind.HUGGINGFACE, remedies=instead)
     if not os.path.lexists(path):
         raise ConfigError(f"{path} does not exist. Name the file or folder with the weights.")

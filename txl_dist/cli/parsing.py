@@ -31,7 +31,7 @@ from txl_dist.cli.tyro_events import (
 )
 from txl_dist.config.foreign_names import find_counterpart
 from txl_dist.config.load import choices_of, explain_flag, lower, setting_names
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks, read_rank_environment
 from txl_dist.errors import ConfigError
@@ -83,7 +83,7 @@ def local_source(path: str | Path) -> Path:
 
 def announce(what: str) -> None:
     """Say what begins, before torch is imported, which takes seconds."""
-    say(f"{what} ...", to=sys.stderr)
+    echo(f"{what} ...", to=sys.stderr)
 
 
 def announce_ranks(what: str = "") -> None:
@@ -97,7 +97,7 @@ def announce_ranks(what: str = "") -> None:
         announce(what)
     if place.world_size > 1 and not launchers():
         others = format_ranks([rank for rank in range(place.world_size) if rank != place.rank])
-        say(
+        echo(
             f"txl: the variables WORLD_SIZE and RANK make this rank {place.rank} of {place.world_size}. It waits at "
             f"{place.address} for rank {others}. {RUN_ALONE}",
             to=sys.stderr,
@@ -116,7 +116,7 @@ def complete_switches(words: Sequence[str]) -> list[str]:
     return completed
 
 
-def refuse_slips(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
+def check_typos(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
     """Refuse unknown flags, impossible choices of settings and settings without dashes, all at once, in a line each.
 
     `known` are names, of flags and of settings, with underscores. Raises ConfigError.
@@ -186,7 +186,7 @@ def _spelt(name: str, value: str = "") -> str:
 def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argument], prog: str) -> str:
     """The message for words that tyro refused. `arguments`: what the command takes."""
     known = [_name(spelling) for argument in arguments for spelling in argument.names]
-    refuse_slips(words, [*known, "help"], prog=prog)
+    check_typos(words, [*known, "help"], prog=prog)
     match refusal:
         case UnknownWords():
             return _unknown_words(refusal.words, words, arguments=arguments, known=known, prog=prog)

@@ -12,7 +12,7 @@ import tyro
 
 from txl_dist.cli.parsing import parse, unknown_flag
 from txl_dist.config.load import Config, setting_names
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.train.run_dir import require_corpora
 
@@ -56,31 +56,31 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
             raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl plan"))
     config = read_settings([str(arguments.config), *words])
     vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
-    say(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
+    echo(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
     from txl_dist.io.files import write_output
-    from txl_dist.planning.hardware import Cluster, find_gpu
-    from txl_dist.planning.plan import Question, make_plan
+    from txl_dist.planning.hardware import GpuCluster, find_gpu
+    from txl_dist.planning.plan import PlanOptions, make_plan
     from txl_dist.planning.scaling import picture
     from txl_dist.planning.text import plan_lines
 
     gpu = find_gpu(arguments.gpu)
     if arguments.intra_node:
         gpu = replace(gpu, bus_gb_s=arguments.intra_node)
-    question = Question(
-        cluster=Cluster(gpu, arguments.gpus_per_node, arguments.interconnect),
+    question = PlanOptions(
+        cluster=GpuCluster(gpu, arguments.gpus_per_node, arguments.interconnect),
         gpus=arguments.gpus,
         vocab_size=vocab_size,
         corpus_tokens=corpus_tokens,
         budget_tokens=arguments.tokens,
     )
     facts = make_plan(config, question=question)
-    say("\n".join(plan_lines(facts)))
+    echo("\n".join(plan_lines(facts)))
     if arguments.json is not None:
         write_output(arguments.json, facts.as_json().encode() + b"\n")
     if arguments.png is None:
         return
     if facts.chosen is None:
-        say(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
+        echo(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
         return
     title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
     write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))

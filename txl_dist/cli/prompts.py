@@ -10,13 +10,13 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from txl_dist.console.echo import say, write_text
+from txl_dist.console.echo import echo, write_text
 from txl_dist.console.logging import start_logging
 from txl_dist.convert.export import load
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.language_model import LanguageModel, Text
-from txl_dist.inference.options import Writing
-from txl_dist.inference.scheduler import Piece, Prompt
+from txl_dist.inference.options import SamplingParams
+from txl_dist.inference.scheduler import OutputChunk, Prompt
 from txl_dist.inference.text_memory import TextMemory
 from txl_dist.io.files import Record, open_text, parse_record, read_as_text
 
@@ -39,7 +39,7 @@ def generate_texts(
     *,
     given: Iterable[Given],
     is_one: bool,
-    writing: Writing,
+    writing: SamplingParams,
     out: Path | None,
     load_memory: Path | None,
     save_memory: Path | None,
@@ -78,7 +78,7 @@ def generate_texts(
                 sink.write(json.dumps(record) + "\n")
                 sink.flush()
             elif not is_shown:
-                say(f"--- prompt {piece.prompt + 1}, sample {piece.sample + 1}: {made.finish}")
+                echo(f"--- prompt {piece.prompt + 1}, sample {piece.sample + 1}: {made.finish}")
                 write_text(_text_of(one, model) + text + "\n")
             if save_memory is not None and made.memory is not None:
                 made.memory.save(save_memory)
@@ -160,7 +160,9 @@ def _begun(
         problems.append(ConfigError(f"{where}{error}"))
 
 
-def _shown(pieces: Iterable[Piece], model: LanguageModel, begun: dict[int, tuple[Given, Prompt]]) -> Iterator[Piece]:
+def _shown(
+    pieces: Iterable[OutputChunk], model: LanguageModel, begun: dict[int, tuple[Given, Prompt]]
+) -> Iterator[OutputChunk]:
     """The pieces of one text, each written for people as it comes, behind the prompt."""
     for number, piece in enumerate(pieces):
         write_text(piece.text if number else _text_of(begun[0][0], model) + piece.text)
@@ -173,10 +175,10 @@ def _text_of(one: Given, model: LanguageModel) -> str:
     return one.text if isinstance(one.text, str) else model.decode(one.text)
 
 
-def _whole_texts(pieces: Iterator[Piece], *, num_samples: int) -> Iterator[tuple[Piece, str]]:
+def _whole_texts(pieces: Iterator[OutputChunk], *, num_samples: int) -> Iterator[tuple[OutputChunk, str]]:
     """(last piece, text) of each text, in the order of prompts and samples, whichever ends first."""
     texts: dict[tuple[int, int], str] = {}
-    ended: dict[tuple[int, int], Piece] = {}
+    ended: dict[tuple[int, int], OutputChunk] = {}
     turn = (0, 0)
     for piece in pieces:
         key = piece.prompt, piece.sample

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from txl_dist.artifacts import TRAINED, Kind, require
+from txl_dist.artifacts import TRAINED, ArtifactKind, require
 from txl_dist.cli.parsing import announce_ranks, local_source
 from txl_dist.config.registry import load_plugins
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import ReclOutputs, ReclSettings
@@ -41,8 +41,8 @@ def recl(
     settings.check()
     outputs.check()
     if data:
-        require(data, Kind.CORPUS, what="--data")
-    elif kinds[0] is Kind.BUNDLE:
+        require(data, ArtifactKind.CORPUS, what="--data")
+    elif kinds[0] is ArtifactKind.BUNDLE:
         raise ConfigError(f"{targets[0]} is a bundle and knows no corpus. Name one with --data, or a run before it.")
     announce_ranks(
         f"scoring {counted(len(targets), 'model')} with {counted(len(settings.contexts), 'length')} of context"
@@ -51,4 +51,4 @@ def recl(
 
     lines = compare_contexts(targets, data=data, settings=settings, outputs=outputs)
     if lines:
-        say("\n".join(lines))
+        echo("\n".join(lines))

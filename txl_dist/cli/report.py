@@ -7,9 +7,9 @@ from pathlib import Path
 
 from tyro.conf import Positional
 
-from txl_dist.artifacts import TRAINED, Kind, require
+from txl_dist.artifacts import TRAINED, ArtifactKind, require
 from txl_dist.cli.parsing import local_source
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.console.formatting import counted
 from txl_dist.io.hub import address_of
 
@@ -27,10 +27,10 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
         out = Path(f"{address.name}.html")  # not into the cache
     path = local_source(path)
     kind = require(path, *TRAINED)
-    say(f"txl report: reading {path}", to=sys.stderr)
+    echo(f"txl report: reading {path}", to=sys.stderr)
     from txl_dist.report.model_page import report_of
 
-    say("\n".join(report_of(path, kind, out=out)))
+    echo("\n".join(report_of(path, kind, out=out)))
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
@@ -42,9 +42,9 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
     """
     run = "Name its run: it has no records of its own."
     for path in runs:
-        require(path, Kind.RUN, remedies={Kind.CHECKPOINT: run, Kind.BUNDLE: run})
+        require(path, ArtifactKind.RUN, remedies={ArtifactKind.CHECKPOINT: run, ArtifactKind.BUNDLE: run})
     if len(runs) > 1:  # one is refused at once
-        say(f"txl compare: reading {counted(len(runs), 'run')}", to=sys.stderr)
+        echo(f"txl compare: reading {counted(len(runs), 'run')}", to=sys.stderr)
     from txl_dist.report.compare import write_comparison
 
-    say("\n".join(write_comparison(runs, out=out)))
+    echo("\n".join(write_comparison(runs, out=out)))

@@ -11,10 +11,10 @@ from typing import Annotated
 import tyro
 from tyro.conf import Positional
 
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.cli.parsing import parse, unknown_flag
 from txl_dist.config.load import Config, check_vocabulary, setting_names
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.errors import ConfigError
 from txl_dist.train.run_dir import check_paths
 
@@ -60,7 +60,7 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")
-    if (kind := kind_of(arguments.out)) is not Kind.NOTHING:
+    if (kind := detect_artifact(arguments.out)) is not ArtifactKind.NOTHING:
         raise ConfigError(f"--out {arguments.out} is {kind.value}, and runs would lie in it. Choose another --out.")
     from txl_dist.launcher.sweep import parse_axis
     from txl_dist.launcher.sweep import sweep as run_sweep
@@ -74,7 +74,7 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
         check=_check,
         devices=_devices,
     )
-    say("\n".join(lines))
+    echo("\n".join(lines))
     return code
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import txl_dist
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import open_text
@@ -43,18 +43,19 @@ def _title(recipe: Path) -> str:
 def check_config_file(file: str) -> None:
     """Raises ConfigError for a folder, with what one trains in it, and for a missing file that resembles a recipe."""
     if os.path.isdir(file):
-        kind, instead = kind_of(file), "Name a TOML file; `txl train` alone lists the recipes."
-        if kind is not Kind.NOTHING:
+        kind, instead = detect_artifact(file), "Name a TOML file; `txl train` alone lists the recipes."
+        if kind is not ArtifactKind.NOTHING:
             instead = {
-                Kind.RUN: f"Continue it with `txl train {file}/config.toml`.",
-                Kind.CORPUS: f"Train on it with `txl train CONFIG.toml --data.path {file}`.",
-                Kind.BUNDLE: f"Begin a run with its weights: `txl train {file}/train.toml --init {file} "
+                ArtifactKind.RUN: f"Continue it with `txl train {file}/config.toml`.",
+                ArtifactKind.CORPUS: f"Train on it with `txl train CONFIG.toml --data.path {file}`.",
+                ArtifactKind.BUNDLE: f"Begin a run with its weights: `txl train {file}/train.toml --init {file} "
                 "--data.path CORPUS`.",
-                Kind.CHECKPOINT: f"Begin a run from it: `txl train {file}/config.toml --resume {file} --run.dir NEW`.",
-                Kind.HUGGINGFACE: f"Make a bundle of it with `txl import {file} BUNDLE --format huggingface`, and "
-                "begin a run with that: --init BUNDLE.",
+                ArtifactKind.CHECKPOINT: f"Begin a run from it: `txl train {file}/config.toml --resume {file} "
+                "--run.dir NEW`.",
+                ArtifactKind.HUGGINGFACE: f"Make a bundle of it with `txl import {file} BUNDLE --format huggingface`, "
+                "and begin a run with that: --init BUNDLE.",
             }[kind]
-        what = "a folder" if kind is Kind.NOTHING else kind.value
+        what = "a folder" if kind is ArtifactKind.NOTHING else kind.value
         raise ConfigError(f"{file} is {what}, not a configuration file. {instead}")
     if not os.path.lexists(file):
         recipes = {path.stem: path for path in find_recipes()}

@@ -39,7 +39,7 @@ from txl_dist.config.schema import (
 )
 from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean, nearest
-from txl_dist.errors import ConfigError, explained
+from txl_dist.errors import ConfigError, translate_errors
 from txl_dist.io.files import decode_text, parse_toml, path_of, read_bytes
 
 
@@ -230,7 +230,9 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
 
     Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
     """
-    with explained(ConfigError, f"cannot read the config file {path}", "Name a TOML file, as those in configs/."):
+    with translate_errors(
+        ConfigError, f"cannot read the config file {path}", "Name a TOML file, as those in configs/."
+    ):
         content = read_bytes(Path(path))
     try:
         text = decode_text(content)

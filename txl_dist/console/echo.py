@@ -108,7 +108,7 @@ def fitted(text: str, *, width: int = 0) -> str:
     return "\n".join(lines)
 
 
-def say(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
+def echo(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
     """Print lines for people, on standard output unless told otherwise."""
     stream = sys.stdout if to is None else to
     print(_encodable(escaped(text), stream), file=stream, flush=flush)

@@ -11,7 +11,7 @@ _MOST_CHARACTERS = 14
 """The longest form of a number that is read without counting digits."""
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """A table, its first row the head: columns of numbers to the right, the first and those of words to the left.
 
     An empty cell, `-` and `?` are numbers that are not there.
@@ -32,14 +32,14 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Bytes for people: 256 KiB, 12.3 MiB, 4.56 GiB."""
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:,.2f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.0f} KiB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds for people: 95 s, 12 min, 3.4 h, 2.1 days."""
     if seconds < 120:
         return f"{seconds:.0f} s"
@@ -54,7 +54,7 @@ def clock(seconds: float) -> str:
     return f"{whole // 3600:d}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-def compact(value: float, *, digits: int = 3) -> str:
+def format_count(value: float, *, digits: int = 3) -> str:
     """So many digits, with k, M, G, T for thousands: 131,072,000 is 131M, 0.00025 is 0.00025. Not finite: `-`.
 
     Below 10,000 it is one digit more. From 1e15 on it has an exponent.

@@ -21,7 +21,7 @@ from txl_dist.config.schema import ModelSection
 from txl_dist.console.logging import logger
 from txl_dist.console.suggest import nearest
 from txl_dist.convert.key_mapping import Weights
-from txl_dist.errors import CheckpointError, explained
+from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.io.files import parse_object, read_bytes
 from txl_dist.tokenizers.base import Tokenizer
 
@@ -78,7 +78,7 @@ def read_json(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     remedy = 'It must hold one JSON object, such as {"n_layer": 12, ...}.'
-    with explained(CheckpointError, f"{path} cannot be read as JSON", remedy, of=(OSError, ValueError)):
+    with translate_errors(CheckpointError, f"{path} cannot be read as JSON", remedy, of=(OSError, ValueError)):
         return parse_object(read_bytes(path))
 
 

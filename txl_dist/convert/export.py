@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from txl_dist.artifacts import SETTINGS, TRAINED, Kind, kind_of, list_checkpoints, require
+from txl_dist.artifacts import SETTINGS, TRAINED, ArtifactKind, detect_artifact, list_checkpoints, require
 from txl_dist.config.load import Config, load_config
 from txl_dist.config.registry import plugin_changes
 from txl_dist.console.logging import logger
@@ -67,7 +67,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, average: bool = False
 
     The run may be training: what is used is kept from being pruned, and what was pruned before that was no choice.
     """
-    if kind_of(run) is Kind.CHECKPOINT:
+    if detect_artifact(run) is ArtifactKind.CHECKPOINT:
         with kept(run):
             if problems := checkpoint_problems(run):
                 raise CheckpointError(
@@ -126,7 +126,7 @@ def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
 
 def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
     """(folder it comes from, model with its card) of a run, a checkpoint or a bundle."""
-    if kind_of(source) is not Kind.BUNDLE:
+    if detect_artifact(source) is not ArtifactKind.BUNDLE:
         trained = read_trained(source)
         return trained.folder, _with_card(trained, stated)
     bundle = load_bundle(source)
@@ -176,7 +176,7 @@ def export_bundle(
         num_bytes = (out / WEIGHTS).stat().st_size
         return Exported(folder, error, num_bytes, num_bytes / (4 * values))
 
-    if kind_of(source) is not Kind.BUNDLE:
+    if detect_artifact(source) is not ArtifactKind.BUNDLE:
         return use_trained(source, lambda trained: write(trained.folder, _with_card(trained, stated)), average=average)
     package, held = read_bundle(source)
     package.proven(held, where=str(source))
@@ -231,6 +231,6 @@ def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     for a device that is not there.
     """
     source, device = local_model(source), check_device(device)
-    if require(source, *TRAINED) is Kind.BUNDLE:
+    if require(source, *TRAINED) is ArtifactKind.BUNDLE:
         return LanguageModel(load_bundle(source, device=device))
     return LanguageModel(use_trained(source, lambda one: one.package.open(device=device, where=str(one.folder))))

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl_dist.artifacts import Kind
+from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
 from txl_dist.convert.checks import Imported, count, only_tensors, read_json, refuse
 from txl_dist.convert.key_mapping import Weights, partners, to_original
@@ -93,7 +93,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
         if different:
             raise CheckpointError(f"{out} would not give back {', '.join(different[:3])}. Report this defect.")
         num_bytes = (temporary / "model.safetensors").stat().st_size
-        write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), Kind.HUGGINGFACE)
+        write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
         replace_folder(temporary, out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from txl_dist.artifacts import CODE, Kind
+from txl_dist.artifacts import CODE, ArtifactKind
 from txl_dist.config.registry import owner_of
 from txl_dist.config.schema import SCHEMES
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
@@ -73,7 +73,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
             f"model.positions={section.positions!r} is of a plugin, which this code does not have. Export a bundle."
         )
     prove(bundle, bundle.model, bundle.dtype, where=str(out))
-    with new_folder(out, kind=Kind.HUGGINGFACE_CODE) as folder:
+    with new_folder(out, kind=ArtifactKind.HUGGINGFACE_CODE) as folder:
         for name in MODULES:
             shutil.copyfile(SOURCE / name, folder / name)
         ids = {"bos_token_id": tokenizer.end_of_text, "eos_token_id": tokenizer.end_of_text}
@@ -89,7 +89,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         if difference is not None and not difference <= tolerance:
             raise CheckpointError(f"transformers would differ by {difference:.3g} nats. Report this defect.")
         num_bytes = (folder / "model.safetensors").stat().st_size
-        write_readme(folder, bundle.described(dtype=bundle.dtype, num_bytes=num_bytes), Kind.HUGGINGFACE_CODE)
+        write_readme(folder, bundle.described(dtype=bundle.dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE_CODE)
     return Written(difference, has_tokenizer)
 
 

@@ -33,17 +33,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from txl_dist.artifacts import Kind
+from txl_dist.artifacts import ArtifactKind
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.convert.output_dir import new_folder
-from txl_dist.errors import CheckpointError, ConfigError, explained
+from txl_dist.errors import CheckpointError, ConfigError, translate_errors
 from txl_dist.inference.bundle import Bundle, prove
 from txl_dist.inference.card import write_readme
 from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.io.files import open_new, write_bytes
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding
 from txl_dist.model.block import Block
-from txl_dist.model.memory import EMPTY, Memory, visible_keys
+from txl_dist.model.memory import EMPTY, Memory, build_mask
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -69,7 +69,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
             f"{section.positions} positions count from a segment's first token, and these graphs pass on a past that "
             "is told by distances. Export a bundle."
         )
-    with explained(
+    with translate_errors(
         ConfigError, "--format onnx needs packages", 'Run `pip install "txl_dist[onnx]"`', of=(ImportError,)
     ):
         import onnx_ir
@@ -83,7 +83,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     if memory_len == 0:
         raise ConfigError("a memory of 0 tokens leaves these graphs nothing to pass on. Export a bundle.")
     lengths = {"token": 1, "chunk": bundle.segment_len}
-    with new_folder(out, kind=Kind.ONNX) as folder, _plain_attention(network):
+    with new_folder(out, kind=ArtifactKind.ONNX) as folder, _plain_attention(network):
         graphs = {
             name: _exported(Step(network, memory_len=memory_len, num_tokens=length), takes_count=name == "chunk")
             for name, length in lengths.items()
@@ -114,7 +114,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
         }
         write_bytes(folder / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         num_bytes = sum(path.stat().st_size for path in (*folder.glob("*.onnx"), *folder.glob("*.bin")))
-        write_readme(folder, bundle.described(dtype="fp32", num_bytes=num_bytes), Kind.ONNX)
+        write_readme(folder, bundle.described(dtype="fp32", num_bytes=num_bytes), ArtifactKind.ONNX)
     return error
 
 
@@ -139,7 +139,7 @@ class Step(nn.Module):
         without."""
         network, section, place_M = self.network, self.network.section, torch.arange(self.memory_len)
         document_BM = torch.where(place_M >= self.memory_len - length_B[:, None], 0, EMPTY)
-        visible = visible_keys(Memory((), document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length)
+        visible = build_mask(Memory((), document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length)
         hidden, memory = _embedded(network.embedding, tokens_BT), []
         embedded, first_value = hidden, None
         blocks = cast(list[Block], list(network.blocks))

@@ -30,7 +30,7 @@ from txl_dist.convert.checks import (
 )
 from txl_dist.convert.key_mapping import Weights, from_original, partners, shapes_of
 from txl_dist.convert.safe_unpickle import Inert, modules_tensors, read_torch_file
-from txl_dist.errors import CheckpointError, ConfigError, explained
+from txl_dist.errors import CheckpointError, ConfigError, translate_errors
 
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
 TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"
@@ -97,7 +97,9 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
 def read_weights(file: Path) -> Any:
     """The content of a .safetensors or torch.save file; of dicts around a state dict, the state dict."""
     if file.suffix == ".safetensors":
-        with explained(CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)):
+        with translate_errors(
+            CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)
+        ):
             return load_file(file)
     content = read_torch_file(file)
     if not isinstance(content, dict):

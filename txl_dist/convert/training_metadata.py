@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from txl_dist.artifacts import RECORDS, Kind, kind_of
+from txl_dist.artifacts import RECORDS, ArtifactKind, detect_artifact
 from txl_dist.config.load import Config
 from txl_dist.inference.card import Card, Sample, Score
 from txl_dist.io.files import open_regular, parse_object
@@ -51,7 +51,7 @@ def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
     of a kind counts: a run that continues from an older checkpoint makes steps again."""
     start: Record = {}
     found: dict[str, Record] = {}
-    if kind_of(run) is not Kind.RUN:
+    if detect_artifact(run) is not ArtifactKind.RUN:
         return start, found
     with suppress(OSError), open_regular(run / RECORDS) as stream:
         for record in _parsed(stream, step=step):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from txl_dist.convert.safe_unpickle import ZIP_START, Inert, read_any
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import open_regular, parse_json, read_text
 from txl_dist.tokenizers.base import END_OF_TEXT, Tokenizer, byte_symbols
 from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
@@ -39,13 +39,13 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
     """A vocabulary file of any kind. Raises DataError or CheckpointError if it is damaged or of another size."""
-    with explained(DataError, f"cannot read the vocabulary {path}", "Check the path."):
+    with translate_errors(DataError, f"cannot read the vocabulary {path}", "Check the path."):
         with open_regular(path) as file:
             start = file.read(len(ZIP_START))
         if path.suffix in PICKLE_SUFFIXES or start.startswith((ZIP_START, PICKLE_START)):
             return tokenizer_of(read_any(path), where=str(path), vocab_size=vocab_size)
         what = f"the vocabulary {path} is neither text in UTF-8 nor a pickle"
-        with explained(DataError, what, _REMEDY, of=(UnicodeDecodeError,)):
+        with translate_errors(DataError, what, _REMEDY, of=(UnicodeDecodeError,)):
             text = read_text(path)
     values = _json_of(text, path)
     if isinstance(values, dict) and isinstance(values.get("kind"), str):

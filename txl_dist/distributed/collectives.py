@@ -20,7 +20,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from txl_dist.distributed.rank_environment import read_rank_environment
-from txl_dist.distributed.rendezvous import first_line, free_port, meet
+from txl_dist.distributed.rendezvous import first_line, free_port, rendezvous
 from txl_dist.errors import ConfigError, LostRankError, TxlError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ _waiting: dict[int, int] = {}
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """Who this process is."""
 
     rank: int
@@ -41,12 +41,12 @@ class Ranks:
     """CPU threads that torch uses in this process."""
 
     @property
-    def is_first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Rank 0 decides everything that touches clock or disk, and speaks."""
         return self.rank == 0
 
 
-class Votes(NamedTuple):
+class StepFlags(NamedTuple):
     """What a rank has to say at the end of a step; or, once all have, what holds for the job."""
 
     stop: bool = False
@@ -58,7 +58,7 @@ class Votes(NamedTuple):
 
 
 @contextmanager
-def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
+def distributed_context(*, timeout_s: int, num_threads: int = 0) -> Iterator[RankInfo]:
     """Join the job that the environment describes, and leave it at the end.
 
     `num_threads` is per rank; 0 takes OMP_NUM_THREADS, else cores // local ranks.
@@ -76,7 +76,7 @@ def joined_ranks(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ranks]:
     torch_dist.destroy_process_group()
 
 
-def limit_waiting(*, timeout_s: int) -> None:
+def set_timeout(*, timeout_s: int) -> None:
     """Give every process group the timeout, also those that a library made: `new_group` does not inherit it."""
     for group in list(torch_dist.distributed_c10d._world.pg_map):
         torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
@@ -105,10 +105,10 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     return values
 
 
-def poll(votes: Votes, *, world_size: int) -> Votes:
+def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
     """What holds for the job, between steps; within one it is told by the step's decision. All ranks call it."""
     stops, writtens, saves = all_reduce_sum(torch.tensor(votes, dtype=torch.float32)).tolist()
-    return Votes(stop=stops > 0, written=writtens == world_size, save=saves > 0)
+    return StepFlags(stop=stops > 0, written=writtens == world_size, save=saves > 0)
 
 
 def gather_objects(value: T) -> list[T]:
@@ -118,14 +118,14 @@ def gather_objects(value: T) -> list[T]:
     return gathered
 
 
-def from_first(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """Rank 0's value, on every rank; what the other ranks pass is ignored."""
     box = [value]
     torch_dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
-def together(action: Callable[[], T]) -> T:
+def run_on_all_ranks(action: Callable[[], T]) -> T:
     """Run `action` on every rank; if it raises on any, every rank raises, naming the lowest such rank.
 
     So no rank is left waiting in the next collective for one that gave up. A TxlError is the same on every rank;
@@ -148,9 +148,9 @@ def together(action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def on_first(action: Callable[[], T]) -> T:
+def run_on_rank0(action: Callable[[], T]) -> T:
     """Run `action` on rank 0 only; its result, or its TxlError, is every rank's."""
-    return from_first(together(lambda: action() if torch_dist.get_rank() == 0 else cast(T, None)))
+    return broadcast_object(run_on_all_ranks(lambda: action() if torch_dist.get_rank() == 0 else cast(T, None)))
 
 
 def barrier() -> None:
@@ -158,7 +158,7 @@ def barrier() -> None:
     gather_objects(None)
 
 
-def this_rank() -> int:
+def get_rank() -> int:
     """The rank of this process, also before and after it has joined."""
     return int(os.environ.get("RANK", "0"))
 
@@ -174,7 +174,7 @@ def uses_gpu() -> bool:
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
-def _join(*, timeout_s: int, num_threads: int) -> Ranks:
+def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
     place = read_rank_environment(os.environ)
     rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     # DeepSpeed reads these from the environment, also in a job of one rank.
@@ -190,7 +190,7 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         if local_rank >= torch.cuda.device_count():
             problem = f"local rank {local_rank} has no GPU of its own: there are {torch.cuda.device_count()}"
-    store = meet(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)
+    store = rendezvous(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -203,4 +203,4 @@ def _join(*, timeout_s: int, num_threads: int) -> Ranks:
             f"other: {first_line(error)}. Set GLOO_SOCKET_IFNAME to the interface between the nodes, and open all "
             "ports between them."
         ) from error
-    return Ranks(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)
+    return RankInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks
 from txl_dist.errors import ConfigError
 
@@ -31,7 +31,7 @@ _PIECE_S = 1.0
 """Seconds of one wait, during which torch reacts to no signal."""
 
 
-def meet(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:
+def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:
     """Wait for all ranks; a store that they share. `problem`: why this rank cannot take part, empty if it can.
 
     Raises ConfigError, on every rank that came, if one has not come after `timeout_s` or has a problem.
@@ -83,7 +83,7 @@ class _Waiting:
         if waited_s >= SAY_AFTER_S and not self._is_said:
             self._is_said = True
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            say(
+            echo(
                 f"txl: waiting at {address} for rank {format_ranks(missing)} of {os.environ['WORLD_SIZE']}, "
                 f"at most {self._timeout_s} s. {RUN_ALONE}",
                 to=sys.stderr,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.data.loader.corpus import Split
-from txl_dist.data.loader.evaluation import EvalStream, HeldOut
+from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import Adapting
 from txl_dist.inference.dynamic_evaluation import (
@@ -47,14 +47,18 @@ class Core(NamedTuple):
     memory: Any
 
 
-def core_of(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
+def core_of(
+    model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
+) -> Core:
     """For the lanes of a cut; `with_zeros` begins with a memory of zeros that is attended."""
     begin = _cached if model.section.scheme.uses_memory else _plain
     return begin(model, cut, memory_len=memory_len, with_documents=with_documents, with_zeros=with_zeros)
 
 
 @torch.inference_mode()
-def _cached(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
+def _cached(
+    model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
+) -> Core:
     """Over keys and values of the past."""
     frozen, num_rows = FrozenModel(model), len(cut.lanes)
     ring = frozen.ring(
@@ -78,7 +82,9 @@ def _cached(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documen
     )
 
 
-def _plain(model: TransformerXL, cut: HeldOut, *, memory_len: int, with_documents: bool, with_zeros: bool) -> Core:
+def _plain(
+    model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
+) -> Core:
     """The same for positions that know no distances: their memory is empty, or hidden states."""
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
 
@@ -113,7 +119,7 @@ def static(core: Core, *, with_hits: bool = False) -> tuple[Losses, Any]:
     return losses, core.memory
 
 
-def with_cache(core: Core, model: TransformerXL, cut: HeldOut, adapting: Adapting) -> tuple[Losses, Any]:
+def with_cache(core: Core, model: TransformerXL, cut: EvaluationText, adapting: Adapting) -> tuple[Losses, Any]:
     """With a neural cache of each lane: of the positions that are scored, tokens that are run again are not."""
     like, width = model.embedding.weight(0), model.section.width
     cache = empty_cache(num_lanes=len(cut.lanes), window=adapting.cache_window, width=width, like=like)
@@ -136,7 +142,7 @@ def with_cache(core: Core, model: TransformerXL, cut: HeldOut, adapting: Adaptin
 
 def dynamic(
     model: TransformerXL,
-    cut: HeldOut,
+    cut: EvaluationText,
     train: EvalStream,
     adapting: Adapting,
     *,
@@ -176,6 +182,6 @@ def dynamic(
     return losses, (start, memory)
 
 
-def train_cut(train: Split, cut: HeldOut) -> EvalStream:
+def train_cut(train: Split, cut: EvaluationText) -> EvalStream:
     """A training split, cut into as many lanes and as long segments as held-out text is."""
     return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

@@ -6,12 +6,12 @@ import json
 import math
 from pathlib import Path
 
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import start_logging
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units, word_count
 from txl_dist.data.loader.corpus import Split
-from txl_dist.distributed.collectives import this_rank
+from txl_dist.distributed.collectives import get_rank
 from txl_dist.evaluation.log_probs import write_log_probs
 from txl_dist.evaluation.options import Adapting, Outputs, Overrides
 from txl_dist.evaluation.scoring import MEMORY_OFF, rows_of, score_baselines, score_model
@@ -42,8 +42,8 @@ def evaluate_trained(
     no memory for them; CheckpointError or DataError if the target or the corpus cannot be read or do not belong
     together.
     """
-    start_logging(rank=this_rank())
-    overrides.check(path, is_bundle=kind_of(path) is Kind.BUNDLE, data=data)
+    start_logging(rank=get_rank())
+    overrides.check(path, is_bundle=detect_artifact(path) is ArtifactKind.BUNDLE, data=data)
     adapting.check(overrides, outputs)
     outputs.check(overrides)
     target = open_target(path, data=data)
@@ -53,7 +53,7 @@ def evaluate_trained(
     units = _units(split, overrides, mask_documents=config.data.document_border == "mask")
     train = target.train_text(adapting.adapt_train, config) if adapting.adapt == "dynamic" else None
     scores = score_model(target, split, rows, overrides, adapting, outputs, train=train, units=units)
-    if this_rank() > 0:
+    if get_rank() > 0:
         return []  # rank 0 speaks
     results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
     words = 0 if units.problem else word_count(split)

@@ -37,11 +37,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from txl_dist.console.formatting import aligned, bounded, counted
+from txl_dist.console.formatting import bounded, counted, format_table
 from txl_dist.console.logging import start_logging, warn_for_all
 from txl_dist.console.progress import Progress
 from txl_dist.data.loader.corpus import Split
-from txl_dist.distributed.collectives import all_reduce_sum, joined_ranks, on_first, this_rank, together
+from txl_dist.distributed.collectives import (
+    all_reduce_sum,
+    distributed_context,
+    get_rank,
+    run_on_all_ranks,
+    run_on_rank0,
+)
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import ReclOutputs, ReclSettings
 from txl_dist.evaluation.scoring import TELL_EVERY_S, enough_memory
@@ -100,7 +106,7 @@ def compare_contexts(
     its queries see nothing; CheckpointError or DataError if a model or the corpus cannot be read, or if tokenizers
     differ.
     """
-    start_logging(rank=this_rank())
+    start_logging(rank=get_rank())
     settings.check()
     outputs.check()
     first = open_target(paths[0], data=data)
@@ -108,7 +114,7 @@ def compare_contexts(
     split = _same_text(targets, settings)
     starts = _sample(split, settings)
     losses_NCS = _losses(targets, split, starts, settings, outputs)
-    if this_rank() > 0:
+    if get_rank() > 0:
         return []  # rank 0 speaks
     names, contexts = [str(path) for path in paths], settings.contexts
     found = [[recl(losses_NCS, contexts, model=index, r=r) for r in settings.r] for index in range(len(targets))]
@@ -143,7 +149,7 @@ def compare_contexts(
     return [
         *(f"scored: {target.where}" for target in targets),
         f"{about} tokens in steps of {settings.step}",
-        *aligned([head, *rows_told]),
+        *format_table([head, *rows_told]),
     ]
 
 
@@ -204,8 +210,8 @@ def _losses(
 ) -> Losses:
     """losses_NCS of every model behind every context, on every rank."""
     contexts, target_S, engine = settings.contexts, starts + settings.max_context, targets[0].config.engine
-    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
-        on_first(outputs.check_files)
+    with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
+        run_on_rank0(outputs.check_files)
         require_same(targets)
         own = range(ranks.rank, len(starts), ranks.world_size)
         total = len(targets) * len(own) * sum(contexts)
@@ -223,10 +229,10 @@ def _losses(
                             losses_NCS[model, index, rows] = (
                                 score(torch.from_numpy(piece_BX).to(ranks.device)).double().cpu()
                             )
-                            if ranks.is_first:
+                            if ranks.is_rank0:
                                 progress.advance(len(rows) * context)
 
-        together(score_own)
+        run_on_all_ranks(score_own)
         return all_reduce_sum(losses_NCS).numpy()
 
 

@@ -21,11 +21,11 @@ from txl_dist.console.logging import warn_for_all
 from txl_dist.console.progress import Progress
 from txl_dist.data.loader.bits_per_byte import TextUnits
 from txl_dist.data.loader.corpus import Split
-from txl_dist.data.loader.evaluation import EvalStream, HeldOut
+from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
 from txl_dist.data.loader.protocols import PeerRows, RandomCrops
 from txl_dist.data.verify.baselines import order0_and_bigram
-from txl_dist.distributed.collectives import Ranks, joined_ranks, on_first, together
-from txl_dist.errors import ConfigError, of_all
+from txl_dist.distributed.collectives import RankInfo, distributed_context, run_on_all_ranks, run_on_rank0
+from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.evaluation.cores import Losses, core_of, dynamic, static, train_cut, with_cache
 from txl_dist.evaluation.log_probs import LogProbs
 from txl_dist.evaluation.options import CROP_SEED, NUM_CROP_BATCHES, Adapting, Outputs, Overrides
@@ -33,7 +33,7 @@ from txl_dist.evaluation.target import Target, require_same
 from txl_dist.inference.kv_cache import is_out_of_memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.report.evaluate import Part, evaluate
+from txl_dist.train.report.evaluate import ScoredPart, evaluate
 
 Result = dict[str, Any]
 """Numbers, and lists of parts, of one score."""
@@ -44,7 +44,7 @@ TELL_EVERY_S = 30.0
 """Between two lines of a log that tell how far scoring is."""
 
 
-class Row(NamedTuple):
+class ScoredRow(NamedTuple):
     """One evaluation of several."""
 
     config: Config
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     adapts: bool = False
 
 
-def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[Row]:
+def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[ScoredRow]:
     """The evaluations that are asked for. Raises ConfigError if their settings contradict each other.
 
     Clamps change slowest: a model is built for each.
@@ -64,11 +64,11 @@ def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[Ro
         _with_overrides(target, overrides, clamp_len=clamp, segment_len=segment, memory_len=memory)
         for clamp, segment, memory in lengths
     ]
-    rows = [Row(config, config.eval.memory_len) for config in configs]
+    rows = [ScoredRow(config, config.eval.memory_len) for config in configs]
     if overrides.without_memory:
-        rows.append(Row(configs[0], 0, MEMORY_OFF))
+        rows.append(ScoredRow(configs[0], 0, MEMORY_OFF))
     if adapting.adapt != "off":
-        rows.append(Row(configs[0], configs[0].eval.memory_len, f"adapted: {adapting.adapt}", adapts=True))
+        rows.append(ScoredRow(configs[0], configs[0].eval.memory_len, f"adapted: {adapting.adapt}", adapts=True))
     return rows
 
 
@@ -136,7 +136,7 @@ class Scores(NamedTuple):
 def score_model(
     target: Target,
     split: Split,
-    rows: list[Row],
+    rows: list[ScoredRow],
     overrides: Overrides,
     adapting: Adapting,
     outputs: Outputs,
@@ -153,16 +153,16 @@ def score_model(
     """
     engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
     log_probs: LogProbs | None = None
-    with joined_ranks(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
-        on_first(outputs.check_files)
+    with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
+        run_on_rank0(outputs.check_files)
         require_same([target])
-        plans = together(
+        plans = run_on_all_ranks(
             lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides, train=train) for row in rows]
         )
         names = dict.fromkeys(plan.name for plan in plans)
         if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
             only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
-            raise of_all(
+            raise raised_everywhere(
                 ConfigError(
                     "--plot draws losses over several lengths, and those that are given come to one evaluation: "
                     f"{only}, clamp {plans[0].config.model.clamp_len:,}. Give others, or leave out --plot."
@@ -204,7 +204,7 @@ class _Plan(NamedTuple):
     """By the protocol and what differs from other rows."""
     config: Config
     memory_len: int
-    cut: HeldOut
+    cut: EvaluationText
     adapts: bool
     train: EvalStream | None
     """Text on which --adapt dynamic measures gradients."""
@@ -219,7 +219,7 @@ class _Plan(NamedTuple):
         return len(self.cut) + (0 if self.train is None else min(adapting.adapt_batches, len(self.train)))
 
 
-def _planned(row: Row, cut: HeldOut, overrides: Overrides, *, train: Split | None) -> _Plan:
+def _planned(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
     """With no more memory than the split can fill."""
     memory_len = min(row.memory_len, _most_memory(cut, overrides))
     lengths = (
@@ -234,11 +234,11 @@ def _planned(row: Row, cut: HeldOut, overrides: Overrides, *, train: Split | Non
     return _Plan(name, row.config, memory_len, cut, row.adapts, text)
 
 
-def _pass_tokens(cut: HeldOut, ranks: Ranks) -> int:
+def _pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:
     return len(cut.lanes) * ranks.world_size * cut.segment_len
 
 
-def _cut(split: Split, row: Row, overrides: Overrides, *, ranks: Ranks) -> HeldOut:
+def _cut(split: Split, row: ScoredRow, overrides: Overrides, *, ranks: RankInfo) -> EvaluationText:
     evaluation, peer = row.config.eval, overrides.peer
     num_lanes, segment_len = evaluation.num_lanes, evaluation.segment_len or row.config.train.segment_len
     place = {"rank": ranks.rank, "world_size": ranks.world_size}
@@ -259,7 +259,7 @@ def _score(
     adapting: Adapting,
     *,
     units: TextUnits,
-    ranks: Ranks,
+    ranks: RankInfo,
     progress: Progress,
     log_probs: LogProbs | None,
     with_zeros: bool,
@@ -268,7 +268,7 @@ def _score(
     maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
 
     def advance() -> None:
-        if ranks.is_first:
+        if ranks.is_rank0:
             progress.advance(_pass_tokens(cut, ranks))
 
     def keep(batch: Batch, nll_BT: Tensor) -> None:
@@ -285,7 +285,7 @@ def _score(
         core = core_of(model, cut, memory_len=memory_len, with_documents=maker.mask_documents, with_zeros=with_zeros)
         return with_cache(core, model, cut, adapting) if plan.adapts else static(core, with_hits=config.eval.accuracy)
 
-    losses, memory = together(begin)
+    losses, memory = run_on_all_ranks(begin)
     evaluation = evaluate(
         losses,
         memory,
@@ -314,7 +314,7 @@ def _score(
     return told | {"adapted": adapting.told() | lengths}  # apart, so that no picture over lengths takes it for static
 
 
-def _told(part: Part) -> Result:
+def _told(part: ScoredPart) -> Result:
     return part._asdict() | {"loss": part.loss if part.tokens else None}
 
 
@@ -344,7 +344,7 @@ def enough_memory() -> Iterator[None]:
         ) from error
 
 
-def _shortened(row: Row, cut: HeldOut, overrides: Overrides) -> Iterator[str]:
+def _shortened(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
     """Which flags ask for more than the split has: the same scores come of less work."""
     if not isinstance(cut, EvalStream):
         return
@@ -366,6 +366,6 @@ def _shortened(row: Row, cut: HeldOut, overrides: Overrides) -> Iterator[str]:
         )
 
 
-def _most_memory(cut: HeldOut, overrides: Overrides) -> int:
+def _most_memory(cut: EvaluationText, overrides: Overrides) -> int:
     """What a lane of the split can put into a memory; zeros are attended, as many as there are."""
     return cut.stripe_len if isinstance(cut, EvalStream) and not overrides.zero_memory else sys.maxsize

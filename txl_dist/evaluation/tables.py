@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.console.formatting import aligned, bounded, compact
+from txl_dist.console.formatting import bounded, format_count, format_table
 from txl_dist.data.loader.bits_per_byte import TextUnits
 
 Result = dict[str, Any]
@@ -27,7 +27,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     for name, values in results.items():
         told = [_number(key, values[key]) if key in values else "-" for key in columns]
         rows.append([name, *told, bounded(values["loss"]), f"{int(values['tokens']):,}"])
-    lines = aligned(rows)
+    lines = format_table(rows)
     if units.problem:
         lines.append(f"no bits per byte: {units.problem}")
     if units.unknown_pct:
@@ -39,7 +39,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
 
 def _number(key: str, value: float) -> str:
     if key == "word_ppl":
-        return compact(value)  # of code, whose words are long, it is in the millions
+        return format_count(value)  # of code, whose words are long, it is in the millions
     return bounded(value, ".2f" if key in ("ppl", "accuracy_pct") else ".4f")
 
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.load import Config, changed, config_from_dict
 from txl_dist.console.logging import warn_for_all
 from txl_dist.convert.export import read_trained
 from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
 from txl_dist.distributed.collectives import gather_objects
-from txl_dist.errors import CheckpointError, DataError, of_all
+from txl_dist.errors import CheckpointError, DataError, raised_everywhere
 from txl_dist.inference.bundle import Bundle, load_bundle
 from txl_dist.train.checkpoint.read import require_corpus
 
@@ -65,7 +65,7 @@ def open_target(path: Path, *, data: str | Path) -> Target:
 
     Raises CheckpointError or ConfigError if it cannot be read.
     """
-    if kind_of(path) is Kind.BUNDLE:
+    if detect_artifact(path) is ArtifactKind.BUNDLE:
         bundle, where = load_bundle(path), str(path)
         values = {
             "data": {"path": str(data), "document_border": bundle.document_border},
@@ -96,7 +96,7 @@ def require_same(targets: Sequence[Target]) -> None:
     to theirs. Raises CheckpointError."""
     for found in zip(*gather_objects([target.where for target in targets]), strict=True):
         if len(chosen := sorted(set(found))) > 1:
-            raise of_all(
+            raise raised_everywhere(
                 CheckpointError(f"the ranks have read different models: {', '.join(chosen)}. Name one of them.")
             )
 

@@ -31,13 +31,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.registry import Plugin, owner_of, require_plugins
 from txl_dist.config.schema import SCHEMES, Len, ModelSection, PositiveLen
 from txl_dist.console.logging import logger
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
-from txl_dist.inference.disk_offload import StreamedXL
+from txl_dist.inference.disk_offload import DiskOffloadedXL
 from txl_dist.inference.probe import probe_error
 from txl_dist.inference.weights import Weights, copy_rows, stored_weights, write_weights
 from txl_dist.io.files import parse_object, read_bytes, typed, write_bytes
@@ -145,7 +145,7 @@ class Package:
         vocab_size = self.tokenizer.vocab_size
         with _readable(where):
             _fitting(self.section, vocab_size=vocab_size, weights=self.weights, where=where)
-            network = StreamedXL(
+            network = DiskOffloadedXL(
                 self.section,
                 vocab_size=vocab_size,
                 weights=self.weights,
@@ -170,7 +170,11 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
     """
     folder = folder.resolve()
-    if folder.exists() and kind_of(folder) is not Kind.BUNDLE and not (folder.is_dir() and not any(folder.iterdir())):
+    if (
+        folder.exists()
+        and detect_artifact(folder) is not ArtifactKind.BUNDLE
+        and not (folder.is_dir() and not any(folder.iterdir()))
+    ):
         raise CheckpointError(f"{folder} exists and is not a bundle. Choose another output folder.")
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
     lengths: dict[str, Any] = {"segment_len": package.segment_len, "memory_len": package.memory_len}
@@ -204,7 +208,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_card(temporary, package.card)
         described = package.described(dtype=dtype, num_bytes=(temporary / WEIGHTS).stat().st_size)
-        write_readme(temporary, described, Kind.BUNDLE)
+        write_readme(temporary, described, ArtifactKind.BUNDLE)
         write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
         check_folder(temporary, remedy="Choose a folder on another disk.")
         _Content.model_validate_json(read_bytes(temporary / "config.json"))
@@ -242,7 +246,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
 
     Raises CheckpointError.
     """
-    if kind_of(folder) is not Kind.BUNDLE:
+    if detect_artifact(folder) is not ArtifactKind.BUNDLE:
         raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
     check_folder(folder, remedy="Copy it again or export it again.")
     with _readable(folder):

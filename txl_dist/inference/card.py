@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from txl_dist.artifacts import Kind
+from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
-from txl_dist.console.formatting import bounded, cluster_starts, compact, counted, printable, size
+from txl_dist.console.formatting import bounded, cluster_starts, counted, format_bytes, format_count, printable
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import read_bytes, write_bytes
@@ -258,12 +258,12 @@ def write_card(folder: Path, card: Card) -> None:
     write_bytes(folder / CARD, card.model_dump_json(indent=1, exclude_defaults=True).encode() + b"\n")
 
 
-def write_readme(folder: Path, model: Model, kind: Kind) -> None:
+def write_readme(folder: Path, model: Model, kind: ArtifactKind) -> None:
     """Write README.md for a folder of this kind. Raises OSError."""
     write_bytes(folder / README, readme(model, kind).encode())
 
 
-def readme(model: Model, kind: Kind) -> str:
+def readme(model: Model, kind: ArtifactKind) -> str:
     """A model card as the Hub takes it: metadata, then Markdown, with commands for the folder that it lies in."""
     parts = [
         f"---\n{_metadata(model, kind)}---\n",
@@ -300,7 +300,7 @@ def model_rows(model: Model) -> Rows:
         ("Tokenizer", TOKENIZERS.get(model.tokenizer or "", model.tokenizer or NOT_STATED)),
         ("Vocabulary", f"{model.vocab_size:,} ids"),
         ("Softmax", softmax),
-        ("Weights", model.dtype if model.num_bytes is None else f"{size(model.num_bytes)} in {model.dtype}"),
+        ("Weights", model.dtype if model.num_bytes is None else f"{format_bytes(model.num_bytes)} in {model.dtype}"),
     ]
 
 
@@ -309,7 +309,7 @@ def training_rows(model: Model) -> Rows:
     card = model.card
     tokens = NOT_STATED
     if card.tokens_seen:
-        epochs = "" if card.epochs is None else f", {compact(card.epochs)} passes over the training text"
+        epochs = "" if card.epochs is None else f", {format_count(card.epochs)} passes over the training text"
         tokens = f"{card.tokens_seen:,}{epochs}"
     began = {"": NOT_STATED, "fresh": "random weights"}.get(card.began_with, card.began_with)
     rows = [
@@ -334,7 +334,7 @@ def score_rows(scores: Sequence[Score]) -> list[list[str]]:
     for score in scores:
         bits = "-" if score.bits_per_byte is None else bounded(score.bits_per_byte)
         names = [printable(score.corpus), printable(score.split) or "-"]
-        ppl = compact(score.ppl, digits=4) + (" per word" if score.token == "word" else "")
+        ppl = format_count(score.ppl, digits=4) + (" per word" if score.token == "word" else "")
         rows.append([*names, bounded(score.loss), ppl, bits, f"{score.tokens:,}"])
     return rows
 
@@ -344,13 +344,13 @@ def protocols(scores: Sequence[Score]) -> list[str]:
     return list(dict.fromkeys(printable(score.protocol) for score in scores))
 
 
-def usage(model: Model, kind: Kind, address: str) -> list[Code]:
+def usage(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
     """How a folder of this kind is loaded, asked and served; `address` is its path or its hf:// address."""
     quoted = shlex.quote(address)
     takes_text = model.tokenizer in TAKE_ANY_TEXT
     asked = json.dumps(PROMPT) if takes_text else str(PROMPT_IDS)
     flags = f"--prompt {json.dumps(PROMPT)}" if takes_text else f"--tokens {' '.join(map(str, PROMPT_IDS))}"
-    if kind is Kind.BUNDLE:
+    if kind is ArtifactKind.BUNDLE:
         load = (
             f"import txl_dist\n\nlm = txl_dist.load({json.dumps(address)})\n"
             f"print(lm.generate({asked}, max_tokens=40).text)"
@@ -361,7 +361,7 @@ def usage(model: Model, kind: Kind, address: str) -> list[Code]:
             Code("Serve over HTTP", "bash", f"txl serve {quoted}"),
             Code("Score a corpus", "bash", f"txl evaluate {quoted} --data CORPUS"),
         ]
-    if kind is Kind.HUGGINGFACE:
+    if kind is ArtifactKind.HUGGINGFACE:
         load = (
             "from transformers import TransfoXLLMHeadModel\n\n"
             f"model = TransfoXLLMHeadModel.from_pretrained({json.dumps(address)})"
@@ -375,7 +375,7 @@ def usage(model: Model, kind: Kind, address: str) -> list[Code]:
             Code("Load with transformers 4.46.3", "python", load),
             Code("Ask and serve with txl_dist", "bash", serve),
         ]
-    if kind is Kind.HUGGINGFACE_CODE:
+    if kind is ArtifactKind.HUGGINGFACE_CODE:
         load = _transformers_code(address, takes_text=takes_text)
         return [Code("Load and ask with transformers 5", "python", load), SERVE_THE_BUNDLE]
     load = (
@@ -426,14 +426,16 @@ def _spelling(license: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name)
 
 
-def _metadata(model: Model, kind: Kind) -> str:
+def _metadata(model: Model, kind: ArtifactKind) -> str:
     """The block of YAML: a key in a line, its value in JSON, which YAML contains."""
     card = model.card
     values: dict[str, Any] = {
         **license_fields(card.license),
-        "library_name": "transformers" if kind in (Kind.HUGGINGFACE, Kind.HUGGINGFACE_CODE) else "txl_dist",
+        "library_name": "transformers"
+        if kind in (ArtifactKind.HUGGINGFACE, ArtifactKind.HUGGINGFACE_CODE)
+        else "txl_dist",
         "pipeline_tag": "text-generation",
-        "tags": ["transformer-xl", *(["custom_code"] if kind is Kind.HUGGINGFACE_CODE else [])],
+        "tags": ["transformer-xl", *(["custom_code"] if kind is ArtifactKind.HUGGINGFACE_CODE else [])],
     }
     if card.base_model:
         values["base_model"] = card.base_model

@@ -28,7 +28,7 @@ from txl_dist.model.transformer_xl import TransformerXL
 _MOST_LOGITS = 1 << 19
 
 
-class StreamedXL(TransformerXL):
+class DiskOffloadedXL(TransformerXL):
     """In evaluation mode, computing in `dtype`; `weights` are under the names of the parameters."""
 
     def __init__(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.errors import ConfigError
-from txl_dist.inference.kv_cache import FrozenModel, Past
+from txl_dist.inference.kv_cache import CacheState, FrozenModel
 from txl_dist.inference.options import Sampling
 from txl_dist.inference.sampling import choose, uniform_numbers
 from txl_dist.model.transformer_xl import TransformerXL
@@ -34,7 +34,7 @@ class Request(NamedTuple):
     ids: tuple[int, ...]
     """At least one."""
     max_tokens: int
-    past: Past | None = None
+    past: CacheState | None = None
     """What was read before; only of a model whose positions know a memory."""
     num_read: int = 0
     """So many of `ids`, but not the last, are in `past` already."""
@@ -73,7 +73,7 @@ class Scored(NamedTuple):
     """The likeliest ids in its place with their log-probabilities, as many as were asked for."""
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """What was read of a text at a time."""
 
     num_tokens: int
@@ -81,7 +81,7 @@ class Chunk(NamedTuple):
     """The tokens that follow those of the chunk, if asked for: of a whole text all but the first."""
 
 
-Reading = Generator[Chunk, None, Past | None]
+Reading = Generator[PromptChunk, None, CacheState | None]
 """A text that is being read, a chunk at each step; then its value is what is remembered, if anything is."""
 
 
@@ -129,7 +129,7 @@ class Decoder:
         """Whether there is a past to keep: whether the model's positions know a memory."""
         return isinstance(self._rows, _CachedRows)
 
-    def read(self, request: Request) -> Past:
+    def read(self, request: Request) -> CacheState:
         """What is remembered of a text up to its last token. Raises ConfigError where nothing is."""
         return self._rows.past_of(request)
 
@@ -165,9 +165,9 @@ class Decoder:
             self._select(taken)
             self._texts = [self._texts[row] for row in taken]
 
-    def past(self, key: Hashable, *, without_last: int = 0) -> Past:
+    def past(self, key: Hashable, *, without_last: int = 0) -> CacheState:
         """What is remembered of a text but its last token; as if the last so many had not been made (see
-        `KeyValueRing.past`)."""
+        `KVCache.past`)."""
         return self._rows.past(self._row_of(key), without_last=without_last)
 
     @torch.inference_mode()
@@ -206,15 +206,15 @@ class Decoder:
 
 
 def read(
-    frozen: FrozenModel, ids: Sequence[int], past: Past | None = None, *, memory_len: int, segment_len: int
-) -> Past:
+    frozen: FrozenModel, ids: Sequence[int], past: CacheState | None = None, *, memory_len: int, segment_len: int
+) -> CacheState:
     """What is remembered of `ids` behind a past, read in chunks of `segment_len` over `memory_len`."""
     reading = read_by_chunks(frozen, ids, past, memory_len=memory_len, segment_len=segment_len)
     while True:
         try:
             next(reading)
         except StopIteration as done:
-            value: Past = done.value
+            value: CacheState = done.value
             return value
 
 
@@ -222,13 +222,13 @@ def read(
 def read_by_chunks(
     frozen: FrozenModel,
     ids: Sequence[int],
-    past: Past | None = None,
+    past: CacheState | None = None,
     *,
     memory_len: int,
     segment_len: int,
     targets: Sequence[int] = (),
     num_top: int = 0,
-) -> Generator[Chunk, None, Past]:
+) -> Generator[PromptChunk, None, CacheState]:
     """As `read`, yielding behind each chunk. `targets`, the tokens that follow each of `ids`, are scored, if given."""
     most = len(ids) + (0 if past is None else past.document_S.shape[0])  # a longer ring would hold no more
     memory_len = max(1, min(memory_len, most)) if memory_len else 0
@@ -249,7 +249,7 @@ def read_by_chunks(
             last = min(first + _SCORED_AT_A_TIME, stop)
             log_p_SV = frozen.log_probabilities(hidden_1TD[0, first - start : last - start])
             scored += _scored(log_p_SV, targets[first:last], num_top=num_top)
-        yield Chunk(stop - start, scored)
+        yield PromptChunk(stop - start, scored)
     return ring.past(0)
 
 
@@ -291,7 +291,7 @@ class _CachedRows:
                 least_len=self._ring.least_len,
             )
 
-    def past_of(self, request: Request) -> Past:
+    def past_of(self, request: Request) -> CacheState:
         ids = request.ids[request.num_read : -1]
         if not ids and request.past is not None:
             return request.past
@@ -323,7 +323,7 @@ class _CachedRows:
     def forget(self, row: int) -> None:
         self._ring.forget(row)
 
-    def past(self, row: int, *, without_last: int) -> Past:
+    def past(self, row: int, *, without_last: int) -> CacheState:
         return self._ring.past(row, without_last=without_last)
 
     def run(self, tokens: list[int]) -> Tensor:
@@ -349,7 +349,7 @@ class _WindowRows:
     def forget(self, row: int) -> None:
         self._windows[row] = []
 
-    def past_of(self, request: Request) -> Past:
+    def past_of(self, request: Request) -> CacheState:
         raise ConfigError(
             f"a model with {self._model.section.positions} positions remembers nothing. Give the whole text again."
         )
@@ -362,10 +362,10 @@ class _WindowRows:
                 ids = request.ids[start : start + self._segment_len + 1]
                 hidden_1TD, _ = self._model(torch.tensor([ids[:-1]], device=self._device), memory)
                 log_p_TV = self._model.softmax.log_probabilities(hidden_1TD[0])
-                yield Chunk(len(ids) - 1, _scored(log_p_TV, ids[1:], num_top=request.num_top))
+                yield PromptChunk(len(ids) - 1, _scored(log_p_TV, ids[1:], num_top=request.num_top))
         return None
 
-    def past(self, row: int, *, without_last: int) -> Past:
+    def past(self, row: int, *, without_last: int) -> CacheState:
         return self.past_of(Request(ids=(), max_tokens=0))
 
     def run(self, tokens: list[int]) -> Tensor:

@@ -56,7 +56,7 @@ MOST_LOGITS = 2**26
 """At a time, in tokens times vocabulary, where no partition is given, or those of one token: 256 MiB in fp32."""
 
 
-class Past(NamedTuple):
+class CacheState(NamedTuple):
     """What one row remembers, as a value of its own: to keep, to save, to give to other rows."""
 
     key_values: tuple[Tensor, ...]
@@ -66,7 +66,7 @@ class Past(NamedTuple):
     """int64: document of each of the last S <= M positions."""
 
 
-class KeyValueRing:
+class KVCache:
     """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
 
     def __init__(
@@ -150,7 +150,7 @@ class KeyValueRing:
         return key, value
 
     @torch.inference_mode()
-    def past(self, row: int, *, without_last: int = 0, most: int | None = None) -> Past:
+    def past(self, row: int, *, without_last: int = 0, most: int | None = None) -> CacheState:
         """A copy of what a row remembers, `memory_len` positions or `most`, as if the last so many had not been there.
 
         As many as the ring takes at a time are taken back without a trace; for more the oldest are missing, where the
@@ -167,10 +167,10 @@ class KeyValueRing:
         if self.documents is not None:
             stop = self._position % self.size + self.size - without_last
             documents = self.documents[row, stop - length : stop].clone()
-        return Past(tuple(key_values), documents)
+        return CacheState(tuple(key_values), documents)
 
     @torch.inference_mode()
-    def put(self, row: int, past: Past) -> None:
+    def put(self, row: int, past: CacheState) -> None:
         """Make a row remember a past, of which the last `size` positions count, in place of its own. Of one that lacks
         positions in a layer which reads them here, only what is behind these."""
         num_given = past.document_S.shape[0]
@@ -197,7 +197,7 @@ class KeyValueRing:
         """Make a row remember nothing: others read as far back as the one that knows most."""
         self._known_LB[:, row] = 0
 
-    def copied(self, *, memory_len: int, chunk_len: int) -> KeyValueRing:
+    def copied(self, *, memory_len: int, chunk_len: int) -> KVCache:
         """What the rows remember, in a ring of other lengths."""
         with_documents = self.documents is not None
         ring = self.owner.ring(
@@ -371,7 +371,7 @@ class FrozenModel:
         chunk_len: int = 1,
         with_documents: bool = False,
         least_len: int = 0,
-    ) -> KeyValueRing:
+    ) -> KVCache:
         """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
 
         `with_documents`: each chunk comes with the document of each of its tokens, and sees no other. `least_len`: a
@@ -381,7 +381,7 @@ class FrozenModel:
         """
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
-        return KeyValueRing(
+        return KVCache(
             self,
             num_rows=num_rows,
             memory_len=memory_len,
@@ -391,7 +391,7 @@ class FrozenModel:
         )
 
     @torch.inference_mode()
-    def past_of(self, memory: Memory) -> list[Past]:
+    def past_of(self, memory: Memory) -> list[CacheState]:
         """What each lane of a memory of hidden states remembers, as keys and values."""
         key_values: list[Tensor] = []
         for layer, hidden_BMD in zip(self.layers, memory.hidden, strict=True):
@@ -401,14 +401,14 @@ class FrozenModel:
         for lane, document_M in enumerate(memory.document_BM):
             first = int((document_M == EMPTY).sum())
             held = [one[lane, max(0, one.shape[1] - (memory.memory_len - first)) :] for one in key_values]
-            pasts.append(Past(tuple(one.permute(1, 2, 0, 3) for one in held), document_M[first:]))
+            pasts.append(CacheState(tuple(one.permute(1, 2, 0, 3) for one in held), document_M[first:]))
         return pasts
 
     @torch.inference_mode()
     def run(
         self,
         tokens_BT: Tensor,
-        ring: KeyValueRing,
+        ring: KVCache,
         *,
         document_BT: Tensor | None = None,
         partition: Partition | None = None,
@@ -422,9 +422,7 @@ class FrozenModel:
         ]
 
     @torch.inference_mode()
-    def run_embedded(
-        self, embedded_BTD: Tensor, ring: KeyValueRing, *, document_BT: Tensor | None = None
-    ) -> list[Tensor]:
+    def run_embedded(self, embedded_BTD: Tensor, ring: KVCache, *, document_BT: Tensor | None = None) -> list[Tensor]:
         """As `run`, of vectors in place of tokens: the input of each layer, then the output of the last, normed."""
         num_tokens = embedded_BTD.shape[1]
         assert num_tokens <= ring.chunk_len

@@ -24,10 +24,10 @@ from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.inference.bundle import Bundle
 from txl_dist.inference.generate import Decoder, Request
-from txl_dist.inference.kv_cache import FrozenModel, KeyValueRing
-from txl_dist.inference.options import Writing, check_count, check_ids, check_text
+from txl_dist.inference.kv_cache import FrozenModel, KVCache
+from txl_dist.inference.options import SamplingParams, check_count, check_ids, check_text
 from txl_dist.inference.probe import log_probabilities
-from txl_dist.inference.scheduler import Ending, Finish, Piece, Prompt, Writer, write
+from txl_dist.inference.scheduler import Completion, FinishReason, OutputChunk, Prompt, Scheduler, write
 from txl_dist.inference.text_memory import TextMemory, fingerprint_of, load_memory, read_memory
 from txl_dist.io.files import path_of
 from txl_dist.model.transformer_xl import TransformerXL
@@ -44,7 +44,7 @@ class Generation(NamedTuple):
     """What follows the prompt."""
     ids: list[int]
     """Its tokens; a text that a stop string ended has none beyond its last whole one."""
-    finish: Finish
+    finish: FinishReason
     """Why it ended: `length` (it has `max_tokens`), `stop` or `end_of_text`."""
     log_probs: list[float]
     """In nats, of each token, of the model as it is, whatever the temperature."""
@@ -159,8 +159,8 @@ class LanguageModel:
     ) -> Generation:
         """The text that continues a prompt; an empty one begins a document.
 
-        `settings` are those of `Writing`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory` is what
-        was read before the prompt. `keep_memory` gives the memory after the text.
+        `settings` are those of `SamplingParams`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory`
+        is what was read before the prompt. `keep_memory` gives the memory after the text.
 
         Raises ConfigError for a setting that is unknown or out of range, ids outside the vocabulary, an empty prompt
         where the model cannot begin a document, a memory of another model.
@@ -172,7 +172,7 @@ class LanguageModel:
         self, prompts: Sequence[Text], *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
     ) -> list[list[Generation]]:
         """As `generate`, of several prompts together: the `num_samples` texts of each."""
-        writing = Writing.of(settings)
+        writing = SamplingParams.of(settings)
         begun = [self.prompt(prompt, memory) for prompt in _several(prompts)]
         texts: dict[tuple[int, int], str] = defaultdict(str)
         made: dict[tuple[int, int], Generation] = {}
@@ -186,10 +186,12 @@ class LanguageModel:
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
         """As `generate`, of one prompt: the text in pieces, as they are made."""
         _refuse_samples(settings)
-        pieces = self.write([self.prompt(prompt, memory)], Writing.of(settings))
+        pieces = self.write([self.prompt(prompt, memory)], SamplingParams.of(settings))
         return (piece.text for piece in pieces if piece.text)
 
-    def write(self, prompts: Iterable[Prompt], writing: Writing, *, keep_memory: bool = False) -> Iterator[Piece]:
+    def write(
+        self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
+    ) -> Iterator[OutputChunk]:
         """As `generate`, of many prompts, which are read one by one: pieces of all texts as they come."""
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
@@ -199,11 +201,11 @@ class LanguageModel:
         decoder = self._decoder(writing.memory_len)
         return write(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
 
-    def writer(self, *, num_rows: int, memory_len: int = -1) -> Writer:
+    def writer(self, *, num_rows: int, memory_len: int = -1) -> Scheduler:
         """For prompts that come and go: `num_rows` texts at once, a segment of prompts is read between two tokens."""
-        return Writer(self._decoder(memory_len), self.tokenizer, num_rows=num_rows, read_len=self.bundle.segment_len)
+        return Scheduler(self._decoder(memory_len), self.tokenizer, num_rows=num_rows, read_len=self.bundle.segment_len)
 
-    def generation(self, text: str, ending: Ending, prompt: Prompt) -> Generation:
+    def generation(self, text: str, ending: Completion, prompt: Prompt) -> Generation:
         """A whole text, of its pieces, its end and its prompt."""
         ids = [token.id for token in ending.tokens]
         memory = None
@@ -232,7 +234,7 @@ class LanguageModel:
 
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
-    ) -> KeyValueRing:
+    ) -> KVCache:
         """What `hidden` begins with: for so many rows, of at most `chunk_len` positions at a time.
 
         Raises ConfigError for numbers that are none, and for a model without a memory.
@@ -246,8 +248,8 @@ class LanguageModel:
         )
 
     def hidden(
-        self, inputs: Tensor, memory: KeyValueRing | None = None, *, document_BT: Tensor | None = None
-    ) -> tuple[Tensor, KeyValueRing]:
+        self, inputs: Tensor, memory: KVCache | None = None, *, document_BT: Tensor | None = None
+    ) -> tuple[Tensor, KVCache]:
         """(hidden_LBTD, the memory after them): what enters each layer, and what leaves the last one, normed; L + 1.
 
         `inputs` are tokens_BT (int64) or vectors_BTD in their place, in the model's type. `memory` is changed in place,
@@ -273,7 +275,7 @@ class LanguageModel:
             memory = self.empty_memory(
                 num_rows=num_rows, chunk_len=num_positions, with_documents=document_BT is not None
             )
-        if not isinstance(memory, KeyValueRing) or memory.owner is not self.frozen:
+        if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
                 "this memory is none of this model, as its weights are now, for hidden states. Make it by empty_memory."
             )

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor
 
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.console.logging import logger
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import load_bundle
@@ -37,7 +37,7 @@ try:
 except ModuleNotFoundError as error:
     problem = f"lm-evaluation-harness is missing ({error}): pip install 'txl_dist[harness]'"
     if __name__ == "__main__":
-        say(f"error: {problem}", to=sys.stderr)
+        echo(f"error: {problem}", to=sys.stderr)
         sys.exit(ConfigError.exit_code)
     raise ConfigError(problem) from error
 
@@ -206,5 +206,5 @@ if __name__ == "__main__":
     try:
         cli_evaluate()
     except TxlError as error:
-        say(f"error: {error}", to=sys.stderr)
+        echo(f"error: {error}", to=sys.stderr)
         sys.exit(error.exit_code)

@@ -51,7 +51,7 @@ OF_OTHER_BACKENDS = frozenset(
 
 
 class GenerationSettings(NamedTuple):
-    """Settings of `Writing`, and sentences on what is not used."""
+    """Settings of `SamplingParams`, and sentences on what is not used."""
 
     values: dict[str, Any]
     unused: list[str]

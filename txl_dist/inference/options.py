@@ -51,7 +51,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
-class Writing(Sampling):
+class SamplingParams(Sampling):
     """How texts are generated."""
 
     max_tokens: int = 200

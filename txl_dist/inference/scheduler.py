@@ -19,11 +19,11 @@ from typing import Literal, NamedTuple
 
 from txl_dist.errors import CheckpointError, TxlError
 from txl_dist.inference.generate import Decoder, Reading, Request, Scored, Token
-from txl_dist.inference.kv_cache import Past
-from txl_dist.inference.options import Writing
+from txl_dist.inference.kv_cache import CacheState
+from txl_dist.inference.options import SamplingParams
 from txl_dist.tokenizers.base import StreamDecoder, Tokenizer
 
-Finish = Literal["length", "stop", "end_of_text"]
+FinishReason = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
 """To read any part of a prompt counts at least as so many tokens of it: a call costs what it costs."""
 
@@ -36,7 +36,7 @@ class Prompt(NamedTuple):
 
     ids: tuple[int, ...]
     """At least one; behind a past, the first is its last token."""
-    past: Past | None = None
+    past: CacheState | None = None
     """What was read before."""
     joint: str = ""
     """What stands between the prompt and its continuation."""
@@ -44,17 +44,17 @@ class Prompt(NamedTuple):
     """So many of `ids`, at the beginning, were put before what was given."""
 
 
-class Ending(NamedTuple):
+class Completion(NamedTuple):
     """How a text ended."""
 
-    finish: Finish
+    finish: FinishReason
     tokens: Sequence[Token]
     """Of its text; those behind its end are left out."""
-    past: Past | None
+    past: CacheState | None
     """What is remembered of the prompt and of the text but its last token; only if asked for."""
 
 
-class Piece(NamedTuple):
+class OutputChunk(NamedTuple):
     """Some more of a text."""
 
     prompt: int
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     sample: int
     """Which of its samples, from 0."""
     text: str
-    ending: Ending | None
+    ending: Completion | None
     """Only with the last piece."""
     tokens: Sequence[tuple[Token, int]] = ()
     """Those whose text has been shown with this piece, an end-of-text too, each with the characters of the text up to
@@ -76,7 +76,7 @@ class Piece(NamedTuple):
 _NO_NUMBERS = "the model's probabilities are no numbers. Load it in fp32, or take another one."
 
 
-class Writer:
+class Scheduler:
     """Texts in work, of prompts that come and go. At most `num_rows` are written at once; `read_len` tokens of prompts
     are read between two tokens of those, so that a long prompt holds nobody up; None reads all that wait at once."""
 
@@ -103,7 +103,13 @@ class Writer:
         return self.num_texts < self._num_rows
 
     def add(
-        self, key: int, prompt: Prompt, writing: Writing, *, keeps_memory: bool = False, scores_prompt: bool = False
+        self,
+        key: int,
+        prompt: Prompt,
+        writing: SamplingParams,
+        *,
+        keeps_memory: bool = False,
+        scores_prompt: bool = False,
     ) -> None:
         """Take a prompt, of which `writing.num_samples` texts are written; it is read once."""
         request = Request(
@@ -127,25 +133,25 @@ class Writer:
         for work in self._works_of(key):
             self._free(work)
 
-    def cut(self, key: int) -> list[Piece]:
+    def cut(self, key: int) -> list[OutputChunk]:
         """End the texts of a prompt as they are, with `length`."""
         pieces = [self._ended(work, work.cut()) for work in self._works_of(key)]
-        cut = Ending("length", (), None)
+        cut = Completion("length", (), None)
         pieces += [
-            Piece(key, sample, job.prompt.joint, cut, scored=job.scored)
+            OutputChunk(key, sample, job.prompt.joint, cut, scored=job.scored)
             for job, sample in self._to_write
             if job.key == key
         ]
         unread = [job for job in self._to_read if job.key == key]
-        pieces += [Piece(key, sample, "", cut) for job in unread for sample in range(job.writing.num_samples)]
+        pieces += [OutputChunk(key, sample, "", cut) for job in unread for sample in range(job.writing.num_samples)]
         self.remove(key)
         return pieces
 
-    def step(self) -> list[Piece]:
+    def step(self) -> list[OutputChunk]:
         """Read some of the prompts, and make a token of each text in work."""
         return [*self._read(), *self._begin(), *self._go_on()]
 
-    def _read(self) -> Iterator[Piece]:
+    def _read(self) -> Iterator[OutputChunk]:
         room = self._read_len + READ_PER_ROW * len(self._works)
         while self._to_read and room > 0:
             job = self._to_read.popleft()
@@ -157,26 +163,26 @@ class Writer:
             except StopIteration as done:
                 yield from self._has_read(job, done.value)
             except TxlError as error:
-                yield Piece(job.key, 0, "", None, error=error)
+                yield OutputChunk(job.key, 0, "", None, error=error)
             else:
                 if any(math.isnan(token.log_p) for token in chunk.scored):
-                    yield Piece(job.key, 0, "", None, error=CheckpointError(_NO_NUMBERS))
+                    yield OutputChunk(job.key, 0, "", None, error=CheckpointError(_NO_NUMBERS))
                     continue
                 job.scored += chunk.scored
                 room -= max(LEAST_WORK, chunk.num_tokens)
                 (self._to_read.appendleft if room > 0 else self._to_read.append)(job)
 
-    def _has_read(self, job: _Job, past: Past | None) -> Iterator[Piece]:
+    def _has_read(self, job: _Job, past: CacheState | None) -> Iterator[OutputChunk]:
         samples = range(job.writing.num_samples)
         if job.writing.max_tokens == 0:
-            ending = Ending("length", (), past if job.keeps_memory else None)
-            yield from (Piece(job.key, n, job.prompt.joint, ending, scored=job.scored) for n in samples)
+            ending = Completion("length", (), past if job.keeps_memory else None)
+            yield from (OutputChunk(job.key, n, job.prompt.joint, ending, scored=job.scored) for n in samples)
             return
         if past is not None:
             job.request = job.request._replace(past=past, num_read=len(job.request.ids) - 1)
         self._to_write.extend((job, sample) for sample in samples)
 
-    def _begin(self) -> Iterator[Piece]:
+    def _begin(self) -> Iterator[OutputChunk]:
         while self._to_write and len(self._works) < self._num_rows:
             job, sample = self._to_write.popleft()
             decoder = self._tokenizer.decoder(after=job.prompt.ids)
@@ -185,34 +191,34 @@ class Writer:
                 self._decoder.add(work.key, job.request._replace(sample=sample))
             except TxlError as error:
                 self.remove(job.key)
-                yield Piece(*work.key, "", None, error=error)
+                yield OutputChunk(*work.key, "", None, error=error)
                 continue
             self._works[work.key] = work
-            yield Piece(*work.key, job.prompt.joint, None, scored=job.scored)
+            yield OutputChunk(*work.key, job.prompt.joint, None, scored=job.scored)
 
-    def _go_on(self) -> Iterator[Piece]:
+    def _go_on(self) -> Iterator[OutputChunk]:
         for token in self._decoder.step() if self._works else ():
             work = self._works.get(token.key)
             if work is None:  # its prompt has just failed, by another of its texts
                 continue
             if math.isnan(token.log_p):
                 self.remove(work.job.key)
-                yield Piece(*work.key, "", None, error=CheckpointError(_NO_NUMBERS))
+                yield OutputChunk(*work.key, "", None, error=CheckpointError(_NO_NUMBERS))
                 continue
             text = work.take(token)
             if work.finish is not None:
                 yield self._ended(work, text)
             elif text:
-                yield Piece(*work.key, text, None, tokens=work.told())
+                yield OutputChunk(*work.key, text, None, tokens=work.told())
 
-    def _ended(self, work: _Work, text: str) -> Piece:
+    def _ended(self, work: _Work, text: str) -> OutputChunk:
         """The last piece of a text, whose row is free then."""
         assert work.finish is not None
         kept, past = work.kept(), None
         if work.job.keeps_memory:
             past = self._decoder.past(work.key, without_last=len(work.tokens) - len(kept))
         self._free(work)
-        return Piece(*work.key, text, Ending(work.finish, kept, past), tokens=work.told())
+        return OutputChunk(*work.key, text, Completion(work.finish, kept, past), tokens=work.told())
 
     def _free(self, work: _Work) -> None:
         self._decoder.remove(work.key)
@@ -226,15 +232,15 @@ def write(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompts: Iterable[Prompt],
-    writing: Writing,
+    writing: SamplingParams,
     *,
     keeps_memory: bool = False,
-) -> Iterator[Piece]:
+) -> Iterator[OutputChunk]:
     """Pieces of all texts as they come, those of several in turn; `writing.batch_size` texts are in work at once.
 
     Raises CheckpointError where the model's probabilities are no numbers, ConfigError where a memory has no room.
     """
-    writer, numbered = Writer(decoder, tokenizer, num_rows=writing.batch_size), enumerate(prompts)
+    writer, numbered = Scheduler(decoder, tokenizer, num_rows=writing.batch_size), enumerate(prompts)
     while True:
         while writer.has_room and (found := next(numbered, None)) is not None:
             writer.add(*found, writing, keeps_memory=keeps_memory)
@@ -252,7 +258,7 @@ class _Job:
 
     key: int
     prompt: Prompt
-    writing: Writing
+    writing: SamplingParams
     request: Request
     reading: Reading | None
     """None where nothing of it is wanted."""
@@ -266,7 +272,7 @@ class _Work:
     def __init__(self, job: _Job, sample: int, decoder: StreamDecoder, *, end_of_text: int | None) -> None:
         self.job, self.key = job, (job.key, sample)
         self.tokens: list[Token] = []
-        self.finish: Finish | None = None
+        self.finish: FinishReason | None = None
         self._decoder, self._stop, self._end_of_text = decoder, job.writing.stop, end_of_text
         self._lengths: list[int] = []  # of the text with each token
         self._shown, self._held, self._num_told = 0, "", 0

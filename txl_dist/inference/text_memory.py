@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError, ConfigError, explained
-from txl_dist.inference.kv_cache import Past
-from txl_dist.io.files import path_of, replace_file
+from txl_dist.errors import CheckpointError, ConfigError, translate_errors
+from txl_dist.inference.kv_cache import CacheState
+from txl_dist.io.files import atomic_replace, path_of
 from txl_dist.model.transformer_xl import TransformerXL
 
 FORMAT_VERSION = "1"
@@ -32,7 +32,7 @@ FORMAT_VERSION = "1"
 class TextMemory:
     """What is remembered of a text: all but its last token, and that one."""
 
-    past: Past
+    past: CacheState
     last: int
     model: str
     """Fingerprint of the model whose it is (`fingerprint_of`)."""
@@ -53,8 +53,8 @@ class TextMemory:
         """
         if path_of(path).exists() and not path_of(path).is_file():
             raise ConfigError(f"{path} is no file that a memory could be written to. Choose another one.")
-        with explained(ConfigError, f"cannot write {path}", "Choose another file."):
-            replace_file(path_of(path), self.to_bytes())
+        with translate_errors(ConfigError, f"cannot write {path}", "Choose another file."):
+            atomic_replace(path_of(path), self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """What the file holds."""
@@ -69,7 +69,7 @@ class TextMemory:
 
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:
     """A memory that this model made. Raises CheckpointError if the file is none, is damaged or is of another model."""
-    with explained(CheckpointError, f"{path} cannot be read as a memory of a text", _AGAIN):
+    with translate_errors(CheckpointError, f"{path} cannot be read as a memory of a text", _AGAIN):
         data = Path(path).read_bytes()
     return read_memory(data, model, fingerprint=fingerprint, called=str(path))
 
@@ -93,7 +93,7 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
         raise CheckpointError(f"{called} is damaged: its content is not what was written. {_AGAIN}")
     device = model.embedding.weight(0).device
     key_values = tuple(key_value.to(device) for key_value in _layers_of(tensors))
-    past = Past(key_values, tensors["document"].to(device))
+    past = CacheState(key_values, tensors["document"].to(device))
     return TextMemory(past, int(tensors["last"]), fingerprint)
 
 

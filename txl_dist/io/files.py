@@ -9,7 +9,7 @@ Reading   From regular files only, so that no FIFO or device can keep us waiting
           bounded depth. Whatever is wrong with the content is a ValueError, with the access an OSError. Text goes
           through `decode_text` or `open_text`: a byte order mark, which editors and shells of Windows write, says the
           encoding and is no part of the text. Without a mark it is UTF-8.
-Names     that a manifest lists stay in its folder (`inside`).
+Names     that a manifest lists stay in its folder (`resolve_inside`).
 
 What it gives up: two processes that write one file at one time, which locks exclude where it matters.
 """
@@ -33,7 +33,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import IO, Any, TypeVar, get_type_hints
 
-from txl_dist.errors import ConfigError, explained
+from txl_dist.errors import ConfigError, translate_errors
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 def path_of(path: str | Path) -> Path:
     """Raises ConfigError for what is no path."""
-    with explained(ConfigError, f"{path!r:.200} is no path", "Give a string or a Path.", of=(TypeError,)):
+    with translate_errors(ConfigError, f"{path!r:.200} is no path", "Give a string or a Path.", of=(TypeError,)):
         return Path(path)
 
 
@@ -77,14 +77,14 @@ def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """A new file that takes the place of `path`, durably, when the block ends; after an error nothing is left of it."""
     temporary = path.with_name(path.name + ".tmp")
     stream = open_new(temporary)
     try:
         with stream:
             yield stream
-            flush_to_disk(stream)
+            fsync(stream)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
@@ -93,9 +93,9 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     flush_folder(path.parent)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def atomic_replace(path: Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old content or the new, never a part."""
-    with replacing(path) as stream:
+    with atomic_write(path) as stream:
         stream.write(data)
 
 
@@ -119,7 +119,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a new file and wait until the disk has it. For folders that are committed as a whole later."""
     with open_new(path) as stream:
         stream.write(data)
-        flush_to_disk(stream)
+        fsync(stream)
 
 
 def write_output(path: Path, data: bytes) -> None:
@@ -127,10 +127,10 @@ def write_output(path: Path, data: bytes) -> None:
 
     Raises ConfigError.
     """
-    with explained(ConfigError, f"cannot write {path}", "Choose another file."), path.open("wb") as stream:
+    with translate_errors(ConfigError, f"cannot write {path}", "Choose another file."), path.open("wb") as stream:
         stream.write(data)
         if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-            flush_to_disk(stream)
+            fsync(stream)
 
 
 def open_to_append(path: Path) -> int:
@@ -353,7 +353,7 @@ def is_file_name(name: object) -> bool:
     return len(name.encode(errors="replace")) <= _MAX_NAME
 
 
-def inside(folder: Path, name: object, *, nested: bool = False) -> Path:
+def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     """The path of a file that a manifest lists: below its folder, whatever the manifest and links say.
 
     `nested` allows names with /. A snapshot of huggingface_hub's cache holds links to the blobs of its repository,
@@ -395,7 +395,7 @@ def write_hashed_json(path: Path, values: dict[str, Any]) -> None:
     write_bytes(path, hashed_json(values))
 
 
-def flush_to_disk(stream: IO[bytes]) -> None:
+def fsync(stream: IO[bytes]) -> None:
     """Without this a rename can survive a power cut that the content did not."""
     stream.flush()
     os.fsync(stream.fileno())
@@ -410,7 +410,7 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def is_gone(folder: Path) -> bool:
+def was_removed(folder: Path) -> bool:
     """Whether a folder that was there is no more. What a failing file system answers is no answer."""
     try:
         folder.stat()
@@ -421,7 +421,7 @@ def is_gone(folder: Path) -> bool:
     return False
 
 
-def free_name(path: Path, word: str) -> Path:
+def unique_path(path: Path, word: str) -> Path:
     """The first of NAME.word-1, NAME.word-2 ... that does not exist."""
     number = 1
     while os.path.lexists(aside := path.with_name(f"{path.name}.{word}-{number}")):

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from txl_dist.errors import CheckpointError, ConfigError, TxlError, explained
+from txl_dist.errors import CheckpointError, ConfigError, TxlError, translate_errors
 from txl_dist.io.files import path_of, read_json
 from txl_dist.io.manifest import FOR_PEOPLE, MANIFEST
 
@@ -85,7 +85,7 @@ def local_model(path: str | Path) -> Path:
 def _listed(manifest: str) -> list[str]:
     """Names in a manifest, as patterns. Raises CheckpointError for one that lists nothing."""
     what = f"{manifest} is no manifest of txl_dist"
-    with explained(CheckpointError, what, of=(ValueError, KeyError, TypeError, AttributeError)):
+    with translate_errors(CheckpointError, what, of=(ValueError, KeyError, TypeError, AttributeError)):
         return [re.sub(r"([*?[])", r"[\1]", name) for name in read_json(Path(manifest))["files"]]
 
 
@@ -120,7 +120,7 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
 def _library() -> Any:
     """huggingface_hub, imported when it is needed. Raises ConfigError without it."""
     remedy = 'Run `pip install "txl_dist[hub]"`'
-    with explained(ConfigError, "models on the Hub need a package", remedy, of=(ImportError,)):
+    with translate_errors(ConfigError, "models on the Hub need a package", remedy, of=(ImportError,)):
         import huggingface_hub
         import huggingface_hub.errors
     return huggingface_hub

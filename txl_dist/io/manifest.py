@@ -21,10 +21,10 @@ from txl_dist.errors import CheckpointError
 from txl_dist.io.files import (
     canonical_hash,
     flush_folder,
-    free_name,
-    inside,
     read_json,
+    resolve_inside,
     sha256_of_file,
+    unique_path,
     write_hashed_json,
 )
 
@@ -60,7 +60,7 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 def commit_folder(temporary: Path, final: Path) -> None:
     """Publish a finished temporary folder. What lies in the way is damaged, and is moved aside, never deleted."""
     if os.path.lexists(final):
-        final.rename(free_name(final, "damaged"))
+        final.rename(unique_path(final, "damaged"))
     temporary.rename(final)
     flush_folder(final.parent)
 
@@ -118,7 +118,7 @@ def check_folder(folder: Path, *, remedy: str) -> None:
 
 def _file_problem(folder: Path, name: str, facts: dict[str, Any]) -> str | None:
     try:
-        path = inside(folder, name, nested=True)
+        path = resolve_inside(folder, name, nested=True)
         size = path.stat().st_size
         if size != facts["bytes"]:
             return f"{name} has {size} bytes instead of {facts['bytes']}"

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from txl_dist.io.files import flush_to_disk, open_new, open_regular, parse_object
+from txl_dist.io.files import fsync, open_new, open_regular, parse_object
 
 _CHUNK_BYTES = 16 << 20
 _DTYPE_NAMES = {
@@ -77,7 +77,7 @@ def write_streams(
                 written += file.write(chunk[written:])
             num_bytes += len(chunk)
             on_progress(len(chunk))
-        flush_to_disk(file)
+        fsync(file)
     return {"bytes": num_bytes, "sha256": digest.hexdigest()}
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from txl_dist.errors import ConfigError, explained
+from txl_dist.errors import ConfigError, translate_errors
 from txl_dist.io.files import decode_text, has_mark, read_bytes
 
 ENVIRONMENT_FILE = "DS_ENV_FILE"
@@ -57,7 +57,9 @@ def _text_without_mark(files: list[Path]) -> str | None:
     """The files as one text; None where none of them has a mark."""
     texts, is_marked = [], False
     for path in files:
-        with explained(ConfigError, f"cannot read {path}", "Save it as UTF-8.", of=(OSError, UnicodeDecodeError)):
+        with translate_errors(
+            ConfigError, f"cannot read {path}", "Save it as UTF-8.", of=(OSError, UnicodeDecodeError)
+        ):
             content = read_bytes(path)
             is_marked |= has_mark(content)
             texts.append(decode_text(content).removesuffix("\n") + "\n")

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 
 from txl_dist.artifacts import DONE, LOG, STOP
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.distributed.processes import command_of, group_members, parent_of, process_id
 from txl_dist.errors import HANG, REQUEUE, ConfigError
 from txl_dist.launcher.output_filter import Strained, pattern_of_chatter
@@ -88,7 +88,7 @@ def launch(
     result = exit_code(code, is_done=is_done, sent=signals.sent)
     if word := last_word(result, launcher_code=code, run_dir=run_dir):
         with suppress(OSError):  # a terminal that is gone
-            say(f"txl launch: {word} (exit code {result})", to=sys.stderr)
+            echo(f"txl launch: {word} (exit code {result})", to=sys.stderr)
     return result
 
 
@@ -169,7 +169,7 @@ class _Forwarding:
             return
         self._acknowledged.add(number)
         with suppress(OSError, RuntimeError):  # no terminal; or this signal interrupts a write to it
-            say(f"txl launch: {signal.Signals(number).name}: {what}", to=sys.stderr)
+            echo(f"txl launch: {signal.Signals(number).name}: {what}", to=sys.stderr)
 
 
 def _end_group(group: int, *, grace_s: float) -> None:

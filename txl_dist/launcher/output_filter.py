@@ -52,7 +52,7 @@ def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
     return re.compile(f"{_OF_A_NODE}(?:{'|'.join(patterns)})".encode(), re.DOTALL)
 
 
-class Strainer:
+class LineFilter:
     """Takes lines out of a stream of bytes that comes in any pieces."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
@@ -85,7 +85,7 @@ class Strained:
         output, self.stdout = os.pipe()
         error, self.stderr = _terminal_like(2) if os.isatty(2) else os.pipe()
         self._width_before = signal.signal(signal.SIGWINCH, self._resize) if os.isatty(2) else None
-        self._streams = {output: (1, Strainer(chatter)), error: (2, Strainer(chatter))}
+        self._streams = {output: (1, LineFilter(chatter)), error: (2, LineFilter(chatter))}
         self._ends_at_s = float("inf")
         self._thread = threading.Thread(target=self._carry, daemon=True)
 

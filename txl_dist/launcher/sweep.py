@@ -40,13 +40,13 @@ from txl_dist.config.load import (
     value_of,
 )
 from txl_dist.config.phases import check_stages, each_stage
-from txl_dist.console.echo import say
-from txl_dist.console.formatting import aligned, bounded, counted, duration
+from txl_dist.console.echo import echo
+from txl_dist.console.formatting import bounded, counted, format_duration, format_table
 from txl_dist.distributed.processes import process_id
-from txl_dist.errors import REQUEUE, ConfigError, DataError, explained
-from txl_dist.io.files import replace_file
+from txl_dist.errors import REQUEUE, ConfigError, DataError, translate_errors
+from txl_dist.io.files import atomic_replace
 from txl_dist.report.compare import MAX_RUNS, unit_of, write_comparison
-from txl_dist.report.summary import Run, read_run
+from txl_dist.report.summary import RunRecords, read_run
 from txl_dist.train.monitoring.preemption import LAUNCHED_BY, SIGNALS
 
 FAILED = 1
@@ -92,7 +92,7 @@ class Outcome(NamedTuple):
     """What became of a trial."""
 
     trial: Trial
-    run: Run | None
+    run: RunRecords | None
     """Its records, if it is done."""
     state: str
     """done, or why not."""
@@ -209,7 +209,7 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
             time.sleep(_LOOK_EVERY_S)
             if asked and running and not told:
                 name = signal.Signals(asked[0]).name
-                say(f"{name}: {counted(len(running), 'run')} to save and exit; no further one starts", to=sys.stderr)
+                echo(f"{name}: {counted(len(running), 'run')} to save and exit; no further one starts", to=sys.stderr)
             for slot, (trial, process) in list(running.items()):
                 if asked and process.pid not in told:
                     process.terminate()
@@ -220,7 +220,7 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
                         was_stopped = code == REQUEUE or (process.pid in told and code == -signal.SIGTERM)
                         problems[trial.run_dir] = STOPPED if was_stopped else reason_of(code, _log_of(trial))
                     left = len(waiting) + len(running)
-                    say(f"{trial.run_dir.name}: {problems.get(trial.run_dir, 'done')}; {left} to go", to=sys.stderr)
+                    echo(f"{trial.run_dir.name}: {problems.get(trial.run_dir, 'done')}; {left} to go", to=sys.stderr)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -239,9 +239,9 @@ def _environment(slot: int, *, jobs: int, devices: Sequence[str]) -> Mapping[str
 
 def _start(trial: Trial, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     settings = trial.run_dir.with_name(f"{trial.run_dir.name}.toml")
-    with explained(ConfigError, f"cannot write to {settings.parent}", "Choose another --out."):
+    with translate_errors(ConfigError, f"cannot write to {settings.parent}", "Choose another --out."):
         settings.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(settings, config_to_toml(trial.config).encode())
+        atomic_replace(settings, config_to_toml(trial.config).encode())
         path = _log_of(trial)
         path.unlink(missing_ok=True)  # so that nothing is written through a link
         with path.open("xb") as log:
@@ -334,7 +334,7 @@ def table_of(scores: Sequence[Score]) -> list[str]:
         mean = bounded(score.mean) if score.losses else "-"
         deviation = bounded(score.deviation) if len(score.losses) > 1 else "-"
         rows.append([score.point or "as they are", mean, deviation, str(len(score.losses)), score.problem])
-    return aligned(rows)
+    return format_table(rows)
 
 
 def records_of(outcomes: Sequence[Outcome]) -> str:
@@ -371,13 +371,13 @@ def sweep(
     trials = trials_of(base, axes, num_seeds=num_seeds, out=out)
     check_trials(trials, check=check)
     num_done = sum(trial.is_done for trial in trials)
-    say(f"txl sweep: {counted(len(trials), 'run')} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
+    echo(f"txl sweep: {counted(len(trials), 'run')} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=devices() if num_done < len(trials) else ())
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
-    with explained(ConfigError, f"cannot write to {out}", "Choose another --out."):
+    with translate_errors(ConfigError, f"cannot write to {out}", "Choose another --out."):
         out.mkdir(parents=True, exist_ok=True)
-        replace_file(out / TABLE, records_of(outcomes).encode())
+        atomic_replace(out / TABLE, records_of(outcomes).encode())
     unit = unit_of(runs) if runs else None
     lines = [unit.sentence] if unit else []
     if unit is None or unit.column:
@@ -386,7 +386,7 @@ def sweep(
         shown = _most_telling(outcomes, scores)
         lines += [write_comparison(shown, out=out / PAGE)[-1]] if len(shown) > 1 else []
     hours = sum(run.history.hours for run in runs)
-    lines.append(f"records: {out / TABLE}; {duration(3600 * hours)} of work in {counted(len(runs), 'run')}")
+    lines.append(f"records: {out / TABLE}; {format_duration(3600 * hours)} of work in {counted(len(runs), 'run')}")
     return lines, REQUEUE if was_stopped else FAILED if len(runs) < len(trials) else 0
 
 

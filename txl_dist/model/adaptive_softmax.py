@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from txl_dist.config.schema import ModelSection
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition, partition_of
-from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS, Cluster, Columns, weighted_loss
+from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS, Cluster, Columns, fused_linear_cross_entropy
 from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.vocabulary_clusters import cluster_edges
 
@@ -33,7 +33,7 @@ class Columned(Protocol):
         """-log p of one column of each row, at least fp32, [R]."""
 
 
-class Table(NamedTuple):
+class ClusterTable(NamedTuple):
     """What the logits of one cluster are made of."""
 
     weight_VE: Tensor
@@ -98,7 +98,7 @@ class AdaptiveSoftmax(nn.Module):
             clusters = [Cluster(None, self._head_columns(targets_S), self._columns(0), self._projection(0))]
             for i, tail in enumerate(tails, start=1):
                 clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
-            return weighted_loss(hidden_SD, clusters, weight_S=weight_BT.flatten())
+            return fused_linear_cross_entropy(hidden_SD, clusters, weight_S=weight_BT.flatten())
         nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
         if with_hits:
             return torch.stack([nll_BT, self.hits(hidden_BTD, targets_BT)])
@@ -112,7 +112,7 @@ class AdaptiveSoftmax(nn.Module):
         partition: Partition | None = None,
         tables: Sequence[Columned] | None = None,
     ) -> Tensor:
-        """nll_BT: the loss of each token in nats, the plain twin of `fused_softmax.weighted_loss`.
+        """nll_BT: the loss of each token in nats, the plain twin of `fused_softmax.fused_linear_cross_entropy`.
 
         `tables` are `tables()`, kept by whoever has frozen weights: to make them copies those of the head.
         """
@@ -134,7 +134,7 @@ class AdaptiveSoftmax(nn.Module):
             cluster_S += targets_S >= edge
         return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
-    def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[Table] | None = None) -> Tensor:
+    def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
         """log p of the whole vocabulary, [S, V]: for generation and probes, not for training.
 
         `tables` as in `losses`."""
@@ -148,7 +148,7 @@ class AdaptiveSoftmax(nn.Module):
             parts.append(head[:, shortlist_size + i, None] + _log_softmax(table.logits(hidden_SD)))
         return torch.cat(parts, dim=1)
 
-    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[Table] | None = None) -> Tensor:
+    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
         """hit_BT: 1.0 where the target is the most probable token, made of some tokens at a time; `tables` as in
         `losses`."""
         tables = self.tables() if tables is None else tables
@@ -158,7 +158,7 @@ class AdaptiveSoftmax(nn.Module):
         ids_S = torch.cat([self._most_probable(hidden_cD, tables) for hidden_cD in chunks])
         return (ids_S.view(targets_BT.shape) == targets_BT).to(at_least_fp32(hidden_BTD.dtype))
 
-    def _most_probable(self, hidden_SD: Tensor, tables: Sequence[Table]) -> Tensor:
+    def _most_probable(self, hidden_SD: Tensor, tables: Sequence[ClusterTable]) -> Tensor:
         """The ids of the most probable tokens, [S]. No word is more probable than its cluster's column, so a tail is
         looked into only where that is above the best so far; how many tokens these are, a GPU is waited for."""
         head_SV = _log_softmax(tables[0].logits(hidden_SD))
@@ -175,7 +175,7 @@ class AdaptiveSoftmax(nn.Module):
             best_S[rows_R], ids_S[rows_R] = log_p_R[is_better_R], self.edges[i + 1] + places_R[is_better_R]
         return ids_S
 
-    def tables(self) -> list[Table]:
+    def tables(self) -> list[ClusterTable]:
         """What each cluster's logits are made of; those of the head, the first, end with a column per tail cluster."""
         tables = []
         for i in range(self.num_tails + 1):
@@ -184,7 +184,7 @@ class AdaptiveSoftmax(nn.Module):
                 strict=True,
             )
             joined = (weights[0], biases[0]) if len(weights) == 1 else (torch.cat(weights), torch.cat(biases))
-            tables.append(Table(joined[0], joined[1], self._projection(i)))
+            tables.append(ClusterTable(joined[0], joined[1], self._projection(i)))
         return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:

@@ -18,10 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from txl_dist.config.schema import AttentionKernel, ModelSection
-from txl_dist.errors import ConfigError, of_all
+from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import launch
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.rms_norm import rms_norm
 
@@ -29,7 +29,7 @@ QUERY_KEY_GAIN = 1.2
 """Of normed queries and keys (nanochat): their products would hardly tell one key from another without."""
 
 
-class Distances(NamedTuple):
+class RelativeEncodings(NamedTuple):
     """What a layer knows of the distances K-1 ... 0, in that order."""
 
     key_KNH: Tensor
@@ -53,7 +53,7 @@ class KeyValue(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Scores by content and, with a module `distance` that makes `Distances`, by distance.
+    """Scores by content and, with a module `distance` that makes `RelativeEncodings`, by distance.
 
     The biases u (content) and v (position) are given, since layers may share them.
     """
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.uses_products = not model.query_key_norm and not mixes_values
         """Whether nothing happens to queries, keys and values between their products and attention."""
 
-    def takes_products(self, hidden: Tensor) -> bool:
+    def supports_fused_qkv(self, hidden: Tensor) -> bool:
         """Whether, in training, queries, keys and values are attended with as products make them, and are made of
         hidden states like these by few: the Triton kernels join them as they read."""
         if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
@@ -130,30 +130,30 @@ class Attention(nn.Module):
         return heads if self.norm_eps is None else rms_norm(heads, eps=self.norm_eps, gain=gain)
 
     def _check(self, found: object, *, num_distances: int) -> None:
-        """Raises ConfigError for anything but `Distances` of so many distances, which a plugin may have made."""
+        """Raises ConfigError for anything but `RelativeEncodings` of so many distances: a plugin may have made it."""
         key_shape = (num_distances, self.num_heads, self.head_width)
         what = type(found).__name__
-        if isinstance(found, Distances):
+        if isinstance(found, RelativeEncodings):
             key_KNH, bias_KN = found
             if key_KNH.shape == key_shape and (bias_KN is None or bias_KN.shape == key_shape[:2]):
                 return
             what = f"key_KNH {list(key_KNH.shape)} and bias_KN {None if bias_KN is None else list(bias_KN.shape)}"
-        raise of_all(
+        raise raised_everywhere(
             ConfigError(
                 f"positions: {type(self.distance).__name__}.forward({num_distances}, ...) returned "
-                f"{what}. It must return txl_dist.model.attention.Distances with key_KNH "
+                f"{what}. It must return txl_dist.model.attention.RelativeEncodings with key_KNH "
                 f"{list(key_shape)} and bias_KN {list(key_shape[:2])} or None."
             )
         )
 
-    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> Distances | None:
+    def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> RelativeEncodings | None:
         """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
         if self.distance is None:
             return None
         found = self.distance(num_distances, encoding_KD)
         self._check(found, num_distances=num_distances)
         key_KNH, bias_KN = found
-        return Distances(self.normed(key_KNH, gain=1.0), bias_KN)
+        return RelativeEncodings(self.normed(key_KNH, gain=1.0), bias_KN)
 
     def forward(
         self,
@@ -162,15 +162,15 @@ class Attention(nn.Module):
         key_BKNH: Tensor | None = None,
         value_BKNH: Tensor | None = None,
         past_BMD: Tensor | None = None,
-        distances: Distances | None,
-        visible: Visibility,
+        distances: RelativeEncodings | None,
+        visible: AttentionMask,
     ) -> Tensor:
-        """Attend from `hidden_BTD` to given keys and values; or, where it `takes_products`, to its own and those of
+        """Attend from `hidden_BTD` to given keys and values; or, where it `supports_fused_qkv`, to its own and those of
         `past_BMD`. Returns the projected context_BTD."""
         if past_BMD is not None:
             assert distances is not None
             products = self.project_segment(hidden_BTD), self.project_key_value(past_BMD)
-            context_BTNH = self.attend_products(*products, distance_KNH=distances.key_KNH, visible=visible)
+            context_BTNH = self.attend_fused_qkv(*products, distance_KNH=distances.key_KNH, visible=visible)
             projected: Tensor = self.output(context_BTNH.flatten(2))
             return projected
         assert key_BKNH is not None
@@ -183,8 +183,8 @@ class Attention(nn.Module):
         output: Tensor = self.output(self.attend(terms, visible=visible).flatten(2))
         return output
 
-    def attend_products(
-        self, segment_BT3NH: Tensor, past_BM2NH: Tensor, *, distance_KNH: Tensor, visible: Visibility
+    def attend_fused_qkv(
+        self, segment_BT3NH: Tensor, past_BM2NH: Tensor, *, distance_KNH: Tensor, visible: AttentionMask
     ) -> Tensor:
         """context_BTNH of what products made, in training, by the Triton kernels."""
         assert self.content_bias is not None
@@ -199,7 +199,7 @@ class Attention(nn.Module):
             dropout=self.dropout,
         )
 
-    def attend(self, terms: Terms, *, visible: Visibility) -> Tensor:
+    def attend(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
         """context_BTNH."""
         dropout = self.dropout if self.training else 0.0
         return implementation(self.kernel, terms)(terms, visible=visible, dropout=dropout)
@@ -253,7 +253,7 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
     return launch.triton_relative_attention if obstacle is None else fused_relative_attention
 
 
-def dot_product_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
+def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Scaled dot products of queries and keys alone, by torch. Returns context_BTNH."""
     query, key, value = (x.transpose(1, 2) for x in terms[:3])
     # Not cuDNN's, whose backward gives NaN for some lengths with a mask (pytorch #196678), and torch would choose.

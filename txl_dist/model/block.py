@@ -18,7 +18,7 @@ from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.model.activation import ActivatedLinear, swiglu
 from txl_dist.model.dropout import dropout
 from txl_dist.model.kernels import rows
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.positions import AttentionBiases, build_attention
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.rms_norm import RmsNorm
@@ -77,7 +77,7 @@ class Block(nn.Module):
         hidden_BTD: Tensor,
         memory_BMD: Tensor,
         encoding_KD: Tensor | None,
-        visible: Visibility,
+        visible: AttentionMask,
         first_value_BKNH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The layer's output for a segment, and the first layer's values for the next one, where they are mixed.
@@ -89,7 +89,7 @@ class Block(nn.Module):
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
         # Memory and segment are projected apart: no gradient is computed for the memory's rows.
         normed_past = self.attention_norm(memory_BMD) if self.pre_norm else memory_BMD
-        if not self.gives_values and self.attention.takes_products(normed):
+        if not self.gives_values and self.attention.supports_fused_qkv(normed):
             context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
             return self.finish(hidden_BTD, context), first_value_BKNH
         key, value = _Joined.apply(  # type: ignore[no-untyped-call]

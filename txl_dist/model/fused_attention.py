@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms, at_least_fp32
 
 
-def fused_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
+def fused_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend; see `relative_attention`. Returns context_BTNH.
 
     Dropout draws from the default generator. Gradients of gradients are not known.

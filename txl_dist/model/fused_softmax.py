@@ -70,7 +70,7 @@ class Cluster(NamedTuple):
         return sum(columns.high - columns.low for columns in self.columns)
 
 
-def weighted_loss(hidden_SD: Tensor, clusters: Sequence[Cluster], *, weight_S: Tensor) -> Tensor:
+def fused_linear_cross_entropy(hidden_SD: Tensor, clusters: Sequence[Cluster], *, weight_S: Tensor) -> Tensor:
     """sum over tokens of weight * (sum of a token's losses in its clusters), in nats; a scalar, at least fp32.
 
     The slices of a table must cover it once. The weights are constants: they get no gradient.

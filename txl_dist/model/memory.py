@@ -66,7 +66,7 @@ def attended(memory: Memory) -> Memory:
     return memory._replace(document_BM=torch.zeros_like(memory.document_BM))
 
 
-class Visibility(NamedTuple):
+class AttentionMask(NamedTuple):
     """Which keys each query may see: query i sees key j if j <= i + M, both are of one document, and, where the
     attended length is fixed, j is none of the oldest i keys."""
 
@@ -86,7 +86,7 @@ class Visibility(NamedTuple):
         """M, in tokens."""
         return self.num_keys - self.query_document_BT.shape[1]
 
-    def of_memory(self, memory_len: int) -> Visibility:
+    def of_memory(self, memory_len: int) -> AttentionMask:
         """For a layer that remembers only the last so many of the M positions."""
         if memory_len == self.memory_len:
             return self
@@ -106,13 +106,13 @@ class Visibility(NamedTuple):
         return (self.key_document_BK[:, None, :num_keys] == query_BT1) & near_TK
 
 
-def visible_keys(
+def build_mask(
     memory: Memory, document_BT: Tensor, *, same_length: Literal["off", "memory", "memory_and_self"] = "off"
-) -> Visibility:
+) -> AttentionMask:
     """What a segment may see of the memory and of itself.
 
     `same_length` gives every query exactly M keys, itself included (memory), or M + 1 (memory_and_self), instead of
     M + 1 + i.
     """
     oldest = {"off": None, "memory": 1, "memory_and_self": 0}[same_length]
-    return Visibility(document_BT, torch.cat([memory.document_BM, document_BT], dim=1), oldest)
+    return AttentionMask(document_BT, torch.cat([memory.document_BM, document_BT], dim=1), oldest)

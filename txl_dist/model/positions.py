@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from txl_dist.config.registry import plugin_errors
 from txl_dist.config.schema import SCHEMES, AttentionKernel, ModelSection
-from txl_dist.model.attention import Attention, Distances
+from txl_dist.model.attention import Attention, RelativeEncodings
 from txl_dist.model.relative_attention import at_least_fp32
 
 
@@ -47,11 +47,11 @@ class SinusoidalDistances(nn.Linear):
         super().__init__(model.width, model.num_heads * model.head_width, bias=False)
         self.head_width = model.head_width
 
-    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:  # type: ignore[override]
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:  # type: ignore[override]
         """Of the distances K-1 ... 0, whose sinusoids are given; called as `LearnedDistances` is."""
         assert encoding_KD is not None
         assert encoding_KD.shape[0] == num_distances
-        return Distances(super().forward(encoding_KD).unflatten(-1, (-1, self.head_width)), None)
+        return RelativeEncodings(super().forward(encoding_KD).unflatten(-1, (-1, self.head_width)), None)
 
 
 class LearnedDistances(nn.Module):
@@ -63,9 +63,9 @@ class LearnedDistances(nn.Module):
         self.weight = nn.Parameter(torch.empty(model.num_distances, model.num_heads, model.head_width))
         self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
 
-    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
         """The rows of the distances K-1 ... 0; sinusoids are not used."""
-        return Distances(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
+        return RelativeEncodings(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
 
     def _rows(self, table: Tensor, num_distances: int) -> Tensor:
         known = min(num_distances, self.num_rows)

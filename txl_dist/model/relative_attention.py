@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -47,7 +47,7 @@ class Terms(NamedTuple):
     """Learned term (d), s of the distances K-1 ... 0."""
 
 
-def relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
+def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend. Returns context_BTNH.
 
     Every query must see at least one key; in a Transformer-XL it sees itself.

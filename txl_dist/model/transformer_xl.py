@@ -25,7 +25,7 @@ from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.block import Block, ResidualMix, build_norm
 from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
-from txl_dist.model.memory import Memory, empty_memory, visible_keys
+from txl_dist.model.memory import Memory, build_mask, empty_memory
 from txl_dist.model.positions import attention_biases, distance_encoding
 
 
@@ -101,7 +101,7 @@ class TransformerXL(nn.Module):
             )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)
-        visible = visible_keys(memory, document_BT, same_length=section.same_length)
+        visible = build_mask(memory, document_BT, same_length=section.same_length)
         shares_gradient = with_loss and section.tie_weights
         hidden = self.embedding(tokens_BT, partition=partition, sparse_gradient=shares_gradient)
         encoding_KD = None

@@ -8,7 +8,7 @@ import torch
 
 from txl_dist.config.load import Config, changes_to_toml, config_to_toml
 from txl_dist.data.loader.stream_state import continued
-from txl_dist.distributed.collectives import Ranks, uses_gpu
+from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.planning.text import per_token
 from txl_dist.train.footprint.checkpoint import checkpoint_size
@@ -23,7 +23,7 @@ from txl_dist.train.preflight import (
     remarks_on_repetition,
     remarks_on_size,
 )
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 from txl_dist.train.warm_start import initial_weights
 
 
@@ -33,7 +33,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     `shows_all`: every setting, not only those that differ from the defaults.
     """
     device = torch.device("cuda" if uses_gpu() else "cpu")
-    ranks = Ranks(0, world_size, 0, device, num_threads=torch.get_num_threads())
+    ranks = RankInfo(0, world_size, 0, device, num_threads=torch.get_num_threads())
     jobs = check_jobs(config, ranks=ranks)
     first = jobs[0][1].corpora.first
     if config.run.init:
@@ -57,7 +57,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
 
 
-def describe_cost(job: Job, *, num_steps: int) -> Iterator[str]:
+def describe_cost(job: RunContext, *, num_steps: int) -> Iterator[str]:
     """Lines for a dry run: operations of so many steps, and predicted bytes per rank."""
     train, device, on_gpu = job.config.train, job.ranks.device, job.ranks.device.type == "cuda"
     parts = flops_by_part(

@@ -75,7 +75,7 @@ GPUS: dict[str, Gpu] = {
 
 
 @dataclass(frozen=True)
-class Cluster:
+class GpuCluster:
     """GPUs of one kind in equal machines."""
 
     gpu: Gpu

@@ -23,7 +23,7 @@ from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part
 from txl_dist.model.kernels.launch import mismatch
 from txl_dist.planning import scaling
-from txl_dist.planning.hardware import Cluster, Gpu
+from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.planning.scaling import Point
 from txl_dist.planning.timing import AttentionKind, StepTime, Work, step_time
 from txl_dist.train.footprint.checkpoint import checkpoint_size
@@ -48,10 +48,10 @@ MOST_SIZES = 6
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanOptions:
     """What is planned for."""
 
-    cluster: Cluster
+    cluster: GpuCluster
     gpus: int
     vocab_size: int
     corpus_tokens: int = 0
@@ -85,7 +85,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Saving:
+class SavingPlan:
     """The interval at which saving and repeating cost least (Young 1974)."""
 
     size_gib: float
@@ -119,7 +119,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
-class Choice(Option):
+class PlannedOption(Option):
     """The best option, its bytes counted, and what comes of it."""
 
     flags: list[str]
@@ -133,7 +133,7 @@ class Choice(Option):
     gpu_hours: float
     stages: list[StagePlan]
     """In order; empty for a run that has one only."""
-    saving: Saving
+    saving: SavingPlan
     strong: list[Point]
     weak: list[Point]
 
@@ -142,7 +142,7 @@ class Choice(Option):
 class Plan:
     """All facts, for `text`, `scaling.picture` and JSON."""
 
-    question: Question
+    question: PlanOptions
     gpus_used: int
     notes: list[str]
     parameters: int
@@ -153,7 +153,7 @@ class Plan:
     options: list[Option]
     as_configured: Option | str
     """What the settings as they are would do, or why they cannot."""
-    chosen: Choice | None
+    chosen: PlannedOption | None
     predicted_not_measured: bool = True
 
     def as_json(self) -> str:
@@ -165,7 +165,7 @@ class Plan:
         return json.dumps(asdict(self), default=tried, indent=1, allow_nan=False)
 
 
-def make_plan(config: Config, *, question: Question) -> Plan:
+def make_plan(config: Config, *, question: PlanOptions) -> Plan:
     """Try the options and choose one. Raises ConfigError for settings or numbers that cannot be."""
     check_stages(config)
     _check_question(question)
@@ -191,7 +191,7 @@ def make_plan(config: Config, *, question: Question) -> Plan:
     )
 
 
-def _check_question(question: Question) -> None:
+def _check_question(question: PlanOptions) -> None:
     """Generous bounds: what lies outside is a slip, and may overflow."""
     cluster = question.cluster
     for flag, value, least, most in (
@@ -233,7 +233,7 @@ def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
 class _Planner:
     """One question about one configuration."""
 
-    def __init__(self, config: Config, question: Question, gpus: int) -> None:
+    def __init__(self, config: Config, question: PlanOptions, gpus: int) -> None:
         self.given, self.question, self.gpus, self.gpu = config, question, gpus, question.cluster.gpu
         self.shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=question.vocab_size))
         self.parameters = count_parameters(config.model, vocab_size=question.vocab_size)
@@ -335,7 +335,7 @@ class _Planner:
             needed["scores"] += _kept_scores_bytes(config)
         return needed
 
-    def choose(self, options: list[Option]) -> Choice | None:
+    def choose(self, options: list[Option]) -> PlannedOption | None:
         """The best that fits, with a CUDA graph where that helps."""
         fitting = [option for option in options if option.fits]
         for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
@@ -370,7 +370,7 @@ class _Planner:
                 tokens_per_s=option.tokens_per_s,
             )
 
-    def _details(self, config: Config) -> Choice:
+    def _details(self, config: Config) -> PlannedOption:
         needed, work, question = self.needed(config), self.work(config), self.question
         option = self.option(config, sum(needed.values()))
         tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
@@ -382,7 +382,7 @@ class _Planner:
         per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
         fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
         largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))
-        return Choice(
+        return PlannedOption(
             **vars(option),
             flags=[f"--{change.key} {change.new}" for change in config_changes(self.given, config)],
             needed_by_part_gib={name: size / 2**30 for name, size in needed.items()},
@@ -406,14 +406,14 @@ class _Planner:
         except ConfigError as error:
             return str(error)
 
-    def _saving(self, option: Option, *, length_s: float) -> Saving:
+    def _saving(self, option: Option, *, length_s: float) -> SavingPlan:
         saved = checkpoint_size(option.config, vocab_size=self.question.vocab_size)
         size = saved.total
         is_asynchronous = self.given.checkpoint.asynchronous
         wait_s = max(1.0, size / self.gpus / (COPY_GB_S * 1e9) if is_asynchronous else size / (WRITE_GB_S * 1e9))
         failure_s = 3600 / (FAILURES_PER_GPU_HOUR * self.gpus)
         interval_s = min(math.sqrt(2 * wait_s * failure_s), max(length_s / 10, 100 * wait_s), length_s)
-        return Saving(
+        return SavingPlan(
             size_gib=size / 2**30,
             size_by_part_gib={name: part / 2**30 for name, part in saved._asdict().items()},
             wait_s=wait_s,

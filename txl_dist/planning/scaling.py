@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from txl_dist.planning.hardware import Cluster
+from txl_dist.planning.hardware import GpuCluster
 from txl_dist.planning.timing import Work, step_time
 
 MOST_GPUS = 4096
@@ -40,7 +40,7 @@ class Point:
     """Key of `REASONS`; empty at the first point."""
 
 
-def strong(work: Work, cluster: Cluster, *, num_lanes: int) -> list[Point]:
+def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
     """On every number of GPUs that divides the lanes of the global batch; micro-batches no larger than `work`'s."""
     works = []
     for gpus in (count for count in range(1, min(num_lanes, MOST_GPUS) + 1) if num_lanes % count == 0):
@@ -50,13 +50,13 @@ def strong(work: Work, cluster: Cluster, *, num_lanes: int) -> list[Point]:
     return curve(works, cluster)
 
 
-def weak(work: Work, cluster: Cluster) -> list[Point]:
+def weak(work: Work, cluster: GpuCluster) -> list[Point]:
     """With the lanes of `work` on every GPU; the global batch grows with their number."""
     counts = [2**power for power in range(MOST_GPUS.bit_length())]
     return curve([replace(work, world_size=gpus) for gpus in counts], cluster)
 
 
-def curve(works: Iterable[Work], cluster: Cluster) -> list[Point]:
+def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
     """A point for each, beside the first."""
     points: list[Point] = []
     first: dict[str, float] = {}

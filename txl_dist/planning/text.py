@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from txl_dist.console.formatting import aligned, counted, duration, size
+from txl_dist.console.formatting import counted, format_bytes, format_duration, format_table
 from txl_dist.planning.hardware import CONTEXT_GIB
-from txl_dist.planning.plan import Choice, Option, Plan, Saving
+from txl_dist.planning.plan import Option, Plan, PlannedOption, SavingPlan
 from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
 from txl_dist.train.preflight import MANY_EPOCHS, remarks_on_size
 
@@ -51,7 +51,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from _time(chosen, is_small=is_small, is_short=is_short)
     yield ""
     if is_short:
-        took = duration(chosen.length_s)
+        took = format_duration(chosen.length_s)
         yield f"left out: GPU-hours, failures and how often to save, as the run takes {took} only"
     else:
         yield from _saving(chosen.saving)
@@ -93,12 +93,12 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
             speed = f"{option.tokens_per_s:,.0f}" if option.fits else "too large"
             table.setdefault(name, [name]).append(f"{option.needed_gib:.1f} {speed}")
         head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
-        yield from (f"  {line}" for line in aligned([head, *table.values()]))
+        yield from (f"  {line}" for line in format_table([head, *table.values()]))
     if absent := sorted({0, 1, 2, 3} - set(stages)):
         yield f"  (the settings rule out ZeRO {', '.join(map(str, absent))})"
 
 
-def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
+def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
     given = plan.as_configured
     yield f"choose: {' '.join(chosen.flags) or 'the settings as they are'}"
     if isinstance(given, Option) and given.engine.precision != chosen.engine.precision:
@@ -126,7 +126,7 @@ def _choice(plan: Plan, chosen: Choice) -> Iterator[str]:
         yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"
 
 
-def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
+def _time(chosen: PlannedOption, *, is_small: bool, is_short: bool) -> Iterator[str]:
     total = chosen.step.total_s
     parts = [
         f"{name} {1e3 * part:.1f} ({100 * part / total:.0f}%)" for name, part in asdict(chosen.step).items() if part
@@ -136,7 +136,7 @@ def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
     yield f"  ms: {', '.join(parts)}"
     epochs = "" if chosen.epochs is None else f" ({chosen.epochs:.1f} epochs)"
     hours = "" if is_short else f", {chosen.gpu_hours:,.0f} GPU-hours"
-    yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {duration(chosen.length_s)}{hours}"
+    yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {format_duration(chosen.length_s)}{hours}"
     if chosen.epochs is not None and chosen.epochs > MANY_EPOCHS:
         yield (
             f"  warning: the text is read {chosen.epochs:,.0f} times. After more than {MANY_EPOCHS} a model learns it "
@@ -157,17 +157,19 @@ def _time(chosen: Choice, *, is_small: bool, is_short: bool) -> Iterator[str]:
             for one in chosen.stages
         ]
         yield "by stage:"
-        yield from (f"  {line}" for line in aligned([head, *rows]))
+        yield from (f"  {line}" for line in format_table([head, *rows]))
 
 
-def _saving(saving: Saving) -> Iterator[str]:
-    parts = ", ".join(f"{name} {size(round(gib * 2**30))}" for name, gib in saving.size_by_part_gib.items())
+def _saving(saving: SavingPlan) -> Iterator[str]:
+    parts = ", ".join(f"{name} {format_bytes(round(gib * 2**30))}" for name, gib in saving.size_by_part_gib.items())
+    size = format_bytes(round(saving.size_gib * 2**30))
     yield (
-        f"checkpoint: {size(round(saving.size_gib * 2**30))} ({parts}); save every {saving.every_steps:,} steps "
-        f"({duration(saving.interval_s)}), a step waiting about {saving.wait_s:.0f} s"
+        f"checkpoint: {size} ({parts}); save every {saving.every_steps:,} steps "
+        f"({format_duration(saving.interval_s)}), a step waiting about {saving.wait_s:.0f} s"
     )
+    between_failures = format_duration(saving.between_failures_s)
     yield (
-        f"  with a failure every {duration(saving.between_failures_s)} ({saving.failures_expected:.2f} expected) "
+        f"  with a failure every {between_failures} ({saving.failures_expected:.2f} expected) "
         f"saving and repeating take {saving.lost_pct:.2f}% of the time"
     )
 

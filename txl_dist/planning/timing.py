@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from txl_dist.config.schema import ModelSection
-from txl_dist.planning.hardware import Cluster, Gpu
+from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
 
 MEMORY_SHARE = 0.85
@@ -174,7 +174,7 @@ class Product(NamedTuple):
         return self.times * (operations / rate + numbers * work.num_bytes / _bandwidth(gpu))
 
 
-def step_time(work: Work, cluster: Cluster, program: Program = OURS) -> StepTime:
+def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepTime:
     """Of one step of one rank, all being alike."""
     gpu, model, times = cluster.gpu, work.model, work.num_microbatches
     again = 1 + work.recomputed / 3
@@ -215,7 +215,7 @@ def exchange_bytes(work: Work) -> float:
     return sent
 
 
-def exchange_s(work: Work, cluster: Cluster, *, backward_s: float) -> float:
+def exchange_s(work: Work, cluster: GpuCluster, *, backward_s: float) -> float:
     """That the step takes longer with others than alone; `backward_s` is what waiting for a network can hide behind.
 
     Within a node nothing is taken to hide: buckets are copied, and what moves them takes bandwidth from what computes.

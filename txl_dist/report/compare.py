@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from txl_dist.console.formatting import aligned, bounded, counted, printable
+from txl_dist.console.formatting import bounded, counted, format_table, printable
 from txl_dist.errors import ConfigError
 from txl_dist.report.figures import Line
-from txl_dist.report.pictures import Axis, Kind, Picture, Row, picture_of, places, shortened
+from txl_dist.report.pictures import Axis, Kind, Picture, PlotRow, picture_of, places, shortened
 from txl_dist.report.records import is_number
 from txl_dist.report.report import check_writable, setting_rows, write_page
-from txl_dist.report.summary import Run, best, facts_of, fixed, read_run
+from txl_dist.report.summary import RunRecords, best, facts_of, fixed, read_run
 from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
@@ -77,7 +77,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
         setting_rows=setting_rows([run.settings | {"run.dir": ""} if run.settings else {} for run in runs], names),
         without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
     )
-    return [*aligned(figures), unit.sentence, *ranks, page]
+    return [*format_table(figures), unit.sentence, *ranks, page]
 
 
 def _check_runs(run_dirs: Sequence[Path]) -> None:
@@ -102,7 +102,7 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
     return names
 
 
-def unit_of(runs: Sequence[Run]) -> Unit:
+def unit_of(runs: Sequence[RunRecords]) -> Unit:
     """Nats per token where that is fair, else bits per byte where all runs have them, else none."""
     tokenizers = {run.tokenizer for run in runs}
     is_one = len(tokenizers) == 1 and None not in tokenizers
@@ -129,7 +129,7 @@ def unit_of(runs: Sequence[Run]) -> Unit:
     return unit._replace(sentence=f"{unit.sentence}.")
 
 
-def _unfair(runs: Sequence[Run], *, in_nats: bool) -> str:
+def _unfair(runs: Sequence[RunRecords], *, in_nats: bool) -> str:
     """How it is known that the runs were not scored on the same text; empty if they may have been."""
     sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
     counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
@@ -152,7 +152,7 @@ def _listed(numbers: Collection[float]) -> str:
     return " and ".join(f"{number:,.0f}" for number in sorted(numbers))
 
 
-def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
+def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> list[str]:
     """A line that orders the runs by their best held-out loss; none where that would not be fair, or is not known."""
     lowest = [
         (found[0], name)
@@ -166,16 +166,16 @@ def ranking(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> list[str]:
     ]
 
 
-def _pictures(runs: Sequence[Run], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
+def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
     """A line per run that has the column."""
     rows = [
-        Row("Loss", f"{title} loss against {word}", f"loss, {unit.label}", {"": unit.column}, kind, by, is_log=True)
+        PlotRow("Loss", f"{title} loss against {word}", f"loss, {unit.label}", {"": unit.column}, kind, by, is_log=True)
         for kind, title in _KINDS.items()
         for by, word in _AXES.items()
         if unit.column
     ]
     rows += [
-        Row("Speed", one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log)
+        PlotRow("Speed", one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log)
         for one in METRICS.values()
         if one.curve and one.curve.compared
     ]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from txl_dist.console.formatting import compact
+from txl_dist.console.formatting import format_count
 from txl_dist.report.records import FloatArray
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
@@ -139,7 +139,7 @@ def _draw_line(axes: Any, line: Line, *, colour: str) -> None:
 def _set_axes(axes: Any, chart: Chart) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-    plain = FuncFormatter(lambda value, _: compact(value, digits=6))  # of ticks that lie close together, too
+    plain = FuncFormatter(lambda value, _: format_count(value, digits=6))  # of ticks that lie close together, too
     axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))

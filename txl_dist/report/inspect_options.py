@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from txl_dist.artifacts import Kind
+from txl_dist.artifacts import ArtifactKind
 from txl_dist.errors import ConfigError
 
 _FOR_CORPORA = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class InspectOptions:
     """Which facts are wanted of a corpus, a run or a checkpoint; the defaults give a summary."""
 
     split: str = "train"
@@ -47,7 +47,7 @@ class Question:
     allow_protocols: tuple[str, ...] = ()
     """URL schemes to allow beyond the usual ones."""
 
-    def check(self, path: str, kind: Kind) -> None:
+    def check(self, path: str, kind: ArtifactKind) -> None:
         """Raises ConfigError for flags that contradict each other, or have no meaning for what is looked into."""
         if self.document >= 0 and not self.shard:
             raise ConfigError(f"--document {self.document} is one of a shard. Name the shard with `--shard`.")
@@ -55,11 +55,11 @@ class Question:
             raise ConfigError(f"there is no step {self.step}: 1 is the first. Name the step as the log does.")
         if self.num_clusters and self.cutoffs:
             raise ConfigError("--num-clusters computes the cutoffs that --cutoffs gives. Leave one of them out.")
-        if kind is not Kind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
+        if kind is not ArtifactKind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
             raise ConfigError(
                 f"{path} is no corpus but {kind.value}, which knows its lanes and seed itself: leave out "
                 f"{', '.join('--' + name.replace('_', '-') for name in _FOR_CORPORA)}, or inspect the corpus that it "
                 "reads."
             )
-        if kind is Kind.CHECKPOINT and self.lane >= 0:
+        if kind is ArtifactKind.CHECKPOINT and self.lane >= 0:
             raise ConfigError(f"{path} is a checkpoint: name the run that it is of to see what a lane reads.")

@@ -13,18 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from txl_dist.artifacts import CHECKPOINTS, DONE, SETTINGS, Kind, list_checkpoints, step_of
+from txl_dist.artifacts import CHECKPOINTS, DONE, SETTINGS, ArtifactKind, list_checkpoints, step_of
 from txl_dist.config.load import load_config
 from txl_dist.config.phases import at_step, each_stage
 from txl_dist.config.schema import DataSection, RunSection, TrainSection
-from txl_dist.console.formatting import aligned, bounded, counted, size
+from txl_dist.console.formatting import bounded, counted, format_bytes, format_table
 from txl_dist.data.loader.corpora import open_all, open_corpora
 from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.stream_state import StreamState, first_state
 from txl_dist.data.verify import inspect as of_corpus
 from txl_dist.errors import CheckpointError, TxlError
-from txl_dist.report.inspect_options import Question
+from txl_dist.report.inspect_options import InspectOptions
 from txl_dist.rng import derive_seed
 from txl_dist.train.checkpoint.fragments import FragmentFiles, reading
 from txl_dist.train.checkpoint.read import continued_stream, with_corpora_found
@@ -43,27 +43,31 @@ Answer = tuple[dict[str, Any], list[str]]
 """(facts for programs, lines for people)."""
 
 
-def answer(path: str, kind: Kind, question: Question) -> Answer:
+def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
     """What a corpus, a run or a checkpoint has to say to a question that was checked. Raises TxlError."""
-    if kind is Kind.CHECKPOINT:
+    if kind is ArtifactKind.CHECKPOINT:
         facts = checkpoint_facts(Path(path))
         return facts, checkpoint_lines(facts, max_parameters=question.max_documents)
     if question.lane >= 0:
-        where = stream_before_step(Path(path), question.step) if kind is Kind.RUN else _stream_of_corpus(path, question)
+        where = (
+            stream_before_step(Path(path), question.step)
+            if kind is ArtifactKind.RUN
+            else _stream_of_corpus(path, question)
+        )
         facts = of_corpus.lane_facts(*where, lane=question.lane)
         return facts, of_corpus.lane_lines(facts)
-    if kind is Kind.RUN:
+    if kind is ArtifactKind.RUN:
         facts = run_facts(Path(path))
         return facts, run_lines(facts)
     corpus = _open(path, question)
     return _shard(question, corpus) if question.shard else _corpus(question, corpus)
 
 
-def _open(path: str, question: Question) -> Corpus:
+def _open(path: str, question: InspectOptions) -> Corpus:
     return open_corpus(path, DataSection(cache_dir=question.cache_dir, allow_protocols=question.allow_protocols))
 
 
-def _stream_of_corpus(path: str, question: Question) -> tuple[tuple[Split, ...], StreamState, int]:
+def _stream_of_corpus(path: str, question: InspectOptions) -> tuple[tuple[Split, ...], StreamState, int]:
     """As of a run with the default settings, but for those that are asked for."""
     splits, train = (_open(path, question).split(question.split),), TrainSection()
     seed = derive_seed(question.seed or RunSection().seed, "documents")
@@ -72,7 +76,7 @@ def _stream_of_corpus(path: str, question: Question) -> tuple[tuple[Split, ...],
     return splits, start.advanced((question.step - 1) * segment_len), segment_len
 
 
-def _shard(question: Question, corpus: Corpus) -> Answer:
+def _shard(question: InspectOptions, corpus: Corpus) -> Answer:
     split, index = of_corpus.find_shard(corpus, question.shard)
     if question.document < 0:
         facts = of_corpus.shard_facts(split, index, max_documents=question.max_documents)
@@ -81,7 +85,7 @@ def _shard(question: Question, corpus: Corpus) -> Answer:
     return facts, of_corpus.document_lines(facts)
 
 
-def _corpus(question: Question, corpus: Corpus) -> Answer:
+def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
     facts = of_corpus.corpus_facts(corpus)
     lines, cutoffs = of_corpus.corpus_lines(facts), question.cutoffs
     if question.num_clusters:
@@ -188,7 +192,7 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         rows.append([one["name"], known[0], size, *known[1:], loss, state])
     return [
         f"{facts['run']}: {'done' if facts['done'] else 'not done'}; newest whole checkpoint: {newest}",
-        *(aligned(rows) if facts["checkpoints"] else []),
+        *(format_table(rows) if facts["checkpoints"] else []),
         *(f"{one['name']}: {one['what']}" for one in facts["beside"]),
     ]
 
@@ -283,7 +287,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
     hidden = len(counts) - max_parameters
     health = facts["health"]
     return [
-        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {size(facts['bytes'])}, "
+        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {format_bytes(facts['bytes'])}, "
         f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}",
         *(f"  {problem}" for problem in facts["problems"]),
         f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {counted(facts['world_size'], 'rank')}, ZeRO "
@@ -303,7 +307,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
             for one in facts["lanes"]
         ),
         f"{sum(counts.values()):,} values in {len(counts)} parameters, each with {', '.join(facts['kinds'])}",
-        *aligned(rows[: max_parameters + 1]),
+        *format_table(rows[: max_parameters + 1]),
         *([f"... and {hidden:,} more"] if hidden > 0 else []),
     ]
 
@@ -322,4 +326,4 @@ def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:
         numbers = [f"{one[key]:,}" for key in ("num_lanes", "position", "cut_in_epoch")]
         skipped = sum(end - first for first, end in one["skips"])
         rows.append([one["name"], one["split"], one["fingerprint"][:16], *numbers, epochs, f"{skipped:,}"])
-    return aligned(rows)
+    return format_table(rows)

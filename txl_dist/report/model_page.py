@@ -15,7 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from txl_dist.artifacts import RECORDS, STATE, Kind, kind_of
+from txl_dist.artifacts import RECORDS, STATE, ArtifactKind, detect_artifact
 from txl_dist.config.schema import ModelSection
 from txl_dist.console.formatting import counted, printable
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
@@ -23,7 +23,7 @@ from txl_dist.inference.card import Model, model_rows, protocols, read_card, sco
 from txl_dist.io.files import parse_object, read_bytes
 from txl_dist.report.records import history_of
 from txl_dist.report.report import check_writable, cut, setting_rows, write_page, write_report
-from txl_dist.report.summary import Fact, Run, defaults, fact_lines, facts_of, read_settings
+from txl_dist.report.summary import Fact, RunRecords, defaults, fact_lines, facts_of, read_settings
 from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 _WEIGHTS = "model.safetensors"
@@ -31,15 +31,15 @@ _SCALE = ".scale"
 """End of the names of the scales of int8 weights, which are not counted as parameters."""
 
 
-def report_of(path: Path, kind: Kind, *, out: Path | None) -> list[str]:
+def report_of(path: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:
     """Write the page of a run, a checkpoint or a bundle. Returns lines for people. Raises TxlError."""
     run = path.resolve().parent.parent
-    if kind is Kind.CHECKPOINT and kind_of(run) is Kind.RUN and (run / RECORDS).exists():
+    if kind is ArtifactKind.CHECKPOINT and detect_artifact(run) is ArtifactKind.RUN and (run / RECORDS).exists():
         return [printable(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
-    return write_report(path, out=out) if kind is Kind.RUN else _write_model_page(path, kind, out=out)
+    return write_report(path, out=out) if kind is ArtifactKind.RUN else _write_model_page(path, kind, out=out)
 
 
-def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str]:
+def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:
     page = out or folder.resolve().with_name(folder.resolve().name + ".html")
     if page.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
@@ -47,7 +47,7 @@ def _write_model_page(folder: Path, kind: Kind, *, out: Path | None) -> list[str
         )
     check_writable(page)
     try:
-        content = _bundle(folder) if kind is Kind.BUNDLE else _checkpoint(folder)
+        content = _bundle(folder) if kind is ArtifactKind.BUNDLE else _checkpoint(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, TxlError):
             raise
@@ -84,7 +84,7 @@ def _bundle(folder: Path) -> dict[str, Any]:
         "score_rows": score_rows(card.scores),
         "protocols": protocols(card.scores),
         "sample": card.sample and card.sample.model_copy(update={"text": cut(card.sample.text)}),
-        "usage": usage(model, Kind.BUNDLE, str(folder)),
+        "usage": usage(model, ArtifactKind.BUNDLE, str(folder)),
         "setting_rows": setting_rows([settings, defaults()], ["this model", "default"]),
         "settings_problem": "",
         "is_bundle": True,
@@ -117,7 +117,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
     ranks = f"saved by {counted(state['world_size'], 'rank')}"
-    run = Run(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
+    run = RunRecords(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
     lead = "Checkpoint without the records of its training: txl report of its run has those."
     return {
         "title": printable(run.name),

@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import numpy as np
 from markupsafe import Markup
 
-from txl_dist.console.formatting import compact
+from txl_dist.console.formatting import format_count
 from txl_dist.report.figures import COLOURS, Chart, Line, Mark, draw
-from txl_dist.report.records import Event, FloatArray, PartName, Parts, Scores, Table
-from txl_dist.report.summary import TROUBLES, Run, corpus_name
+from txl_dist.report.records import Event, FloatArray, PartName, Parts, RecordTable, Scores
+from txl_dist.report.summary import TROUBLES, RunRecords, corpus_name
 from txl_dist.train.report.metric_table import METRICS
 
 Item = TypeVar("Item")
@@ -44,7 +44,7 @@ class Picture(NamedTuple):
     caption: str
 
 
-class Row(NamedTuple):
+class PlotRow(NamedTuple):
     """A picture: of columns of the records over the training, if not of something else."""
 
     group: str
@@ -66,25 +66,25 @@ _LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
 _BESIDE = ("embedding", "softmax")
 _LAYERS = "Layer 0 is nearest the text."
 _ROWS = (
-    Row(_LOSS, "Loss against tokens", _NATS, {"": "loss"}, "all", "tokens", is_log=True),
-    Row(_LOSS, "Loss against time", _NATS, {"": "loss"}, "all", "hours", is_log=True),
-    Row(_LOSS, "Bits per byte", "bits per byte of text", {"": "bits_per_byte"}, "all", "tokens", is_log=True,
+    PlotRow(_LOSS, "Loss against tokens", _NATS, {"": "loss"}, "all", "tokens", is_log=True),
+    PlotRow(_LOSS, "Loss against time", _NATS, {"": "loss"}, "all", "hours", is_log=True),
+    PlotRow(_LOSS, "Bits per byte", "bits per byte of text", {"": "bits_per_byte"}, "all", "tokens", is_log=True,
         caption="The loss per byte of text, which does not depend on the tokenizer."),
-    Row(_LOSS, "Accuracy", "% of the tokens", {"": "accuracy_pct"}, "all", "tokens",
+    PlotRow(_LOSS, "Accuracy", "% of the tokens", {"": "accuracy_pct"}, "all", "tokens",
         caption="How often the most probable token is the target.",
         missing="metrics.accuracy_every_steps and eval.accuracy are off"),
-    Row(_LOSS, "Held-out loss per cluster of the vocabulary", _NATS, {"cluster": "loss_cluster_"}, "eval", is_log=True,
-        caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
+    PlotRow(_LOSS, "Held-out loss per cluster of the vocabulary", _NATS, {"cluster": "loss_cluster_"}, "eval",
+        is_log=True, caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
         missing="there is one cluster only, or no evaluation yet"),
-    Row(_MEMORY, "Gain from the memory", "loss without less loss with, nats", {"": "memory_gain"}, "look",
+    PlotRow(_MEMORY, "Gain from the memory", "loss without less loss with, nats", {"": "memory_gain"}, "look",
         caption="How much lower the loss per token is with memory than without."),
-    Row(_MEMORY, "Size of the memory", "root mean square", {"layer": "memory_norm_"}, "look",
+    PlotRow(_MEMORY, "Size of the memory", "root mean square", {"layer": "memory_norm_"}, "look",
         caption=f"How large the hidden states in memory are. {_LAYERS}"),
-    Row(_MEMORY, "Attention on memory", "share of attention, %", {"layer": "memory_attention_pct_"}, "look",
+    PlotRow(_MEMORY, "Attention on memory", "share of attention, %", {"layer": "memory_attention_pct_"}, "look",
         caption=f"The rest falls on the segment. {_LAYERS}"),
-    *(Row(one.curve.group, one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log,
+    *(PlotRow(one.curve.group, one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log,
           missing=one.curve.missing) for one in METRICS.values() if one.curve),
-    *(Row("Layers", title, unit, {"layer": f"{name}_"} | {word: f"{name}_{word}" for word in beside}, "layers",
+    *(PlotRow("Layers", title, unit, {"layer": f"{name}_"} | {word: f"{name}_{word}" for word in beside}, "layers",
           is_log=True, caption=f"{caption} {_LAYERS}", missing="metrics.norms_every_steps is off")
       for title, unit, name, beside, caption in (
           ("Gradients", "norm before clipping", "gradient_norm", _BESIDE, "The embedding's are with those of weights "
@@ -92,18 +92,19 @@ _ROWS = (
           ("Weights", "norm", "weight_norm", _BESIDE, ""),
           ("Activations", "root mean square", "activation_rms", (), "What a layer gives to the next, without dropout."),
       )),
-    Row("Speed", "Time per rank", "ms per step", {word: f"{word}_rank_ms" for word in ("fastest", "median", "slowest")},
+    PlotRow("Speed", "Time per rank", "ms per step",
+        {word: f"{word}_rank_ms" for word in ("fastest", "median", "slowest")},
         caption="A rank's own part of a step, before it meets another.", missing="there is one rank only"),
 )  # fmt: skip
-_LOSS_BY_POSITION = Row(_MEMORY, "Loss per position in the segment", _NATS, {}, by="position", is_log=True)
-_GAIN_BY_POSITION = Row(
+_LOSS_BY_POSITION = PlotRow(_MEMORY, "Loss per position in the segment", _NATS, {}, by="position", is_log=True)
+_GAIN_BY_POSITION = PlotRow(
     _MEMORY, "Gain from the memory per position", "loss without less loss with, nats", {}, by="position",
     caption="How much higher the loss on the same tokens is behind an empty memory. The first tokens of a segment have "
     "only the memory behind them.",
 )  # fmt: skip
 
 
-def pictures_of(run: Run) -> dict[str, list[Picture]]:
+def pictures_of(run: RunRecords) -> dict[str, list[Picture]]:
     """All pictures of a report, by the heading that they stand under."""
     groups: dict[str, list[Picture]] = {row.group: [] for row in _ROWS}
     groups[_MEMORY].append(_positions(run))
@@ -138,7 +139,7 @@ def pictures_of(run: Run) -> dict[str, list[Picture]]:
     return groups
 
 
-def picture_of(row: Row, lines: Sequence[Line], *, hours: float = 0.0, marks: Sequence[Mark] = ()) -> Picture:
+def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks: Sequence[Mark] = ()) -> Picture:
     """Draw lines as a row says, or say why not; `hours` is how far an axis of hours goes."""
     shown = [line for line in lines if np.isfinite(line.x + line.y).any()]
     if not shown:
@@ -157,7 +158,7 @@ def picture_of(row: Row, lines: Sequence[Line], *, hours: float = 0.0, marks: Se
     return Picture(row.title, Markup(svg), " ".join(filter(None, notes)))
 
 
-def places(run: Run, table: Table, row: Row, *, hours: float) -> FloatArray:
+def places(run: RunRecords, table: RecordTable, row: PlotRow, *, hours: float) -> FloatArray:
     """Where the records of a table stand on the axis of a row, that goes to so many hours; NaN where nobody knows."""
     if row.by == "hours":
         return table["hours"] * (1 if hours >= 2 else 60) if run.history.hours else np.full(len(table), np.nan)
@@ -169,8 +170,9 @@ def _described(chart: Chart) -> str:
     parts = []
     for line in chart.lines[:6]:
         y = line.y[np.isfinite(line.y)]
-        ends = f"from {compact(y[0])} to {compact(y[-1])}, lowest {compact(y.min())}, highest {compact(y.max())}"
-        parts.append(f"{line.label or chart.y_label} {ends if len(y) > 1 else compact(y[0])}")
+        first, last, lowest, highest = (format_count(value) for value in (y[0], y[-1], y.min(), y.max()))
+        ends = f"from {first} to {last}, lowest {lowest}, highest {highest}"
+        parts.append(f"{line.label or chart.y_label} {ends if len(y) > 1 else first}")
     more = f"; and {len(chart.lines) - 6} more lines" if len(chart.lines) > 6 else ""
     return f"{chart.name}: {chart.y_label} against {chart.x_label}. {'; '.join(parts)}{more}."
 
@@ -192,7 +194,7 @@ def spread(items: Sequence[Item], *, most: int) -> list[Item]:
     return [items[round((len(items) - 1) * index / max(num - 1, 1))] for index in range(num)]
 
 
-def marks_explained(run: Run) -> str:
+def marks_explained(run: RunRecords) -> str:
     """What the marks in the pictures stand for; empty if there are none."""
     counts = Counter(event.name for event in _marked(run))
     signs = {
@@ -202,20 +204,22 @@ def marks_explained(run: Run) -> str:
     return "; ".join(f"{sign}: {words}" for sign, words in signs.items() if words)
 
 
-def _marks(run: Run, row: Row) -> list[Mark]:
+def _marks(run: RunRecords, row: PlotRow) -> list[Mark]:
     events = _marked(run)
-    table = Table({name: np.array([float(getattr(event, name)) for event in events]) for name in ("step", "hours")})
+    table = RecordTable(
+        {name: np.array([float(getattr(event, name)) for event in events]) for name in ("step", "hours")}
+    )
     at = places(run, table, row, hours=run.history.hours)
     return [Mark(x, event.name in _MARKS["dashed lines"]) for x, event in zip(at.tolist(), events, strict=True)]
 
 
-def _marked(run: Run) -> list[Event]:
+def _marked(run: RunRecords) -> list[Event]:
     known = {name for names in _MARKS.values() for name in names}
     shown = [event for event in run.history.events if event.name in known]
     return shown[1:] if shown and shown[0].name == "start" else shown  # the beginning is no resumption
 
 
-def _positions(run: Run) -> Picture:
+def _positions(run: RunRecords) -> Picture:
     """The paired difference where a look measured it, else the loss itself; of the newest."""
     has_look = len(run.history.look) and len(run.history.look.newest("loss_by_position_"))
     table = run.history.look if has_look else run.history.held_out
@@ -244,7 +248,7 @@ def sweep(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
     along, *others = several
     points: dict[str, dict[float, float]] = {}
     for one in rows:
-        label = ", ".join(f"{names[key]} {compact(one.get(key, math.nan))}" for key in others)
+        label = ", ".join(f"{names[key]} {format_count(one.get(key, math.nan))}" for key in others)
         points.setdefault(label, {})[one.get(along, math.nan)] = one["loss"]
     lines = [
         Line(label, np.array(sorted(own)), np.array([own[length] for length in sorted(own)]))

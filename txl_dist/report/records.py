@@ -49,7 +49,7 @@ class Event(NamedTuple):
     """What else was recorded."""
 
 
-class Sample(NamedTuple):
+class TextSample(NamedTuple):
     """Text that the model wrote during training."""
 
     step: int
@@ -58,7 +58,7 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class RecordTable:
     """The records of one kind that hold, by step; every column has a value per row, NaN where there is none."""
 
     columns: dict[str, FloatArray]
@@ -93,13 +93,13 @@ class Table:
 class History:
     """All that `metrics.jsonl` tells."""
 
-    train: Table
-    evals: dict[str, Table]
+    train: RecordTable
+    evals: dict[str, RecordTable]
     """By kind: `eval`, and `eval_NAME` for further corpora."""
-    look: Table
-    layers: Table
+    look: RecordTable
+    layers: RecordTable
     events: list[Event]
-    samples: list[Sample]
+    samples: list[TextSample]
     hosts: dict[int, str]
     """Host of each rank that was ever the slowest."""
     hours: float
@@ -113,9 +113,9 @@ class History:
     """Train records of steps that were made again or given up."""
 
     @property
-    def held_out(self) -> Table:
+    def held_out(self) -> RecordTable:
         """The evaluations of the first corpus, if there are any."""
-        return self.evals.get("eval", Table({"step": np.empty(0), "hours": np.empty(0)}))
+        return self.evals.get("eval", RecordTable({"step": np.empty(0), "hours": np.empty(0)}))
 
     @property
     def step(self) -> int:
@@ -155,7 +155,7 @@ Scores = dict[str, dict[str, float]]
 """What `txl evaluate --json` wrote: numbers by the name of what was scored."""
 
 
-class Part(NamedTuple):
+class LossPart(NamedTuple):
     """What some of the targets cost."""
 
     first: float
@@ -166,7 +166,7 @@ class Part(NamedTuple):
 
 
 PartName = Literal["by_cluster", "by_position"]
-Parts = dict[PartName, dict[str, list[Part]]]
+Parts = dict[PartName, dict[str, list[LossPart]]]
 """By the name of what was scored, where it has any."""
 
 
@@ -187,10 +187,10 @@ def read_parts(run_dir: Path) -> Parts:
     }
 
 
-def _parts_of(listed: object) -> list[Part]:
+def _parts_of(listed: object) -> list[LossPart]:
     known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)] if isinstance(listed, list) else []
-    rows = [[one.get(field) for field in Part._fields] for one in known]
-    return [Part(*(float(one) if is_number(one) else math.nan for one in row)) for row in rows]
+    rows = [[one.get(field) for field in LossPart._fields] for one in known]
+    return [LossPart(*(float(one) if is_number(one) else math.nan for one in row)) for row in rows]
 
 
 def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -216,7 +216,7 @@ class _Rows:
             column.append(value)
         self.num += 1
 
-    def table(self, reached: list[tuple[int, int]]) -> Table:
+    def table(self, reached: list[tuple[int, int]]) -> RecordTable:
         """The rows that hold. `reached`: (number of rows then, step) of each start and rewind."""
         columns = {"step": np.empty(0), "hours": np.empty(0)}
         for name, column in self._columns.items():
@@ -230,7 +230,7 @@ class _Rows:
         kept = np.flatnonzero(step <= limit)
         _, newest = np.unique(step[kept][::-1], return_index=True)  # sorted by step; of equal ones the later
         kept = kept[::-1][newest]
-        return Table({name: values[kept] for name, values in columns.items()})
+        return RecordTable({name: values[kept] for name, values in columns.items()})
 
 
 class _Reader:
@@ -241,7 +241,7 @@ class _Reader:
         self._rows = {kind: _Rows() for kind in ("train", "eval", "look", "layers")}
         self._reached: list[tuple[dict[str, int], int]] = []
         self._events: list[Event] = []
-        self._samples: dict[tuple[int, str], Sample] = {}
+        self._samples: dict[tuple[int, str], TextSample] = {}
         self._hosts: dict[int, str] = {}
         self._hours, self._time_s, self._not_kept = 0.0, math.nan, {*_NOT_KEPT, *BITS}
         self._last_step = 0
@@ -264,7 +264,7 @@ class _Reader:
         elif kind == "sample":
             prompt, text = str(record.get("prompt", "")), str(record.get("text", ""))
             self._samples.pop((step, prompt), None)
-            self._samples[step, prompt] = Sample(step, prompt, text)
+            self._samples[step, prompt] = TextSample(step, prompt, text)
         elif kind in ("train", "look", "layers") or kind.startswith("eval"):
             self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
 

@@ -17,12 +17,12 @@ from typing import Any
 from urllib.parse import quote
 
 from txl_dist.artifacts import CHECKPOINTS, LOG, PROFILE, RECORDS, SETTINGS, STACKS, TENSORBOARD
-from txl_dist.console.formatting import counted, duration, printable
+from txl_dist.console.formatting import counted, format_duration, printable
 from txl_dist.errors import ConfigError
-from txl_dist.io.files import replace_file
+from txl_dist.io.files import atomic_replace
 from txl_dist.report.pictures import marks_explained, memory_sweep, part_pictures, pictures_of, spread
 from txl_dist.report.records import SCORES, Event, Scores, read_parts, read_scores
-from txl_dist.report.summary import Fact, Run, defaults, fact_lines, facts_of, fixed, lead, read_run
+from txl_dist.report.summary import Fact, RunRecords, defaults, fact_lines, facts_of, fixed, lead, read_run
 from txl_dist.train.report.event_text import event_details
 
 _MAX_EVENTS = 300
@@ -67,7 +67,7 @@ def write_page(path: Path, template: str, **content: Any) -> str:
     """Fill in a template and write it, whole or not at all. Returns a line for people. Raises ConfigError."""
     html = render(template, **content)
     try:
-        replace_file(_target(path), html.encode("utf-8", errors="replace"))
+        atomic_replace(_target(path), html.encode("utf-8", errors="replace"))
     except OSError as error:
         raise ConfigError(
             f"cannot write the page {path}: {error.strerror or error}. Name another file with --out."
@@ -95,7 +95,7 @@ def render(template: str, **content: Any) -> str:
     return "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in html)
 
 
-def _content(run: Run, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
+def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
     samples, scores = run.history.samples, read_scores(run.path)
     return {
         "title": f"Run {run.name}",
@@ -131,7 +131,7 @@ def _event_rows(events: Sequence[Event]) -> list[list[str]]:
         [
             one.name.replace("_", " "),
             f"{one.step:,}",
-            duration(3600 * one.hours),
+            format_duration(3600 * one.hours),
             cut(event_details(one.name, one.fields), most=300),
         ]
         for one in shown

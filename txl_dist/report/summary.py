@@ -21,10 +21,18 @@ import numpy as np
 
 from txl_dist.artifacts import DONE, LOCK, SETTINGS, STATE, list_checkpoints
 from txl_dist.config.load import Config, flat
-from txl_dist.console.formatting import aligned, bounded, cluster_starts, compact, counted, duration, printable
+from txl_dist.console.formatting import (
+    bounded,
+    cluster_starts,
+    counted,
+    format_count,
+    format_duration,
+    format_table,
+    printable,
+)
 from txl_dist.distributed.processes import process_of
 from txl_dist.io.files import parse_object, parse_toml, read_bytes, read_json
-from txl_dist.report.records import BITS, MOST, FloatArray, History, Table, read_history
+from txl_dist.report.records import BITS, MOST, FloatArray, History, RecordTable, read_history
 
 _LOCK_IS_OLD_AFTER_S = 60.0
 """A job on another machine touches its lock every few seconds."""
@@ -44,7 +52,7 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecords:
     """What is known of a run."""
 
     path: Path
@@ -112,11 +120,11 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value <= MOST
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecords:
     """Raises DataError if there are no records."""
     history = read_history(path)
     settings, problem = read_settings(path)
-    return Run(path, history, settings, problem, _newest_state(path), _state_of(path, history))
+    return RunRecords(path, history, settings, problem, _newest_state(path), _state_of(path, history))
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
@@ -174,13 +182,13 @@ def corpus_name(kind: str) -> str:
     return "held-out" if kind == "eval" else f"held-out {kind.removeprefix('eval_')}"
 
 
-def recent(table: Table, name: str) -> float | None:
+def recent(table: RecordTable, name: str) -> float | None:
     """The median of a column's newest numbers."""
     values = table[name][np.isfinite(table[name])][-_RECENT:]
     return float(np.median(values)) if len(values) else None
 
 
-def best(table: Table, column: str = "loss") -> tuple[float, int] | None:
+def best(table: RecordTable, column: str = "loss") -> tuple[float, int] | None:
     """(lowest value of a column, its step); None if there is none."""
     if not table.has(column):
         return None
@@ -189,10 +197,10 @@ def best(table: Table, column: str = "loss") -> tuple[float, int] | None:
 
 
 def _perplexity(loss: float) -> str:
-    return compact(math.exp(min(loss, 700.0)))
+    return format_count(math.exp(min(loss, 700.0)))
 
 
-def lead(run: Run) -> str:
+def lead(run: RunRecords) -> str:
     """The run in a sentence."""
     loss = run.history.held_out.last("loss")
     last = (
@@ -238,7 +246,7 @@ _COURSE: _Forms = (
 the notes those are told whose values are known. Between the two the losses stand."""
 
 
-def facts_of(run: Run) -> list[Fact]:
+def facts_of(run: RunRecords) -> list[Fact]:
     """The headline: what is trained on what, how far it is, how well, how fast, where."""
     known = {key: f"{value:,}" if type(value) is int else value for key, value in _known(run).items()}
 
@@ -257,10 +265,10 @@ def facts_of(run: Run) -> list[Fact]:
 
 def fact_lines(facts: Sequence[Fact]) -> list[str]:
     """For a terminal."""
-    return aligned([["", ""], *([fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts)])[1:]
+    return format_table([["", ""], *([fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts)])[1:]
 
 
-def _known(run: Run) -> dict[str, Any]:
+def _known(run: RunRecords) -> dict[str, Any]:
     """Values of tiles by name; those of the run may be anything, as nothing of it is checked here."""
     history, total, step = run.history, run.max_steps, run.history.step
     known = run.settings | run.checkpoint | run.start
@@ -291,10 +299,10 @@ def _known(run: Run) -> dict[str, Any]:
         "step": step if history.num_records else None,
         "recent": min(len(history.train), _RECENT),
         "done": f"{100 * min(step / total, 1):.0f} %" if total else None,
-        "tokens": compact(tokens) if math.isfinite(tokens) and history.num_records else None,
+        "tokens": format_count(tokens) if math.isfinite(tokens) and history.num_records else None,
         "all_tokens": f"{tokens:,.0f}",
-        "work": duration(3600 * history.hours) if history.hours else None,
-        "left": duration(left_s) if left_s and run.state == "going on" else None,
+        "work": format_duration(3600 * history.hours) if history.hours else None,
+        "left": format_duration(left_s) if left_s and run.state == "going on" else None,
         "peak_gib": fixed(history.train.last("peak_gib"), 2),
         "resumed": {0: None, 1: "never", 2: "once"}.get(events["start"], f"{events['start'] - 1} times"),
         "troubles": ", ".join(f"{name} {number:,}" for name, number in troubles.items() if number),
@@ -313,7 +321,7 @@ def _parameters(number: int | None) -> dict[str, str]:
         return {}
     if number < _LEAST_ROUNDED:
         return {"size": counted(number, "parameter")}
-    return {"size": f"{compact(number)} parameters", "exactly": f"{number:,} exactly"}
+    return {"size": f"{format_count(number)} parameters", "exactly": f"{number:,} exactly"}
 
 
 def _some(value: object, noun: str) -> str | None:
@@ -349,7 +357,7 @@ def _slowest(history: History) -> dict[str, str]:
     return {"slowest": f"{rank}{host}", "slowest_share": f"{100 * counts.max() / counts.sum():.0f} %"} | by
 
 
-def _losses(run: Run) -> list[Fact]:
+def _losses(run: RunRecords) -> list[Fact]:
     history, facts = run.history, []
     for kind, table in {"train": history.train, **history.evals}.items():
         name = "training" if kind == "train" else corpus_name(kind)

@@ -41,7 +41,7 @@ CHAT_FIELDS = {
 """Fields of chat completions and responses, which have no meaning for a base model."""
 
 
-class RefusalError(Exception):
+class APIError(Exception):
     """A request cannot be answered: what is wrong, where, and the remedy. `param` is the field that it is about."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -62,28 +62,28 @@ class RefusalError(Exception):
         return Response(content, self.status, headers.get(self.status), media_type="application/json")
 
 
-def of_validation(error: ValidationError, *, known: Mapping[str, FieldInfo]) -> RefusalError:
+def of_validation(error: ValidationError, *, known: Mapping[str, FieldInfo]) -> APIError:
     """Of the first thing that is wrong with a body; `known` are its fields."""
     found = error.errors(include_url=False)
     # Where a value may have several forms, of the one that it fits best.
     first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
     if first["type"] == "json_invalid":
-        return RefusalError(400, f"the body is no JSON: {first['ctx']['error']}. Mend it.", code="invalid_json")
+        return APIError(400, f"the body is no JSON: {first['ctx']['error']}. Mend it.", code="invalid_json")
     if first["type"] == "value_error" and not first["loc"]:
         reason = _reason(first)
         param = reason.partition(" ")[0]
-        return RefusalError(400, f"{reason}.", param=param if param in known else None, code="invalid_value")
+        return APIError(400, f"{reason}.", param=param if param in known else None, code="invalid_value")
     if not first["loc"]:
-        return RefusalError(400, "the body must be a JSON object, {...}.", code="invalid_json")
+        return APIError(400, "the body must be a JSON object, {...}.", code="invalid_json")
     param = str(first["loc"][0])
     if first["type"] == "extra_forbidden" and len(first["loc"]) > 1:
         message = f"{param}: unknown field {str(first['loc'][-1])!r}. Leave it out."
-        return RefusalError(400, message, param=param, code="unknown_parameter")
+        return APIError(400, message, param=param, code="unknown_parameter")
     if first["type"] == "extra_forbidden":
-        return RefusalError(400, _unknown_field(param, known=sorted(known)), param=param, code="unknown_parameter")
+        return APIError(400, _unknown_field(param, known=sorted(known)), param=param, code="unknown_parameter")
     about = known[param].description or "" if param in known else ""
     reason = f"n{about[1:]} Leave it out" if about.startswith("Not supported") else _reason(first)
-    return RefusalError(400, f"{param}: {reason}.", param=param, code="invalid_value")
+    return APIError(400, f"{param}: {reason}.", param=param, code="invalid_value")
 
 
 def _unknown_field(name: str, *, known: list[str]) -> str:

@@ -20,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from txl_dist import __version__
 from txl_dist.errors import TxlError
 from txl_dist.inference.language_model import Text
-from txl_dist.inference.options import Writing, check_ids
+from txl_dist.inference.options import SamplingParams, check_ids
 from txl_dist.serve import schema
-from txl_dist.serve.api_errors import RefusalError, of_validation
+from txl_dist.serve.api_errors import APIError, of_validation
 from txl_dist.serve.paths import advice
 from txl_dist.serve.responses import Answer, ClientGoneError, num_tokens_of
 from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
@@ -53,7 +53,7 @@ def create_app(service: Service) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={
-            RefusalError: _refuse,
+            APIError: _refuse,
             HTTPException: _refuse_route,
             ClientGoneError: _nobody_reads,
             Exception: _say_failed,
@@ -91,7 +91,7 @@ async def _completions(request: Request) -> Response:
     if scores_prompt:
         for text, one in zip(_texts_of(order), begun, strict=True):
             if not isinstance(text, str) and len(one.prompt.ids) - one.prompt.num_led < len(text):
-                raise RefusalError(
+                raise APIError(
                     400,
                     "the prompt holds several documents, of which the model sees the last. Give each "
                     "as a prompt of its own to have its logprobs.",
@@ -128,19 +128,19 @@ async def _make_memory(request: Request) -> Response:
         try:
             given = await run_in_threadpool(service.model.read_memory, data, called="the body")
         except TxlError as error:
-            raise RefusalError(400, str(error), code="no_memory_of_this_model") from error
+            raise APIError(400, str(error), code="no_memory_of_this_model") from error
         if given.num_bytes > service.largest_memory:
             message = (
                 f"this memory has {len(given):,} tokens, more than are seen here. Make it with a shorter --memory-len."
             )
-            raise RefusalError(413, message, code="body_too_large")
+            raise APIError(413, message, code="body_too_large")
         return JSONResponse(service.facts(service.memories.put(given)), 201)
     order = await _read(request, MemoryRequest)
     service.check_name(order.model)
     memory = service.memory(order.memory).memory if order.memory else None
     begun = await service.prompt(order.prompt, memory)
     service.metrics.prompt_tokens.inc(num_tokens_of(begun.prompt))
-    job = {"prompt": begun.prompt, "writing": Writing(max_tokens=0), "keeps_memory": True}
+    job = {"prompt": begun.prompt, "writing": SamplingParams(max_tokens=0), "keeps_memory": True}
     async with service.at_work([job], request.receive) as inbox:
         ((_, piece),) = await inbox.take()
     assert piece.ending is not None
@@ -179,7 +179,7 @@ async def _tokenize(request: Request) -> Response:
     try:
         ids = list(await run_in_threadpool(make))
     except TxlError as error:
-        raise RefusalError(400, str(error), param="prompt", code="invalid_value") from error
+        raise APIError(400, str(error), param="prompt", code="invalid_value") from error
     return JSONResponse({"count": len(ids), "max_model_len": _model_of(service)["max_model_len"], "tokens": ids})
 
 
@@ -191,7 +191,7 @@ async def _detokenize(request: Request) -> Response:
     try:
         check_ids(order.tokens, vocab_size=service.model.tokenizer.vocab_size, what="tokens")
     except TxlError as error:
-        raise RefusalError(400, str(error), param="tokens", code="invalid_value") from error
+        raise APIError(400, str(error), param="tokens", code="invalid_value") from error
     return JSONResponse({"prompt": await run_in_threadpool(service.model.decode, order.tokens)})
 
 
@@ -241,7 +241,7 @@ async def _read(request: Request, form: type[R]) -> R:
     body = (await request.body()).removeprefix(codecs.BOM_UTF8)
     _check_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise RefusalError(415, "bodies are taken as they are. Send it without Content-Encoding.")
+        raise APIError(415, "bodies are taken as they are. Send it without Content-Encoding.")
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
@@ -262,7 +262,7 @@ def _check_type(request: Request, body: bytes) -> None:
         return
     given = f"not {kind}" if kind else "and none is given"
     remedy = "Send JSON, and the header `Content-Type: application/json`."
-    raise RefusalError(415, f"the content type must be application/json, {given}. {remedy}")
+    raise APIError(415, f"the content type must be application/json, {given}. {remedy}")
 
 
 def _texts_of(order: CompletionRequest) -> list[Text]:
@@ -288,15 +288,15 @@ def _check_limits(order: CompletionRequest, service: Service) -> None:
     for name, asked, most, what in limits:
         if asked > most:
             message = f"{name}: {asked:,} are asked for; this server makes at most {most:,} {what}. Ask for fewer."
-            raise RefusalError(400, message, param=name, code="limit_exceeded")
+            raise APIError(400, message, param=name, code="limit_exceeded")
     if not num_texts:
-        raise RefusalError(400, "prompt: the list is empty. Give a prompt.", param="prompt", code="invalid_value")
+        raise APIError(400, "prompt: the list is empty. Give a prompt.", param="prompt", code="invalid_value")
     if order.keep_memory or order.memory:
         service.check_room(num_memories=num_texts if order.keep_memory else 1)
     try:
         check_ids(order.allowed_token_ids, vocab_size=service.model.tokenizer.vocab_size, what="allowed_token_ids")
     except TxlError as error:
-        raise RefusalError(400, str(error), param="allowed_token_ids", code="invalid_value") from error
+        raise APIError(400, str(error), param="allowed_token_ids", code="invalid_value") from error
 
 
 def _check_told(order: CompletionRequest, *, num_prompt: int) -> None:
@@ -307,12 +307,12 @@ def _check_told(order: CompletionRequest, *, num_prompt: int) -> None:
     num_told = order.n * (num_read + len(_texts_of(order)) * order.max_tokens) * (1 + order.logprobs)
     if num_told > MOST_TOLD:
         message = f"logprobs: up to {num_told:,} would be told; a request may have {MOST_TOLD:,}. Ask for fewer."
-        raise RefusalError(400, message, param="logprobs", code="limit_exceeded")
+        raise APIError(400, message, param="logprobs", code="limit_exceeded")
 
 
-def _writing_of(order: CompletionRequest) -> Writing:
+def _writing_of(order: CompletionRequest) -> SamplingParams:
     """Of one prompt: without a seed each has its own, so that equal ones differ."""
-    return Writing(
+    return SamplingParams(
         max_tokens=order.max_tokens,
         temperature=order.temperature,
         top_k=max(0, order.top_k),
@@ -369,7 +369,7 @@ class _EventStream(Response):
 
 
 async def _refuse(request: Request, refusal: Exception) -> Response:
-    assert isinstance(refusal, RefusalError)
+    assert isinstance(refusal, APIError)
     return refusal.response()
 
 
@@ -380,7 +380,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
         404: f"there is nothing at {request.url.path}. {advice(request.url.path, known=paths)}",
         405: f"{request.method} is not for {request.url.path}. See /openapi.json.",
     }
-    refusal = RefusalError(error.status_code, remedies.get(error.status_code, str(error.detail)), code="no_route")
+    refusal = APIError(error.status_code, remedies.get(error.status_code, str(error.detail)), code="no_route")
     response = refusal.response()
     if error.status_code == 405:
         routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
@@ -393,7 +393,7 @@ async def _nobody_reads(request: Request, error: Exception) -> Response:
 
 
 async def _say_failed(request: Request, error: Exception) -> Response:
-    return RefusalError(500, "the server failed; its log says why.", code="defect").response()
+    return APIError(500, "the server failed; its log says why.", code="defect").response()
 
 
 def _described(
@@ -455,12 +455,17 @@ _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
         _described(
             "Remember a text",
             *_ALL,
-            answer=schema.Memory,
+            answer=schema.MemoryObject,
             status=201,
             openapi_extra=_body("MemoryRequest", upload=True),
         ),
     ),
-    ("/v1/memories/{memory}", "GET", _show_memory, _described("Facts of a memory", *_OF_MEMORY, answer=schema.Memory)),
+    (
+        "/v1/memories/{memory}",
+        "GET",
+        _show_memory,
+        _described("Facts of a memory", *_OF_MEMORY, answer=schema.MemoryObject),
+    ),
     (
         "/v1/memories/{memory}/content",
         "GET",
@@ -497,7 +502,7 @@ _ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
     ),
     ("/v1/models", "GET", _models, _described("Models", 408, 413, 429, 503, answer=schema.Models)),
     ("/v1/models/{model}", "GET", _model, _described("A model", *_OF_MEMORY, answer=schema.Model)),
-    ("/health", "GET", _health, _described("Health", 408, 413, answer=schema.Health)),
+    ("/health", "GET", _health, _described("Health", 408, 413, answer=schema.HealthStatus)),
     (
         "/metrics",
         "GET",

@@ -12,7 +12,7 @@ from txl_dist.inference.text_memory import TextMemory
 
 
 @dataclass
-class Held:
+class StoredMemory:
     """A memory that is kept."""
 
     id: str
@@ -28,7 +28,7 @@ class MemoryStore:
 
     def __init__(self, *, most: int, most_bytes: int, most_age_s: float) -> None:
         self._most, self._most_bytes, self._most_age_s = most, most_bytes, most_age_s
-        self._held: OrderedDict[str, Held] = OrderedDict()  # the one that was used last is the last
+        self._held: OrderedDict[str, StoredMemory] = OrderedDict()  # the one that was used last is the last
         self.num_bytes = 0
         """Of all that are kept."""
 
@@ -40,18 +40,18 @@ class MemoryStore:
         """Whether so many memories of so many bytes together could be kept at all."""
         return num_memories <= self._most and num_bytes <= self._most_bytes
 
-    def put(self, memory: TextMemory) -> Held:
+    def put(self, memory: TextMemory) -> StoredMemory:
         """Keep a memory that fits, in the place of older ones if need be."""
         assert self.fits(memory.num_bytes)
         self.forget_old()
         while len(self._held) >= self._most or self.num_bytes + memory.num_bytes > self._most_bytes:
             self.remove(next(iter(self._held)))
-        held = Held(f"mem_{secrets.token_urlsafe(24)}", memory, time.time(), time.monotonic())
+        held = StoredMemory(f"mem_{secrets.token_urlsafe(24)}", memory, time.time(), time.monotonic())
         self._held[held.id] = held
         self.num_bytes += memory.num_bytes
         return held
 
-    def get(self, name: str) -> Held | None:
+    def get(self, name: str) -> StoredMemory | None:
         """A memory, which is used now; None if there is none of that name any more."""
         self.forget_old()
         held = self._held.get(name)
@@ -60,7 +60,7 @@ class MemoryStore:
             self._held.move_to_end(name)
         return held
 
-    def expires(self, held: Held) -> int:
+    def expires(self, held: StoredMemory) -> int:
         """When it would go of age, in Unix time."""
         return int(time.time() + held.used + self._most_age_s - time.monotonic())
 

@@ -18,7 +18,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from txl_dist.console.logging import logger
-from txl_dist.serve.api_errors import RefusalError
+from txl_dist.serve.api_errors import APIError
 from txl_dist.serve.service import Service
 
 OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
@@ -66,7 +66,7 @@ class Gate:
                 self._admit(scope)
                 body = await self._body(scope, arriving, most=self._max_upload if is_upload else self._max_body)
             await self._app(scope, _replay(body, receive), answer.send)
-        except RefusalError as refusal:
+        except APIError as refusal:
             await self._refuse(refusal, scope, receive, answer)
         except TimeoutError:  # of a client that does not read
             logger.warning("a client left its answer unread, and was cut off")
@@ -74,7 +74,7 @@ class Gate:
             pass
         except Exception:  # noqa: BLE001  a defect: the server goes on
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            defect = RefusalError(500, "the server failed; its log says why.", code="defect")
+            defect = APIError(500, "the server failed; its log says why.", code="defect")
             await self._refuse(defect, scope, receive, answer)
         finally:
             self.num_active -= not is_open
@@ -85,14 +85,14 @@ class Gate:
         scheme, _, key = _header(scope, b"authorization").partition(b" ")
         if self._key and not (hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"):
             message = "this server asks for its key. Send the header `Authorization: Bearer KEY`."
-            raise RefusalError(401, message, code="invalid_api_key")
+            raise APIError(401, message, code="invalid_api_key")
         if self._service.is_draining and scope["path"].startswith("/v1/"):
-            raise RefusalError(503, "the server is stopping. Ask another one, or again later.", code="draining")
+            raise APIError(503, "the server is stopping. Ask another one, or again later.", code="draining")
         if self.num_active > self._max_requests or self._num_uploads > MOST_UPLOADS:
-            raise RefusalError(429, "the server has too many requests. Come again later.", code="too_many_requests")
+            raise APIError(429, "the server has too many requests. Come again later.", code="too_many_requests")
 
     async def _body(self, scope: Scope, arriving: _Arriving, *, most: int) -> bytes:
-        too_long = RefusalError(413, f"the body has more than {most:,} bytes. Send less.", code="body_too_large")
+        too_long = APIError(413, f"the body has more than {most:,} bytes. Send less.", code="body_too_large")
         if int(_header(scope, b"content-length") or b"0") > most:
             raise too_long
         body = bytearray()
@@ -104,11 +104,9 @@ class Gate:
                         raise too_long
             return bytes(body)
         except TimeoutError:
-            raise RefusalError(
-                408, "the body did not arrive in time. Send it again, faster.", code="slow_body"
-            ) from None
+            raise APIError(408, "the body did not arrive in time. Send it again, faster.", code="slow_body") from None
 
-    async def _refuse(self, refusal: RefusalError, scope: Scope, receive: Receive, answer: _Answer) -> None:
+    async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, answer: _Answer) -> None:
         if answer.status is None:
             await refusal.response()(scope, receive, answer.send)
 

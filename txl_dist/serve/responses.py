@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.generate import Scored
-from txl_dist.inference.scheduler import Ending, Piece, Prompt
-from txl_dist.serve.api_errors import RefusalError
+from txl_dist.inference.scheduler import Completion, OutputChunk, Prompt
+from txl_dist.serve.api_errors import APIError
 from txl_dist.serve.metrics import Metrics
 from txl_dist.serve.schema import CompletionRequest
 from txl_dist.serve.worker import LateError, StoppingError
@@ -27,7 +27,7 @@ class ClientGoneError(Exception):
     """Nobody reads the answer any more."""
 
 
-class Begun(NamedTuple):
+class PreparedPrompt(NamedTuple):
     """A prompt of a request."""
 
     prompt: Prompt
@@ -35,19 +35,19 @@ class Begun(NamedTuple):
     """As it was given, or of the ids that were."""
 
 
-class Inbox:
+class OutputQueue:
     """Pieces of the prompts of one request, as the worker makes them. Of the event loop alone."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, Piece]] = []
+        self._pieces: list[tuple[int, OutputChunk]] = []
         self._came, self._is_gone = asyncio.Event(), False
 
-    def put(self, number: int, piece: Piece) -> None:
+    def put(self, number: int, piece: OutputChunk) -> None:
         """One more, of the prompt of this number."""
         self._pieces.append((number, piece))
         self._came.set()
 
-    def client_is_gone(self) -> None:
+    def close(self) -> None:
         """Who waits here need not."""
         self._is_gone = True
         self._came.set()
@@ -57,7 +57,7 @@ class Inbox:
         await self._came.wait()
         self._check()
 
-    async def take(self) -> list[tuple[int, Piece]]:
+    async def take(self) -> list[tuple[int, OutputChunk]]:
         """All that has come, once something has. Raises as `ready`."""
         await self.ready()
         self._came.clear()
@@ -72,14 +72,14 @@ class Inbox:
             raise _refusal_of(error)
 
 
-def _refusal_of(error: TxlError) -> RefusalError:
+def _refusal_of(error: TxlError) -> APIError:
     if isinstance(error, LateError):
-        return RefusalError(408, f"{error} Ask for less, or again when there is less to do.", code="timeout")
+        return APIError(408, f"{error} Ask for less, or again when there is less to do.", code="timeout")
     if isinstance(error, StoppingError):
-        return RefusalError(503, f"{error} Ask another one, or again later.", code="draining")
+        return APIError(503, f"{error} Ask another one, or again later.", code="draining")
     if isinstance(error, ConfigError):  # no room for a memory
-        return RefusalError(503, str(error), code="no_room")
-    return RefusalError(500, str(error), code="bad_numbers" if isinstance(error, CheckpointError) else "defect")
+        return APIError(503, str(error), code="no_room")
+    return APIError(500, str(error), code="bad_numbers" if isinstance(error, CheckpointError) else "defect")
 
 
 @dataclass
@@ -113,12 +113,12 @@ class Answer:
     def __init__(
         self,
         order: CompletionRequest,
-        begun: Sequence[Begun],
-        inbox: Inbox,
+        begun: Sequence[PreparedPrompt],
+        inbox: OutputQueue,
         *,
         name: str,
         tokenizer: Tokenizer,
-        keep: Callable[[Ending, Prompt], dict[str, Any]],
+        keep: Callable[[Completion, Prompt], dict[str, Any]],
         metrics: Metrics,
     ) -> None:
         self._order, self._begun, self._inbox, self._tokenizer = order, begun, inbox, tokenizer
@@ -154,7 +154,7 @@ class Answer:
                     yield b"".join(chunks)
             if wants_usage:
                 yield _event({**self._head, "choices": [], "usage": self._usage()})
-        except RefusalError as refusal:
+        except APIError as refusal:
             yield _event(refusal.body())
         yield b"data: [DONE]\n\n"
 
@@ -162,7 +162,7 @@ class Answer:
     def _has_ended(self) -> bool:
         return all(choice.finish_reason for choice in self._choices)
 
-    def _add(self, number: int, piece: Piece) -> _Choice:
+    def _add(self, number: int, piece: OutputChunk) -> _Choice:
         """To the choice that it is of."""
         choice, begun = self._choices[number * self._order.n + piece.sample], self._begun[number]
         if self._order.logprobs is not None and choice.logprobs is None:
@@ -186,7 +186,7 @@ class Answer:
                 choice.memory = self._keep(piece.ending, begun.prompt)
         return choice
 
-    def _clock(self, choice: _Choice, piece: Piece) -> None:
+    def _clock(self, choice: _Choice, piece: OutputChunk) -> None:
         now = time.monotonic()
         if piece.tokens and not self._has_token:
             self._has_token = True
@@ -198,7 +198,7 @@ class Answer:
             self._metrics.per_token_s.observe((now - choice.first_at) / others)
         self._metrics.made_tokens.inc(len(piece.tokens))
 
-    def _add_prompt(self, logprobs: dict[str, list[Any]], begun: Begun, scored: Sequence[Scored]) -> None:
+    def _add_prompt(self, logprobs: dict[str, list[Any]], begun: PreparedPrompt, scored: Sequence[Scored]) -> None:
         """The tokens of a prompt that is told with its text; nothing stands before the first of a text without a
         beginning."""
         prompt, decoder, offset = begun.prompt, self._tokenizer.decoder(), 0

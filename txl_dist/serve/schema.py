@@ -140,7 +140,7 @@ class Logprobs(BaseModel):
     text_offset: list[int] = Field(description="Characters of the text before each token.")
 
 
-class Choice(BaseModel):
+class CompletionChoice(BaseModel):
     """A text."""
 
     index: int
@@ -165,7 +165,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[Choice]
+    choices: list[CompletionChoice]
     usage: Usage | None = None
 
 
@@ -217,7 +217,7 @@ class TokenizerInfo(BaseModel):
     eos_token_id: int | None = Field(description="Of the end-of-text, which also begins a document.")
 
 
-class Memory(Kept):
+class MemoryObject(Kept):
     """Facts of a memory."""
 
     object: Literal["memory"]
@@ -234,7 +234,7 @@ class Deleted(BaseModel):
     deleted: bool
 
 
-class Health(BaseModel):
+class HealthStatus(BaseModel):
     """Whether requests are taken."""
 
     status: Literal["ok", "draining"]

@@ -84,7 +84,7 @@ class Server:
         end = time.monotonic() + self.service.serving.grace
         while self._gate.num_active and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self.service.worker.hurry(by=time.monotonic())
+        self.service.worker.set_deadline(by=time.monotonic())
         while self._gate.num_active and time.monotonic() < end + LAST_WORDS_S:
             await asyncio.sleep(0.05)
         self._server.should_exit = True

@@ -20,14 +20,14 @@ from starlette.types import Receive
 from txl_dist.console.formatting import counted
 from txl_dist.errors import TxlError
 from txl_dist.inference.language_model import LanguageModel, Text
-from txl_dist.inference.scheduler import Ending, Prompt
+from txl_dist.inference.scheduler import Completion, Prompt
 from txl_dist.inference.text_memory import TextMemory
-from txl_dist.serve.api_errors import RefusalError
-from txl_dist.serve.memories import Held, MemoryStore
+from txl_dist.serve.api_errors import APIError
+from txl_dist.serve.memories import MemoryStore, StoredMemory
 from txl_dist.serve.metrics import Metrics
 from txl_dist.serve.options import Serving
-from txl_dist.serve.responses import Begun, Inbox, num_tokens_of
-from txl_dist.serve.worker import Job, QueueFullError, Worker
+from txl_dist.serve.responses import OutputQueue, PreparedPrompt, num_tokens_of
+from txl_dist.serve.worker import GenerationRequest, QueueFullError, Worker
 
 LONG_TEXT = 4_000
 """Characters of a text whose ids are made in another thread."""
@@ -72,13 +72,13 @@ class Service:
         """Raises RefusalError for a model that is not here."""
         if name not in ("", self.name):
             message = f"there is no model {name!r} here, but {self.name!r}. Ask for that, or leave `model` out."
-            raise RefusalError(404, message, param="model", code="model_not_found")
+            raise APIError(404, message, param="model", code="model_not_found")
 
-    def memory(self, name: str) -> Held:
+    def memory(self, name: str) -> StoredMemory:
         """A memory by its handle. Raises RefusalError."""
         held = self.memories.get(name)
         if held is None:
-            raise RefusalError(
+            raise APIError(
                 404,
                 f"there is no memory {name!r}: it expired, gave way to newer ones or was never here. Give the whole "
                 "text again, or make a memory of it with POST /v1/memories.",
@@ -91,33 +91,33 @@ class Service:
         """Raises RefusalError where so many memories of this model could not be kept."""
         if not self.remembers:
             positions = self.model.network.section.positions
-            raise RefusalError(400, f"a model with {positions} positions remembers nothing. Give whole texts.")
+            raise APIError(400, f"a model with {positions} positions remembers nothing. Give whole texts.")
         if not self.memories.fits(num_memories * self.largest_memory, num_memories=num_memories):
             message = (
                 f"this server has no room for {num_memories} memories at a time (--memories, --memory-bytes). "
                 "Ask for fewer, or give whole texts."
             )
-            raise RefusalError(400, message, code="too_many_memories")
+            raise APIError(400, message, code="too_many_memories")
 
-    async def prompt(self, text: Text, memory: TextMemory | None) -> Begun:
+    async def prompt(self, text: Text, memory: TextMemory | None) -> PreparedPrompt:
         """A prompt's ids. Raises RefusalError for one that the model cannot begin with, or that is too long."""
 
-        def begin() -> Begun:
+        def begin() -> PreparedPrompt:
             shown = text if isinstance(text, str) else self.model.decode(text)
-            return Begun(self.model.prompt(text, memory), shown)
+            return PreparedPrompt(self.model.prompt(text, memory), shown)
 
         if not isinstance(text, str):
             self._check_length(len(text))
         try:
             begun = await run_in_threadpool(begin) if len(text) > LONG_TEXT else begin()
         except TxlError as error:
-            raise RefusalError(400, str(error), param="prompt", code="invalid_value") from error
+            raise APIError(400, str(error), param="prompt", code="invalid_value") from error
         self._check_length(num_tokens_of(begun.prompt))
         return begun
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.serving.max_prompt:
-            raise RefusalError(
+            raise APIError(
                 400,
                 f"the prompt has {counted(num_tokens, 'token')}; this server takes {self.serving.max_prompt:,}. "
                 "Shorten it, or give its beginning to POST /v1/memories, and go on from there.",
@@ -126,17 +126,17 @@ class Service:
             )
 
     @asynccontextmanager
-    async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[Inbox]:
+    async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[OutputQueue]:
         """Prompts in work while the block goes on. Raises RefusalError if there are too many."""
-        inbox, deadline = Inbox(), time.monotonic() + self.serving.timeout
+        inbox, deadline = OutputQueue(), time.monotonic() + self.serving.timeout
         made = [
-            Job(next(self._keys), deliver=partial(inbox.put, number), deadline=deadline, **values)
+            GenerationRequest(next(self._keys), deliver=partial(inbox.put, number), deadline=deadline, **values)
             for number, values in enumerate(jobs)
         ]
         try:
             self.worker.submit(made)
         except QueueFullError:
-            raise RefusalError(429, "too many prompts wait already. Come again later.", code="queue_full") from None
+            raise APIError(429, "too many prompts wait already. Come again later.", code="queue_full") from None
         watch = asyncio.ensure_future(_until_gone(receive, inbox))
         try:
             yield inbox
@@ -144,23 +144,23 @@ class Service:
             watch.cancel()
             self.worker.cancel([job.key for job in made])
 
-    def keep(self, ending: Ending, prompt: Prompt) -> Held:
+    def keep(self, ending: Completion, prompt: Prompt) -> StoredMemory:
         """What is remembered behind a text."""
         memory = self.model.generation("", ending, prompt).memory
         assert memory is not None
         return self.memories.put(memory)
 
-    def told(self, held: Held) -> dict[str, Any]:
+    def told(self, held: StoredMemory) -> dict[str, Any]:
         """What clients are told of a memory."""
         return {"id": held.id, "tokens": len(held.memory), "expires": self.memories.expires(held)}
 
-    def facts(self, held: Held) -> dict[str, Any]:
+    def facts(self, held: StoredMemory) -> dict[str, Any]:
         """All of it."""
         facts = {"object": "memory", "model": self.name, "bytes": held.memory.num_bytes, "created": int(held.created)}
         return {**self.told(held), **facts}
 
 
-async def _until_gone(receive: Receive, inbox: Inbox) -> None:
+async def _until_gone(receive: Receive, inbox: OutputQueue) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    inbox.client_is_gone()
+    inbox.close()

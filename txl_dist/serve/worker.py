@@ -22,8 +22,8 @@ from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
 from txl_dist.errors import TxlError
 from txl_dist.inference.language_model import LanguageModel
-from txl_dist.inference.options import Writing
-from txl_dist.inference.scheduler import Piece, Prompt, Writer
+from txl_dist.inference.options import SamplingParams
+from txl_dist.inference.scheduler import OutputChunk, Prompt, Scheduler
 
 PIECE_S = 0.0004
 """Seconds per text between two times that pieces are handed out. To send a piece takes the event loop half of that, in
@@ -47,13 +47,13 @@ class DefectError(TxlError):
 
 
 @dataclass
-class Job:
+class GenerationRequest:
     """A prompt, how it is gone on with, and who wants to know."""
 
     key: int
     prompt: Prompt
-    writing: Writing
-    deliver: Callable[[Piece], None]
+    writing: SamplingParams
+    deliver: Callable[[OutputChunk], None]
     """Called in the event loop."""
     deadline: float
     """By time.monotonic()."""
@@ -72,12 +72,12 @@ class Worker:
         self._model, self._num_rows, self._memory_len = model, num_rows, memory_len
         self._max_queue = max_queue
         self._changed = threading.Condition()  # guards the three that follow
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[GenerationRequest] = deque()
         self._unwanted: set[int] = set()
         self._is_stopped = False
         self._end_of_all = math.inf  # by time.monotonic()
-        self._jobs: dict[int, Job] = {}  # in work; of the thread alone
-        self._to_hand_out: list[tuple[Callable[[Piece], None], Piece]] = []
+        self._jobs: dict[int, GenerationRequest] = {}  # in work; of the thread alone
+        self._to_hand_out: list[tuple[Callable[[OutputChunk], None], OutputChunk]] = []
         self._handed_out_at = 0.0
         self._writer = self._new_writer()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -109,7 +109,7 @@ class Worker:
         if self._thread.is_alive():
             self._thread.join()
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[GenerationRequest]) -> None:
         """Take prompts, all or none. Raises QueueFullError."""
         with self._changed:
             if len(self._waiting) + len(jobs) > self._max_queue:
@@ -123,11 +123,11 @@ class Worker:
             self._unwanted.update(keys)
             self._changed.notify()
 
-    def hurry(self, *, by: float) -> None:
+    def set_deadline(self, *, by: float) -> None:
         """Nothing takes longer than until then."""
         self._end_of_all = by
 
-    def _new_writer(self) -> Writer:
+    def _new_writer(self) -> Scheduler:
         return self._model.writer(num_rows=self._num_rows, memory_len=self._memory_len)
 
     def _run(self) -> None:
@@ -151,7 +151,7 @@ class Worker:
     def _fail(self, error: Exception) -> None:
         """Tell those in work."""
         failure = error if isinstance(error, TxlError) else DefectError("the server failed; its log says why.")
-        self._hand_out([Piece(key, 0, "", None, error=failure) for key in self._jobs])
+        self._hand_out([OutputChunk(key, 0, "", None, error=failure) for key in self._jobs])
 
     def _end(self, error: Exception) -> None:
         with self._changed:
@@ -182,18 +182,18 @@ class Worker:
             )
         return True
 
-    def _next(self) -> Job | None:
+    def _next(self) -> GenerationRequest | None:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
 
-    def _cut_late(self) -> list[Piece]:
+    def _cut_late(self) -> list[OutputChunk]:
         now = time.monotonic()
         with self._changed:
             late = [job for job in self._waiting if self._is_late(job, now)]
             if late:
                 self._waiting = deque(job for job in self._waiting if not self._is_late(job, now))
         self._jobs |= {job.key: job for job in late}
-        pieces: list[Piece] = []
+        pieces: list[OutputChunk] = []
         for job in [job for job in self._jobs.values() if self._is_late(job, now)]:
             ended = self._writer.cut(job.key)
             if job.has_begun:
@@ -205,13 +205,13 @@ class Worker:
                     if is_end
                     else LateError("the time of this request is over.")
                 )
-                pieces.append(Piece(job.key, 0, "", None, error=error))
+                pieces.append(OutputChunk(job.key, 0, "", None, error=error))
         return pieces
 
-    def _is_late(self, job: Job, now: float) -> bool:
+    def _is_late(self, job: GenerationRequest, now: float) -> bool:
         return min(job.deadline, self._end_of_all) < now
 
-    def _hand_out(self, pieces: list[Piece]) -> None:
+    def _hand_out(self, pieces: list[OutputChunk]) -> None:
         """To the event loop, unless it was given something just now and more is to come."""
         num_texts = max(1, len(self._jobs))
         for piece in pieces:
@@ -230,6 +230,6 @@ class Worker:
             self._to_hand_out, self._handed_out_at = [], now
 
 
-def _deliver(pieces: list[tuple[Callable[[Piece], None], Piece]]) -> None:
+def _deliver(pieces: list[tuple[Callable[[OutputChunk], None], OutputChunk]]) -> None:
     for deliver, piece in pieces:
         deliver(piece)

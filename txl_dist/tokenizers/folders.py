@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import parse_json, read_bytes, read_text
 from txl_dist.tokenizers.base import byte_symbols
 
@@ -63,7 +63,7 @@ def _byte_level_bpe(folder: Path) -> str:
     from tokenizers import Tokenizer as Library
 
     ids = _vocabulary(folder / VOCABULARY)
-    with explained(DataError, f"{folder / MERGES} is no list of merges", "Copy it again.", of=(ValueError,)):
+    with translate_errors(DataError, f"{folder / MERGES} is no list of merges", "Copy it again.", of=(ValueError,)):
         merges = _merges(read_text(folder / MERGES))
         try:
             library = Library(models.BPE(vocab=ids, merges=merges))
@@ -84,7 +84,7 @@ def _byte_level_bpe(folder: Path) -> str:
 
 def _vocabulary(path: Path) -> dict[str, int]:
     """Symbol -> id. Raises DataError."""
-    with explained(DataError, f"{path} is no vocabulary", "Copy it again.", of=(OSError, ValueError)):
+    with translate_errors(DataError, f"{path} is no vocabulary", "Copy it again.", of=(OSError, ValueError)):
         values: Any = parse_json(read_bytes(path))
         if not isinstance(values, dict) or not all(type(i) is int and i >= 0 for i in values.values()):
             raise ValueError("it holds no object of symbols and ids")

@@ -23,7 +23,7 @@ from typing import Any, Self
 import numpy as np
 from typing_extensions import override
 
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import parse_object
 from txl_dist.tokenizers.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, Tokenizer, byte_symbols
 from txl_dist.tokenizers.subwords import PIECE_LEN, LibraryTokenizer
@@ -202,7 +202,7 @@ class SentencePieceTokenizer(ForeignTokenizer):
     @staticmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
         what = "this tokenizer is a sentencepiece model, which needs the package sentencepiece"
-        with explained(DataError, what, "Run `pip install sentencepiece`.", of=(ImportError,)):
+        with translate_errors(DataError, what, "Run `pip install sentencepiece`.", of=(ImportError,)):
             from sentencepiece import SentencePieceProcessor
         library = SentencePieceProcessor()
         try:

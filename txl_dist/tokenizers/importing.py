@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.foreign import ForeignTokenizer, HuggingFaceTokenizer, SentencePieceTokenizer
 from txl_dist.tokenizers.tokenizer import read_tokenizer, tokenizer_bytes
@@ -58,7 +58,7 @@ def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
         "model, or a tokenizer.json that `txl prepare` wrote."
     )
     damage = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-    with explained(DataError, f"{name} is no tokenizer that this program knows", remedy, of=damage):
+    with translate_errors(DataError, f"{name} is no tokenizer that this program knows", remedy, of=damage):
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
         if not content.startswith(_FIRST_OF_A_MODEL):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import read_text
 from txl_dist.tokenizers.base import END_OF_TEXT
 from txl_dist.tokenizers.learning import MOST_IDS
@@ -43,7 +43,9 @@ def read_names(path: str | Path) -> tuple[str, ...]:
     Raises DataError naming the line for what is no name.
     """
     remedy = "Give a UTF-8 file with a token's name in each line, that of id 0 first."
-    with explained(DataError, f"cannot read the vocabulary list {path}", remedy, of=(OSError, UnicodeDecodeError)):
+    with translate_errors(
+        DataError, f"cannot read the vocabulary list {path}", remedy, of=(OSError, UnicodeDecodeError)
+    ):
         lines = read_text(Path(path)).removesuffix("\n").split("\n")
     lines = [line.removesuffix("\r") for line in lines]
     first_of: dict[str, int] = {}

@@ -16,7 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import decode_text, has_mark, parse_object, read_bytes
 from txl_dist.tokenizers.base import FORMAT_VERSION, Tokenizer
 from txl_dist.tokenizers.characters import ByteTokenizer, CharTokenizer
@@ -55,14 +55,14 @@ def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
 
     Raises DataError.
     """
-    with explained(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
+    with translate_errors(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
         content = tokenizer_of_folder(Path(path)) if Path(path).is_dir() else read_bytes(Path(path))
         return decode_text(content).encode() if has_mark(content) else content
 
 
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
     """The tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
-    with explained(DataError, f"the tokenizer {name} is not valid JSON", _REMEDY, of=(ValueError,)):
+    with translate_errors(DataError, f"the tokenizer {name} is not valid JSON", _REMEDY, of=(ValueError,)):
         values = parse_object(content)
     try:
         if values["format_version"] != FORMAT_VERSION:

@@ -19,12 +19,12 @@ import torch
 from txl_dist.config.load import Config
 from txl_dist.config.schema import TrainSection
 from txl_dist.data.loader.corpora import open_corpora
-from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.stream import LaneStream, Segment
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 
 
@@ -130,7 +130,9 @@ def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch
     return Batch(*map(moved, batch))
 
 
-def read_inputs(job: Job, stream: StreamState, *, maker: BatchMaker, damage: DamagePolicy) -> Iterator[StepInput]:
+def read_inputs(
+    job: RunContext, stream: StreamState, *, maker: BatchMaker, damage: CorruptionPolicy
+) -> Iterator[StepInput]:
     """The steps of this rank behind a position. Runs in the reader thread."""
     config, device = job.config, job.ranks.device
     maker = maker.for_training(config.train)

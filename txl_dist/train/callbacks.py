@@ -28,8 +28,8 @@ import torch
 from txl_dist.config.load import Config
 from txl_dist.console.logging import logger
 from txl_dist.console.suggest import did_you_mean
-from txl_dist.distributed.collectives import gather_objects, this_rank, together
-from txl_dist.errors import REQUEUE, ConfigError, TrainingError, in_one_line, of_all
+from txl_dist.distributed.collectives import gather_objects, get_rank, run_on_all_ranks
+from txl_dist.errors import REQUEUE, ConfigError, TrainingError, in_one_line, raised_everywhere
 
 
 class RunResult(NamedTuple):
@@ -216,7 +216,7 @@ class Callbacks:
         for rank, others in enumerate(gathered):
             if others != gathered[0]:
                 here, there = ([name for name, *_ in each] for each in (gathered[0], others))
-                raise of_all(
+                raise raised_everywhere(
                     ConfigError(
                         f"callbacks differ between ranks: rank 0 has {here}, rank {rank} has {there}. Pass the same "
                         "callbacks on every rank."
@@ -264,13 +264,13 @@ class Callbacks:
         """The states of all callbacks, on rank 0; elsewhere none. Raises TrainingError, which names the callback."""
         if not self.stateful:
             return {}
-        return together(lambda: self._states(step) if this_rank() == 0 else {})
+        return run_on_all_ranks(lambda: self._states(step) if get_rank() == 0 else {})
 
     def load(self, states: States, *, step: int, validated_step: int) -> None:
         """Give each callback its state. One line on rank 0 for each state that is missing or left over."""
         self.validated_step = validated_step
         known = {_name(one): one for one in self._callbacks if _has(one, "state_dict")}
-        if this_rank() == 0:
+        if get_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
                 logger.warning("callback %s: the checkpoint of step %d has no state of it; it starts new", name, step)
             for name in sorted(states.keys() - known.keys()):
@@ -286,7 +286,7 @@ class Callbacks:
                     _method(known[name], "load_state_dict")(states[name])
 
         if known:
-            together(load_all)
+            run_on_all_ranks(load_all)
 
     def _states(self, step: int) -> States:
         found: States = {}
@@ -305,7 +305,7 @@ class Callbacks:
                     _method(callback, hook)(value)
 
         if called:
-            together(call_all)
+            run_on_all_ranks(call_all)
 
 
 def _check_callback(callback: object) -> None:
@@ -358,7 +358,7 @@ def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
             yield
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise TrainingError(
-            f"callback {_name(callback)}: {method} failed on rank {this_rank()} at step {step}: "
+            f"callback {_name(callback)}: {method} failed on rank {get_rank()} at step {step}: "
             f"{_described(error)}. Correct the callback; the same command continues from the last checkpoint."
         ) from error
 

@@ -15,27 +15,27 @@ from torch import Tensor
 from txl_dist.console.logging import warn_for_all
 from txl_dist.data.loader.stream import documents_at
 from txl_dist.distributed.collectives import gather_objects
-from txl_dist.errors import TrainingError, of_all
+from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.train import stability as rules
 from txl_dist.train.monitoring.silent_corruption import deviating_ranks
-from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.stability import Health
-from txl_dist.train.state import Job, TrainState
-from txl_dist.train.step import Decision
+from txl_dist.train.state import RunContext, TrainState
+from txl_dist.train.step import StepResult
 
 
 class Guard:
     """Watches over one run, by `guard` of its settings."""
 
-    def __init__(self, job: Job, reporter: Reporter) -> None:
+    def __init__(self, job: RunContext, reporter: MetricReporter) -> None:
         self._job, self._reporter = job, reporter
         self._settings = job.config.guard
 
-    def wants_rewind(self, health: Health) -> bool:
+    def should_rewind(self, health: Health) -> bool:
         """Whether the last steps call for one."""
-        return rules.wants_rewind(health, self._settings)
+        return rules.should_rewind(health, self._settings)
 
-    def judge(self, before: TrainState, decision: Decision, *, step: int) -> Health:
+    def judge(self, before: TrainState, decision: StepResult, *, step: int) -> Health:
         """The health after a step from the state before it. Raises TrainingError if a limit is reached."""
         skipped = not math.isfinite(decision.grad_norm)
         health, spikes = rules.after_step(
@@ -65,7 +65,9 @@ class Guard:
             )
             self._reporter.write("event", {"event": "spike", **spike._asdict()})
         if reason := rules.reason_to_stop(health, self._settings):
-            raise of_all(TrainingError(self._blame(before, reason, is_mine=not math.isfinite(decision.own_loss))))
+            raise raised_everywhere(
+                TrainingError(self._blame(before, reason, is_mine=not math.isfinite(decision.local_loss)))
+            )
         return health
 
     def check_replicas(self, parameters: Iterable[tuple[str, Tensor]], *, step: int) -> None:
@@ -78,7 +80,7 @@ class Guard:
         start_s = time.perf_counter()
         deviation = deviating_ranks(parameters)
         if deviation is not None:
-            raise of_all(
+            raise raised_everywhere(
                 TrainingError(
                     f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before saving it; "
                     "take the machine of that rank out of service, and start again from the last checkpoint."

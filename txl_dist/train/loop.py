@@ -20,35 +20,35 @@ from torch.profiler import record_function
 
 from txl_dist.config.phases import end_of_stage, whole
 from txl_dist.console.logging import logger, warn_for_all
-from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.prefetch import prefetch
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.distributed.collectives import Votes, limit_waiting, on_first, poll, together
+from txl_dist.distributed.collectives import StepFlags, all_reduce_flags, run_on_all_ranks, run_on_rank0, set_timeout
 from txl_dist.errors import TrainingError
-from txl_dist.fault_injection import fault_point
+from txl_dist.fault_injection import failpoint
 from txl_dist.train.batch import StepInput, batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks, StepEnd, TrainStart, ValidationEnd
 from txl_dist.train.checkpoint.callback_states import read_states
-from txl_dist.train.checkpoint.manager import Saving
+from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.memories import first_memories
 from txl_dist.train.checkpoint.probe import check_probe
 from txl_dist.train.checkpoint.read import load_checkpoint
 from txl_dist.train.checkpoint.validate import SavedState
-from txl_dist.train.checkpoint.writer import Saver
+from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard
 from txl_dist.train.monitoring.stragglers import StepClock, StragglerWatch
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.report.layer_stats import signals
-from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.report.metrics import Clipping, Interval, start_facts, train_record
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.report.validation import Observer, StopAskedError, text_facts
+from txl_dist.train.report.validation import StopAskedError, Validator, text_facts
 from txl_dist.train.rewind import find_rewind
-from txl_dist.train.run_dir import set_aside
+from txl_dist.train.run_dir import quarantine
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.stability import Health, after_rewind
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.step import Stepper
 
 _PATIENCE_S = {"stopped": 15.0, "stage": 900.0, "done": 900.0}
@@ -75,12 +75,12 @@ class Start(NamedTuple):
         return self.saved.step if self.saved else 0
 
 
-class Run:
+class TrainingRun:
     """One training run on one rank: its parts, and the loop that uses them."""
 
     def __init__(
         self,
-        job: Job,
+        job: RunContext,
         start: Start,
         engine: Engine,
         watch: Watch,
@@ -99,19 +99,19 @@ class Run:
         self.maker = batch_maker(
             engine.model, mask_documents=job.masks_documents, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
-        self.damage = DamagePolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
+        self.damage = CorruptionPolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(job.ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(engine, job, self.clock)
         self.clipping = Clipping(config.optim)
-        self.reporter = Reporter(job, start_step=start.step)
+        self.reporter = MetricReporter(job, start_step=start.step)
         self.stragglers = StragglerWatch(self.reporter)
         self.guard = Guard(job, self.reporter)
         self.evaluated = dict(start.evaluated)
-        self.observer = Observer(
+        self.observer = Validator(
             job, engine, self.maker, self.reporter, evaluated=self.evaluated, before_segment=self._before_segment
         )
-        self.saving = Saving(
-            Saver(job, watch),
+        self.saving = CheckpointManager(
+            AsyncWriter(job, watch),
             engine,
             self.maker,
             self.reporter,
@@ -155,7 +155,7 @@ class Run:
         state = load_checkpoint(saved, self.engine, self.job, stream=stream)
         shown = check_probe(self.engine, self.maker, saved.folder, precision=self.job.config.engine.dtype)
         logger.info("%s: %s", saved.folder.name, shown)
-        kept = together(lambda: read_states(saved.folder))
+        kept = run_on_all_ranks(lambda: read_states(saved.folder))
         self.callbacks.load(kept.states, step=saved.step, validated_step=kept.validated_step)
         return state
 
@@ -208,16 +208,16 @@ class Run:
                     step_input = next(inputs)
                 interval.wait(self.clock.elapsed_s())
                 state, votes = self._step(state, step_input, interval)
-                fault_point("boundary", step=step)
+                failpoint("boundary", step=step)
                 self.stopped = votes.stop
                 if votes.written:
                     with interval.paused():
                         self.saving.finish(step)
-                if self.guard.wants_rewind(state.health) and (rewound := self._rewound(state)) is not None:
+                if self.guard.should_rewind(state.health) and (rewound := self._rewound(state)) is not None:
                     return rewound
                 is_last = step == self.last_step
                 # A sign of life, and how long the rest will take.
-                is_first = step == self.start.step + 1 and interval.has_scored()
+                is_first = step == self.start.step + 1 and interval.has_valid_steps()
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
                     interval = Interval(clip_norm=config.optim.clip_norm)
@@ -231,7 +231,7 @@ class Run:
             inputs.close()
         return state
 
-    def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, Votes]:
+    def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, StepFlags]:
         """Returns (the next state, what all ranks have to say)."""
         self.watch.check_lock()
         step, config = state.step + 1, self.job.config
@@ -246,7 +246,7 @@ class Run:
         with record_function("update"):
             self.engine.step(lr=lr, grad_norm=decision.grad_norm)
         if step == self.start.step + 1:  # no step will take as long as the first
-            limit_waiting(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
+            set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
         skipped = not math.isfinite(decision.grad_norm)
         try:
@@ -260,7 +260,7 @@ class Run:
             lr=lr,
             num_scored=step_input.num_scored,
             skipped=skipped,
-            own_ms=self.clock.own_ms(),
+            own_ms=self.clock.local_ms(),
             accuracy=seen.accuracy,
         )
         self.loss = decision.loss
@@ -287,9 +287,9 @@ class Run:
             )
         return after, decision.votes
 
-    def _votes(self) -> Votes:
+    def _votes(self) -> StepFlags:
         """Of this rank."""
-        return Votes(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
+        return StepFlags(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
 
     def _rewound(self, state: TrainState) -> TrainState | None:
         """Back to the last checkpoint before the spike, whose text is left out from now on; None if there is none."""
@@ -300,8 +300,8 @@ class Run:
             warn_for_all("no checkpoint to go back to from the spike at step %d: the run goes on", first_bad)
             return None
         saved, stream = target
-        on_first(lambda: set_aside(self.job.run_dir, newer_than=saved.folder, word="rewound"))
-        self.saving.newest_is(saved.folder)
+        run_on_rank0(lambda: quarantine(self.job.run_dir, newer_than=saved.folder, word="rewound"))
+        self.saving.set_newest(saved.folder)
         self.observer.forget(after=saved.step)
         loaded = self._load(saved, stream)
         self._repeat_validation(loaded)
@@ -311,7 +311,7 @@ class Run:
 
     def _report_start(self, state: TrainState) -> None:
         job, corpora, config = self.job, self.job.corpora, self.job.config
-        facts = together(
+        facts = run_on_all_ranks(
             lambda: text_facts(
                 corpora.train,
                 corpora.eval,
@@ -336,7 +336,7 @@ class Run:
         found = self.clipping.record()
         if found is None:
             return
-        if self.job.ranks.is_first:
+        if self.job.ranks.is_rank0:
             logger.warning(
                 "%.0f %% of %d steps were clipped: optim.clip_norm=%g is the default, the gradients' norm was %.3g on "
                 "average. Such steps all have one length; set optim.clip_norm (1.0 suits most models, 0 switches it "
@@ -364,8 +364,8 @@ class Run:
     def _before_segment(self, step: int) -> None:
         """Of an evaluation, on all ranks."""
         self.watch.beat("evaluate")
-        fault_point("evaluate", step=step)
-        votes = poll(self._votes(), world_size=self.job.ranks.world_size)
+        failpoint("evaluate", step=step)
+        votes = all_reduce_flags(self._votes(), world_size=self.job.ranks.world_size)
         if votes.written:  # a checkpoint is not to wait for the end of an evaluation
             self.saving.finish(step)
         if votes.stop:

@@ -15,13 +15,13 @@ from txl_dist.data.loader.corpora import lacks_eval_split, open_corpora
 from txl_dist.data.loader.corpus import Corpus, Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.distributed.collectives import Ranks, uses_gpu
+from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, has_projections
 from txl_dist.model.kernels.launch import mismatch, obstacle
 from txl_dist.train.report.loggers import check_sinks
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
 """Muennighoff et al. 2023 ("Scaling Data-Constrained Language Models", arXiv 2305.16264): text that is read 4 times is
@@ -33,7 +33,7 @@ LARGE_MODEL = 10
 arXiv 1901.02860); beyond that it needed stronger regularization (Penn Treebank: 24 million for 0.9 million)."""
 
 
-def check_job(config: Config, *, ranks: Ranks) -> Job:
+def check_job(config: Config, *, ranks: RankInfo) -> RunContext:
     """The job that these ranks are to do. Raises TxlError where its settings, the hardware, the number of ranks and the
     corpora do not go together."""
     check_config(config)
@@ -59,10 +59,10 @@ def check_job(config: Config, *, ranks: Ranks) -> Job:
                 f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
-    return Job(config, plan, ranks, corpora)
+    return RunContext(config, plan, ranks, corpora)
 
 
-def check_jobs(config: Config, *, ranks: Ranks) -> list[tuple[range, Job]]:
+def check_jobs(config: Config, *, ranks: RankInfo) -> list[tuple[range, RunContext]]:
     """(steps, job) of every stage. Raises TxlError as `check_job`."""
     check_stages(config)
     return [(steps, check_job(stage, ranks=ranks)) for steps, stage in each_stage(config)]
@@ -216,7 +216,7 @@ def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank:
     ]
 
 
-def describe_batch(job: Job) -> Iterator[str]:
+def describe_batch(job: RunContext) -> Iterator[str]:
     """Lines for the log at the start of a run."""
     config, plan, vocab_size = job.config, job.plan, job.vocab_size
     train, engine = config.train, config.engine
@@ -249,7 +249,7 @@ def _attention(config: Config) -> str:
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
 
 
-def describe_data(job: Job, stream: StreamState, *, step: int = 0) -> Iterator[str]:
+def describe_data(job: RunContext, stream: StreamState, *, step: int = 0) -> Iterator[str]:
     """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
     last_step = end_of_stage(job.config, step)
     end = stream.advanced((last_step - step) * job.config.train.segment_len)

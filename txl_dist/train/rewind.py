@@ -8,10 +8,10 @@ from txl_dist.artifacts import SETTINGS, list_checkpoints, step_of
 from txl_dist.config.load import load_config
 from txl_dist.config.phases import at_step
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.distributed.collectives import on_first
+from txl_dist.distributed.collectives import run_on_rank0
 from txl_dist.train.checkpoint.read import problems_together
 from txl_dist.train.checkpoint.validate import SavedState, read_state
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.state import RunContext, TrainState
 
 
 class Rewind(NamedTuple):
@@ -22,23 +22,25 @@ class Rewind(NamedTuple):
     """That of the checkpoint, past the text that is left out."""
 
 
-def find_rewind(job: Job, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]) -> Rewind | None:
+def find_rewind(job: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]) -> Rewind | None:
     """To the newest whole checkpoint from before the step `first_bad`, leaving out what has been read since that step;
     None if there is none. All ranks call it. `began`: step and stream that this process began with."""
-    before = on_first(lambda: [path for path in list_checkpoints(job.run_dir) if step_of(path) < first_bad])
+    before = run_on_rank0(lambda: [path for path in list_checkpoints(job.run_dir) if step_of(path) < first_bad])
     whole = (path for path in reversed(before) if not problems_together(path, job.ranks))
     target = next(whole, None)
     if target is None:
         return None
-    saved = on_first(lambda: read_state(target))
-    base = on_first(lambda: stream_of(saved, job, began=began, now=state.stream))
+    saved = run_on_rank0(lambda: read_state(target))
+    base = run_on_rank0(lambda: stream_of(saved, job, began=began, now=state.stream))
     if base is None:
         return None
     begin = base.advanced((first_bad - 1 - saved.step) * job.config.train.segment_len)
     return Rewind(saved, base.skipping(begin, state.stream))
 
 
-def stream_of(saved: SavedState, job: Job, *, began: tuple[int, StreamState], now: StreamState) -> StreamState | None:
+def stream_of(
+    saved: SavedState, job: RunContext, *, began: tuple[int, StreamState], now: StreamState
+) -> StreamState | None:
     """The stream of a checkpoint to rewind to, leaving out what earlier rewinds did; None if its lanes were others.
 
     Raises CheckpointError.

@@ -20,15 +20,15 @@ from txl_dist.artifacts import (
     RECORDS,
     SETTINGS,
     STOP,
-    Kind,
-    kind_of,
+    ArtifactKind,
+    detect_artifact,
     list_checkpoints,
     require,
 )
 from txl_dist.config.load import Config, config_changes, config_to_toml, load_config
 from txl_dist.config.phases import whole
-from txl_dist.errors import ConfigError, explained
-from txl_dist.io.files import free_name, open_regular, parse_object, read_text, replace_file
+from txl_dist.errors import ConfigError, translate_errors
+from txl_dist.io.files import atomic_replace, open_regular, parse_object, read_text, unique_path
 from txl_dist.io.hub import local_model
 from txl_dist.io.manifest import problems_of
 
@@ -38,27 +38,39 @@ def require_corpora(settings: Config) -> None:
     its = "Its own corpus is the data.path in {path}/config.toml."
     init = "Begin with its weights by --init {path}, and name a corpus with --data.path."
     for path in settings.data.paths:
-        require(path, Kind.CORPUS, what="data.path", remedies={Kind.RUN: its, Kind.CHECKPOINT: its, Kind.BUNDLE: init})
+        require(
+            path,
+            ArtifactKind.CORPUS,
+            what="data.path",
+            remedies={ArtifactKind.RUN: its, ArtifactKind.CHECKPOINT: its, ArtifactKind.BUNDLE: init},
+        )
 
 
 def check_paths(settings: Config, *, resume: str) -> None:
     """Raises ConfigError if a path of a run is something else than its setting takes."""
     require_corpora(settings)
     run_dir = settings.run.dir
-    if kind_of(run_dir) not in (Kind.RUN, Kind.NOTHING):
+    if detect_artifact(run_dir) not in (ArtifactKind.RUN, ArtifactKind.NOTHING):
         another = "Choose another --run.dir."
-        instead = dict.fromkeys(Kind, another) | {Kind.CHECKPOINT: f"{another} A run is the folder above checkpoints/."}
-        require(run_dir, Kind.RUN, what="run.dir", remedies=instead)
+        instead = dict.fromkeys(ArtifactKind, another) | {
+            ArtifactKind.CHECKPOINT: f"{another} A run is the folder above checkpoints/."
+        }
+        require(run_dir, ArtifactKind.RUN, what="run.dir", remedies=instead)
     if settings.run.init and not list_checkpoints(Path(run_dir)):  # a run that goes on does not need it any more
         export = "Make one of it with `txl export {path} BUNDLE`."
         corpus = "Give the corpus with --data.path."
-        instead = {Kind.RUN: export, Kind.CHECKPOINT: export, Kind.CORPUS: corpus}
-        require(local_model(settings.run.init), Kind.BUNDLE, what="--init", remedies=instead)
+        instead = {ArtifactKind.RUN: export, ArtifactKind.CHECKPOINT: export, ArtifactKind.CORPUS: corpus}
+        require(local_model(settings.run.init), ArtifactKind.BUNDLE, what="--init", remedies=instead)
     if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # whether it is there, rank 0 says for all
         checkpoints = list_checkpoints(Path(resume))
         name = f"Name a checkpoint of it: {checkpoints[-1]}." if checkpoints else "It has no checkpoint."
         begin = "Begin a run with its weights by --init {path}."
-        require(resume, Kind.CHECKPOINT, what="--resume", remedies={Kind.RUN: name, Kind.BUNDLE: begin})
+        require(
+            resume,
+            ArtifactKind.CHECKPOINT,
+            what="--resume",
+            remedies={ArtifactKind.RUN: name, ArtifactKind.BUNDLE: begin},
+        )
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
@@ -74,7 +86,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
         elif (
             run_dir.is_dir()
-            and kind_of(run_dir) is not Kind.RUN
+            and detect_artifact(run_dir) is not ArtifactKind.RUN
             and not all(_is_early(one.name) for one in run_dir.iterdir())
         ):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
@@ -125,7 +137,7 @@ def open_run_dir(run_dir: Path, config: Config) -> None:
     """
     with _using(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(run_dir / SETTINGS, config_to_toml(whole(config)).encode())
+        atomic_replace(run_dir / SETTINGS, config_to_toml(whole(config)).encode())
         (run_dir / DONE).unlink(missing_ok=True)
     for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -166,13 +178,13 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
     return losses
 
 
-def set_aside(run_dir: Path, *, newer_than: Path, word: str) -> None:
+def quarantine(run_dir: Path, *, newer_than: Path, word: str) -> None:
     """Rename newer checkpoints, damaged or left behind by a rewind: no place to resume, but kept for people. Rank 0."""
     for path in sorted((run_dir / CHECKPOINTS).glob("step_*")):
         if path.name > newer_than.name and CHECKPOINT_NAME.fullmatch(path.name):
-            path.rename(free_name(path, word))
+            path.rename(unique_path(path, word))
 
 
 def _using(run_dir: Path) -> AbstractContextManager[None]:
     remedy = "Mend its permissions or choose another --run.dir."
-    return explained(ConfigError, f"cannot use the run directory {run_dir}", remedy)
+    return translate_errors(ConfigError, f"cannot use the run directory {run_dir}", remedy)

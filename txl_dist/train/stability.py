@@ -132,7 +132,7 @@ def after_rewind(health: Health, *, to: Health) -> Health:
     return replace(to, num_spikes=health.num_spikes, rewinds=health.rewinds + 1)
 
 
-def wants_rewind(health: Health, guard: GuardSection) -> bool:
+def should_rewind(health: Health, guard: GuardSection) -> bool:
     """Whether the last step made as many spikes in a row as a rewind takes."""
     return guard.on_spike == "rewind" and health.spikes_in_row == guard.spike_patience
 
@@ -149,7 +149,7 @@ def reason_to_stop(health: Health, guard: GuardSection) -> str:
             f"the loss or the gradient was not finite in {len(health.recent_skips)} of the last 1,000 steps "
             f"(guard.max_skipped_per_1000={guard.max_skipped_per_1000})"
         )
-    if wants_rewind(health, guard) and health.rewinds >= guard.max_rewinds:
+    if should_rewind(health, guard) and health.rewinds >= guard.max_rewinds:
         return (
             f"loss or gradient norm rose out of the ordinary again after {health.rewinds} rewinds "
             f"(guard.max_rewinds={guard.max_rewinds})"

@@ -20,9 +20,16 @@ from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import loaded_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
-from txl_dist.distributed.collectives import Ranks, barrier, gather_objects, joined_ranks, on_first, together
-from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, of_all
-from txl_dist.io.files import replace_file
+from txl_dist.distributed.collectives import (
+    RankInfo,
+    barrier,
+    distributed_context,
+    gather_objects,
+    run_on_all_ranks,
+    run_on_rank0,
+)
+from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, raised_everywhere
+from txl_dist.io.files import atomic_replace
 from txl_dist.model.flops import count_parameters
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
@@ -31,7 +38,7 @@ from txl_dist.train.checkpoint.validate import read_state
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
-from txl_dist.train.loop import Run, Start
+from txl_dist.train.loop import Start, TrainingRun
 from txl_dist.train.monitoring.preemption import StopRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 from txl_dist.train.monitoring.watch import Watch
@@ -47,8 +54,8 @@ from txl_dist.train.preflight import (
     remarks_on_size,
 )
 from txl_dist.train.report.profile import StepProfile
-from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, set_aside
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, quarantine
+from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.warm_start import initial_weights
 
 
@@ -86,17 +93,17 @@ def pretrain(
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
         ranks = stack.enter_context(
-            joined_ranks(timeout_s=config.engine.start_timeout_s, num_threads=config.engine.num_threads)
+            distributed_context(timeout_s=config.engine.start_timeout_s, num_threads=config.engine.num_threads)
         )
         start_logging(rank=ranks.rank)
         stops = StopRequests(
-            stop_file=run_dir / STOP if ranks.is_first else None, max_time_s=max_time_s if ranks.is_first else 0.0
+            stop_file=run_dir / STOP if ranks.is_rank0 else None, max_time_s=max_time_s if ranks.is_rank0 else 0.0
         )
         stack.callback(stops.close)
         watchdog = Watchdog(ranks, limit_s=config.engine.start_timeout_s)
         stack.callback(watchdog.close)
         try:
-            traced = StepProfile(profile if ranks.is_first else range(0), folder=run_dir / PROFILE)
+            traced = StepProfile(profile if ranks.is_rank0 else range(0), folder=run_dir / PROFILE)
             return _train(config, stack, ranks, stops, watchdog, traced, called, resume=resume)
         except TxlError as error:
             note_in_file(f"the run ends: {error}")
@@ -117,7 +124,7 @@ def pretrain(
 def _train(
     config: Config,
     stack: ExitStack,
-    ranks: Ranks,
+    ranks: RankInfo,
     stops: StopRequests,
     watchdog: Watchdog,
     profile: StepProfile,
@@ -128,21 +135,21 @@ def _train(
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
-    jobs = together(lambda: check_jobs(config, ranks=ranks))
-    on_first(lambda: check_run_dir(run_dir, config))
+    jobs = run_on_all_ranks(lambda: check_jobs(config, ranks=ranks))
+    run_on_rank0(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        on_first(lambda: _check_fits(jobs))
+        run_on_rank0(lambda: _check_fits(jobs))
     stack.callback(_remove_if_empty, run_dir)
-    lock = together(lambda: RunLock.acquire(run_dir) if ranks.is_first else None)
+    lock = run_on_all_ranks(lambda: RunLock.acquire(run_dir) if ranks.is_rank0 else None)
     if lock is not None:
         stack.callback(lock.release)
-    nonce = on_first(lambda: lock.nonce if lock is not None else "")
+    nonce = run_on_rank0(lambda: lock.nonce if lock is not None else "")
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     while True:
         job, start, engine = _begin(jobs, watch, resume=resume)
         with _closing(engine, ranks):
-            run = Run(job, start, engine, watch, profile, callbacks)
+            run = TrainingRun(job, start, engine, watch, profile, callbacks)
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
@@ -171,7 +178,7 @@ def _train(
 
 
 @contextmanager
-def _closing(engine: Engine, ranks: Ranks) -> Iterator[None]:
+def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
     """Close the engine at the end of the block, also after an error; not on a GPU after one of this rank alone, where
     the device may wait for ranks that are gone, and closing for the device."""
     try:
@@ -184,21 +191,21 @@ def _closing(engine: Engine, ranks: Ranks) -> Iterator[None]:
     engine.close()
 
 
-def _begin(jobs: list[tuple[range, Job]], watch: Watch, *, resume: str) -> tuple[Job, Start, Engine]:
+def _begin(jobs: list[tuple[range, RunContext]], watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
     """Return (the job of the stage in which the run continues; how it starts there; an engine for it)."""
     _, last = jobs[-1]
     run_dir, ranks = last.run_dir, last.ranks
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
-    step = on_first(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
+    step = run_on_rank0(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
     job = next((job for steps, job in jobs if step < steps.stop), last)
     config = job.config
-    start = on_first(lambda: _check_run(job, checkpoint, chosen_because))
+    start = run_on_rank0(lambda: _check_run(job, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
     for corpus in job.corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
     begins_with = config.run.init and checkpoint is None
-    weights = together(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
-    on_first(lambda: _open_run(job, start))
+    weights = run_on_all_ranks(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
+    run_on_rank0(lambda: _open_run(job, start))
     watch.watchdog.write_stacks_to(run_dir / STACKS)
     for line in (*describe_batch(job), *describe_data(job, start.stream, step=start.step)):
         logger.info(line)
@@ -231,7 +238,7 @@ def _check_plugins() -> None:
                 ", ".join(f"{one.name} {one.version} ({one.sha256[:12]})".replace("  ", " ") for one in each) or "none"
                 for each in (gathered[0], plugins)
             )
-            raise of_all(
+            raise raised_everywhere(
                 ConfigError(
                     f"plugins differ between ranks: rank 0 has {here}, rank {rank} has {there}. Install the same "
                     "version on every node."
@@ -239,13 +246,13 @@ def _check_plugins() -> None:
             )
 
 
-def _check_fits(jobs: list[tuple[range, Job]]) -> None:
+def _check_fits(jobs: list[tuple[range, RunContext]]) -> None:
     """Raises ConfigError, as `check_fits`, for the first stage that does not fit."""
     for _, job in jobs:
         check_fits(job.config, plan=job.plan, vocab_size=job.vocab_size, device=job.ranks.device)
 
 
-def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> Start:
+def _check_run(job: RunContext, checkpoint: Path | None, chosen_because: list[str]) -> Start:
     """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
     config, warnings = job.config, []
     for split in (*job.corpora.train, *job.corpora.eval):
@@ -273,29 +280,29 @@ def _check_run(job: Job, checkpoint: Path | None, chosen_because: list[str]) -> 
     return Start(saved, stream, tokenizer_json, evaluated_losses(job.run_dir, up_to=step), warnings)
 
 
-def _open_run(job: Job, start: Start) -> None:
+def _open_run(job: RunContext, start: Start) -> None:
     """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
     run_dir, checkpoint = job.run_dir, start.saved.folder if start.saved else None
     open_run_dir(run_dir, job.config)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Those that were passed over: they are not to count among the ones that are kept.
-        set_aside(run_dir, newer_than=checkpoint, word="damaged")
+        quarantine(run_dir, newer_than=checkpoint, word="damaged")
     start_logging(rank=0, file=run_dir / LOG)
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
     for sentence in start.warnings:
         logger.warning(sentence)
 
 
-def _leave(job: Job, state: TrainState, watch: Watch, result: RunResult) -> None:
+def _leave(job: RunContext, state: TrainState, watch: Watch, result: RunResult) -> None:
     """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
     stopped = result.ended == "stopped"
     if stopped:
         warn_for_all("stopped at step %d by %s; the same command goes on", state.step, result.reason)
-    if job.ranks.is_first:
+    if job.ranks.is_rank0:
         try:
             watch.stops.clear()
             if not stopped:
-                replace_file(job.run_dir / DONE, f"{state.step}\n".encode())
+                atomic_replace(job.run_dir / DONE, f"{state.step}\n".encode())
         except OSError as error:
             warn_for_all("the state is saved, but %s cannot be written: %s", job.run_dir, error.strerror)
         if not stopped:

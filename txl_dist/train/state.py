@@ -1,4 +1,4 @@
-"""What a run is: a `Job`, which stays the same while it goes on, and a `TrainState`, which each step makes anew.
+"""What a run is: a `RunContext`, which stays the same while it goes on, and a `TrainState`, which each step makes anew.
 
 All that follows from the settings alone is derived once, for the job, and handed on with it.
 """
@@ -13,19 +13,19 @@ from txl_dist.config.load import BatchPlan, Config
 from txl_dist.data.loader.corpora import Corpora
 from txl_dist.data.loader.lanes import lanes_of_rank
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.memory import Memory
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.train.stability import Health
 
 
 @dataclass(frozen=True)
-class Job:
+class RunContext:
     """What stays the same while a run goes on."""
 
     config: Config
     plan: BatchPlan
-    ranks: Ranks
+    ranks: RankInfo
     corpora: Corpora
     """With what is trained on, what is evaluated, and where the lanes of a new run begin."""
 

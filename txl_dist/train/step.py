@@ -1,8 +1,8 @@
 """One training step of this rank, up to its update: its micro-batches, and the decision that all ranks take together.
 
-Nothing in a step waits for the device but that decision (`decide`): one small reduction tells every rank whether loss
-and gradient are finite everywhere, whether anybody was asked to stop, and whether a checkpoint is written. A step that
-is not finite is skipped by all: weights, moments and memories stay as they were, the text is passed over.
+Nothing in a step waits for the device but that decision (`reduce_step`): one small reduction tells every rank whether
+loss and gradient are finite everywhere, whether anybody was asked to stop, and whether a checkpoint is written. All
+ranks skip a step that is not finite: weights, moments and memories stay as they were, its text is passed over.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from txl_dist.distributed.collectives import Votes, all_reduce_sum, waiting
-from txl_dist.fault_injection import fault_point
+from txl_dist.distributed.collectives import StepFlags, all_reduce_sum, waiting
+from txl_dist.fault_injection import failpoint
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import StepInput, to_device
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.monitoring.stragglers import StepClock
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 
-class Decision(NamedTuple):
+class StepResult(NamedTuple):
     """What all ranks know after a step; the same on each."""
 
     loss: float
     """Mean over the tokens of all ranks, in nats."""
     grad_norm: float
     """Before clipping; infinite if the step is to be skipped."""
-    votes: Votes
-    own_loss: float
+    votes: StepFlags
+    local_loss: float
     """Mean over the tokens of this rank, the one field that is not the same on all."""
 
 
 class Stepper:
     """Makes steps; holds nothing that changes but the engine."""
 
-    def __init__(self, engine: Engine, job: Job, clock: StepClock) -> None:
+    def __init__(self, engine: Engine, job: RunContext, clock: StepClock) -> None:
         """`clock` began before the data of a step were asked for."""
         self._engine, self._job, self._clock = engine, job, clock
 
     def __call__(
-        self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: Votes
-    ) -> tuple[tuple[Memory, ...], Decision]:
+        self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags
+    ) -> tuple[tuple[Memory, ...], StepResult]:
         """Make step number `step`, counted from 1, but for its update. `votes` are this rank's.
 
         Returns (the memories after it, or those given if it is skipped; what was decided).
         """
-        fault = fault_point("step", step=step)
+        fault = failpoint("step", step=step)
         if fault == "flip":
             _flip_bit(next(iter(self._engine.named_values()))[1])
-        self._clock.is_prepared()
+        self._clock.mark_prepared()
         job = self._job
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
@@ -64,7 +64,7 @@ class Stepper:
             torch.manual_seed(derive_seed(job.config.run.seed, "dropout", step - 1, first_lane))
             batch = to_device(batch, job.ranks.device)
             if index == 0:
-                self._clock.forward_begins()
+                self._clock.start_forward()
             with record_function("forward"):
                 loss, memory = self._engine.forward(batch, _struck(memory, fault), normalizer=normalizer)
             if index == 0:
@@ -76,7 +76,7 @@ class Stepper:
             after.append(memory)
         with record_function("exchange"):
             grad_norm = self._engine.grad_norm()
-        decision = decide(
+        decision = reduce_step(
             torch.stack(losses).mean(),
             grad_norm,
             skip=fault == "skip",
@@ -97,7 +97,7 @@ class Stepper:
         return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
 
 
-def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_size: int) -> Decision:
+def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags, world_size: int) -> StepResult:
     """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
     with waiting():  # on a GPU for what was issued before, and the others with it
         own = loss.double()
@@ -107,11 +107,11 @@ def decide(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: Votes, world_s
         known = torch.cat([all_reduce_sum(sums), torch.stack([grad_norm.double(), own])])
         total, bad, skips, stops, writtens, saves, norm, own_loss = known.tolist()
     is_sound = not bad and not skips
-    return Decision(
+    return StepResult(
         loss=total / world_size,
         grad_norm=norm if is_sound and math.isfinite(norm) else math.inf,
-        votes=Votes(stop=stops > 0, written=writtens == world_size, save=saves > 0),
-        own_loss=own_loss,
+        votes=StepFlags(stop=stops > 0, written=writtens == world_size, save=saves > 0),
+        local_loss=own_loss,
     )
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from txl_dist import plugins
 from txl_dist.config.schema import ModelSection
-from txl_dist.model.attention import Distances
+from txl_dist.model.attention import RelativeEncodings
 
 
 class LinearDistances(nn.Module):
@@ -18,7 +18,7 @@ class LinearDistances(nn.Module):
         # A buffer that follows from the settings: a checkpoint does not hold it.
         self.register_buffer("slope_N", 2 ** (-8 * head_N / model.num_heads), persistent=False)
 
-    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
         """Return the distances K-1 ... 0."""
         slope_N = self.slope_N
         assert isinstance(slope_N, Tensor)
@@ -26,7 +26,7 @@ class LinearDistances(nn.Module):
         # Scores are divided by the square root of the head's width; ALiBi adds its numbers after that.
         bias_KN = -distance_K[:, None] * slope_N.float() * self.head_width**0.5
         key_KNH = torch.zeros(num_distances, len(slope_N), self.head_width, device=slope_N.device)
-        return Distances(key_KNH.to(slope_N.dtype), bias_KN.to(slope_N.dtype))
+        return RelativeEncodings(key_KNH.to(slope_N.dtype), bias_KN.to(slope_N.dtype))
 
 
 plugins.register_positions("alibi", LinearDistances)

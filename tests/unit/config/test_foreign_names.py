@@ -14,7 +14,7 @@ from txl_dist.cli.tyro_events import list_arguments
 from txl_dist.config.foreign_names import COMMANDS, COUNTERPARTS, SECTIONS, find_counterpart
 from txl_dist.config.load import Config, choices_of, setting_names
 from txl_dist.errors import ConfigError
-from txl_dist.inference.options import Writing
+from txl_dist.inference.options import SamplingParams
 
 OWN_READERS = {"train": TrainArguments, "plan": PlanArguments, "sweep": SweepArguments}
 """Commands that read their words themselves, and the class of their flags."""
@@ -264,7 +264,7 @@ def test_no_command_of_others_is_one_of_ours() -> None:
 
 def test_settings_of_generation_in_a_program_are_answered_too() -> None:
     with pytest.raises(ConfigError, match=r"'max_new_tokens'\. Did you mean max_tokens\?"):
-        Writing.of({"max_new_tokens": 3})
+        SamplingParams.of({"max_new_tokens": 3})
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from txl_dist.data.prepare.sources import TEXT_SOURCES
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.inference.bundle import Package, load_bundle, write_bundle
 from txl_dist.inference.probe import probe_of
-from txl_dist.model.attention import Distances
+from txl_dist.model.attention import RelativeEncodings
 from txl_dist.model.block import Block
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tokenizers.base import END_OF_TEXT, SpelledTokenizer
@@ -222,10 +222,10 @@ class Sloped(nn.Module):
         self.inner.register_buffer("scale", torch.tensor(0.5), persistent=False)
         self.weight = nn.Parameter(torch.empty(model.num_heads, model.head_width))
 
-    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> Distances:
+    def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
         distance_K = torch.arange(num_distances - 1, -1, -1, device=self.slope_N.device)
         bias_KN = (distance_K[:, None] * self.slope_N * self.inner.scale).to(self.weight.dtype)
-        return Distances(self.weight.expand(num_distances, -1, -1), bias_KN)
+        return RelativeEncodings(self.weight.expand(num_distances, -1, -1), bias_KN)
 
 
 def package_with(section: ModelSection) -> Package:

@@ -12,7 +12,7 @@ import pytest
 
 import txl_dist
 from txl_dist.cli.main import main
-from txl_dist.console.echo import say, write_text
+from txl_dist.console.echo import echo, write_text
 from txl_dist.console.logging import logger, start_logging
 from txl_dist.errors import escaped
 
@@ -58,7 +58,7 @@ def test_generated_text_is_escaped_on_a_terminal_and_exact_in_a_file(monkeypatch
 def test_a_locale_of_ascii_is_no_reason_to_fail() -> None:
     file = io.BytesIO()
     stream = io.TextIOWrapper(file, encoding="ascii")
-    say("caf\u00e9", to=stream, flush=True)
+    echo("caf\u00e9", to=stream, flush=True)
     assert file.getvalue() == b"caf\\xe9\n"
 
 

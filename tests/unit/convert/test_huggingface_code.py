@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.helpers.bundles import MEMORY_LEN, SEGMENT_LEN, make
 from tests.helpers.models import VARIANTS
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.convert.huggingface_export import export_huggingface_code
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import load_bundle
@@ -262,7 +262,7 @@ def test_a_process_without_txl_dist_loads_generates_and_saves_it(taken: Taken, t
 
 @pytest.mark.slow
 def test_the_folder_is_whole_and_replaces_only_its_own_kind(taken: Taken, tmp_path: Path) -> None:
-    assert kind_of(taken.folder) is Kind.HUGGINGFACE_CODE
+    assert detect_artifact(taken.folder) is ArtifactKind.HUGGINGFACE_CODE
     assert problems_of(taken.folder) == []
     export_huggingface_code(taken.folder, taken.lm.bundle)
     (tmp_path / "mine").mkdir()

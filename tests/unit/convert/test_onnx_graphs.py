@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 
 from tests.helpers.bundles import SEGMENT_LEN, make
 from tests.helpers.models import VARIANTS
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.convert.onnx_graphs import TOLERANCE, export_onnx
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import load_bundle
@@ -88,7 +88,7 @@ def test_onnx_runtime_alone_scores_and_generates_as_the_bundle(name: str, tmp_pa
     pytest.importorskip("onnxruntime")
     lm = LanguageModel(load_bundle(make(tmp_path / "made", **SOME[name]).bundle))
     assert export_onnx(tmp_path / "graphs", lm.bundle) <= TOLERANCE
-    assert kind_of(tmp_path / "graphs") is Kind.ONNX
+    assert detect_artifact(tmp_path / "graphs") is ArtifactKind.ONNX
     assert problems_of(tmp_path / "graphs") == []
     assert ModelCard.load(tmp_path / "graphs" / "README.md").data.pipeline_tag == "text-generation"
     (tmp_path / "mine").mkdir()

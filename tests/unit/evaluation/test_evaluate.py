@@ -27,7 +27,7 @@ from txl_dist.evaluation.options import Outputs, Overrides
 from txl_dist.evaluation.scoring import Scores
 from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.inference.probe import log_probabilities
-from txl_dist.model.memory import attended, empty_memory, visible_keys
+from txl_dist.model.memory import attended, build_mask, empty_memory
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.report.pictures import sweep
 
@@ -246,11 +246,9 @@ def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() 
     zeros = attended(empty)
     assert torch.equal(torch.stack(zeros.hidden), torch.zeros(2, 3, 4, 5))
     document_BT = torch.zeros(3, 2, dtype=torch.int64)
-    assert not visible_keys(empty, document_BT).mask()[:, :, :4].any()
-    assert visible_keys(zeros, document_BT).mask()[:, :, :4].all()
-    assert torch.equal(
-        visible_keys(zeros, document_BT).mask()[:, :, 4:], visible_keys(empty, document_BT).mask()[:, :, 4:]
-    )
+    assert not build_mask(empty, document_BT).mask()[:, :, :4].any()
+    assert build_mask(zeros, document_BT).mask()[:, :, :4].all()
+    assert torch.equal(build_mask(zeros, document_BT).mask()[:, :, 4:], build_mask(empty, document_BT).mask()[:, :, 4:])
 
 
 def test_several_memories_are_one_table_of_what_each_alone_would_give(made: Made) -> None:

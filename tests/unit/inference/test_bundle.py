@@ -201,7 +201,7 @@ def test_int8_is_for_bundles_and_the_export_says_its_size(
     assert main(command) == 0
     said = capsys.readouterr().out
     num_bytes = (tmp_path / "out" / "model.safetensors").stat().st_size
-    assert f"weights {tables.size(num_bytes)} in int8, 0." in said
+    assert f"weights {tables.format_bytes(num_bytes)} in int8, 0." in said
 
 
 def test_a_bundle_that_does_not_reproduce_its_probe_is_not_exported(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from tests.helpers.bundles import make
 from tests.helpers.made_runs import HOSTILE
-from txl_dist.artifacts import Kind
+from txl_dist.artifacts import ArtifactKind
 from txl_dist.cli.main import main
 from txl_dist.config.schema import ModelSection
 from txl_dist.errors import CheckpointError, ConfigError
@@ -23,7 +23,7 @@ from txl_dist.inference.card import LICENSES, Card, Model, Sample, Score, Stated
 from txl_dist.io.manifest import problems_of, write_manifest
 
 GOLDEN = Path(__file__).parents[2] / "golden/checkpoint_v2/step_000000016"
-KINDS = (Kind.BUNDLE, Kind.HUGGINGFACE, Kind.HUGGINGFACE_CODE, Kind.ONNX)
+KINDS = (ArtifactKind.BUNDLE, ArtifactKind.HUGGINGFACE, ArtifactKind.HUGGINGFACE_CODE, ArtifactKind.ONNX)
 SCORE = Score(corpus="wiki", split="valid", loss=3.5, ppl=33.1, bits_per_byte=1.25, tokens=1234, segment_len=32,
               memory_len=64, num_lanes=8)  # fmt: skip
 TEXTS = (
@@ -48,7 +48,7 @@ def metadata(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_empty_card_says_not_stated_and_guesses_nothing(kind: Kind) -> None:
+def test_an_empty_card_says_not_stated_and_guesses_nothing(kind: ArtifactKind) -> None:
     text = readme(made(Card(), tokenizer=None, num_parameters=None, num_bytes=None), kind)
     block = metadata(text)
     assert not {"license", "license_name", "base_model", "model-index", "language", "datasets"} & block.keys()
@@ -61,7 +61,7 @@ def test_an_empty_card_says_not_stated_and_guesses_nothing(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
-def test_any_text_in_any_place_leaves_a_card_that_the_hub_reads(kind: Kind, text: str) -> None:
+def test_any_text_in_any_place_leaves_a_card_that_the_hub_reads(kind: ArtifactKind, text: str) -> None:
     score = SCORE.model_copy(update={"corpus": text, "split": text})
     card = Card(name=text, license=text, author=text, data_license=text, corpora=(text, "b"), began_with=text,
                 commit=text, tokens_seen=5, scores=(score,),
@@ -145,7 +145,7 @@ def test_an_unknown_license_is_said_with_the_one_that_was_meant() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_table_of_a_card_has_a_head_and_no_empty_cell(kind: Kind) -> None:
+def test_every_table_of_a_card_has_a_head_and_no_empty_cell(kind: ArtifactKind) -> None:
     """Markdown shows the missing head of a table as an empty row."""
     lines = readme(made(Card(scores=(SCORE.model_copy(update={"split": ""}),))), kind).splitlines()
     rows = [line.strip("|").split("|") for line in lines if line.startswith("|")]
@@ -155,13 +155,13 @@ def test_every_table_of_a_card_has_a_head_and_no_empty_cell(kind: Kind) -> None:
 
 def test_a_fence_is_longer_than_any_in_the_sample() -> None:
     sample = Sample(prompt="", text="a\n````\nb", how="so")
-    assert "`````text\na\n````\nb\n`````" in readme(made(Card(sample=sample)), Kind.BUNDLE)
+    assert "`````text\na\n````\nb\n`````" in readme(made(Card(sample=sample)), ArtifactKind.BUNDLE)
 
 
 @pytest.mark.parametrize(("kind", "flag"), [("bpe", '--prompt "The "'), ("byte", '--prompt "The "'),
                                             ("word", "--tokens 1 2 3"), ("listed", "--tokens 1 2 3")])  # fmt: skip
 def test_commands_on_a_card_ask_in_a_form_that_the_tokenizer_takes(kind: str, flag: str) -> None:
-    assert f"txl generate . {flag} --max-tokens 40" in readme(made(Card(), tokenizer=kind), Kind.BUNDLE)
+    assert f"txl generate . {flag} --max-tokens 40" in readme(made(Card(), tokenizer=kind), ArtifactKind.BUNDLE)
 
 
 def test_a_bundle_loads_whatever_people_do_to_its_readme_and_hubs_leave_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.models import POSITIONS, VARIANTS, VOCAB_SIZE, random_tokens, tiny_model
 from txl_dist.inference import disk_offload as streamed
 from txl_dist.inference import weights
-from txl_dist.inference.disk_offload import StreamedXL
+from txl_dist.inference.disk_offload import DiskOffloadedXL
 from txl_dist.inference.probe import log_probabilities
 
 MEMORY_LEN = 6
@@ -28,7 +28,7 @@ def test_its_scores_are_those_of_the_network_however_small_the_pieces(
 ) -> None:
     model = tiny_model(dtype=dtype, **ALL[name]).eval()
     held = {key: parameter.detach() for key, parameter in model.named_parameters()}
-    network = StreamedXL(model.section, vocab_size=VOCAB_SIZE, weights=held, dtype=dtype)
+    network = DiskOffloadedXL(model.section, vocab_size=VOCAB_SIZE, weights=held, dtype=dtype)
     memory_len = MEMORY_LEN if model.section.scheme.uses_memory else 0
     tokens = random_tokens(2, 14)
     expected = log_probabilities(model, tokens, segment_len=7, memory_len=memory_len)

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.models import generated, random_tokens, tiny_model
 from txl_dist.errors import ConfigError
-from txl_dist.inference.options import Sampling, Writing
+from txl_dist.inference.options import Sampling, SamplingParams
 from txl_dist.inference.probe import log_probabilities
 from txl_dist.inference.sampling import choose, uniform_numbers
 from txl_dist.model.memory import Memory
@@ -110,12 +110,12 @@ def test_generation_follows_from_the_seed() -> None:
 def test_values_out_of_range_are_refused(values: dict[str, Any]) -> None:
     flag = next(iter(values)).replace("_", "-")
     with pytest.raises(ConfigError, match=f"--{flag}"):
-        Writing(**values).check(vocab_size=50)
+        SamplingParams(**values).check(vocab_size=50)
 
 
 def test_a_misspelt_setting_is_refused_with_the_one_that_was_meant() -> None:
     with pytest.raises(ConfigError, match=r"unknown setting 'temperatur'\. Did you mean temperature\?"):
-        Writing.of({"temperatur": 0.5})
+        SamplingParams.of({"temperatur": 0.5})
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

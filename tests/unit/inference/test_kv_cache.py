@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers.models import POSITIONS, RECURRENT, VARIANTS, VOCAB_SIZE, random_tokens, tiny_model
 from tests.helpers.naive_model import NaiveModel
 from txl_dist.errors import ConfigError
-from txl_dist.inference.kv_cache import BLOCK_LEN, FrozenModel, KeyValueRing
+from txl_dist.inference.kv_cache import BLOCK_LEN, FrozenModel, KVCache
 from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -50,13 +50,13 @@ def documents_of(*shape: int, mean_len: int, seed: int = 0) -> Tensor:
 def assert_same(
     model: TransformerXL,
     memory: Memory,
-    ring: KeyValueRing,
+    ring: KVCache,
     *,
     lengths: Sequence[int],
     document_BS: Tensor | None = None,
     tolerance: float,
     seed: int = 0,
-) -> tuple[Memory, KeyValueRing]:
+) -> tuple[Memory, KVCache]:
     """Chunk by chunk the hidden states, losses and log-probabilities of the plain model and of the cached core."""
     frozen, start, num_rows = FrozenModel(model), 0, memory.document_BM.shape[0]
     tokens_BS = random_tokens(num_rows, sum(lengths) + 1, seed=seed)
@@ -205,7 +205,7 @@ def test_rows_are_the_number_by_number_model_however_they_are_cut(name: str, is_
 
 def pasts_of(
     model: TransformerXL, lengths: Sequence[int], *, memory_len: int, is_masked: bool
-) -> Iterator[tuple[Memory, KeyValueRing]]:
+) -> Iterator[tuple[Memory, KVCache]]:
     """Of texts of these lengths, that were read over a memory of `memory_len`: (what the plain model remembers, a ring
     that remembers it in row 1)."""
     for seed, length in enumerate(lengths):

@@ -22,7 +22,7 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import Package
 from txl_dist.inference.generate import Decoder, Request
 from txl_dist.inference.language_model import LanguageModel
-from txl_dist.inference.options import Sampling, Writing
+from txl_dist.inference.options import Sampling, SamplingParams
 from txl_dist.inference.probe import log_probabilities
 from txl_dist.inference.text_memory import TextMemory
 from txl_dist.model.transformer_xl import TransformerXL
@@ -459,7 +459,7 @@ def test_prompts_are_read_one_by_one_as_rows_become_free(lm: LanguageModel) -> N
             read.append(number)
             yield lm.prompt("abc")
 
-    pieces = lm.write(prompts(), Writing(max_tokens=5, batch_size=2))
+    pieces = lm.write(prompts(), SamplingParams(max_tokens=5, batch_size=2))
     next(pieces)
     assert len(read) <= 2
     assert sum(piece.ending is not None for piece in pieces) == 6

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from txl_dist.inference.lm_eval_settings import MOST_NEW_TOKENS, read_generation_settings
-from txl_dist.inference.options import Writing
+from txl_dist.inference.options import SamplingParams
 
 GREEDY = {"temperature": 0.0, "top_k": 0, "max_tokens": MOST_NEW_TOKENS, "stop": ()}
 
@@ -165,7 +165,7 @@ def test_no_installed_task_has_a_setting_that_ends_an_evaluation() -> None:
             continue
         for given in settings_in(yaml.load(text, _Loader)):
             values, unused = read_generation_settings(given)
-            Writing.of(values).check()
+            SamplingParams.of(values).check()
             said |= set(unused)
             count += 1
     assert count > 300

@@ -17,9 +17,17 @@ from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.data.prepare.reindex import reindex_corpus
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.verify.verify import verify_corpus
-from txl_dist.errors import ConfigError, DataError, explained
+from txl_dist.errors import ConfigError, DataError, translate_errors
 from txl_dist.io import files
-from txl_dist.io.files import canonical_hash, hashed_json, inside, parse_json, parse_toml, read_bytes, replace_file
+from txl_dist.io.files import (
+    atomic_replace,
+    canonical_hash,
+    hashed_json,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    resolve_inside,
+)
 from txl_dist.io.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
 from txl_dist.tokenizers.tokenizer import load_tokenizer
 from txl_dist.train.run_dir import open_run_dir
@@ -94,7 +102,7 @@ def test_prepare_writes_through_no_link_where_it_works(tmp_path: Path, victim: P
 
 def test_what_a_crash_left_under_a_temporary_name_blocks_no_write(tmp_path: Path) -> None:
     (tmp_path / "file.tmp").write_bytes(b"half of an older o")
-    replace_file(tmp_path / "file", b"new")
+    atomic_replace(tmp_path / "file", b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"new"}
 
 
@@ -102,10 +110,10 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path, monkeypatc
     def full(_: object) -> None:
         raise OSError("full")
 
-    replace_file(tmp_path / "file", b"old")
-    monkeypatch.setattr(files, "flush_to_disk", full)
+    atomic_replace(tmp_path / "file", b"old")
+    monkeypatch.setattr(files, "fsync", full)
     with pytest.raises(OSError, match="full"):
-        replace_file(tmp_path / "file", b"new")
+        atomic_replace(tmp_path / "file", b"new")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
 
 
@@ -193,13 +201,13 @@ def test_a_name_in_a_manifest_never_leaves_its_folder(tmp_path: Path, victim: Pa
     write_manifest(folder, {name: {"bytes": len(VICTIM), "sha256": files.sha256_of_bytes(VICTIM)}})
     assert any("in this folder" in problem or "out of this folder" in problem for problem in problems_of(folder))
     with pytest.raises(ValueError, match="this folder"):
-        inside(folder, name, nested=True)
+        resolve_inside(folder, name, nested=True)
 
 
 def test_a_link_inside_a_folder_is_a_file_of_it(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"x")
     (tmp_path / "link").symlink_to("real")
-    assert inside(tmp_path, "link").read_bytes() == b"x"
+    assert resolve_inside(tmp_path, "link").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("name", ["../train", "/train", "train\0", "a/b", "..", ".hidden", "x" * 300])
@@ -266,6 +274,6 @@ def test_an_error_is_told_by_what_reason_and_remedy_but_ours_and_defects_pass_as
     error: Exception, told: type[Exception], message: str
 ) -> None:
     known = (OSError, ValueError)
-    with pytest.raises(told) as raised, explained(DataError, "cannot read it", "Look there.", of=known):
+    with pytest.raises(told) as raised, translate_errors(DataError, "cannot read it", "Look there.", of=known):
         raise error
     assert str(raised.value) == message

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.terminal import Terminal
 from txl_dist.launcher.launch import last_word
-from txl_dist.launcher.output_filter import Strainer, pattern_of_chatter
+from txl_dist.launcher.output_filter import LineFilter, pattern_of_chatter
 
 STAMP = "[2026-11-22 13:38:54,148]"
 ROW = "['python', '-u', '-m', 'txl_dist', '--local_rank=1', 'train', 'c.toml']"
@@ -112,7 +112,7 @@ def without_chatter(folder: Path) -> list[str]:
 @pytest.mark.parametrize("line", CHATTER)
 def test_a_line_of_chatter_is_known_in_any_pieces(line: str) -> None:
     for size in (1, 7, 10_000):
-        strainer = Strainer(pattern_of_chatter(wants_hostfile=False))
+        strainer = LineFilter(pattern_of_chatter(wants_hostfile=False))
         text = f"before\n{line}\nbehind\n".encode()
         pieces = [strainer.feed(text[first : first + size]) for first in range(0, len(text), size)]
         assert b"".join(pieces) + strainer.flush() == b"before\nbehind\n"
@@ -120,13 +120,13 @@ def test_a_line_of_chatter_is_known_in_any_pieces(line: str) -> None:
 
 @pytest.mark.parametrize("line", WHAT_MATTERS)
 def test_what_matters_passes_byte_for_byte(line: str) -> None:
-    strainer = Strainer(pattern_of_chatter(wants_hostfile=False))
+    strainer = LineFilter(pattern_of_chatter(wants_hostfile=False))
     assert strainer.feed(f"{line}\n".encode()) == f"{line}\n".encode()
     assert strainer.feed(line.encode()) + strainer.flush() == line.encode()
 
 
 def test_a_line_whose_beginning_was_shown_is_shown_to_its_end() -> None:
-    strainer = Strainer(pattern_of_chatter(wants_hostfile=False))
+    strainer = LineFilter(pattern_of_chatter(wants_hostfile=False))
     begin, end = CHATTER[1][:30].encode(), CHATTER[1][30:].encode()
     assert strainer.feed(begin) + strainer.flush() + strainer.feed(end + b"\n") == begin + end + b"\n"
     assert strainer.feed(CHATTER[1].encode() + b"\n") == b""
@@ -136,7 +136,7 @@ def test_a_line_whose_beginning_was_shown_is_shown_to_its_end() -> None:
 
 def test_a_hostfile_that_somebody_named_and_that_is_missing_is_no_chatter(folder: Path) -> None:
     line = CHATTER[0]
-    assert Strainer(pattern_of_chatter(wants_hostfile=True)).feed(f"{line}\n".encode()).decode() == f"{line}\n"
+    assert LineFilter(pattern_of_chatter(wants_hostfile=True)).feed(f"{line}\n".encode()).decode() == f"{line}\n"
     assert line in launch(folder, "--hostfile=hosts", code=0).stdout
     assert line not in launch(folder, code=0).stdout
 

@@ -13,7 +13,7 @@ from tests.helpers.models import POSITIONS, VOCAB_SIZE, random_tokens, tiny_mode
 from txl_dist.config.schema import ModelSection
 from txl_dist.errors import ConfigError
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
-from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, Table
+from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, ClusterTable
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.vocabulary_clusters import ClusterRows, partition_by_cluster
 
@@ -77,8 +77,8 @@ def test_a_tail_that_cannot_win_is_not_looked_into(monkeypatch: pytest.MonkeyPat
     with torch.no_grad():
         softmax.cluster_bias[:] = -50.0
     sizes = []
-    logits = Table.logits
-    monkeypatch.setattr(Table, "logits", lambda table, rows: sizes.append(len(rows)) or logits(table, rows))
+    logits = ClusterTable.logits
+    monkeypatch.setattr(ClusterTable, "logits", lambda table, rows: sizes.append(len(rows)) or logits(table, rows))
     softmax.hits(hidden_BTD, targets_BT)
     assert sizes == [14]
 

@@ -13,7 +13,7 @@ from tests.helpers.models import POSITIONS, tiny_section
 from tests.helpers.naive import learned_score, naive_attention, plain_score, relative_score
 from txl_dist.model.attention import Attention, _joint, joint_linear
 from txl_dist.model.block import Block, ResidualMix
-from txl_dist.model.memory import EMPTY, Memory, Visibility, visible_keys
+from txl_dist.model.memory import EMPTY, AttentionMask, Memory, build_mask
 from txl_dist.model.positions import attention_biases, build_attention, distance_encoding
 from txl_dist.model.relative_attention import Terms, relative_attention
 
@@ -48,9 +48,9 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: Any = "off") -> Visibility:
+def visibility(memory: list[list[int]], documents: list[list[int]], *, same_length: Any = "off") -> AttentionMask:
     document_BM = torch.tensor(memory, dtype=torch.int64)
-    return visible_keys(
+    return build_mask(
         Memory((torch.zeros(*document_BM.shape, D),), document_BM), torch.tensor(documents), same_length=same_length
     )
 
@@ -72,7 +72,7 @@ def naive_contexts(case: dict[str, Any], query: Tensor, key: Tensor, value: Tens
     return torch.tensor(contexts, dtype=torch.float64)
 
 
-def drawn_inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Visibility]:
+def drawn_inputs(case: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, AttentionMask]:
     """(query_BTNH, key_BKNH, value_BKNH, visible)."""
     memory, documents = case["memory"], case["documents"]
     T, K = len(documents[0]), len(memory[0]) + len(documents[0])
@@ -254,4 +254,4 @@ def test_queries_keys_and_values_of_a_segment_are_those_of_their_own_products(va
     hidden = torch.randn(2, 3, section.width, dtype=torch.float64)
     apart = torch.cat([attention.project_query(hidden)[:, :, None], attention.project_key_value(hidden)], 2)
     torch.testing.assert_close(attention.project_segment(hidden), apart, rtol=1e-13, atol=1e-13)
-    assert not attention.takes_products(hidden)  # on a CPU
+    assert not attention.supports_fused_qkv(hidden)  # on a CPU

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.helpers.models import POSITIONS, random_tokens, tiny_model, tiny_section
 from txl_dist.model.block import Block
 from txl_dist.model.dropout import dropout, gelu_dropout, relu_dropout_
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.positions import attention_biases, build_attention
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import TransformerXL
@@ -149,7 +149,7 @@ def test_attention_drops_probabilities_and_scales_the_rest(name: str) -> None:
     key = torch.randn(1, num_keys, 2, num_keys)
     value = torch.eye(num_keys)[None, :, None].expand_as(key)
     query_BTNH, encoding_KD = torch.randn(1, 30, 2, num_keys), torch.randn(num_keys, 12)
-    visible = Visibility(torch.zeros(1, 30), torch.zeros(1, num_keys), None)
+    visible = AttentionMask(torch.zeros(1, 30), torch.zeros(1, num_keys), None)
     terms = Terms(query_BTNH, key, value)
     if (distances := attention.distances(num_keys, encoding_KD=encoding_KD)) is not None:
         terms = Terms(*terms[:3], distances.key_KNH, attention.content_bias, attention.position_bias, distances.bias_KN)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.waits import Waits
 from txl_dist.model import fused_attention
 from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.memory import EMPTY, Visibility
+from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 
 
@@ -69,12 +69,12 @@ def inputs_of(case: Case, *, dtype: torch.dtype = torch.float64) -> dict[str, Te
     return {name: torch.randn(shape, generator=generator).to(dtype).requires_grad_() for name, shape in shapes.items()}
 
 
-def visible_of(case: Case) -> Visibility:
+def visible_of(case: Case) -> AttentionMask:
     document_BK = torch.zeros(case.B, case.M + case.T, dtype=torch.int64)
     if case.documents:  # borders in memory and segment, other ones in each lane; the memory's beginning is empty
         document_BK += (torch.arange(case.M + case.T) + torch.arange(case.B)[:, None]) // 3
         document_BK[:, : case.M // 2] = EMPTY
-    return Visibility(document_BK[:, case.M :], document_BK, case.oldest)
+    return AttentionMask(document_BK[:, case.M :], document_BK, case.oldest)
 
 
 def results(
@@ -252,7 +252,7 @@ def test_few_masked_pairs_are_computed(T: int, M: int, monkeypatch: pytest.Monke
     with torch.device("meta"):
         case = Case(B=B, T=T, M=M, N=N, H=H)
         inputs = {name: torch.empty(value.shape, requires_grad=True) for name, value in inputs_of(case).items()}
-        visible = Visibility(torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, M + T, dtype=torch.int64), None)
+        visible = AttentionMask(torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, M + T, dtype=torch.int64), None)
         with FlopCounterMode(display=False) as counter:
             fused_relative_attention(Terms(**inputs), visible=visible).sum().backward()
     needed = 9 * 2 * B * N * H * T * (M + (T + 1) / 2)

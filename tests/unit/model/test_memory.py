@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.models import POSITIONS, RECURRENT, random_tokens, tiny_model
 from tests.helpers.naive import naive_visible
-from txl_dist.model.memory import EMPTY, Memory, empty_memory, visible_keys
+from txl_dist.model.memory import EMPTY, Memory, build_mask, empty_memory
 
 LAYERS, LANES, WIDTH = 2, 3, 4
 
@@ -75,7 +75,7 @@ def test_visible_keys_are_those_of_the_definition() -> None:
         past, documents = [EMPTY] * empty + ordinal[empty:memory_len], ordinal[memory_len:]
         memory = Memory((torch.zeros(1, memory_len, 1),), torch.tensor([past], dtype=torch.int64))
         for same_length in ("off", "memory", "memory_and_self") if memory_len else ("off", "memory_and_self"):
-            mask = visible_keys(memory, torch.tensor([documents]), same_length=same_length).mask()
+            mask = build_mask(memory, torch.tensor([documents]), same_length=same_length).mask()
             expected = [
                 [
                     naive_visible(i, j, memory_documents=past, documents=documents, same_length=same_length)
@@ -91,14 +91,14 @@ def test_windows_give_every_query_equally_many_keys() -> None:
     memory = Memory((torch.zeros(2, 6, 1),), torch.zeros(2, 6, dtype=torch.int64))
     document_BT = torch.zeros(2, 4, dtype=torch.int64)
     counts = {
-        same_length: visible_keys(memory, document_BT, same_length=same_length).mask()[0].sum(-1).tolist()
+        same_length: build_mask(memory, document_BT, same_length=same_length).mask()[0].sum(-1).tolist()
         for same_length in ("off", "memory", "memory_and_self")
     }
     # As the peers count them: 6 in the original PyTorch code and Hugging Face, 7 in NVIDIA's and the TensorFlow code.
     assert counts == {"off": [7, 8, 9, 10], "memory": [6, 6, 6, 6], "memory_and_self": [7, 7, 7, 7]}
     half_empty = memory._replace(document_BM=torch.tensor([[EMPTY, EMPTY, EMPTY, 0, 0, 0]] * 2))
     for same_length, expected in (("memory", [4, 5, 6, 6]), ("memory_and_self", [4, 5, 6, 7])):
-        assert visible_keys(half_empty, document_BT, same_length=same_length).mask()[0].sum(-1).tolist() == expected
+        assert build_mask(half_empty, document_BT, same_length=same_length).mask()[0].sum(-1).tolist() == expected
 
 
 @pytest.mark.parametrize("pre_norm", [False, True])

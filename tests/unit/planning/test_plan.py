@@ -21,8 +21,8 @@ from txl_dist.config.load import Config, plan_batch
 from txl_dist.config.load import changed as with_settings
 from txl_dist.errors import ConfigError
 from txl_dist.planning import plan
-from txl_dist.planning.hardware import GPUS, Cluster
-from txl_dist.planning.plan import Choice, Option, Plan, Question, attention_kind, make_plan, usable_gpus
+from txl_dist.planning.hardware import GPUS, GpuCluster
+from txl_dist.planning.plan import Option, Plan, PlannedOption, PlanOptions, attention_kind, make_plan, usable_gpus
 from txl_dist.planning.scaling import Point
 from txl_dist.planning.text import plan_lines
 from txl_dist.train.footprint.rank import bytes_per_rank
@@ -40,8 +40,8 @@ CONFIG = changed(
 VOCAB_SIZE = 1000
 
 
-def question(gpu: str = "h100", gpus: int = 4, **values: Any) -> Question:
-    return Question(Cluster(GPUS[gpu]), gpus=gpus, vocab_size=VOCAB_SIZE, **values)
+def question(gpu: str = "h100", gpus: int = 4, **values: Any) -> PlanOptions:
+    return PlanOptions(GpuCluster(GPUS[gpu]), gpus=gpus, vocab_size=VOCAB_SIZE, **values)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def facts() -> Plan:
     return make_plan(CONFIG, question=question())
 
 
-def choice(facts: Plan) -> Choice:
+def choice(facts: Plan) -> PlannedOption:
     assert facts.chosen is not None
     return facts.chosen
 
@@ -158,7 +158,7 @@ def test_lamb_leaves_stage_0_alone() -> None:
 def test_recomputing_is_tried_where_memory_is_short_and_nothing_is_chosen_where_nothing_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    tight = Cluster(GPUS["h100"])
+    tight = GpuCluster(GPUS["h100"])
     monkeypatch.setattr(type(tight.gpu), "usable_bytes", property(lambda _: 1000.0))
     facts = make_plan(CONFIG, question=question())
     assert {row.engine.activation_checkpointing for row in facts.options} == {False, True}

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from txl_dist.config.schema import ModelSection
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.planning.hardware import GPUS, Cluster, Gpu, find_gpu
+from txl_dist.planning.hardware import GPUS, Gpu, GpuCluster, find_gpu
 from txl_dist.planning.scaling import breaking_point, curve, largest_divisor, strong, weak
 from txl_dist.planning.timing import (
     OURS,
@@ -30,7 +30,7 @@ from txl_dist.planning.timing import (
 from txl_dist.train.engine.muon import matrices_of, newton_schulz
 
 TOOL = Path(__file__).parents[3] / "tools" / "check_plan.py"
-H100 = Cluster(GPUS["h100"])
+H100 = GpuCluster(GPUS["h100"])
 WORK = Work(
     model=ModelSection(num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048),
     vocab_size=10_000,
@@ -151,7 +151,7 @@ def test_one_gpu_exchanges_nothing() -> None:
     ],
 )
 def test_a_better_machine_is_never_slower(
-    is_ours: bool, better: Callable[[Cluster], Cluster], check_plan: ModuleType
+    is_ours: bool, better: Callable[[GpuCluster], GpuCluster], check_plan: ModuleType
 ) -> None:
     program = OURS if is_ours else check_plan.NVIDIA
     for stage in (0, 3):
@@ -163,7 +163,7 @@ def test_a_better_machine_is_never_slower(
 
 def test_a_slow_network_costs_what_does_not_hide_behind_the_backward_pass() -> None:
     work = replace(WORK, world_size=16, zero_stage=0)
-    slow = Cluster(GPUS["h100"], network_gb_s=1.0)
+    slow = GpuCluster(GPUS["h100"], network_gb_s=1.0)
     waiting = exchange_s(work, slow, backward_s=0.0) - exchange_s(work, slow, backward_s=0.1)
     assert waiting == pytest.approx(0.05)
     assert exchange_s(work, slow, backward_s=1e9) == pytest.approx(exchange_s(work, H100, backward_s=1e9))
@@ -204,7 +204,7 @@ def test_nvidias_program_is_slower_than_ours_at_the_same_work(check_plan: Module
     for gpu in ("a100", "h200", "v100-16gb"):
         ours = replace(WORK, attention="kernels" if GPUS[gpu].has_bf16 else "fused", precision="fp16")
         theirs = replace(ours, attention="plain")
-        cluster = Cluster(GPUS[gpu])
+        cluster = GpuCluster(GPUS[gpu])
         assert 1.2 * step_time(ours, cluster).total_s < step_time(theirs, cluster, check_plan.NVIDIA).total_s
 
 
@@ -232,10 +232,10 @@ def test_weak_scaling_keeps_the_lanes_of_a_gpu_to_4096_and_beats_strong_scaling(
 
 
 def test_a_point_names_what_grew_most() -> None:
-    slow = Cluster(GPUS["h100"], network_gb_s=0.1)
+    slow = GpuCluster(GPUS["h100"], network_gb_s=0.1)
     assert curve([replace(WORK, world_size=n) for n in (1, 64)], slow)[-1].limited_by == "exchange"
     hosts = [replace(WORK, world_size=n, microbatch_lanes=16 // n) for n in (1, 16)]
-    fast_network = Cluster(replace(GPUS["h100"], bus_gb_s=1e9, host_ms=20.0), gpus_per_node=16)
+    fast_network = GpuCluster(replace(GPUS["h100"], bus_gb_s=1e9, host_ms=20.0), gpus_per_node=16)
     assert curve(hosts, fast_network)[-1].limited_by == "host"
 
 

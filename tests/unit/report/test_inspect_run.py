@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.checkpoints import GOLDEN, GOLDEN_CHECKPOINT, golden_at
 from tests.helpers.corpora import flip_bit, random_texts, tiny_corpus
-from txl_dist.artifacts import Kind, checkpoint_folder
+from txl_dist.artifacts import ArtifactKind, checkpoint_folder
 from txl_dist.cli.main import main
 from txl_dist.config.load import Config, config_from_dict, config_to_toml
 from txl_dist.data.loader.corpora import open_corpora
@@ -20,7 +20,7 @@ from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import StreamState, continued
 from txl_dist.data.verify.inspect import lane_facts
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.report.inspect_options import Question
+from txl_dist.report.inspect_options import InspectOptions
 from txl_dist.report.inspect_run import checkpoint_facts, stream_before_step
 
 
@@ -127,7 +127,7 @@ def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: lis
     run.read = longer.read
     assert tokens_shown(run, step=9, lane=3) == longer.read[8][3][:-1]
     with pytest.raises(ConfigError, match="1 is the first"):
-        Question(lane=0, step=0).check(str(run.folder), Kind.RUN)
+        InspectOptions(lane=0, step=0).check(str(run.folder), ArtifactKind.RUN)
 
 
 def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_path: Path, corpora: list[Path]) -> None:

@@ -22,7 +22,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.io import files
 from txl_dist.report.compare import write_comparison
 from txl_dist.report.pictures import part_pictures
-from txl_dist.report.records import History, Table, read_history, read_parts
+from txl_dist.report.records import History, RecordTable, read_history, read_parts
 from txl_dist.report.report import render, write_report
 from txl_dist.report.summary import facts_of, read_run
 
@@ -351,10 +351,10 @@ def lengthened(history: History, num: int) -> History:
     """The same run with so many train records, a hundredth as many of the other kinds, and a thousand samples."""
     chance = np.random.default_rng(1)
 
-    def table(old: Table, rows: int, **more: int) -> Table:
+    def table(old: RecordTable, rows: int, **more: int) -> RecordTable:
         names = {*old.columns} | {f"{prefix}_{n}" for prefix, count in more.items() for n in range(count)}
         columns = {name: chance.normal(5.0, 1.0, rows) for name in names}
-        return Table(columns | {name: np.arange(1.0, rows + 1) for name in ("step", "hours", "tokens_seen")})
+        return RecordTable(columns | {name: np.arange(1.0, rows + 1) for name in ("step", "hours", "tokens_seen")})
 
     return dataclasses.replace(
         history,
@@ -456,7 +456,7 @@ def test_a_disk_that_is_full_leaves_the_old_page_and_no_part_of_the_new(
 
     out = tmp_path / "page.html"
     out.write_text("old", encoding="utf-8")
-    monkeypatch.setattr(files, "flush_to_disk", flush)
+    monkeypatch.setattr(files, "fsync", flush)
     with pytest.raises(ConfigError, match="No space left"):
         write_report(run, out=out)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.jobs import job_of
 from txl_dist.config.load import load_config
 from txl_dist.convert.export import export_bundle
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import CheckpointError
 from txl_dist.inference.bundle import load_bundle
 from txl_dist.io.manifest import MANIFEST, describe_file, files_of, write_manifest
@@ -36,7 +36,7 @@ def with_masks(folder: Path, *, is_old: bool) -> Path:
 
 def check(folder: Path) -> list[str]:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    ranks = Ranks(0, 2, 0, torch.device("cpu"), num_threads=1)
+    ranks = RankInfo(0, 2, 0, torch.device("cpu"), num_threads=1)
     return check_checkpoint(read_state(folder), job_of(load_config(folder / "config.toml"), ranks, tokenizer=tokenizer))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.checkpoints import golden_at
-from txl_dist.artifacts import Kind, kind_of
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.load import Config, config_from_dict, load_config
 from txl_dist.errors import ConfigError
 from txl_dist.train.checkpoint.read import choose_checkpoint
@@ -16,8 +16,8 @@ from txl_dist.train.run_dir import (
     check_run_dir,
     evaluated_losses,
     open_run_dir,
+    quarantine,
     refuse_frozen_changes,
-    set_aside,
 )
 
 
@@ -120,7 +120,7 @@ def test_a_folder_with_a_whole_checkpoint_is_a_run_and_goes_on_whatever_else_was
     folder = golden_at(tmp_path, 16)
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "RUN.lock").touch()
-    assert kind_of(tmp_path) is Kind.RUN
+    assert detect_artifact(tmp_path) is ArtifactKind.RUN
     check_run_dir(tmp_path, Config())
     assert choose_checkpoint(tmp_path, "must") == (folder, [])
     config = load_config(folder / "config.toml")
@@ -132,7 +132,7 @@ def test_a_folder_named_checkpoints_that_holds_none_is_no_run(tmp_path: Path) ->
     (tmp_path / "checkpoints" / "step_000000016").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_000000016.damaged-1").mkdir()
     (tmp_path / "checkpoints" / "step_000000016.damaged-1" / "MANIFEST.json").touch()
-    assert kind_of(tmp_path) is Kind.NOTHING
+    assert detect_artifact(tmp_path) is ArtifactKind.NOTHING
     with pytest.raises(ConfigError, match="is not empty and is no run directory"):
         check_run_dir(tmp_path, Config())
 
@@ -141,7 +141,7 @@ def test_newer_checkpoints_are_set_aside_under_a_name_of_their_own(tmp_path: Pat
     folder = tmp_path / "checkpoints"
     for name in ("step_000000010", "step_000000020", "step_000000030", "step_000000030.damaged-1"):
         (folder / name).mkdir(parents=True)
-    set_aside(tmp_path, newer_than=folder / "step_000000010", word="damaged")
+    quarantine(tmp_path, newer_than=folder / "step_000000010", word="damaged")
     assert sorted(path.name for path in folder.iterdir()) == [
         "step_000000010",
         "step_000000020.damaged-1",

@@ -12,7 +12,7 @@ import pytest
 
 from txl_dist.config.schema import GuardSection
 from txl_dist.errors import CheckpointError
-from txl_dist.train.stability import Health, Spike, after_rewind, after_step, reason_to_stop, wants_rewind
+from txl_dist.train.stability import Health, Spike, after_rewind, after_step, reason_to_stop, should_rewind
 
 GUARD = GuardSection()
 
@@ -139,10 +139,10 @@ def test_spikes_in_a_row_ask_for_a_rewind_and_too_many_rewinds_end_the_run() -> 
     guard = GuardSection(on_spike="rewind", spike_patience=2, max_rewinds=1)
     saved, _ = feed(noisy(200), guard=guard)
     once, _ = feed([90.0], health=saved, guard=guard)
-    assert not wants_rewind(once, guard)
+    assert not should_rewind(once, guard)
     twice, _ = feed([math.nan], health=once, guard=guard)
-    assert wants_rewind(twice, guard), "a skipped step behind a spike is one of the row"
-    assert not wants_rewind(twice, GuardSection(spike_patience=2)), "unless it is only to be reported"
+    assert should_rewind(twice, guard), "a skipped step behind a spike is one of the row"
+    assert not should_rewind(twice, GuardSection(spike_patience=2)), "unless it is only to be reported"
     assert reason_to_stop(twice, guard) == ""
     rewound = after_rewind(twice, to=saved)
     assert (rewound.rewinds, rewound.num_spikes, rewound.spikes_in_row) == (1, 1, 0)

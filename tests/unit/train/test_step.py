@@ -23,7 +23,7 @@ from tests.helpers.waits import Copies
 from txl_dist.config.load import plan_batch
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.data.loader.stream_state import CorpusState, StreamState
-from txl_dist.distributed.collectives import Ranks, Votes, is_waiting, poll
+from txl_dist.distributed.collectives import RankInfo, StepFlags, all_reduce_flags, is_waiting
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train import step as step_module
@@ -31,7 +31,7 @@ from txl_dist.train.batch import StepInput, batch_maker
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.monitoring.stragglers import StepClock
-from txl_dist.train.step import Decision, Stepper, decide
+from txl_dist.train.step import Stepper, StepResult, reduce_step
 
 
 class Says(NamedTuple):
@@ -63,14 +63,16 @@ CASES: dict[str, tuple[Says, Says]] = {
 }
 
 
-def decide_cases(ranks: Ranks) -> dict[str, tuple[Decision, Votes]]:
-    """Per case: the decision of this rank, and what `poll` says."""
+def decide_cases(ranks: RankInfo) -> dict[str, tuple[StepResult, StepFlags]]:
+    """Per case: the decision of this rank, and what `all_reduce_flags` says."""
     found = {}
     for name, says in CASES.items():
         loss, grad_norm, skip, stop, written, save = says[ranks.rank]
-        votes, world_size = Votes(stop=stop, written=written, save=save), ranks.world_size
-        decision = decide(torch.tensor(loss), torch.tensor(grad_norm), skip=skip, votes=votes, world_size=world_size)
-        found[name] = decision, poll(votes, world_size=world_size)
+        votes, world_size = StepFlags(stop=stop, written=written, save=save), ranks.world_size
+        decision = reduce_step(
+            torch.tensor(loss), torch.tensor(grad_norm), skip=skip, votes=votes, world_size=world_size
+        )
+        found[name] = decision, all_reduce_flags(votes, world_size=world_size)
     return found
 
 
@@ -87,7 +89,7 @@ def test_a_rank_counts_as_waiting_from_the_first_moment_at_which_a_decision_can_
     monkeypatch.setattr(torch, "stack", spy)
     monkeypatch.setattr(step_module, "all_reduce_sum", lambda sums: sums)
     one = torch.tensor(1.0)
-    decide(one, one, skip=False, votes=Votes(stop=False, written=False), world_size=1)
+    reduce_step(one, one, skip=False, votes=StepFlags(stop=False, written=False), world_size=1)
     assert seen == [True, True]
     assert not is_waiting(threading.get_ident())
 
@@ -98,7 +100,7 @@ def test_nothing_is_copied_to_a_gpu_in_a_decision(monkeypatch: pytest.MonkeyPatc
     with FakeTensorMode(), Copies() as copies:
         loss = torch.empty((), device="cuda")
         with pytest.raises(InterruptedError):  # it has come to the reduction
-            decide(loss, loss, skip=False, votes=Votes(), world_size=1)
+            reduce_step(loss, loss, skip=False, votes=StepFlags(), world_size=1)
     assert copies.to_device == []
 
 
@@ -117,11 +119,11 @@ def test_nothing_is_copied_to_a_gpu_for_the_number_of_scored_tokens(monkeypatch:
 def test_ranks_decide_alike_and_one_of_them_is_enough_to_skip_or_to_stop(tmp_path: Path) -> None:
     first, second = run_ranks(decide_cases, world_size=2, folder=tmp_path)
     same = [
-        {name: (decision._replace(own_loss=0.0), polled) for name, (decision, polled) in found.items()}
+        {name: (decision._replace(local_loss=0.0), polled) for name, (decision, polled) in found.items()}
         for found in (first, second)
     ]
     assert repr(same[0]) == repr(same[1])  # a loss may be nan, which equals nothing
-    assert [math.isnan(found["nan on rank 1"][0].own_loss) for found in (first, second)] == [False, True]
+    assert [math.isnan(found["nan on rank 1"][0].local_loss) for found in (first, second)] == [False, True]
     assert first.keys() == CASES.keys()
     decisions = {name: decision for name, (decision, _) in first.items()}
     for name, (decision, polled) in first.items():
@@ -166,7 +168,7 @@ class FakeEngine:
         self.updates.append(grad_norm)
 
 
-def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
+def decide_steps(ranks: RankInfo) -> list[tuple[list[float], list[float]]]:
     """Per step: (memories of this rank after it, norms that the engine was given so far)."""
     config = tiny_config(train={"microbatch_lanes": 1})
     # Rank 1 meets something that is not finite in its second micro-batch of the second step.
@@ -181,7 +183,7 @@ def decide_steps(ranks: Ranks) -> list[tuple[list[float], list[float]]]:
     found = []
     for step in (1, 2, 3):
         given = StepInput(batches, 16, stream)
-        after, decision = stepper(given, memories, step=step, votes=Votes())
+        after, decision = stepper(given, memories, step=step, votes=StepFlags())
         engine.step(lr=0.1, grad_norm=decision.grad_norm)
         is_same = all(one is other for one, other in zip(after, memories, strict=True))
         assert is_same == (step == 2), "a skipped step gives back the very memories"
@@ -223,7 +225,7 @@ def scales(update: Any, scaler: Any, overflows: list[bool]) -> list[float]:
     return found
 
 
-def loss_scale_goes_on(ranks: Ranks) -> dict[str, tuple[Any, list[float], list[float], list[float]]]:
+def loss_scale_goes_on(ranks: RankInfo) -> dict[str, tuple[Any, list[float], list[float], list[float]]]:
     """Per kind of scaler: (what is saved, scales of the unbroken one, of the loaded one, of a new one)."""
     import_deepspeed().init_distributed("gloo", verbose=False)
     from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer

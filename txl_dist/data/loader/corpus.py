@@ -39,10 +39,10 @@ from txl_dist.data.format import (
     Tokens,
     counts_name,
 )
-from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.storage.factory import open_storage
 from txl_dist.data.storage.local import REMEDY, Storage
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import canonical_hash, is_file_name, parse_json
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.tokenizer import read_tokenizer
@@ -215,10 +215,10 @@ class LostShard:
 class Shards:
     """The shards of a split that are in use: opened when asked for, the longest unused one closed."""
 
-    def __init__(self, split: Split, *, max_open: int, damage: DamagePolicy | None = None) -> None:
+    def __init__(self, split: Split, *, max_open: int, damage: CorruptionPolicy | None = None) -> None:
         self._split = split
         self._max_open = max_open
-        self._damage = damage or DamagePolicy()
+        self._damage = damage or CorruptionPolicy()
         self._open: OrderedDict[int, Shard | LostShard] = OrderedDict()
         self._filler = np.zeros((), dtype=split.corpus.dtype) + (split.corpus.end_of_text or 0)
 
@@ -328,7 +328,7 @@ def open_corpus(location: str | Path, settings: DataSection | None = None) -> Co
 
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     """The values of an index.json, of splits as `SplitInfo`. Raises DataError if it is foreign, damaged or edited."""
-    with explained(DataError, f"{name} is damaged", REMEDY, of=(ValueError,)):
+    with translate_errors(DataError, f"{name} is damaged", REMEDY, of=(ValueError,)):
         index = parse_json(content)
     if not isinstance(index, dict) or "self_sha256" not in index:
         raise DataError(f"{name} is not the index of a corpus. Point data.path at a folder of `txl prepare`.")

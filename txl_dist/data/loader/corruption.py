@@ -9,7 +9,7 @@ from txl_dist.errors import DataError, UnreachableError
 logger = logging.getLogger("txl_dist")
 
 
-class DamagePolicy:
+class CorruptionPolicy:
     """Whether damaged documents may be skipped, and how many this rank has skipped since it started."""
 
     def __init__(self, *, skip: bool = False, max_skipped: int = 0) -> None:

@@ -20,7 +20,7 @@ from txl_dist.data.loader.stream import Int64s, Segment
 from txl_dist.errors import DataError
 
 
-class HeldOut(Protocol):
+class EvaluationText(Protocol):
     """What an evaluation runs over: segments of some lanes, in order, and which of their targets count."""
 
     @property

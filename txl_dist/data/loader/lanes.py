@@ -47,7 +47,7 @@ SHARD_ORDER, _DOCUMENT_ORDER, _LANE_ORDER = 1, 2, 3
 _MASK = (1 << 64) - 1
 
 
-class Stretch(NamedTuple):
+class TokenSlice(NamedTuple):
     """Consecutive tokens of one document that one lane reads, and where they lie."""
 
     epoch: int
@@ -69,7 +69,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Cut:
+class LanePartition:
     """How the lanes of one corpus lie: in `num_lanes` stripes of one epoch or of its rest, then of whole epochs."""
 
     num_lanes: int
@@ -148,7 +148,7 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
     return owners, numbers
 
 
-def epochs_read(cut: Cut, position: int, *, num_tokens: int) -> float:
+def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
     """How often a corpus of so many tokens has been read when its lanes have come to this position."""
     rest_len = sum(end - first for first, end in cut.rest) or num_tokens
     first_stripe_len = rest_len // cut.num_lanes if cut.num_lanes else rest_len
@@ -167,7 +167,7 @@ class LanePlan:
     def __init__(
         self,
         shard_tokens: Sequence[int] | Int64s,
-        cut: Cut,
+        cut: LanePartition,
         *,
         seed: int,
         document_tokens: Callable[[int], Int64s],
@@ -196,12 +196,12 @@ class LanePlan:
         self._num_cached = num_cached
         self._orders: OrderedDict[tuple[int, int], tuple[Int64s, Int64s]] = OrderedDict()
 
-    def locate(self, lane: int, position: int) -> Stretch:
+    def locate(self, lane: int, position: int) -> TokenSlice:
         """The stretch of tokens that begins at this position of the lane."""
         epoch, token, in_piece, left = self.token_at(lane, position)
         shard, in_shard, shard_left = self._find(epoch, None, token)
         document, offset, document_left = self._find(epoch, shard, in_shard)
-        return Stretch(
+        return TokenSlice(
             epoch=epoch,
             shard=shard,
             document=document,
@@ -252,7 +252,7 @@ class LanePlan:
         joined = merged(unread)
         return epoch, () if joined == ((0, self.num_tokens),) else joined
 
-    def shard_after(self, lane: int, position: int, stretch: Stretch) -> int:
+    def shard_after(self, lane: int, position: int, stretch: TokenSlice) -> int:
         """The shard that a lane reads behind the one of the stretch at this position."""
         epoch, token, _, _ = self.token_at(lane, position + stretch.shard_left)
         return self._find(epoch, None, token)[0]

@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from txl_dist.data.format import Tokens
 from txl_dist.data.loader.corpus import Shards, Split
-from txl_dist.data.loader.corruption import DamagePolicy
-from txl_dist.data.loader.lanes import Cut, LanePlan, Stretch, owners_of_lanes
+from txl_dist.data.loader.corruption import CorruptionPolicy
+from txl_dist.data.loader.lanes import LanePartition, LanePlan, TokenSlice, owners_of_lanes
 from txl_dist.data.loader.stream_state import Span, StreamState
 from txl_dist.errors import DataError, UnreachableError
 
@@ -70,7 +70,7 @@ class LaneStream:
         *,
         segment_len: int,
         lanes: range,
-        damage: DamagePolicy | None = None,
+        damage: CorruptionPolicy | None = None,
         mark_documents: bool = True,
         num_buffers: int = 0,
     ) -> None:
@@ -90,7 +90,7 @@ class LaneStream:
                 state.corpora[index].cut(),
                 seed=state.seed,
                 num_own_lanes=int((owners == index).sum()),
-                damage=damage or DamagePolicy(),
+                damage=damage or CorruptionPolicy(),
             )
             for index in np.unique(owners).tolist()
         }
@@ -131,7 +131,7 @@ class LaneStream:
         self._read(state, segment)
         return segment
 
-    def stretch_at(self, lane: int, state: StreamState) -> tuple[int, Stretch]:
+    def stretch_at(self, lane: int, state: StreamState) -> tuple[int, TokenSlice]:
         """(index of the corpus, where in it) of the first token of `segment_at` in one of our lanes, for people."""
         row = self.lanes.index(lane)
         corpus = self._corpus_of_row[row]
@@ -170,7 +170,9 @@ def _steps_of(block: Segment, first: int, count: int) -> Segment:
 class _CorpusReader:
     """What the lanes of one corpus share on a rank: its plan and its open shards."""
 
-    def __init__(self, split: Split, cut: Cut, *, seed: int, num_own_lanes: int, damage: DamagePolicy) -> None:
+    def __init__(
+        self, split: Split, cut: LanePartition, *, seed: int, num_own_lanes: int, damage: CorruptionPolicy
+    ) -> None:
         self._split = split
         self.end_of_text = split.corpus.end_of_text
         # A lane's own view keeps its shard mapped; more here would only keep a cache from making room.
@@ -184,7 +186,7 @@ class _CorpusReader:
             num_cached=2 * max_open,
         )
 
-    def prefetch_after(self, lane: int, position: int, stretch: Stretch) -> None:
+    def prefetch_after(self, lane: int, position: int, stretch: TokenSlice) -> None:
         """Tell the storage which shard the lane will read next."""
         self._split.prefetch([self.plan.shard_after(lane, position, stretch)])
 
@@ -201,7 +203,7 @@ class _LaneReader:
         self._is_whole = True
         self._begins_document = False
 
-    def locate(self, position: int) -> Stretch:
+    def locate(self, position: int) -> TokenSlice:
         """Where the lane is at a position. Raises DataError."""
         return self._corpus.plan.locate(self._lane, position)
 

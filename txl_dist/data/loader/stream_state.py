@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from txl_dist.data.loader.corpus import Split
-from txl_dist.data.loader.lanes import Cut, LanePlan, Ranges, allot_lanes, merged, outside
+from txl_dist.data.loader.lanes import LanePartition, LanePlan, Ranges, allot_lanes, merged, outside
 from txl_dist.errors import CheckpointError
 
 STATE_VERSION = 2
@@ -51,9 +51,9 @@ class CorpusState:
     skips: Ranges = ()
     """Positions since that cut that no lane is trained on, or was."""
 
-    def cut(self) -> Cut:
+    def cut(self) -> LanePartition:
         """For `LanePlan`."""
-        return Cut(num_lanes=self.num_lanes, epoch=self.epoch, rest=self.rest)
+        return LanePartition(num_lanes=self.num_lanes, epoch=self.epoch, rest=self.rest)
 
     def spans(self, num_tokens: int) -> Iterator[Span]:
         """Where the next so many tokens of each lane are."""

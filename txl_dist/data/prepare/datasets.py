@@ -33,7 +33,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
 
-from txl_dist.errors import ConfigError, DataError, explained
+from txl_dist.errors import ConfigError, DataError, translate_errors
 from txl_dist.io.files import open_new, sha256_of_file, write_bytes
 
 Progress = Callable[[int, int], None]
@@ -138,7 +138,7 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
             with path.open("rb") as stream:
                 yield member, stream
         return
-    with explained(DataError, f"cannot read {origin} as {name}", "Check the path."):
+    with translate_errors(DataError, f"cannot read {origin} as {name}", "Check the path."):
         found = sha256_of_file(origin)
     only = corpus.members[0] if len(corpus.members) == 1 else None
     if found == corpus.sha256 and corpus.urls[0].endswith(".zip"):

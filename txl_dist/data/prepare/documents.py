@@ -1,6 +1,6 @@
 """From raw bytes to documents: cut, decode, parse, and decide the split. This runs in the workers of `txl prepare`.
 
-A `Block` is a run of consecutive raw records of one input; a record is a line, a paragraph, a row or a whole file.
+A `TextBlock` is a run of consecutive raw records of one input; a record is a line, a paragraph, a row or a whole file.
 Text is UTF-8, taken as it is, without newline or Unicode normalisation; but a byte order mark is no text, at the
 beginning of a file and of a document. What is not UTF-8 is refused, or by the caller's choice replaced (U+FFFD),
 skipped, or kept (`keep`: surrogate escapes, for tokenizers of bytes). A document's split is a frozen function of its
@@ -53,7 +53,7 @@ class Document(NamedTuple):
     damage: Literal["", "replaced", "skipped", "invalid"] = ""
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """Consecutive raw records of one input, not decoded."""
 
     where: str
@@ -91,7 +91,7 @@ class Reading(NamedTuple):
         return {split: share for split, share in shares.items() if share}
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """A document, or a part of one, and where it belongs."""
 
     document: Document
@@ -104,13 +104,13 @@ class InvalidRecordError(DataError):
     """A record without a text: with `Reading.skip_invalid` it is left out."""
 
 
-def documents_of(block: Block, reading: Reading) -> Iterator[Document]:
+def documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
     """The documents of a block, empty ones and skipped ones included. Raises DataError for what cannot be read."""
     for document in _documents_of(block, reading):
         yield document._replace(text=document.text.lstrip(_MARK)) if document.text.startswith(_MARK) else document
 
 
-def _documents_of(block: Block, reading: Reading) -> Iterator[Document]:
+def _documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
     if block.form == "parquet":
         yield from _documents_of_rows(block, reading)
         return
@@ -125,7 +125,7 @@ def _documents_of(block: Block, reading: Reading) -> Iterator[Document]:
             yield document
 
 
-def _documents_of_rows(block: Block, reading: Reading) -> Iterator[Document]:
+def _documents_of_rows(block: TextBlock, reading: Reading) -> Iterator[Document]:
     import pyarrow
 
     with pyarrow.ipc.open_stream(block.data) as stream:
@@ -197,18 +197,18 @@ def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
     return VALID if place < reading.test_fraction + reading.valid_fraction else TRAIN
 
 
-def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[Piece]:
+def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[DocumentPiece]:
     """The document whole in its split, or, where ends are held out, its pieces, each with an ordinal of its own."""
     if given_for != TRAIN or reading.tails is None:
         raw = text_bytes_of(document.text)
         digest = content_digest(raw)
-        return [Piece(document, split_of(digest, given_for=given_for, reading=reading), digest, len(raw))]
+        return [DocumentPiece(document, split_of(digest, given_for=given_for, reading=reading), digest, len(raw))]
     pieces = []
     for number, (split, text) in enumerate(cut_tails(document.text, reading.shares, whole_words=bool(reading.names))):
         raw = text_bytes_of(text)
         digest = content_digest(raw)
         piece = document._replace(text=text, ordinal=len(SPLITS) * document.ordinal + number)
-        pieces.append(Piece(piece, reading.tails.get(digest, split), digest, len(raw)))
+        pieces.append(DocumentPiece(piece, reading.tails.get(digest, split), digest, len(raw)))
     return pieces
 
 
@@ -258,7 +258,7 @@ def end_of_records(data: bytes, form: Form) -> int:
     return 0
 
 
-def _records_of(block: Block) -> Iterator[tuple[int, bytes]]:
+def _records_of(block: TextBlock) -> Iterator[tuple[int, bytes]]:
     """Raw records and the number of their first line in the block. Line ends do not belong to a record."""
     data = block.data
     while block.unit == 0 and data.startswith(codecs.BOM_UTF8):
@@ -280,7 +280,7 @@ def _records_of(block: Block) -> Iterator[tuple[int, bytes]]:
             first = number + 1
 
 
-def _documents_of_array(block: Block, names: Sequence[str]) -> Iterator[Document]:
+def _documents_of_array(block: TextBlock, names: Sequence[str]) -> Iterator[Document]:
     import numpy as np
 
     array = np.load(io.BytesIO(block.data))

@@ -17,10 +17,10 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from txl_dist.data.prepare.documents import Block, Form, check_length, end_of_records
+from txl_dist.data.prepare.documents import Form, TextBlock, check_length, end_of_records
 from txl_dist.data.prepare.readers import open_source, skip
 from txl_dist.data.prepare.sources import SourceFile
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 
 MOST_RECORDS = 1 << 18
 """Raw records, or lines, in a block or a part, about: a worker keeps some hundred bytes of each, however short."""
@@ -53,10 +53,10 @@ class Cursor(NamedTuple):
     """Lines, rows and whole files that lie before in all inputs."""
 
 
-class Part(NamedTuple):
+class InputPart(NamedTuple):
     """A piece of the input that one worker encodes."""
 
-    blocks: list[Block]
+    blocks: list[TextBlock]
     begin: Cursor
     end: Cursor
     """Where the next part begins."""
@@ -74,12 +74,12 @@ def read_parts(
     begin: Cursor = Cursor(),  # noqa: B008  immutable
     allow_protocols: Sequence[str] = (),
     jsonl_field: str = "text",
-) -> Iterator[Part]:
+) -> Iterator[InputPart]:
     """Parts of about `part_bytes` bytes of raw records, from a cursor on.
 
     Raises DataError if a file cannot be read, ends too early, or holds a document of 2 GiB or more.
     """
-    blocks: list[Block] = []
+    blocks: list[TextBlock] = []
     notes: list[tuple[str, str]] = []
     held, ordinal = 0, begin.ordinal
     stored = sum(file.size or 0 for file in files[: begin.file])
@@ -92,16 +92,16 @@ def read_parts(
             block_bytes = min(part_bytes, _BLOCK_BYTES)
             records = _records(file.path, opened.form, opened.stream, first.offset, block_bytes, jsonl_field)
             for data, length, units in records:
-                blocks.append(Block(file.path, opened.form, file.split, unit, ordinal, data))
+                blocks.append(TextBlock(file.path, opened.form, file.split, unit, ordinal, data))
                 held, at, unit, ordinal = held + len(data), at + length, unit + units, ordinal + units
                 if held >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
                     end = Cursor(number, at, unit, ordinal)
                     read = at if file.size is None else opened.stored_bytes()
-                    yield Part(blocks, begin, end, stored + read, tuple(notes))
+                    yield InputPart(blocks, begin, end, stored + read, tuple(notes))
                     blocks, notes, held, begin = [], [], 0, end
         stored += at if file.size is None else file.size
     if blocks:
-        yield Part(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored, tuple(notes))
+        yield InputPart(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored, tuple(notes))
 
 
 def _records(
@@ -171,7 +171,7 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
     """(the bytes of a column of up to 1,024 rows as an Arrow stream, number of rows), one row group in memory."""
     remedy = "Run `pip install 'txl_dist[parquet]'`."
-    with explained(DataError, f"reading {path} needs the package pyarrow", remedy, of=(ImportError,)):
+    with translate_errors(DataError, f"reading {path} needs the package pyarrow", remedy, of=(ImportError,)):
         import pyarrow
         import pyarrow.parquet
     row = 0

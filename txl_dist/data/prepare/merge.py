@@ -27,7 +27,7 @@ from txl_dist.data.prepare.duplicates import Equals, contains, count_near, find_
 from txl_dist.data.prepare.shard_writer import WrittenShard, write_shard
 from txl_dist.data.prepare.tokenize import PartInfo, bands_of, gather, records_of
 from txl_dist.data.prepare.workdir import CORPUS
-from txl_dist.io.files import read_json, replace_file, sha256_of_file, typed
+from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed
 
 _CELL_BITS = 20
 _MOST_DOCUMENTS = 1 << 20
@@ -154,8 +154,8 @@ def write_planned(task: ShardTask) -> WrittenShard:
         dtype=dtype,
         vocab_size=task.vocab_size,
     )
-    replace_file(_about(task).with_suffix(".counts"), written.counts.tobytes())
-    replace_file(_about(task), json.dumps({"plan": task.plan, "info": written.info._asdict()}).encode())
+    atomic_replace(_about(task).with_suffix(".counts"), written.counts.tobytes())
+    atomic_replace(_about(task), json.dumps({"plan": task.plan, "info": written.info._asdict()}).encode())
     return written
 
 

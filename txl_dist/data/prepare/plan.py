@@ -26,7 +26,7 @@ from txl_dist.data.prepare.documents import (
     is_learnt_from,
     pieces_of,
 )
-from txl_dist.data.prepare.input_splits import Cursor, Part, read_parts
+from txl_dist.data.prepare.input_splits import Cursor, InputPart, read_parts
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.readers import begin, chunks_of
 from txl_dist.data.prepare.sources import Listing, SourceFile, check_inputs, identities, list_sources
@@ -35,7 +35,7 @@ from txl_dist.data.prepare.validation_split import hold_out, no_text
 from txl_dist.data.prepare.workdir import DOWNLOADS, TOKENIZER_DONE, another_corpus
 from txl_dist.data.workers import num_cores
 from txl_dist.errors import ConfigError, DataError
-from txl_dist.io.files import open_new, read_bytes, replace_file
+from txl_dist.io.files import atomic_replace, open_new, read_bytes
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.importing import import_tokenizer
 from txl_dist.tokenizers.listed import listed_tokenizer
@@ -77,7 +77,7 @@ class Preparation:
         given = {file.split for file in self.files}
         return [split for split in SPLITS if split in given or split in self.reading.shares]
 
-    def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[Part]:  # noqa: B008  immutable
+    def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[InputPart]:  # noqa: B008  immutable
         """What some files hold, from a cursor on."""
         settings = self.settings
         part_bytes = settings.part_bytes or _choose_part_bytes(_total_bytes(files))
@@ -197,8 +197,8 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
     else:
         tokenizer = import_tokenizer(settings.tokenizer_path, lambda: _train_texts(job))
     done.unlink(missing_ok=True)  # it may speak of another tokenizer
-    replace_file(path, tokenizer.to_json().encode("utf-8"))
-    replace_file(done, inputs.encode())
+    atomic_replace(path, tokenizer.to_json().encode("utf-8"))
+    atomic_replace(done, inputs.encode())
     return tokenizer
 
 

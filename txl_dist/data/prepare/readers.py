@@ -39,7 +39,7 @@ from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.sources import PIPE, STDIN, SourceFile, TextSource, plugin_source
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying, watched
 from txl_dist.data.storage.remote import end_command, start_command
-from txl_dist.errors import DataError, explained, in_one_line
+from txl_dist.errors import DataError, in_one_line, translate_errors
 from txl_dist.io.files import open_new
 
 _MIB = 1 << 20
@@ -182,7 +182,7 @@ def _decompress(stream: IO[bytes], content: Content, file: SourceFile) -> IO[byt
     if content.kind == "xz":
         return cast(IO[bytes], lzma.open(stream))
     remedy = "Run `pip install zstandard`, or decompress the file."
-    with explained(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
+    with translate_errors(DataError, f"reading {file.path} needs the package zstandard", remedy, of=(ImportError,)):
         import zstandard  # type: ignore[import-not-found,import-untyped,unused-ignore]
     frames = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW)
     return io.BufferedReader(_FrameStream(stream, frames.decompressobj), buffer_size=_MIB)

@@ -45,9 +45,9 @@ from txl_dist.data.prepare.documents import SPLITS, TRAIN, count_characters, tex
 from txl_dist.data.prepare.split_names import splits_of_paths
 from txl_dist.data.storage.local import MappedPayload
 from txl_dist.data.verify.inspect import corpus_facts, corpus_lines
-from txl_dist.data.verify.tars import ForwardReader, Sample, read_samples
+from txl_dist.data.verify.tars import ForwardReader, TarSample, read_samples
 from txl_dist.errors import DataError
-from txl_dist.io.files import flush_folder, replace_file, write_bytes, write_hashed_json
+from txl_dist.io.files import atomic_replace, flush_folder, write_bytes, write_hashed_json
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.foreign import ADDED, ForeignTokenizer
 from txl_dist.tokenizers.importing import open_tokenizer
@@ -224,8 +224,8 @@ def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any
     for path in folder.glob(f"*{_TEMPORARY}"):
         path.rename(path.with_name(path.name.removesuffix(_TEMPORARY) + ".idx"))
     for name, content in scan.counts_files.items():
-        replace_file(folder / counts_name(name), content)
-    replace_file(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
+        atomic_replace(folder / counts_name(name), content)
+    atomic_replace(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
     temporary = folder / f"{INDEX_NAME}{_TEMPORARY}"
     write_hashed_json(temporary, index)
     temporary.rename(folder / INDEX_NAME)
@@ -297,7 +297,7 @@ class _Scan:
             idx_sha256=hashlib.sha256(records.tobytes()).hexdigest(),
         )
 
-    def _check(self, sample: Sample, path: str) -> None:
+    def _check(self, sample: TarSample, path: str) -> None:
         """Raises DataError if the ids have another type than those before, or leave the vocabulary."""
         where = f"{path}, sample {sample.key}"
         if self.dtype is None:
@@ -316,7 +316,7 @@ class _Scan:
                 "that made these tars with `--tokenizer-file`."
             )
 
-    def _records(self, sample: Sample) -> npt.NDArray[np.void]:
+    def _records(self, sample: TarSample) -> npt.NDArray[np.void]:
         ends = np.append(sample.starts[1:], len(sample.tokens))
         raw = sample.tokens.view(np.uint8).data
         size = sample.tokens.itemsize
@@ -328,7 +328,7 @@ class _Scan:
             self.num_unended += int((sample.tokens[ends - 1] != self.tokenizer.end_of_text).sum())
         return records
 
-    def _add_decoded(self, sample: Sample, info: SplitInfo) -> None:
+    def _add_decoded(self, sample: TarSample, info: SplitInfo) -> None:
         """Sizes of the text where an id has no bytes of its own."""
         for ids in np.split(sample.tokens, sample.starts[1:]):
             raw = text_bytes_of(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()))

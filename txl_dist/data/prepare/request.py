@@ -21,7 +21,7 @@ from txl_dist.data.prepare.detection import is_url
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.data.prepare.workdir import another_corpus
-from txl_dist.errors import DataError, explained
+from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import canonical_hash, open_regular, read_json, sha256_of_file, write_hashed_json
 
 _END_BYTES = 1 << 16
@@ -54,7 +54,7 @@ def check_request(request: Request, target: Path) -> None:
     if not os.path.exists(target / INDEX_NAME):  # a name that is too long is none
         return
     remedy = "Choose another output folder, or replace it with `--overwrite`."
-    with explained(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
+    with translate_errors(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
         index = read_json(target / INDEX_NAME)
         if not isinstance(index, dict) or canonical_hash(index) != index.get("self_sha256"):
             raise ValueError(f"{INDEX_NAME} is not what was written")
@@ -93,7 +93,7 @@ def _ends(file: SourceFile) -> str:
     """Hash of the first and the last bytes of a local file; of a URL what its store says of the version."""
     if is_url(file.path):
         return file.identity
-    unreadable = explained(DataError, f"cannot read {file.path}", "Mend or remove the file.")
+    unreadable = translate_errors(DataError, f"cannot read {file.path}", "Mend or remove the file.")
     with unreadable, open_regular(Path(file.path)) as stream:
         digest = hashlib.sha256(stream.read(_END_BYTES))
         stream.seek(max(0, (file.size or 0) - _END_BYTES))

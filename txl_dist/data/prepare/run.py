@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.console.formatting import aligned, counted
+from txl_dist.console.formatting import counted, format_table
 from txl_dist.console.logging import logger
 from txl_dist.console.progress import Progress
 from txl_dist.data.format import (
@@ -127,7 +127,7 @@ class PrepareSummary:
             numbers = (split.documents, split.tokens, split.text_bytes)
             rate = f"{split.text_bytes / split.tokens:.2f}"
             rows.append((name, *(f"{n:,}" for n in numbers), rate, f"{split.longest:,}", f"{len(split.shards):,}"))
-        return [f"  {line}" for line in aligned(rows)]
+        return [f"  {line}" for line in format_table(rows)]
 
 
 def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:

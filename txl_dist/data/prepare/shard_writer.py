@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.format import NPY_HEADER_BYTES, RECORD, ShardInfo, Tokens, npy_bytes
-from txl_dist.io.files import replace_file, replacing
+from txl_dist.io.files import atomic_replace, atomic_write
 
 SHORT_DOCUMENT_LEN = 4096
 PACKED_SAMPLE_LEN = 1 << 16
@@ -36,7 +36,7 @@ def write_shard(
     document, so a shard needs to know nothing about the shards before it.
     """
     counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
-    with replacing(folder / name) as stream:
+    with atomic_write(folder / name) as stream:
         tar = _TarStream(stream)
         table, number = np.empty(len(documents), dtype=RECORD), first_document
         for sample in _samples(documents):
@@ -51,7 +51,7 @@ def write_shard(
             own["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
             number += len(sample)
         tar.close()
-    replace_file(folder / f"{name}.idx", table.tobytes())
+    atomic_replace(folder / f"{name}.idx", table.tobytes())
     info = ShardInfo(
         name=name,
         bytes=tar.num_bytes,

@@ -34,7 +34,7 @@ from txl_dist.data.prepare.detection import JSONL_SUFFIXES, PLAIN_SUFFIXES, is_u
 from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying
-from txl_dist.errors import ConfigError, DataError, explained
+from txl_dist.errors import ConfigError, DataError, translate_errors
 
 STDLIB = "stdlib"
 """Input name of the built-in corpus."""
@@ -253,7 +253,7 @@ def _of_paths(given: str, settings: PrepareSettings) -> _Found:
                 f"{path} is a link to {os.readlink(path)}, which is not there. Fetch that file (of git-annex: "
                 "`git annex get FILE`), or remove the link."
             )
-        with explained(DataError, f"cannot read {path}", "Mend or remove the file."):
+        with translate_errors(DataError, f"cannot read {path}", "Mend or remove the file."):
             status = path.stat()
         files.append((str(path), status.st_size, f"{status.st_mtime_ns}"))
     return _Found(files, num_other, tuple(map(str, hidden)))

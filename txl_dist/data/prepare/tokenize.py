@@ -31,18 +31,18 @@ from txl_dist.data.format import Tokens, token_dtype
 from txl_dist.data.loader.lanes import hash64
 from txl_dist.data.prepare.documents import (
     TRAIN,
-    Block,
-    Piece,
+    DocumentPiece,
     Reading,
+    TextBlock,
     count_characters,
     documents_of,
     pieces_of,
     text_bytes_of,
 )
 from txl_dist.data.prepare.duplicates import NUM_BANDS, band_keys
-from txl_dist.data.prepare.input_splits import Cursor, Part
+from txl_dist.data.prepare.input_splits import Cursor, InputPart
 from txl_dist.errors import DataError
-from txl_dist.io.files import read_json, replace_file, typed, write_bytes
+from txl_dist.io.files import atomic_replace, read_json, typed, write_bytes
 from txl_dist.tokenizers.base import Ids, Tokenizer, batches
 from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
 
@@ -88,7 +88,7 @@ class PartTask(NamedTuple):
     number: int
     inputs: str
     """Hash of all input files up to the end of the part."""
-    part: Part
+    part: InputPart
 
 
 class PartInfo(NamedTuple):
@@ -131,7 +131,7 @@ def encode_part(task: PartTask) -> PartInfo:
     documents = {split: len(gathered.records) for split, gathered in sorted(splits.items())}
     known = encoding.stamp, task.inputs, part.begin, part.end, part.stored_bytes
     info = PartInfo(task.number, *known, documents=documents, counts=dict(counts))
-    replace_file(folder / f"{name_of_part(task.number)}.json", json.dumps(info._asdict()).encode())
+    atomic_replace(folder / f"{name_of_part(task.number)}.json", json.dumps(info._asdict()).encode())
     return info
 
 
@@ -215,7 +215,7 @@ def _tokenizer(path: str, fingerprint: str) -> Tokenizer:
     return tokenizer
 
 
-def _pieces(block: Block, reading: Reading, counts: Counter[str]) -> Iterator[Piece]:
+def _pieces(block: TextBlock, reading: Reading, counts: Counter[str]) -> Iterator[DocumentPiece]:
     """Of the documents that have text; the others, and the damaged ones, are counted."""
     for document in documents_of(block, reading):
         counts["read"] += 1
@@ -230,7 +230,7 @@ def _pieces(block: Block, reading: Reading, counts: Counter[str]) -> Iterator[Pi
 
 
 def _encode_batch(
-    batch: Sequence[Piece],
+    batch: Sequence[DocumentPiece],
     encoding: Encoding,
     tokenizer: Tokenizer,
     splits: dict[str, _SplitOfPart],
@@ -255,7 +255,7 @@ def _encode_batch(
             split.bands.append(bands[number : number + 1])
 
 
-def _encode(batch: Sequence[Piece], tokenizer: Tokenizer) -> list[Ids]:
+def _encode(batch: Sequence[DocumentPiece], tokenizer: Tokenizer) -> list[Ids]:
     documents = [piece.document for piece in batch]
     try:
         with plugin_errors(KINDS, tokenizer.kind, what="tokenizer", kind=DataError):

@@ -25,7 +25,7 @@ Documents = Callable[[], Iterator[Document]]
 """Starts a pass over the documents that are given for train."""
 
 
-class HeldOut(NamedTuple):
+class ValidationSplit(NamedTuple):
     """What is held out, and a sentence on it for people."""
 
     reading: Reading
@@ -43,7 +43,7 @@ def named_few(inputs: Sequence[object]) -> str:
     return ", ".join(map(str, inputs[:3])) + ", ..." * (len(inputs) > 3)
 
 
-def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> HeldOut:
+def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> ValidationSplit:
     """Whole documents where that serves every split, else ends.
 
     One pass, which ends with the first document of the last split; a second one, over few documents, where ends are
@@ -57,7 +57,7 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
         count += 1
         missing -= {piece.split for piece in pieces_of(document, given_for=TRAIN, reading=reading)}
         if not missing:
-            return HeldOut(reading)
+            return ValidationSplit(reading)
     if not count:
         raise no_text(inputs, reading)
 
@@ -78,7 +78,7 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
         f"{count:,} document{'s are' if count > 1 else ' is'} too few to hold out whole ones: the end of {whose} is "
         f"held out ({parts}), cut behind a paragraph, line or word. Held-out text of your own: --valid PATH"
     )
-    return HeldOut(reading._replace(tails=tails), remark)
+    return ValidationSplit(reading._replace(tails=tails), remark)
 
 
 def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> DataError:

@@ -28,7 +28,7 @@ from txl_dist.console.logging import logger
 from txl_dist.data.format import INDEX_NAME
 from txl_dist.data.verify.verify import verify_corpus
 from txl_dist.errors import DataError
-from txl_dist.io.files import flush_folder, read_bytes, read_json, replace_file, why_unwritable, write_bytes
+from txl_dist.io.files import atomic_replace, flush_folder, read_bytes, read_json, why_unwritable, write_bytes
 
 CORPUS, DOWNLOADS, TOKENIZER_DONE = "corpus", "named", "tokenizer-inputs"
 _REPLACED = "replaced"
@@ -117,7 +117,7 @@ def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
             shutil.rmtree(path)
         elif path.name not in (_LOCK, _OWNER):
             path.unlink()
-    replace_file(scratch / _JOB, json.dumps({"stamp": stamp}).encode())
+    atomic_replace(scratch / _JOB, json.dumps({"stamp": stamp}).encode())
 
 
 def _owner(scratch: Path) -> str:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
-from txl_dist.errors import DataError, explained
-from txl_dist.io.files import inside, open_regular, read_bytes
+from txl_dist.errors import DataError, translate_errors
+from txl_dist.io.files import open_regular, read_bytes, resolve_inside
 
 MAX_FILE_BYTES = 1 << 36
 """Of a file that is read whole: records have 16 bytes for each document of a shard."""
@@ -81,7 +81,7 @@ class LocalStorage(Storage):
 
     @override
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        with explained(DataError, f"cannot read {self.folder / file}", REMEDY):
+        with translate_errors(DataError, f"cannot read {self.folder / file}", REMEDY):
             content = read_bytes(self._path(file), max_bytes=MAX_FILE_BYTES)
         if sha256 and hashlib.sha256(content).hexdigest() != sha256:
             raise DataError(f"{self.folder / file} is damaged: its sha256 is not the one in the index. {REMEDY}")
@@ -91,14 +91,14 @@ class LocalStorage(Storage):
         """Map the shard."""
         self.check_sizes([info])
         path = self._path(info.name)
-        with explained(DataError, f"cannot read {path}", REMEDY), open_regular(path) as stream:
+        with translate_errors(DataError, f"cannot read {path}", REMEDY), open_regular(path) as stream:
             return MappedPayload(stream)
 
     @override
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
         for info in infos:
             path = self._path(info.name)
-            with explained(DataError, f"cannot read {path}", REMEDY):
+            with translate_errors(DataError, f"cannot read {path}", REMEDY):
                 num_bytes = path.stat().st_size
             check_size(str(path), num_bytes, info)
 
@@ -107,8 +107,8 @@ class LocalStorage(Storage):
 
     def _path(self, file: str) -> Path:
         remedy = "Copy the file to its place, or use another corpus."
-        with explained(DataError, f"{self.folder}", remedy, of=(ValueError,)):
-            return inside(self.folder, file)
+        with translate_errors(DataError, f"{self.folder}", remedy, of=(ValueError,)):
+            return resolve_inside(self.folder, file)
 
 
 class MappedPayload:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from txl_dist.console.formatting import aligned, counted, printable
+from txl_dist.console.formatting import counted, format_table, printable
 from txl_dist.data.loader.corpus import Corpus, Split
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import StreamState
@@ -72,7 +72,7 @@ def corpus_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"{facts['location']}: {facts['vocab_size']:,} ids as {facts['dtype']} ({facts['tokenizer']}), end-of-text: "
         f"{end}, data fingerprint {facts['fingerprint'][:16]}",
-        *aligned(rows),
+        *format_table(rows),
         *(f"{key.replace('_', ' ')}: {count:,}" for key, count in facts["statistics"].items() if count),
     ]
 
@@ -96,7 +96,7 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
     for number, one in enumerate(facts["clusters"]):
         first, end = one["first"], one["end"]
         rows.append([str(number), f"{first:,}", f"{end - 1:,}", f"{end - first:,}", f"{100 * one['share']:.2f} %"])
-    lines = [*aligned(rows), "", " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
+    lines = [*format_table(rows), "", " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
     head, best = facts["clusters"][0]["share"], facts["best_head"]
     if head < SORTED_ENOUGH * best:
         lines.append(
@@ -144,7 +144,7 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"{facts['name']}: {counted(facts['num_documents'], 'document')}, "
         f"{counted(facts['tokens'], 'token')}, {counted(facts['bytes'], 'byte')}",
-        *aligned(rows),
+        *format_table(rows),
         *([f"... and {rest:,} more"] if rest else []),
     ]
 
@@ -220,6 +220,6 @@ def lane_lines(facts: dict[str, Any]) -> list[str]:
     return [
         f"lane {facts['lane']} reads {facts['corpus']} ({facts['split']}) from its token {facts['position']:,} on, "
         "counted since the lanes were cut:",
-        *aligned(rows),
+        *format_table(rows),
         *(f"[{piece['first']:,}] {printable(piece['text'], keep=_TEXT)}" for piece in facts["pieces"]),
     ]

@@ -97,7 +97,7 @@ class ForwardReader:
         self._window += chunk.data
 
 
-class Sample(NamedTuple):
+class TarSample(NamedTuple):
     """Documents that lie together in a tar as one array."""
 
     key: str
@@ -119,7 +119,7 @@ class _Array(NamedTuple):
     values: npt.NDArray[Any]
 
 
-def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] = lambda _: None) -> Iterator[Sample]:
+def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] = lambda _: None) -> Iterator[TarSample]:
     """Samples in file order: members KEY.npy, with KEY.docs.npy beside it where several documents share one.
 
     `on_ignored` hears the names of members that are something else. Raises DataError naming the tar, the member or
@@ -147,7 +147,7 @@ def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] =
                 + _REMEDY
             )
         is_empty = ends == given
-        yield Sample(key, offset, tokens, starts=given[~is_empty], num_empty=int(is_empty.sum()))
+        yield TarSample(key, offset, tokens, starts=given[~is_empty], num_empty=int(is_empty.sum()))
 
 
 def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Iterator[_Array]:

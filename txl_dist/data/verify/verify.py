@@ -20,14 +20,14 @@ from typing import Any, NamedTuple, ParamSpec
 import numpy as np
 
 from txl_dist.config.schema import DataSection
-from txl_dist.console.echo import say
+from txl_dist.console.echo import echo
 from txl_dist.console.formatting import counted
 from txl_dist.console.progress import Progress
 from txl_dist.data.format import INDEX_NAME, PREPARED_NAME, TOKENIZER_NAME, ShardInfo, counts_name
 from txl_dist.data.loader.corpus import Corpus, Shard, Split, open_corpus
 from txl_dist.data.storage.factory import open_storage
 from txl_dist.data.storage.local import REMEDY, LocalStorage
-from txl_dist.data.verify.tars import ForwardReader, Sample, read_samples
+from txl_dist.data.verify.tars import ForwardReader, TarSample, read_samples
 from txl_dist.data.workers import num_cores, start_workers
 from txl_dist.errors import DataError
 from txl_dist.io.files import hashed_json, parse_object, read_bytes
@@ -64,7 +64,7 @@ def problems_at(location: str, settings: DataSection, *, num_workers: int) -> It
     with Progress("verifying", total=total) as progress:
         yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
     if names := strangers(corpus):
-        say(f"{location}: {counted(len(names), 'file')} beside those of the corpus: {', '.join(names[:10])}")
+        echo(f"{location}: {counted(len(names), 'file')} beside those of the corpus: {', '.join(names[:10])}")
 
 
 def each_problem(
@@ -214,7 +214,7 @@ class _ShardCheck:
         if unread and not self.structure:
             self.structure = f"{stream.name}: {counted(len(unread), 'record')} of documents in no sample. {REMEDY}"
 
-    def _sample_problems(self, sample: Sample) -> Iterator[str]:
+    def _sample_problems(self, sample: TarSample) -> Iterator[str]:
         offsets = self._shard.offsets
         first, last = offsets.searchsorted([sample.offset, sample.offset + sample.tokens.nbytes]).tolist()
         starts = sample.offset + sample.starts * sample.tokens.itemsize

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.config.schema import ModelSection, TrainSection
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
@@ -114,10 +114,10 @@ class Shape(NamedTuple):
     past_stride: int
     """The same in the memory, where it lies apart."""
     oldest: int | None
-    """See `Visibility`."""
+    """See `AttentionMask`."""
 
 
-class Chunk(NamedTuple):
+class KernelChunk(NamedTuple):
     """The lanes and heads whose scores are in the buffer together."""
 
     first_lane: int
@@ -133,7 +133,7 @@ class Launch(NamedTuple):
     tile: Tile
     grid: tuple[int, ...]
     """Of programs."""
-    chunk: Chunk
+    chunk: KernelChunk
 
     @property
     def waves(self) -> float:
@@ -199,7 +199,7 @@ def lacks_compiler() -> str:
     return f"Triton needs a C compiler, and {compiler} cannot compile with Python.h ({why})"
 
 
-def triton_relative_attention(terms: Terms, *, visible: Visibility, dropout: float = 0.0) -> Tensor:
+def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend, like `relative_attention`. `obstacle` says whether it can. Returns context_BTNH."""
     query, key, value, *others = terms[:6]  # which are all there, where there is no obstacle
     return _attend(query.unsqueeze(2), torch.stack([key, value], 2), None, *others, visible=visible, dropout=dropout)
@@ -212,7 +212,7 @@ def triton_attention_of_products(
     distance_KNH: Tensor,
     content_bias_NH: Tensor,
     position_bias_NH: Tensor,
-    visible: Visibility,
+    visible: AttentionMask,
     dropout: float = 0.0,
 ) -> Tensor:
     """The same of queries, keys and values of the segment, and keys and values of the memory, as products made them:
@@ -227,7 +227,7 @@ def _attend(
     key_value_BK2NH: Tensor | None,
     past_BM2NH: Tensor | None,
     *others: Tensor | None,
-    visible: Visibility,
+    visible: AttentionMask,
     dropout: float,
 ) -> Tensor:
     """Queries are the first of G; without `key_value_BK2NH`, keys and values of the segment the others."""
@@ -294,7 +294,7 @@ def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
     return planned
 
 
-def _tile(kernel: str, sizes: Sizes, largest: Chunk) -> Tile:
+def _tile(kernel: str, sizes: Sizes, largest: KernelChunk) -> Tile:
     """The largest whose programs fill a device, and hardly compute more that is not there than the smallest's."""
     *_, smallest = options = tiles(sizes.H, has_dropout=sizes.has_dropout)[kernel]
 
@@ -309,7 +309,7 @@ def _tile(kernel: str, sizes: Sizes, largest: Chunk) -> Tile:
     return smallest
 
 
-def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: Chunk, largest: Chunk) -> tuple[int, ...]:
+def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: KernelChunk, largest: KernelChunk) -> tuple[int, ...]:
     """Programs along each axis, as the kernel's docstring has them."""
     matrices, residues, classes = chunk.num_lanes * chunk.num_heads, 8 * chunk.num_heads, _ceil_div(sizes.T, 8)
     class_tiles = _ceil_div(classes * chunk.num_lanes, tile.rows)
@@ -327,7 +327,7 @@ def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: Chunk, largest: Chunk) -
     ), matrices
 
 
-def chunks(sizes: Sizes) -> Iterator[Chunk]:
+def chunks(sizes: Sizes) -> Iterator[KernelChunk]:
     """Every (lane, head) once. All lanes of some heads where they fit: their gradient of R is then made at once."""
     num_lanes, num_heads = sizes.B, sizes.N
     fit = min(max(1, SCORE_BUFFER_BYTES // (sizes.matrix_len * sizes.value_bytes)), MAX_MATRICES)
@@ -335,7 +335,9 @@ def chunks(sizes: Sizes) -> Iterator[Chunk]:
     heads = _even_part(num_heads, max(1, fit // lanes))
     for first_head in range(0, num_heads, heads):
         for first_lane in range(0, num_lanes, lanes):
-            yield Chunk(first_lane, min(lanes, num_lanes - first_lane), first_head, min(heads, num_heads - first_head))
+            yield KernelChunk(
+                first_lane, min(lanes, num_lanes - first_lane), first_head, min(heads, num_heads - first_head)
+            )
 
 
 def _even_part(whole: int, most: int) -> int:

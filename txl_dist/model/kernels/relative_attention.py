@@ -111,7 +111,7 @@ def dot(left, right, total, CAST: tl.constexpr):
 
 @triton.jit
 def visible(i, j, query_document, key_document, shape):
-    """`Visibility.mask` in registers, for what is broadcast to a tile; queries from T on see nothing."""
+    """`AttentionMask.mask` in registers, for what is broadcast to a tile; queries from T on see nothing."""
     newest = tl.where(i < shape.T, i + (shape.K - shape.T), -1)
     seen = (j <= newest) & (query_document == key_document)
     if shape.oldest is not None:

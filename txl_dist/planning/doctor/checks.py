@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from txl_dist.console.formatting import counted, size
+from txl_dist.console.formatting import counted, format_bytes
 from txl_dist.planning.doctor.fabric import Reduce
 from txl_dist.planning.doctor.machine import WATCHED, Facts
 
@@ -132,7 +132,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
     pins = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
     if facts.has_infiniband:
-        found = "no limit" if facts.max_pinned < 0 else f"at most {size(facts.max_pinned)} for a process"
+        found = "no limit" if facts.max_pinned < 0 else f"at most {format_bytes(facts.max_pinned)} for a process"
         yield first_of("pinned memory", found, (facts.max_pinned >= 0, "problem", pins))
 
 
@@ -258,7 +258,7 @@ def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> 
     network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."
     return first_of(
         "all-reduce",
-        ", ".join(f"{size(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
+        ", ".join(f"{format_bytes(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
         (on_gpu and num_nodes == 1 and best < 5, "warning", direct),
         (num_nodes > 1 and best < (1.0 if on_gpu else 0.1), "warning", network),
     )

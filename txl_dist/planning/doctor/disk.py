@@ -34,7 +34,7 @@ class Disk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class CorpusShards:
     """A corpus as seen from here."""
 
     location: str
@@ -56,13 +56,13 @@ def try_disk(folder: Path) -> Disk:
         return replace(disk, error=error.strerror or str(error))
 
 
-def try_corpus(location: str) -> Corpus:
+def try_corpus(location: str) -> CorpusShards:
     """Open a corpus as a run would."""
     try:
         splits = open_corpus(location).splits.values()
-        return Corpus(location=location, tokens=sum(split.tokens for split in splits))
+        return CorpusShards(location=location, tokens=sum(split.tokens for split in splits))
     except (TxlError, OSError) as error:
-        return Corpus(location=location, error=str(error))
+        return CorpusShards(location=location, error=str(error))
 
 
 def _renames(folder: Path) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from txl_dist.console.formatting import counted
-from txl_dist.distributed.collectives import Ranks, gather_objects, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, distributed_context, gather_objects
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.planning.doctor import fabric
 from txl_dist.planning.doctor.checks import Finding, Verdict, differences, judge, judge_reduce
@@ -69,7 +69,7 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
         return Report({facts.host: facts}, {facts.host: judge(facts)}, [])
     met = False
     try:
-        with joined_ranks(timeout_s=timeout_s) as ranks:
+        with distributed_context(timeout_s=timeout_s) as ranks:
             met = True
             return _examine_job(ranks, facts)
     except (TxlError, RuntimeError) as error:  # torch's errors of communication are RuntimeErrors
@@ -82,7 +82,7 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
         return Report({facts.host: facts}, {facts.host: judge(facts, is_cut_off=is_several), "all": [failed]}, [])
 
 
-def _examine_job(ranks: Ranks, facts_here: Facts | None) -> Report | None:
+def _examine_job(ranks: RankInfo, facts_here: Facts | None) -> Report | None:
     """All ranks, the first of each node with its facts."""
     facts = gather_objects(facts_here)
     nodes = {f"{one.host}/rank{rank}": one for rank, one in enumerate(facts) if one is not None}
@@ -93,10 +93,10 @@ def _examine_job(ranks: Ranks, facts_here: Facts | None) -> Report | None:
     reduces = fabric.measure_reduce(ranks)
     between.append(judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"))
     findings = {node: judge(one) for node, one in nodes.items()} | {"all": between}
-    return Report(nodes, findings, reduces) if ranks.is_first else None
+    return Report(nodes, findings, reduces) if ranks.is_rank0 else None
 
 
-def _judge_shared(ranks: Ranks, folder: Path, *, num_nodes: int) -> Finding:
+def _judge_shared(ranks: RankInfo, folder: Path, *, num_nodes: int) -> Finding:
     """All ranks: whether all nodes write to one folder."""
     try:
         prove_shared(folder, nonce=secrets.token_hex(8), ranks=ranks, seen_within_s=SHARED_WITHIN_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as torch_dist
 
-from txl_dist.distributed.collectives import Ranks, barrier, from_first, gather_objects
+from txl_dist.distributed.collectives import RankInfo, barrier, broadcast_object, gather_objects
 
 MIB = 2**20
 SIZES_BYTES = (4096, 256 * 1024, 4 * MIB, 64 * MIB)
@@ -32,14 +32,16 @@ class Reduce:
     """1e9 bytes per second."""
 
 
-def measure_reduce(ranks: Ranks) -> list[Reduce]:
+def measure_reduce(ranks: RankInfo) -> list[Reduce]:
     """All ranks: time all-reduces. The figures are those of the slowest rank."""
     found: list[Reduce] = []
     for num_bytes in SIZES_BYTES:
         values = torch.zeros(num_bytes // 4, device=ranks.device)
         for _ in range(2):  # the first one connects
-            first_s = from_first(_time_reduces(values, count=1))
-        seconds = max(gather_objects(_time_reduces(values, count=from_first(int(1 + min(50, REPEAT_FOR_S / first_s))))))
+            first_s = broadcast_object(_time_reduces(values, count=1))
+        seconds = max(
+            gather_objects(_time_reduces(values, count=broadcast_object(int(1 + min(50, REPEAT_FOR_S / first_s)))))
+        )
         bus = 2 * (ranks.world_size - 1) / ranks.world_size * num_bytes / seconds / 1e9
         found.append(Reduce(num_bytes, 1000 * seconds, bus))
         if max(first_s, seconds) > ENOUGH_S:

@@ -30,7 +30,7 @@ from txl_dist.io.files import read_text
 from txl_dist.launcher.deepspeed_files import environment_files
 from txl_dist.model.flops import peak_tflops
 from txl_dist.model.kernels.launch import lacks_compiler
-from txl_dist.planning.doctor.disk import Corpus, Disk, try_corpus, try_disk
+from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
 from txl_dist.train.preflight import drivers_of_gpus
 
@@ -104,7 +104,7 @@ class Facts:
     lacks_compiler: str
     """What Triton misses to compile; empty for nothing."""
     disk: Disk
-    corpus: Corpus | None
+    corpus: CorpusShards | None
 
 
 def gather(*, run_dir: Path, data: str = "") -> Facts:

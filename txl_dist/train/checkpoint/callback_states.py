@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from txl_dist.console.formatting import size
-from txl_dist.errors import CheckpointError, TrainingError, explained
+from txl_dist.console.formatting import format_bytes
+from txl_dist.errors import CheckpointError, TrainingError, translate_errors
 from txl_dist.io.files import parse_object
 from txl_dist.train.callbacks import States
 from txl_dist.train.checkpoint.validate import CALLBACKS
@@ -67,8 +67,9 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
     ):
         if found > limit:
             raise TrainingError(
-                f"the states of callbacks ({', '.join(states)}) hold {size(found)} of {what}; a checkpoint takes "
-                f"{size(limit)} at most. Keep large values in a file of your own, and its name in the state."
+                f"the states of callbacks ({', '.join(states)}) hold {format_bytes(found)} of {what}; a "
+                f"checkpoint takes {format_bytes(limit)} at most. Keep large values in a file of your own, "
+                "and its name in the state."
             )
     return tensors, metadata
 
@@ -79,7 +80,7 @@ def read_states(folder: Path) -> CallbackStates:
     if not path.is_file():
         return NO_STATES
     reasons = (OSError, ValueError, KeyError, SafetensorError)
-    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=reasons):
+    with translate_errors(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=reasons):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
             found = parse_object(metadata[_STATES_KEY])

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from txl_dist.errors import CheckpointError, explained
+from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.io.files import parse_object
 from txl_dist.io.tensor_files import TensorFile, open_tensors
 from txl_dist.train.engine.partitions import Fragment
@@ -25,7 +25,7 @@ _DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
 def reading(what: str, path: Path) -> Iterator[Any]:
     """`open_tensors` for a block that reads of it. Raises CheckpointError, which says what cannot be read and where."""
     damage = (OSError, RuntimeError, SafetensorError)
-    with explained(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
+    with translate_errors(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
         yield open_tensors(path)
 
 
@@ -102,7 +102,7 @@ class _FragmentFile:
             self._file = TensorFile(path)
             self.kinds = sorted({name.partition("/")[0] for name in self._file.shapes})
         what = f"{path} does not say which parts of which parameters it holds"
-        with explained(CheckpointError, what, "Use another checkpoint.", of=(KeyError, ValueError)):
+        with translate_errors(CheckpointError, what, "Use another checkpoint.", of=(KeyError, ValueError)):
             self._starts: dict[str, int] = parse_object(self._file.metadata["starts"])
             self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
 
@@ -127,4 +127,4 @@ class _FragmentFile:
 
     def _reading(self) -> AbstractContextManager[None]:
         what = f"cannot read the weights in {self._path}"
-        return explained(CheckpointError, what, "Use another checkpoint.", of=_DAMAGE)
+        return translate_errors(CheckpointError, what, "Use another checkpoint.", of=_DAMAGE)

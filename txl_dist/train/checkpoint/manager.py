@@ -17,20 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_dist.artifacts import checkpoint_folder, list_checkpoints, retained, step_of
+from txl_dist.artifacts import checkpoint_folder, list_checkpoints, step_of, steps_to_keep
 from txl_dist.config.phases import whole
 from txl_dist.console.logging import warn_for_all
-from txl_dist.distributed.collectives import Votes, gather_objects, on_first, poll, together
-from txl_dist.errors import CheckpointError, TrainingError, of_all
-from txl_dist.fault_injection import fault_point
-from txl_dist.io.files import is_gone
+from txl_dist.distributed.collectives import StepFlags, all_reduce_flags, gather_objects, run_on_all_ranks, run_on_rank0
+from txl_dist.errors import CheckpointError, TrainingError, raised_everywhere
+from txl_dist.fault_injection import failpoint
+from txl_dist.io.files import was_removed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.callbacks import Callbacks, SaveEnd
 from txl_dist.train.checkpoint.callback_states import CallbackStates, packed_states
 from txl_dist.train.checkpoint.probe import make_probes
-from txl_dist.train.checkpoint.writer import Saver
+from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.loggers import Reporter
+from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.report.metrics import check_finite
 from txl_dist.train.state import TrainState
 
@@ -38,15 +38,15 @@ _FIRST_RETRY_S, _LONGEST_RETRY_S = 5.0, 60.0
 _POLL_S = 0.2
 
 
-class Saving:
+class CheckpointManager:
     """The checkpoints of one run."""
 
     def __init__(
         self,
-        saver: Saver,
+        saver: AsyncWriter,
         engine: Engine,
         maker: BatchMaker,
-        reporter: Reporter,
+        reporter: MetricReporter,
         *,
         newest: Path | None,
         evaluated: Mapping[int, float],
@@ -90,7 +90,7 @@ class Saving:
         """Whether `checkpoint.every_minutes` have passed since the last checkpoint began. Only rank 0 answers:
         elsewhere it is False."""
         interval_s = 60 * self._job.config.checkpoint.every_minutes
-        return self._job.ranks.is_first and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
+        return self._job.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
     def begin(self, state: TrainState) -> None:
         """Begin to save the state, unless it is saved; the save before it is finished first."""
@@ -106,9 +106,9 @@ class Saving:
         check_finite(
             gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
         )
-        together(self._check_buffers)
+        run_on_all_ranks(self._check_buffers)
         states = self._callbacks.states(step=state.step)
-        packed = together(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
+        packed = run_on_all_ranks(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
         self._saver.begin(state, self._engine, probe=probe, callbacks=packed)
         self._stall_s = time.perf_counter() - start_s
         if not self._job.config.checkpoint.asynchronous:
@@ -134,13 +134,13 @@ class Saving:
             self._plan_retry(step)
             warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
-            if self._job.ranks.is_first and self._newest is not None:
+            if self._job.ranks.is_rank0 and self._newest is not None:
                 self._prune(self._newest)  # who has lowered what is kept wants the room now
             return False
         self._newest = result.folder
-        if self._job.ranks.is_first:
+        if self._job.ranks.is_rank0:
             self._prune(result.folder)
-        fault_point("saved", step=result.step)
+        failpoint("saved", step=result.step)
         stall_s = self._stall_s + time.perf_counter() - start_s
         self._waited_s += stall_s
         record = {"event": "saved", "step": result.step, "path": result.folder.name}
@@ -178,10 +178,10 @@ class Saving:
             return
         reasons = dict.fromkeys(reason for reason in gather_objects(self._watch.stops.reason) if reason)
         when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
-        if self._job.ranks.is_first:
+        if self._job.ranks.is_rank0:
             with suppress(OSError):
                 self._watch.stops.clear()  # it was obeyed
-        raise of_all(
+        raise raised_everywhere(
             CheckpointError(
                 f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
                 f"{self._goes_on()}."
@@ -189,7 +189,7 @@ class Saving:
         )
 
     def _save(self, state: TrainState) -> bool:
-        on_first(lambda: _check_is_there(self._run_dir))
+        run_on_rank0(lambda: _check_is_there(self._run_dir))
         self.begin(state)
         self.finish(state.step)
         return self._newest == checkpoint_folder(self._run_dir, state.step)
@@ -212,11 +212,11 @@ class Saving:
         while not is_over and not is_asked:
             self._watch.beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
-            own = Votes(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
-            is_asked, is_over, _ = poll(own, world_size=self._job.ranks.world_size)
+            own = StepFlags(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
+            is_asked, is_over, _ = all_reduce_flags(own, world_size=self._job.ranks.world_size)
         return is_asked
 
-    def newest_is(self, folder: Path) -> None:
+    def set_newest(self, folder: Path) -> None:
         """After a rewind: that one is saved, and steps that are made again have to be."""
         self._newest = folder
 
@@ -243,7 +243,7 @@ class Saving:
             steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
             losses = {step: loss for step, loss in self._evaluated.items() if step in steps and checkpoint.keep_best}
             best = {min(losses, key=losses.__getitem__)} if losses else ()
-            keep = retained(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
+            keep = steps_to_keep(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
             leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
         except OSError as error:
             warn_for_all("older checkpoints cannot be removed: %s", error)
@@ -268,7 +268,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
     for path in list_checkpoints(run_dir):
         if path == newest or step_of(path) in keep:
             continue
-        fault_point("prune", step=step_of(newest))
+        failpoint("prune", step=step_of(newest))
         renamed = path.with_name(f"{path.name}.tmp-pruned")
         shutil.rmtree(renamed, ignore_errors=True)
         with suppress(OSError):  # then it stays until the next time; that is no reason to stop
@@ -294,7 +294,7 @@ def _may_be_taken(descriptor: int) -> bool:
 
 def _remove(folders: list[Path], step: int) -> None:
     for folder in folders:
-        fault_point("prune-half", step=step)
+        failpoint("prune-half", step=step)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -307,7 +307,7 @@ def _rests(patience_s: float) -> Iterator[float]:
 
 
 def _check_is_there(run_dir: Path) -> None:
-    if is_gone(run_dir):
+    if was_removed(run_dir):
         raise CheckpointError(
             f"the run directory {run_dir} was removed or moved while the run was going on, and is not made anew: "
             "nothing more can be saved. Bring it back, or name its new place with --run.dir: the same command goes on "

@@ -18,10 +18,10 @@ from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.train.checkpoint.fragments import reading
 from txl_dist.train.checkpoint.validate import hidden_names, lane_files, lanes_of
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 
-def first_memories(engine: Engine, job: Job) -> tuple[Memory, ...]:
+def first_memories(engine: Engine, job: RunContext) -> tuple[Memory, ...]:
     """What the lanes of this rank remember before their first token, per micro-batch (`train.first_memory`)."""
     train = job.config.train
     first = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)

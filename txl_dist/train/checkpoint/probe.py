@@ -15,8 +15,8 @@ from torch import Tensor
 from txl_dist.artifacts import PROBE, SETTINGS
 from txl_dist.config.load import Config, load_config
 from txl_dist.data.loader.stream import plain_segment
-from txl_dist.distributed.collectives import from_first, gather_objects, together
-from txl_dist.errors import CheckpointError, explained
+from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks
+from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.inference.bundle import probe_tolerance
 from txl_dist.inference.probe import PROBE_LEN, probe_tokens
 from txl_dist.model.memory import empty_memory
@@ -67,10 +67,10 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
     Raises CheckpointError on every rank if the two differ by more than their precisions do: an export's tolerance.
     """
     start_s = time.perf_counter()
-    saved, config = together(
+    saved, config = run_on_all_ranks(
         lambda: (read_probe(folder, vocab_size=engine.model.vocab_size), load_config(folder / SETTINGS))
     )
-    tokens, expected = from_first((saved["tokens"], saved["losses"]))
+    tokens, expected = broadcast_object((saved["tokens"], saved["losses"]))
     lens = config.train.memory_per_layer(config.model.num_layers)
     losses = make_probe(engine, maker, memory_lens=lens, tokens=tokens)["losses"]
 
@@ -85,7 +85,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
             )
         return worst
 
-    worst = max(gather_objects(together(compare)))
+    worst = max(gather_objects(run_on_all_ranks(compare)))
     return f"its weights reproduce its probe to {worst:.1e} nats; this took {time.perf_counter() - start_s:.2f} s"
 
 
@@ -93,7 +93,7 @@ def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
     """Tokens and losses of a checkpoint's probe. Raises CheckpointError if there is none."""
     path = folder / PROBE
     damage = (OSError, RuntimeError, SafetensorError, KeyError)
-    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=damage):
+    with translate_errors(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=damage):
         probe = load_file(path)
         tokens, losses = probe["tokens"], probe["losses"]
         is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)

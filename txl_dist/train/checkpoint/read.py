@@ -26,15 +26,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from txl_dist.artifacts import SETTINGS, Kind, is_url, kind_of, list_checkpoints, step_of
+from txl_dist.artifacts import SETTINGS, ArtifactKind, detect_artifact, is_url, list_checkpoints, step_of
 from txl_dist.config.load import Config, changed, load_config
 from txl_dist.config.registry import plugin_changes
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.stream_state import StreamState, continued
-from txl_dist.distributed.collectives import Ranks, from_first, gather_objects, on_first, together
+from txl_dist.distributed.collectives import RankInfo, broadcast_object, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError, DataError, TxlError
-from txl_dist.fault_injection import fault_point
+from txl_dist.fault_injection import failpoint
 from txl_dist.inference.weights import Rows
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import first_memories, load_memories
@@ -42,7 +42,7 @@ from txl_dist.train.checkpoint.validate import SavedState, checkpoint_problems, 
 from txl_dist.train.engine.partitions import AVERAGE, WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.state import RunContext, TrainState
 
 
 @contextmanager
@@ -114,43 +114,42 @@ def choose_checkpoint(
     found, rejected = newest_checkpoint(run_dir, problems=problems)
     if found is None and (existing or resume == "must"):
         reasons = "; ".join(rejected[:3])
-        what = (
-            f"none of its {counted(len(existing), 'checkpoint')} is whole ({reasons})"
-            if existing
-            else "it holds no checkpoint"
-        )
+        what = "it holds no checkpoint"
+        if existing:
+            which = "its one checkpoint is not" if len(existing) == 1 else f"none of its {len(existing)} checkpoints is"
+            what = f"{which} whole ({reasons})"
         raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start anew in another --run.dir.")
     return found, remarks + [f"passed over a damaged checkpoint, {reason}" for reason in rejected]
 
 
-def choose_together(run_dir: Path, resume: str, *, ranks: Ranks) -> tuple[Path | None, list[str]]:
+def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> tuple[Path | None, list[str]]:
     """`choose_checkpoint` by rank 0, while all ranks hash their share of the files it asks for. All ranks call it.
 
     Only rank 0 lists folders: what another node's cache shows of a network file system may be older.
     """
-    if not ranks.is_first:
+    if not ranks.is_rank0:
         nothing: Path | None = None
-        while (folder := from_first(nothing)) is not None:
+        while (folder := broadcast_object(nothing)) is not None:
             problems_together(folder, ranks)
 
     def choose() -> tuple[Path | None, list[str]]:
         try:
             return choose_checkpoint(
-                run_dir, resume, problems=lambda folder: problems_together(from_first(folder), ranks)
+                run_dir, resume, problems=lambda folder: problems_together(broadcast_object(folder), ranks)
             )
         finally:
-            from_first(None)
+            broadcast_object(None)
 
-    return on_first(choose)
+    return run_on_rank0(choose)
 
 
-def problems_together(folder: Path, ranks: Ranks) -> list[str]:
+def problems_together(folder: Path, ranks: RankInfo) -> list[str]:
     """`checkpoint_problems`, each rank hashing its share of the files. All ranks call it."""
     parts = gather_objects(checkpoint_problems(folder, part=ranks.rank, num_parts=ranks.world_size))
     return [problem for part in parts for problem in part]
 
 
-def check_checkpoint(saved: SavedState, job: Job) -> list[str]:
+def check_checkpoint(saved: SavedState, job: RunContext) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
     Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
@@ -199,19 +198,19 @@ def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Sp
     return state, ["the lanes are cut anew: each goes on with text that none has read, with an empty memory"]
 
 
-def load_checkpoint(saved: SavedState, engine: Engine, job: Job, *, stream: StreamState) -> TrainState:
+def load_checkpoint(saved: SavedState, engine: Engine, job: RunContext, *, stream: StreamState) -> TrainState:
     """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
 
     `stream` is that of `continued_stream`. If its lanes were cut anew, memories are first ones.
     """
     folder, state = saved.folder, saved.values
-    fault_point("load", step=step_of(folder))
-    files = together(lambda: FragmentFiles(folder / "engine", near=job.ranks.rank))
+    failpoint("load", step=step_of(folder))
+    files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=job.ranks.rank))
     engine.load(files, loss_scale=state["loss_scale"])
     memories = first_memories(engine, job)
     if stream.has_lanes_of(saved.stream):
         like = memories[0]
-        memories = together(lambda: load_memories(folder, lanes=job.lanes, like=like))
+        memories = run_on_all_ranks(lambda: load_memories(folder, lanes=job.lanes, like=like))
     return TrainState(
         step=saved.step, tokens_seen=state["tokens_seen"], health=saved.health, stream=stream, memories=memories
     )
@@ -255,7 +254,9 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
     if not known or len(known) != len(given):
         return config  # a checkpoint of before, which knows none
     path, *more = (
-        other if kind_of(one) is not Kind.CORPUS and kind_of(other) is Kind.CORPUS else one
+        other
+        if detect_artifact(one) is not ArtifactKind.CORPUS and detect_artifact(other) is ArtifactKind.CORPUS
+        else one
         for one, other in zip(given, known, strict=True)
     )
     return changed(config, {"data.path": path, "data.more_paths": tuple(more)})
@@ -264,7 +265,7 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
 def require_corpus(checkpoint: Path, config: Config) -> str:
     """The corpus that a checkpoint was trained on. Raises DataError, which names the places, if it is not there."""
     path = with_corpora_found(config, checkpoint).data.path
-    if kind_of(path) is Kind.CORPUS:
+    if detect_artifact(path) is ArtifactKind.CORPUS:
         return path
     known = read_state(checkpoint).values.get("corpora")
     kept = known[0] if known else os.path.abspath(path)

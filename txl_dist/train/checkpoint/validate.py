@@ -31,7 +31,7 @@ from txl_dist.artifacts import (
     step_of,
 )
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.errors import CheckpointError, explained
+from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.io.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
 from txl_dist.io.manifest import problems_of
 from txl_dist.io.tensor_files import open_tensors
@@ -117,7 +117,9 @@ class SavedState(NamedTuple):
 def read_state(folder: Path) -> SavedState:
     """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
     path = folder / STATE
-    with explained(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=(OSError, ValueError)):
+    with translate_errors(
+        CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=(OSError, ValueError)
+    ):
         data = read_bytes(path)
         state = parse_object(data)
     if (version := state.get("format_version")) not in (FORMAT_VERSION, PER_LAYER_VERSION):
@@ -280,17 +282,17 @@ def settings_hash(data: bytes) -> str:
 
 
 def _settings_hash_of(path: Path) -> str:
-    with explained(CheckpointError, f"{path} cannot be read", of=(OSError, ValueError, TypeError)):
+    with translate_errors(CheckpointError, f"{path} cannot be read", of=(OSError, ValueError, TypeError)):
         return settings_hash(read_bytes(path))
 
 
 def _sha256_of(path: Path) -> str:
-    with explained(CheckpointError, f"{path} cannot be read"):
+    with translate_errors(CheckpointError, f"{path} cannot be read"):
         return sha256_of_file(path)
 
 
 def _header(path: Path) -> _Header:
-    with explained(CheckpointError, f"{path} cannot be read", of=(OSError, RuntimeError, SafetensorError)):
+    with translate_errors(CheckpointError, f"{path} cannot be read", of=(OSError, RuntimeError, SafetensorError)):
         file = open_tensors(path)
         shapes = {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  no mapping
         metadata = file.metadata() or {}

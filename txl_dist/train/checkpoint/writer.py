@@ -28,10 +28,10 @@ from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PER_LAYER_VERSION, P
 from txl_dist.config.load import config_fingerprint, config_to_toml
 from txl_dist.config.phases import whole
 from txl_dist.config.registry import loaded_plugins
-from txl_dist.console.formatting import size
-from txl_dist.distributed.collectives import from_first, gather_objects, on_first, together
+from txl_dist.console.formatting import format_bytes
+from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError
-from txl_dist.fault_injection import fault_point
+from txl_dist.fault_injection import failpoint
 from txl_dist.io.files import flush_folder, sha256_of_bytes, write_bytes
 from txl_dist.io.manifest import commit_folder, write_manifest
 from txl_dist.io.tensor_files import file_bytes, write_tensors
@@ -41,7 +41,7 @@ from txl_dist.train.checkpoint.read import absolute_paths
 from txl_dist.train.checkpoint.validate import CALLBACKS, LANES_KEY, STATE_KEY, settings_hash
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.monitoring.watch import Watch
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.state import RunContext, TrainState
 
 Content = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors and metadata of one file."""
@@ -53,7 +53,7 @@ Write = Callable[[Path], dict[str, Any]]
 _POLL_S = 0.05
 
 
-class Saved(NamedTuple):
+class SaveResult(NamedTuple):
     """How a save ended; the same on every rank."""
 
     step: int
@@ -63,10 +63,10 @@ class Saved(NamedTuple):
     """Why there is none; empty if there is one."""
 
 
-class Saver:
+class AsyncWriter:
     """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
 
-    def __init__(self, job: Job, watch: Watch) -> None:
+    def __init__(self, job: RunContext, watch: Watch) -> None:
         self.job, self.watch = job, watch
         on_gpu = job.ranks.device.type == "cuda"
         # A GPU's state must be copied anyway before it can be written.
@@ -93,24 +93,24 @@ class Saver:
     ) -> None:
         """Copy the state and start to write it; `callbacks` are their states, on rank 0. No save may be in flight."""
         assert not self.in_flight
-        fault_point("save-begin", step=state.step)
+        failpoint("save-begin", step=state.step)
         self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
-        own = self._own_files(state, engine) if self.job.ranks.is_first else {}
+        own = self._own_files(state, engine) if self.job.ranks.is_rank0 else {}
         # All files of this save name its state.json, so that none is ever taken for one of another save.
-        saved_with = {STATE_KEY: from_first(sha256_of_bytes(own.get(STATE, b"")))}
+        saved_with = {STATE_KEY: broadcast_object(sha256_of_bytes(own.get(STATE, b"")))}
         if callbacks is not None:
             states, metadata = callbacks
             own[CALLBACKS] = save(states, metadata | saved_with)
         needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
         self._needed = sum(gather_objects(needed))
         try:
-            on_first(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
+            run_on_rank0(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
             self._error = error
             return
         tensors = self._on_host(tensors)
-        fault_point("save-copied", step=state.step)
+        failpoint("save-copied", step=state.step)
         files: dict[str, Write] = {
             name: self._tensor_writer(content, metadata | saved_with) for name, (content, metadata) in tensors.items()
         }
@@ -118,7 +118,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def finish(self) -> Saved:
+    def finish(self) -> SaveResult:
         """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
         self._wait()
         step, self._step, self._thread = self._step, -1, None
@@ -132,19 +132,19 @@ class Saver:
             if reasons:
                 raise CheckpointError(reasons[0])
             self.watch.confirm_lock()
-            fault_point("save-manifest", step=step)
+            failpoint("save-manifest", step=step)
             write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
-            fault_point("save-manifest-done", step=step)
-            fault_point("save-rename", step=step)
+            failpoint("save-manifest-done", step=step)
+            failpoint("save-rename", step=step)
             commit_folder(temporary, final)
-            fault_point("save-renamed", step=step)
+            failpoint("save-renamed", step=step)
 
         try:
-            on_first(lambda: _in_file_system(commit, temporary, needed=self._needed))
+            run_on_rank0(lambda: _in_file_system(commit, temporary, needed=self._needed))
         except CheckpointError as error:
-            together(lambda: shutil.rmtree(temporary, ignore_errors=True) if self.job.ranks.is_first else None)
-            return Saved(step, final, self._needed / 2**30, str(error))
-        return Saved(step, final, self._needed / 2**30, "")
+            run_on_all_ranks(lambda: shutil.rmtree(temporary, ignore_errors=True) if self.job.ranks.is_rank0 else None)
+            return SaveResult(step, final, self._needed / 2**30, str(error))
+        return SaveResult(step, final, self._needed / 2**30, "")
 
     def _wait(self) -> None:
         """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs; and beating
@@ -169,9 +169,9 @@ class Saver:
         ranks, lanes = self.job.ranks, f"{self.job.lanes.start:05d}-{self.job.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
         # At stage 0 all ranks hold the same.
-        if self.job.config.engine.zero_stage > 0 or ranks.is_first:
+        if self.job.config.engine.zero_stage > 0 or ranks.is_rank0:
             files[f"engine/{ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
-        if ranks.is_first:
+        if ranks.is_rank0:
             files[PROBE] = (probe, {})
         return files
 
@@ -219,8 +219,8 @@ class Saver:
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: it needs {size(self._needed)}, {size(free)} are free. "
-                "Free space, lower checkpoint.keep_last, or move the run to another file system."
+                f"no room for a checkpoint in {folder}: it needs {format_bytes(self._needed)}, {format_bytes(free)} "
+                "are free. Free space, lower checkpoint.keep_last, or move the run to another file system."
             )
 
     def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:
@@ -228,7 +228,7 @@ class Saver:
 
         def on_progress(num_bytes: int) -> None:
             self._num_bytes += num_bytes
-            fault_point("save-file-half", step=step)
+            failpoint("save-file-half", step=step)
 
         return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
 
@@ -240,10 +240,10 @@ class Saver:
                 path = temporary / name
                 for folder in (temporary.parent, temporary, path.parent):  # all but the run directory
                     folder.mkdir(exist_ok=True)
-                fault_point("save-file", step=step)
+                failpoint("save-file", step=step)
                 self._written[name] = write(path)
-                fault_point("save-file-done", step=step)
-            fault_point("save-written", step=step)
+                failpoint("save-file-done", step=step)
+            failpoint("save-written", step=step)
         except Exception as error:  # noqa: BLE001  whatever it is, `finish` tells all ranks
             self._error = error
 
@@ -295,5 +295,5 @@ def _explained(error: Exception, path: Path, *, needed: int) -> str:
     if isinstance(error, OSError):
         where = error.filename or path
         reason = f"cannot write {where}: {error.strerror or error}"
-        return f"{reason}. A checkpoint needs {size(needed)}; free space or mend permissions in {path.parent}."
+        return f"{reason}. A checkpoint needs {format_bytes(needed)}; free space or mend permissions in {path.parent}."
     return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."

@@ -85,7 +85,7 @@ Held = list[list[tuple[str, int, int, int]]]
 """Of a rank: per tensor, the `partitions.Piece`s in it."""
 
 
-class Division:
+class MatrixAssignment:
     """Of the matrices of tensors that are updated together: which rank makes which, of what, and for whom."""
 
     def __init__(self, matrices: list[Matrix], held: list[Held], *, rank: int, is_replicated: bool) -> None:
@@ -165,10 +165,10 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
-        self._divisions: dict[int, Division] | None = None
+        self._divisions: dict[int, MatrixAssignment] | None = None
         self._dtype, self._device = torch.float32, torch.device("cpu")
 
-    def divide(self, divisions: dict[int, Division], *, dtype: torch.dtype, device: torch.device) -> None:
+    def divide(self, divisions: dict[int, MatrixAssignment], *, dtype: torch.dtype, device: torch.device) -> None:
         """Settle who makes what, by the id of the first of tensors that are updated together, and in which type and
         where that is computed. Before any update."""
         self._divisions, self._dtype, self._device = divisions, dtype, device

@@ -22,7 +22,7 @@ from torch import nn
 
 from txl_dist.config.registry import plugin_errors
 from txl_dist.config.schema import OPTIMIZERS, OptimSection
-from txl_dist.errors import ConfigError, of_all
+from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.train.engine.muon import Muon
 
 
@@ -61,14 +61,14 @@ def build_optimizer(
 def _check_built(optimizer: object, name: str) -> None:
     """Raises ConfigError for what is no optimizer, or one that has state: ZeRO replaces the parameters."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise of_all(
+        raise raised_everywhere(
             ConfigError(
                 f"optim.name = {name!r}: the build function returned a {type(optimizer).__name__}. It must return a "
                 "torch.optim.Optimizer of the groups."
             )
         )
     if optimizer.state:
-        raise of_all(
+        raise raised_everywhere(
             ConfigError(
                 f"optim.name = {name!r}: {type(optimizer).__name__} makes its state before the first step, for tensors "
                 "that ZeRO replaces. Make the state in step()."

@@ -28,7 +28,7 @@ SWAPPED_LEN = 2**20
 """Values that are exchanged at a time."""
 
 
-class Piece(NamedTuple):
+class PartitionPiece(NamedTuple):
     """Consecutive values of one parameter, flattened."""
 
     parameter: str
@@ -44,7 +44,7 @@ class Partition(NamedTuple):
 
     tensor: Tensor
     """The optimizer's key; flat but at stage 0."""
-    pieces: list[Piece]
+    pieces: list[PartitionPiece]
 
 
 class Fragment(NamedTuple):
@@ -78,15 +78,15 @@ def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
     return [tensor for group in groups for tensor in group]
 
 
-def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) -> Iterator[Piece]:
+def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) -> Iterator[PartitionPiece]:
     """What lies in the values [start, start + length) of a tensor, which begin at `offset` of a partition."""
     for slot in slots:
         begin, end = max(start, slot.start), min(start + length, slot.stop)
         if begin < end:
-            yield Piece(slot.name, begin - slot.start, offset + begin - start, end - begin)
+            yield PartitionPiece(slot.name, begin - slot.start, offset + begin - start, end - begin)
 
 
-def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Piece]:
+def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
     """Stages 1 and 2 link each parameter to its part of the flat tensor, if this rank has one."""
     for parameter in group:
         link = parameter._hp_mapping
@@ -95,7 +95,7 @@ def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pi
             yield from _pieces(slots[id(parameter)], there.start, here.numel, offset=here.start)
 
 
-def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Piece]:
+def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
     """Stage 3 gives each rank an equally long slice of each parameter; the last ones are padded."""
     offset, rank = 0, torch.distributed.get_rank()
     for parameter in group:
@@ -144,7 +144,7 @@ def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:
     return isinstance(value, Tensor) and name != "step" and value.shape == tensor.shape
 
 
-def _view(tensor: Tensor, piece: Piece) -> Tensor:
+def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
     return tensor.detach().view(-1).narrow(0, piece.offset, piece.length)
 
 
@@ -223,7 +223,7 @@ def _norm_in_rows(values: Tensor) -> Tensor:
     return norm
 
 
-def _overlaps(pieces: list[Piece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """(parameter, some of its values) in flat tensors that lie one behind the other in a partition."""
     begin = 0
     for part in parts:

@@ -25,8 +25,15 @@ from typing_extensions import override
 from txl_dist.config.load import BatchPlan, Config
 from txl_dist.config.registry import plugin_errors
 from txl_dist.config.schema import OPTIMIZERS
-from txl_dist.distributed.collectives import Ranks, all_reduce_sum, gather_objects, limit_waiting, together, uses_gpu
-from txl_dist.errors import TrainingError, of_all
+from txl_dist.distributed.collectives import (
+    RankInfo,
+    all_reduce_sum,
+    gather_objects,
+    run_on_all_ranks,
+    set_timeout,
+    uses_gpu,
+)
+from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.inference.bundle import copy_weights
 from txl_dist.model.block import Block
 from txl_dist.model.memory import Memory
@@ -35,7 +42,7 @@ from txl_dist.rng import derive_seed
 from txl_dist.train.engine.cuda_graph import GraphedModule
 from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
-from txl_dist.train.engine.muon import Division, Matrix, Muon, matrices_of
+from txl_dist.train.engine.muon import Matrix, MatrixAssignment, Muon, matrices_of
 from txl_dist.train.engine.optimizer import build_optimizer
 from txl_dist.train.engine.partitions import (
     Fragment,
@@ -63,7 +70,7 @@ class ZeroEngine(Engine):
         *,
         vocab_size: int,
         plan: BatchPlan,
-        ranks: Ranks,
+        ranks: RankInfo,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
         """`weights` to begin with, the same on every rank; None draws them."""
@@ -109,7 +116,7 @@ class ZeroEngine(Engine):
             ),
             config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
         )
-        limit_waiting(timeout_s=config.engine.start_timeout_s)
+        set_timeout(timeout_s=config.engine.start_timeout_s)
         self.model, self._device = model, ranks.device
         if self._stage == 3:
             _reduce_with_first(self._optimizer.leaf_parameters, list(model.blocks))
@@ -130,13 +137,13 @@ class ZeroEngine(Engine):
             # DeepSpeed would join all gradients, exchange them with nobody and part them.
             self._engine.enable_backward_allreduce = False
 
-    def _divide(self, optimizer: Muon, matrices: list[Matrix], ranks: Ranks, *, in_half: bool) -> None:
+    def _divide(self, optimizer: Muon, matrices: list[Matrix], ranks: RankInfo, *, in_half: bool) -> None:
         """Tell all ranks which of them holds what of the matrices. At stage 0 all are updated together."""
         held = gather_objects([[(*piece,) for piece in one.pieces] for one in self._partitions])
         names = {matrix.parameter for matrix in matrices}
         apart = [i for i in range(len(self._partitions)) if any(piece[0] in names for own in held for piece in own[i])]
         divisions = {
-            id(self._partitions[unit[0]].tensor): Division(
+            id(self._partitions[unit[0]].tensor): MatrixAssignment(
                 matrices, [[own[i] for i in unit] for own in held], rank=ranks.rank, is_replicated=self._stage == 0
             )
             for unit in ([apart] if self._stage == 0 else [[i] for i in apart])
@@ -266,7 +273,7 @@ class ZeroEngine(Engine):
         for old, new in zip(before, group_values(self._base_optimizer), strict=True):
             lost = lost or next((f"group[{key!r}]" for key in new if old.get(key) != new[key]), "")
         if lost:
-            raise of_all(
+            raise raised_everywhere(
                 TrainingError(
                     f"optim.name = {name!r}: {type(self._base_optimizer).__name__} keeps {lost}, which a checkpoint "
                     "would lose. Keep fp32 tensors of the parameter's shape, and count updates in state['step'], an "
@@ -346,7 +353,7 @@ class ZeroEngine(Engine):
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
         with self._changing_weights():
             keeps = self._decay > 0
-            together(lambda: fill(self._partitions, self._base_optimizer, source, with_average=keeps))
+            run_on_all_ranks(lambda: fill(self._partitions, self._base_optimizer, source, with_average=keeps))
         scaler = _loss_scaler(self._optimizer)
         for name in _SCALER_STATE:
             if name in loss_scale and hasattr(scaler, name):

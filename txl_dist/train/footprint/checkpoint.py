@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from txl_dist.config.load import Config
-from txl_dist.console.formatting import size
+from txl_dist.console.formatting import format_bytes
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.engine.muon import is_matrix
@@ -35,8 +35,8 @@ class CheckpointSize(NamedTuple):
         return sum(self)
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {size(part)}" for name, part in self._asdict().items())
-        return f"{size(self.total)} ({parts})"
+        parts = ", ".join(f"{name} {format_bytes(part)}" for name, part in self._asdict().items())
+        return f"{format_bytes(self.total)} ({parts})"
 
 
 def checkpoint_size(config: Config, *, vocab_size: int) -> CheckpointSize:

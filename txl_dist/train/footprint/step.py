@@ -33,7 +33,7 @@ from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels import rows
 from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
@@ -131,8 +131,8 @@ def follow(step: MicroStep) -> Trace:
             attention: Any = block.attention
             attention.attend = events.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
             if uses_kernels:
-                attention.takes_products = lambda hidden, takes=attention.uses_products: takes
-                attention.attend_products = events.as_scores(_KernelLike.attend_products)
+                attention.supports_fused_qkv = lambda hidden, takes=attention.uses_products: takes
+                attention.attend_fused_qkv = events.as_scores(_KernelLike.attend_fused_qkv)
         memory = model.empty_memory(num_lanes=step.lanes, memory_len=step.memory_len)
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
@@ -323,7 +323,7 @@ class _KernelLike(torch.autograd.Function):
     """Makes what the Triton kernels make, and keeps what they keep for the backward pass."""
 
     @staticmethod
-    def attend(terms: Terms, *, visible: Visibility) -> Tensor:
+    def attend(terms: Terms, *, visible: AttentionMask) -> Tensor:
         """Called as `Attention.attend`."""
         key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
@@ -332,8 +332,8 @@ class _KernelLike(torch.autograd.Function):
         return context
 
     @staticmethod
-    def attend_products(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: Visibility) -> Tensor:
-        """Called as `Attention.attend_products`."""
+    def attend_fused_qkv(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: AttentionMask) -> Tensor:
+        """Called as `Attention.attend_fused_qkv`."""
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, segment, past, distance_KNH
         )

@@ -25,7 +25,7 @@ from types import FrameType
 from txl_dist.console.logging import logger
 from txl_dist.distributed.processes import ProcessId, command_of, parent_of, process_id, process_of
 from txl_dist.errors import ConfigError
-from txl_dist.io.files import is_gone, parse_json
+from txl_dist.io.files import parse_json, was_removed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LOOK_EVERY_S = 1.0
@@ -100,7 +100,7 @@ class StopRequests:
     def _look(self) -> Iterator[str]:
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
-        if self._stop_file is not None and is_gone(self._stop_file.parent):
+        if self._stop_file is not None and was_removed(self._stop_file.parent):
             yield f"the loss of its directory {self._stop_file.parent}"
         if self._max_time_s and time.monotonic() - self._start_s >= self._max_time_s:
             yield f"the time limit of {self._max_time_s:g} s"

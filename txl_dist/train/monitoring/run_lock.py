@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from txl_dist.artifacts import LOCK
 from txl_dist.console.logging import logger
-from txl_dist.distributed.collectives import Ranks, from_first, gather_objects, together
+from txl_dist.distributed.collectives import RankInfo, broadcast_object, gather_objects, run_on_all_ranks
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import open_regular, parse_object, why_unwritable
@@ -124,13 +124,13 @@ class RunLock:
             self.beat()
 
 
-def prove_shared(run_dir: Path, *, nonce: str, ranks: Ranks, seen_within_s: float = SEEN_WITHIN_S) -> None:
+def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: float = SEEN_WITHIN_S) -> None:
     """All ranks: each node shows that it can write the folder that rank 0 sees, and sees what rank 0 writes there.
 
     `nonce`: rank 0's; what others pass is ignored. Raises ConfigError on all ranks, naming the host that does not.
     """
-    nonce = from_first(nonce)
-    speaks_for_node = ranks.is_first or ranks.local_rank == 0
+    nonce = broadcast_object(nonce)
+    speaks_for_node = ranks.is_rank0 or ranks.local_rank == 0
 
     def proof(rank: int) -> Path:
         return run_dir / f"{LOCK}.{nonce}.rank{rank}"
@@ -146,10 +146,10 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: Ranks, seen_within_s: floa
 
     def see(nodes: dict[int, str]) -> None:
         end_s = time.monotonic() + seen_within_s
-        wanted = nodes if ranks.is_first else {0: nodes[0]}
+        wanted = nodes if ranks.is_rank0 else {0: nodes[0]}
         while missing := [rank for rank in wanted if not os.path.exists(proof(rank))]:
             if time.monotonic() > end_s:
-                host = nodes[missing[0]] if ranks.is_first else nodes[ranks.rank]
+                host = nodes[missing[0]] if ranks.is_rank0 else nodes[ranks.rank]
                 raise ConfigError(
                     f"{host} has another folder as {run_dir} than {nodes[0]}, where rank 0 runs: neither sees what "
                     "the other writes. All nodes need the same shared folder as --run.dir."
@@ -157,10 +157,10 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: Ranks, seen_within_s: floa
             time.sleep(0.2)
 
     try:
-        together(lambda: write() if speaks_for_node else None)
+        run_on_all_ranks(lambda: write() if speaks_for_node else None)
         hosts = gather_objects(process_id().host if speaks_for_node else "")
         nodes = {rank: host for rank, host in enumerate(hosts) if host}
-        together(lambda: see(nodes) if speaks_for_node else None)
+        run_on_all_ranks(lambda: see(nodes) if speaks_for_node else None)
     finally:
         with suppress(OSError):
             proof(ranks.rank).unlink(missing_ok=True)

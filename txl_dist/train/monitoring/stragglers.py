@@ -19,7 +19,7 @@ import torch
 
 from txl_dist.console.logging import warn_for_all
 from txl_dist.distributed.collectives import gather_objects
-from txl_dist.train.report.loggers import Record, Reporter
+from txl_dist.train.report.loggers import MetricReporter, Record
 
 SLOWER_THAN = 4 / 3
 """Times the median of the other ranks, from which a rank is a straggler (a relative speed of 0.75)."""
@@ -46,11 +46,11 @@ class StepClock:
         """Since it began."""
         return time.perf_counter() - self._begin_s
 
-    def is_prepared(self) -> None:
+    def mark_prepared(self) -> None:
         """Before this rank meets another."""
         self._own_s = self.elapsed_s()
 
-    def forward_begins(self) -> None:
+    def start_forward(self) -> None:
         """Of the first micro-batch."""
         self._begin_s = time.perf_counter()
         if self._events:
@@ -63,7 +63,7 @@ class StepClock:
         elif self._sees_forward:
             self._own_s += self.elapsed_s()
 
-    def own_ms(self) -> float:
+    def local_ms(self) -> float:
         """Of the step, once it has waited for the device."""
         return 1000 * self._own_s + (self._events[0].elapsed_time(self._events[1]) if self._events else 0.0)
 
@@ -86,7 +86,7 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
 class StragglerWatch:
     """Names the rank that the others wait for, once each time that it becomes another one."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, reporter: MetricReporter) -> None:
         """All ranks together make it, and call it."""
         self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
         self._reports: list[list[float]] = []

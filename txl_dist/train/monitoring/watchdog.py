@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger
-from txl_dist.distributed.collectives import Ranks, from_first, is_waiting
+from txl_dist.distributed.collectives import RankInfo, broadcast_object, is_waiting
 from txl_dist.distributed.processes import ProcessId, process_id, process_of
 from txl_dist.errors import HANG, TxlError
 from txl_dist.io.files import open_to_append
@@ -71,7 +71,7 @@ class Watchdog:
     `limit_s`: seconds without a beat after which a rank hangs.
     """
 
-    def __init__(self, ranks: Ranks, *, limit_s: float, stacks: Path | None = None) -> None:
+    def __init__(self, ranks: RankInfo, *, limit_s: float, stacks: Path | None = None) -> None:
         self._ranks, self._limit_s = ranks, limit_s
         self._main = threading.get_ident()
         self._last = (time.monotonic(), 0, "start")
@@ -82,8 +82,8 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._line = ""
         self._asked, self._answered, self._closing = threading.Event(), threading.Event(), threading.Event()
-        hub = Hub() if ranks.is_first else None
-        key, port = from_first((hub.key, hub.port) if hub else ("", 0))
+        hub = Hub() if ranks.is_rank0 else None
+        key, port = broadcast_object((hub.key, hub.port) if hub else ("", 0))
         self._link: Hub | Spoke = hub or Spoke(rank=ranks.rank, key=key, port=port)
         self.write_stacks_to(stacks)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)

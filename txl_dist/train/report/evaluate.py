@@ -22,8 +22,8 @@ from torch import Tensor
 from txl_dist.config.load import Config
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units
 from txl_dist.data.loader.corpus import Split
-from txl_dist.data.loader.evaluation import EvalStream, HeldOut
-from txl_dist.distributed.collectives import Ranks, all_reduce_sum, together
+from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
+from txl_dist.distributed.collectives import RankInfo, all_reduce_sum, run_on_all_ranks
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
@@ -35,7 +35,7 @@ State = TypeVar("State")
 """A memory: a value that comes back as another one, or one that is changed in place and comes back itself."""
 
 
-class Part(NamedTuple):
+class ScoredPart(NamedTuple):
     """The loss of some of the targets."""
 
     first: int
@@ -54,9 +54,9 @@ class Means(NamedTuple):
     tokens: int
     accuracy: float | None
     """Share of them that were the most probable token; None where nobody looked."""
-    by_position: list[Part]
+    by_position: list[ScoredPart]
     """In the segment, joined to `POSITION_BINS` parts at most: what context within it brings."""
-    by_cluster: list[Part]
+    by_cluster: list[ScoredPart]
     """Of the vocabulary."""
 
 
@@ -127,9 +127,9 @@ class LossSums:
         )
 
 
-def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[Part]:
+def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[ScoredPart]:
     return [
-        Part(first, stop - 1, nat / count if count else math.nan, int(count))
+        ScoredPart(first, stop - 1, nat / count if count else math.nan, int(count))
         for (first, stop), nat, count in zip(itertools.pairwise(edges), nats.tolist(), counts.tolist(), strict=True)
     ]
 
@@ -137,11 +137,11 @@ def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[P
 def evaluate(
     losses: Callable[[Batch, State], tuple[Tensor, State]],
     memory: State,
-    stream: HeldOut,
+    stream: EvaluationText,
     *,
     maker: BatchMaker,
     units: TextUnits,
-    ranks: Ranks,
+    ranks: RankInfo,
     before_segment: Callable[[], None] = lambda: None,
     after_segment: Callable[[Batch, Tensor], None] = lambda batch, nll_BT: None,
     is_local: bool = False,
@@ -165,7 +165,7 @@ def evaluate(
             sums.add(nll_BT, batch, hit_BT=hit_BT)
             after_segment(batch, nll_BT)
 
-    together(score) if is_local else score()
+    run_on_all_ranks(score) if is_local else score()
     return Evaluation(sums.means(), units, time.perf_counter() - start_s)
 
 
@@ -175,7 +175,7 @@ def evaluate_split(
     *,
     maker: BatchMaker,
     config: Config,
-    ranks: Ranks,
+    ranks: RankInfo,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """Score a split with live weights, as section `eval` says; `before_segment` as there."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from txl_dist.console.formatting import counted, size
+from txl_dist.console.formatting import counted, format_bytes
 
 _DETAILS = {
     "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} each; torch {torch}",
@@ -40,5 +40,5 @@ def _readable(fields: Mapping[str, Any]) -> dict[str, str]:
         if type(fields.get(name)) is int:
             texts[f"{noun}s_text"] = counted(fields[name], noun)
     if isinstance(fields.get("gib"), int | float):
-        texts["size"] = size(2**30 * fields["gib"])
+        texts["size"] = format_bytes(2**30 * fields["gib"])
     return texts

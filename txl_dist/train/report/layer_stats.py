@@ -24,7 +24,7 @@ from txl_dist.model.memory import Memory
 from txl_dist.train.batch import to_device
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 
 class Signals(NamedTuple):
@@ -39,7 +39,9 @@ class Signals(NamedTuple):
 NOTHING = Signals(None, None)
 
 
-def signals(engine: Engine, job: Job, batches: Sequence[Any], memories: Sequence[Memory], *, step: int) -> Signals:
+def signals(
+    engine: Engine, job: RunContext, batches: Sequence[Any], memories: Sequence[Memory], *, step: int
+) -> Signals:
     """What is due at this step, of its micro-batches and the memories that they were given. All ranks call it together,
     between `grad_norm` and `step` of the engine."""
     metrics = job.config.metrics

@@ -33,7 +33,7 @@ from txl_dist.console.logging import FIT, GrowingFile, logger
 from txl_dist.errors import ConfigError
 from txl_dist.train.report.event_text import event_details
 from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 Record = dict[str, Any]
 
@@ -46,7 +46,7 @@ _PATIENCE_S = 300.0
 """Between two attempts to reach Weights & Biases, each of which a step may have to wait for."""
 
 
-class Sink(Protocol):
+class MetricLogger(Protocol):
     """Where records go."""
 
     def write(self, kind: str, record: Record) -> None:
@@ -56,13 +56,13 @@ class Sink(Protocol):
         """Flush."""
 
 
-class Reporter:
+class MetricReporter:
     """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
 
-    def __init__(self, job: Job, *, start_step: int) -> None:
+    def __init__(self, job: RunContext, *, start_step: int) -> None:
         config, run_dir, metrics = job.config, job.run_dir, job.config.metrics
-        self._sinks: list[Sink] = []
-        if job.ranks.is_first:
+        self._sinks: list[MetricLogger] = []
+        if job.ranks.is_rank0:
             self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / RECORDS)]
             if metrics.tensorboard:
                 folder, settings = run_dir / TENSORBOARD, dict(flat(config))
@@ -138,7 +138,7 @@ def check_sinks(metrics: MetricsSection) -> None:
             )
 
 
-class JsonLines(Sink):
+class JsonLines(MetricLogger):
     """`metrics.jsonl`: one record per line with the time it was written, complete numbers, always."""
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +161,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class TensorBoard(Sink):
+class TensorBoard(MetricLogger):
     """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
     the first error ends."""
 
@@ -255,7 +255,7 @@ def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
     return [summary_v2.hparams_config_pb(names, metrics), summary_v2.hparams_pb(plain)]
 
 
-class WeightsAndBiases(Sink):
+class WeightsAndBiases(MetricLogger):
     """The same records as a run at wandb.ai, or, with WANDB_MODE=offline, in RUN/wandb for `wandb sync`.
 
     A run that goes on is the same run there. Nothing that goes wrong in that library or on the way ends a training.
@@ -306,7 +306,7 @@ class WeightsAndBiases(Sink):
                 raise OSError(f"Weights & Biases: {error}") from error
 
 
-class Console(Sink):
+class Console(MetricLogger):
     """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
 
     def __init__(self, *, max_steps: int) -> None:

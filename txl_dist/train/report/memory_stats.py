@@ -21,9 +21,9 @@ from torch import Tensor
 from txl_dist.config.load import Config
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream
-from txl_dist.distributed.collectives import Ranks, all_reduce_sum
+from txl_dist.distributed.collectives import RankInfo, all_reduce_sum
 from txl_dist.model.attention import Attention
-from txl_dist.model.memory import EMPTY, Memory, Visibility
+from txl_dist.model.memory import EMPTY, AttentionMask, Memory
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
@@ -41,7 +41,7 @@ def look(
     *,
     maker: BatchMaker,
     config: Config,
-    ranks: Ranks,
+    ranks: RankInfo,
     step: int,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Record | None:
@@ -134,7 +134,7 @@ class _AttentionWatch:
                 del layer.attend
 
     def _watched(self, index: int, attend: Callable[..., Tensor], scored_BT: Tensor) -> Callable[..., Tensor]:
-        def watched(terms: Terms, *, visible: Visibility) -> Tensor:
+        def watched(terms: Terms, *, visible: AttentionMask) -> Tensor:
             is_memory = torch.zeros_like(terms.value_BKNH)
             is_memory[:, : visible.memory_len] = 1.0
             share_BT = attend(terms._replace(value_BKNH=is_memory), visible=visible).double().mean((2, 3))

@@ -24,13 +24,13 @@ from txl_dist.config.schema import OptimSection
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.lanes import epochs_read
-from txl_dist.distributed.collectives import Ranks, gather_objects, uses_gpu
-from txl_dist.errors import TrainingError, of_all
+from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
+from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
 from txl_dist.train.report.validation import labelled
-from txl_dist.train.state import Job, TrainState
+from txl_dist.train.state import RunContext, TrainState
 
 
 class Interval:
@@ -77,7 +77,7 @@ class Interval:
         yield
         self._start_s += time.perf_counter() - start_s
 
-    def has_scored(self) -> bool:
+    def has_valid_steps(self) -> bool:
         """Whether any rank has scored a token. All ranks call it."""
         return any(gather_objects(self._num_scored > 0))
 
@@ -90,7 +90,7 @@ class Interval:
         own_ms = round(self._own_ms / steps, 3)
         parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), own_ms))
         if not any(num_scored for _, _, num_scored, *_ in parts):
-            raise of_all(
+            raise raised_everywhere(
                 TrainingError(
                     f"no token was scored in the {counted(steps, 'step')} up to step {step}: all that was "
                     "read is damaged. "
@@ -149,7 +149,7 @@ class Clipping:
         return {"steps": self._num_made, "clipped_pct": clipped_pct, "clip_norm": self._norm, "grad_norm": mean}
 
 
-def mfu(job: Job, tokens_per_s: float) -> dict[str, float]:
+def mfu(job: RunContext, tokens_per_s: float) -> dict[str, float]:
     """`mfu_pct`, Model FLOPs utilization: what share of the devices' peak the model's own operations take, at a speed
     of all ranks together; nothing where the peak of the device is not known."""
     config, plan, device = job.config, job.plan, job.ranks.device
@@ -179,7 +179,7 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
     """Raise TrainingError if a value of any rank is not finite. All ranks pass the values of all."""
     bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
     if bad:
-        raise of_all(
+        raise raised_everywhere(
             TrainingError(
                 f"{what} is {values[bad[0]]} on rank(s) {bad}. The run stops before saving it; continue from the last "
                 "checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
@@ -192,7 +192,7 @@ def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     return (max_steps - step) * step_ms / 1000
 
 
-def train_record(job: Job, state: TrainState, values: Record, *, waited: Record) -> Record:
+def train_record(job: RunContext, state: TrainState, values: Record, *, waited: Record) -> Record:
     """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
     what was `waited` for checkpoints, and how far the run has come."""
     shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
@@ -215,7 +215,7 @@ def train_record(job: Job, state: TrainState, values: Record, *, waited: Record)
     }
 
 
-def start_facts(engine: Engine, ranks: Ranks) -> Record:
+def start_facts(engine: Engine, ranks: RankInfo) -> Record:
     """Who runs what on what, for the record of a start: by which command, and which commit of a checkout. All ranks
     call it together."""
     hosts = gather_objects(socket.gethostname())
@@ -229,7 +229,7 @@ def start_facts(engine: Engine, ranks: Ranks) -> Record:
         "txl_dist": txl_dist.__version__,
         "torch": torch.__version__,
         "command": ["txl", *sys.argv[1:]],
-        **(_commit() if ranks.is_first else {}),
+        **(_commit() if ranks.is_rank0 else {}),
     }
 
 

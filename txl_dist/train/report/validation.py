@@ -16,25 +16,25 @@ from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.evaluate import evaluate_split
-from txl_dist.train.report.loggers import Record, Reporter
+from txl_dist.train.report.loggers import MetricReporter, Record
 from txl_dist.train.report.memory_stats import look
 from txl_dist.train.report.sampling import sample_text
-from txl_dist.train.state import Job
+from txl_dist.train.state import RunContext
 
 
 class StopAskedError(Exception):
     """Leaves an evaluation that need not be finished."""
 
 
-class Observer:
+class Validator:
     """The observations of one run."""
 
     def __init__(
         self,
-        job: Job,
+        job: RunContext,
         engine: Engine,
         maker: BatchMaker,
-        reporter: Reporter,
+        reporter: MetricReporter,
         *,
         evaluated: dict[int, float],
         before_segment: Callable[[int], None],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tools.simulate_lanes import tokens_at
 from txl_dist.data.loader.lanes import (
-    Cut,
+    LanePartition,
     LanePlan,
     allot_lanes,
     epochs_read,
@@ -31,7 +31,7 @@ NUM_TOKENS = sum(map(sum, DOCUMENTS))
 def make_plan(num_lanes: int, *, seed: int = 3) -> LanePlan:
     lengths = [np.array(shard, dtype=np.int64) for shard in DOCUMENTS]
     totals = [int(shard.sum()) for shard in lengths]
-    return LanePlan(totals, Cut(num_lanes), seed=seed, document_tokens=lengths.__getitem__, num_cached=3)
+    return LanePlan(totals, LanePartition(num_lanes), seed=seed, document_tokens=lengths.__getitem__, num_cached=3)
 
 
 def naive_epoch(epoch: int, *, seed: int = 3) -> list[tuple[int, int, int]]:
@@ -114,9 +114,9 @@ def test_however_often_lanes_are_cut_anew_each_epoch_is_read_once(
     lengths = [np.array(shard, dtype=np.int64) for shard in shards]
     num_tokens = sum(map(sum, shards))
     read: list[tuple[int, int, int, int]] = []
-    cut, left_out = Cut(1), 0
+    cut, left_out = LanePartition(1), 0
     for num_lanes, position in cuts:
-        cut = Cut(min(num_lanes, num_tokens), cut.epoch, cut.rest)
+        cut = LanePartition(min(num_lanes, num_tokens), cut.epoch, cut.rest)
         totals = [int(shard.sum()) for shard in lengths]
         plan = LanePlan(totals, cut, seed=seed, document_tokens=lengths.__getitem__, num_cached=2)
         for lane in range(cut.num_lanes):
@@ -130,7 +130,7 @@ def test_however_often_lanes_are_cut_anew_each_epoch_is_read_once(
         epoch, rest = plan.rest_of_epoch(position)
         assert list(rest) == sorted(rest)
         left_out += (epoch - cut.epoch) * cut.num_lanes
-        cut = Cut(cut.num_lanes, epoch, rest)
+        cut = LanePartition(cut.num_lanes, epoch, rest)
     assert len(set(read)) == len(read), "no token twice in an epoch"
     unread = sum(end - first for first, end in cut.rest) or num_tokens
     missing = num_tokens * (cut.epoch + 1) - unread - len(read)
@@ -155,9 +155,9 @@ def test_what_lanes_skip_is_never_read_and_all_else_of_each_epoch_once(
     num_tokens = sum(totals)
     read: list[tuple[int, ...]] = []
     skipped: list[tuple[int, ...]] = []
-    cut, left_out = Cut(1), 0
+    cut, left_out = LanePartition(1), 0
     for num_lanes, position, skipping in cuts:
-        cut = Cut(min(num_lanes, num_tokens), cut.epoch, cut.rest)
+        cut = LanePartition(min(num_lanes, num_tokens), cut.epoch, cut.rest)
         plan = LanePlan(totals, cut, seed=seed, document_tokens=lengths.__getitem__, num_cached=2)
         skips = merged(sorted((first, first + length) for first, length in skipping))
         position, _ = next(outside(skips, position, 1000))
@@ -170,7 +170,7 @@ def test_what_lanes_skip_is_never_read_and_all_else_of_each_epoch_once(
                 elif at < position:
                     read.append(token)
         left_out += (epoch - cut.epoch) * cut.num_lanes
-        cut = Cut(cut.num_lanes, epoch, rest)
+        cut = LanePartition(cut.num_lanes, epoch, rest)
     everything = read + skipped
     assert len(set(everything)) == len(everything), "no token twice in an epoch, nor one that was to be skipped"
     unread = sum(end - first for first, end in cut.rest) or num_tokens
@@ -200,7 +200,10 @@ def test_a_cut_in_the_middle_of_an_epoch_goes_on_with_what_no_lane_has_read() ->
     assert plan.rest_of_epoch(plan.stripe_len) == (1, ()), "at a border the whole next epoch"
     lengths = [np.array(shard, dtype=np.int64) for shard in DOCUMENTS]
     anew = LanePlan(
-        [int(shard.sum()) for shard in lengths], Cut(3, epoch, rest), seed=3, document_tokens=lengths.__getitem__
+        [int(shard.sum()) for shard in lengths],
+        LanePartition(3, epoch, rest),
+        seed=3,
+        document_tokens=lengths.__getitem__,
     )
     order = naive_epoch(1)
     unread = [order[token] for first, end in rest for token in range(first, end)]
@@ -219,7 +222,9 @@ def test_a_cut_in_the_middle_of_an_epoch_goes_on_with_what_no_lane_has_read() ->
 def test_many_lanes_and_positions_at_once_are_found_as_one_by_one(
     num_lanes: int, rest: tuple[tuple[int, int], ...], data: st.DataObject
 ) -> None:
-    plan = LanePlan([40, 26], Cut(num_lanes, 2, rest), seed=0, document_tokens=lambda shard: np.ones(40, np.int64))
+    plan = LanePlan(
+        [40, 26], LanePartition(num_lanes, 2, rest), seed=0, document_tokens=lambda shard: np.ones(40, np.int64)
+    )
     lanes = np.array(data.draw(st.lists(st.integers(0, num_lanes - 1), min_size=1, max_size=9)))
     positions = np.array(data.draw(st.lists(st.integers(0, 300), min_size=len(lanes), max_size=len(lanes))))
     together = np.array(tokens_at(plan, lanes, positions)).T.tolist()
@@ -254,12 +259,12 @@ def test_owners_are_frozen_spread_and_number_the_lanes_of_each_corpus() -> None:
 
 
 def test_epochs_are_counted_over_cuts() -> None:
-    assert epochs_read(Cut(4), 0, num_tokens=100) == 0
-    assert epochs_read(Cut(4), 30, num_tokens=100) == pytest.approx(1.2)
+    assert epochs_read(LanePartition(4), 0, num_tokens=100) == 0
+    assert epochs_read(LanePartition(4), 30, num_tokens=100) == pytest.approx(1.2)
     rest = ((10, 25), (35, 50), (60, 75), (85, 100))
-    assert epochs_read(Cut(2, 0, rest), 0, num_tokens=100) == pytest.approx(0.4)
-    assert epochs_read(Cut(2, 0, rest), 30, num_tokens=100) == pytest.approx(1)
-    assert epochs_read(Cut(0, 3, rest), 0, num_tokens=100) == pytest.approx(3.4), "paused"
+    assert epochs_read(LanePartition(2, 0, rest), 0, num_tokens=100) == pytest.approx(0.4)
+    assert epochs_read(LanePartition(2, 0, rest), 30, num_tokens=100) == pytest.approx(1)
+    assert epochs_read(LanePartition(0, 3, rest), 0, num_tokens=100) == pytest.approx(3.4), "paused"
 
 
 @given(
@@ -276,7 +281,7 @@ def test_the_shard_after_is_the_one_that_the_lane_reads_next(
     totals = [int(shard.sum()) for shard in lengths]
     num_tokens = sum(totals)
     rest = ((1, num_tokens // 3 + 2), (num_tokens // 2 + 2, num_tokens)) if is_cut_anew and num_tokens > 12 else ()
-    cut = Cut(min(num_lanes, max(1, num_tokens // 8)), 1, rest)
+    cut = LanePartition(min(num_lanes, max(1, num_tokens // 8)), 1, rest)
     plan = LanePlan(totals, cut, seed=5, document_tokens=lengths.__getitem__)
     for lane in range(cut.num_lanes):
         for position in range(2 * plan.stripe_len):
@@ -288,7 +293,7 @@ def test_the_shard_after_is_the_one_that_the_lane_reads_next(
 
 def test_a_shard_that_changes_its_documents_is_ordered_anew() -> None:
     lengths = [np.array([5, 5, 5], dtype=np.int64), np.array([7], dtype=np.int64)]
-    plan = LanePlan([15, 7], Cut(1), seed=0, document_tokens=lambda shard: lengths[shard])
+    plan = LanePlan([15, 7], LanePartition(1), seed=0, document_tokens=lambda shard: lengths[shard])
     before = [plan.locate(0, position)[1:4] for position in range(22)]
     lengths[0] = np.array([15], dtype=np.int64)  # lost: one document stands for all
     assert sorted(plan.locate(0, position)[1:4] for position in range(22)) == sorted(

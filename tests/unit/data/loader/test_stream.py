@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from tests.helpers.corpora import flip_bit, tiny_corpus
 from txl_dist.data.format import RECORD
 from txl_dist.data.loader.corpus import Corpus, open_corpus
-from txl_dist.data.loader.corruption import DamagePolicy
+from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.evaluation import EvalStream
-from txl_dist.data.loader.lanes import Cut, LanePlan, Ranges, lanes_of_rank, merged, owners_of_lanes
+from txl_dist.data.loader.lanes import LanePartition, LanePlan, Ranges, lanes_of_rank, merged, owners_of_lanes
 from txl_dist.data.loader.prefetch import prefetch
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import CorpusState, StreamState, continued, first_state
@@ -383,7 +383,9 @@ def test_a_state_of_other_data_or_another_seed_is_refused(corpus: Corpus, other:
 
 def test_the_state_of_a_thousand_lanes_is_small() -> None:
     num_tokens = 10**13
-    plan = LanePlan([num_tokens // 10] * 10, Cut(1024), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
+    plan = LanePlan(
+        [num_tokens // 10] * 10, LanePartition(1024), seed=0, document_tokens=lambda shard: np.ones(1, np.int64)
+    )
     epoch, rest = plan.rest_of_epoch(12_345_678)
     state = StreamState(1, (CorpusState("c" * 40, "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest),))
     assert len(rest) == 1024
@@ -515,7 +517,7 @@ def test_damage_ends_the_stream_and_names_shard_and_document(damaged: tuple[Corp
 def test_a_damaged_document_may_be_skipped_and_moves_nothing(damaged: tuple[Corpus, str], tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     whole = tiny_corpus(tmp_path / "whole")
-    damage = DamagePolicy(skip=True, max_skipped=1)
+    damage = CorruptionPolicy(skip=True, max_skipped=1)
     split = damaged[0].split("train")
     reading = LaneStream([split], first(damaged[0]), segment_len=13, lanes=range(8), damage=damage)
     num_unscored = 0
@@ -538,8 +540,8 @@ def test_a_lost_shard_may_be_skipped_within_the_budget_only(tmp_path: Path) -> N
     with pytest.raises(DataError, match=info.name):
         take(stream(corpus), 200)
     with pytest.raises(DataError, match=f"max_skipped={info.documents - 1}"):
-        take(stream(corpus, damage=DamagePolicy(skip=True, max_skipped=info.documents - 1)), 200)
-    damage = DamagePolicy(skip=True, max_skipped=info.documents)
+        take(stream(corpus, damage=CorruptionPolicy(skip=True, max_skipped=info.documents - 1)), 200)
+    damage = CorruptionPolicy(skip=True, max_skipped=info.documents)
     steps = list(itertools.islice(stream(corpus, damage=damage, segment_len=split.tokens // 8), 1))
     assert damage.num_skipped == info.documents
     assert (~steps[0][0].scored).sum() >= info.tokens - 8
@@ -550,7 +552,7 @@ def test_a_shard_may_be_lost_and_come_back_while_it_is_read(tmp_path: Path, is_w
     whole = tiny_corpus(tmp_path)
     expected = take(stream(whole), 200)
     paths = [whole.folder / info.name for info in whole.split("train").shards]
-    damage = DamagePolicy(skip=True, max_skipped=10**6)
+    damage = CorruptionPolicy(skip=True, max_skipped=10**6)
     reading = stream(whole, damage=damage)
     state, is_there = first(whole), True
     for turn, (tokens, _, _) in enumerate(expected):
@@ -572,7 +574,7 @@ def test_a_lost_shard_counts_in_each_corpus_that_has_one_of_its_name(tmp_path: P
     shard = corpora[0].split("train").shards[0]
     for made in corpora:
         (made.folder / shard.name).unlink()
-    damage = DamagePolicy(skip=True, max_skipped=10**6)
+    damage = CorruptionPolicy(skip=True, max_skipped=10**6)
     take_all = mixed_stream(corpora, mixed(corpora, [1, 1]), damage=damage, segment_len=300)
     for _ in itertools.islice(take_all, 5):
         pass
@@ -608,7 +610,7 @@ def test_an_outage_is_never_skipped_as_damage(corpus: Corpus, monkeypatch: pytes
     def fail(self: Any, *arguments: Any) -> None:
         raise UnreachableError("https://example.org does not answer")
 
-    damage = DamagePolicy(skip=True, max_skipped=10**9)
+    damage = CorruptionPolicy(skip=True, max_skipped=10**9)
     for name in ("Shard.document", "Split.open_shard"):
         with monkeypatch.context() as patch:
             patch.setattr(f"txl_dist.data.loader.corpus.{name}", fail)

@@ -201,7 +201,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 
 
 def foreign_file(folder: Path, name: str) -> Path:
-    from tests.unit.text import test_foreign
+    from tests.unit.tokenizers import test_foreign
 
     path = folder / name
     if name in test_foreign.PIPELINES:

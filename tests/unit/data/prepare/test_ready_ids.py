@@ -19,7 +19,7 @@ from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpus import Corpus
 from txl_dist.data.prepare import documents, run
 from txl_dist.data.prepare.run import prepare_corpus
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import CheckpointError, ConfigError, DataError, TxlError
 from txl_dist.tokenizers.base import END_OF_TEXT
 from txl_dist.tokenizers.listed import listed_tokenizer
@@ -270,7 +270,7 @@ def test_a_run_does_not_go_on_with_another_list(tmp_path: Path) -> None:
     state = json.loads((golden / "state.json").read_text())
     own, longer = (listed_tokenizer(one, end_of_text=True) for one in (NAMES, [*NAMES, "one_more"]))
     (tmp_path / "step" / "state.json").write_text(json.dumps(state | {"tokenizer_fingerprint": own.fingerprint}))
-    config, ranks = load_config(golden / "config.toml"), Ranks(0, 2, 0, torch.device("cpu"), num_threads=1)
+    config, ranks = load_config(golden / "config.toml"), RankInfo(0, 2, 0, torch.device("cpu"), num_threads=1)
     assert check_checkpoint(read_state(tmp_path / "step"), job_of(config, ranks, tokenizer=own)) == []
     with pytest.raises(CheckpointError, match=r"^[^\n]*trained with another tokenizer[^\n]*$"):
         check_checkpoint(read_state(tmp_path / "step"), job_of(config, ranks, tokenizer=longer))

@@ -30,7 +30,7 @@ from txl_dist.model import fused_softmax
 from txl_dist.model import relative_attention as twin
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.relative_attention import kept
-from txl_dist.model.memory import EMPTY, Visibility
+from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms
 
 OUTPUTS = ("context", "query", "key_value", "distance", "content_bias", "position_bias")
@@ -121,14 +121,14 @@ def documents_of(case: Case) -> Tensor:
     return documents
 
 
-def drawn_inputs(case: Case) -> tuple[list[Tensor], Tensor, Visibility]:
+def drawn_inputs(case: Case) -> tuple[list[Tensor], Tensor, AttentionMask]:
     """Leaves (query, key_value, distance, u, v) and the gradient of the context, in fp64 but rounded to the type."""
     generator = torch.Generator().manual_seed(0)
     B, T, K, N, H = case.B, case.T, case.M + case.T, case.N, case.H
     shapes = [(B, T, N, H), (B, K, 2, N, H), (K, N, H), (N, H), (N, H), (B, T, N, H)]
     *leaves, gradient = [torch.randn(shape, generator=generator).to(case.dtype).double() for shape in shapes]
     documents = documents_of(case)
-    return leaves, gradient, Visibility(documents[:, case.M :], documents, case.oldest)
+    return leaves, gradient, AttentionMask(documents[:, case.M :], documents, case.oldest)
 
 
 def outcome(attend: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> list[Tensor]:
@@ -146,7 +146,7 @@ def outcome(attend: Callable[..., Tensor], case: Case, dtype: torch.dtype) -> li
     return [context.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def attend_to_products(terms: Terms, *, visible: Visibility, dropout: float) -> Tensor:
+def attend_to_products(terms: Terms, *, visible: AttentionMask, dropout: float) -> Tensor:
     """Queries, keys and values of the segment together, and keys and values of the memory, as products make them."""
     query, key, value, distance, content_bias, position_bias, _ = terms
     assert distance is not None

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from txl_dist.model import fused_softmax
-from txl_dist.model.fused_softmax import Cluster, Columns, weighted_loss
+from txl_dist.model.fused_softmax import Cluster, Columns, fused_linear_cross_entropy
 from txl_dist.model.kernels import launch
 from txl_dist.model.kernels.launch import (
     BACKWARD,
@@ -25,7 +25,7 @@ from txl_dist.model.kernels.launch import (
     triton_attention_of_products,
     triton_relative_attention,
 )
-from txl_dist.model.memory import Visibility
+from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms
 
 TRITON = importlib.util.find_spec("triton")
@@ -142,7 +142,7 @@ def launch_all(problem: Problem) -> None:
     leaves = [torch.zeros(shape, dtype=dtype) for shape in [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H)]]
     query, key_value, distance, bias = [leaf.requires_grad_() for leaf in leaves]
     documents = torch.zeros(B, M + T, dtype=torch.int64)
-    visible = Visibility(documents[:, M:], documents, oldest)
+    visible = AttentionMask(documents[:, M:], documents, oldest)
     if of_products:
         segment = torch.zeros(B, T, 3, N, H, dtype=dtype, requires_grad=True)
         context = triton_attention_of_products(
@@ -224,7 +224,7 @@ def test_the_softmax_moves_vectors_and_keeps_all_in_registers(
     weight, bias = torch.zeros(num_columns, 16, dtype=dtype), torch.zeros(num_columns, dtype=dtype)
     targets, share = torch.zeros(64, dtype=torch.int64), torch.ones(64)
     clusters = [Cluster(None, targets, (Columns(weight, bias, 0, num_columns),), None)]
-    weighted_loss(torch.zeros(64, 16, dtype=dtype), clusters, weight_S=share)
+    fused_linear_cross_entropy(torch.zeros(64, 16, dtype=dtype), clusters, weight_S=share)
     machine = machine_of(compiled["logits_to_gradient"], tmp_path)
     print(machine._replace(code=""))
     assert machine.stack_bytes == 0

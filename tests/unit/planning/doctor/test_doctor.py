@@ -14,7 +14,7 @@ from tests.helpers.launch import txl
 from txl_dist.planning.doctor import disk as disk_module
 from txl_dist.planning.doctor import machine
 from txl_dist.planning.doctor.checks import Finding, differences, judge, judge_reduce
-from txl_dist.planning.doctor.disk import Corpus, Disk, try_corpus, try_disk
+from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
 from txl_dist.planning.doctor.doctor import Report
 from txl_dist.planning.doctor.fabric import Reduce
 from txl_dist.planning.doctor.machine import Device, Facts, gather
@@ -49,7 +49,7 @@ HEALTHY = Facts(
     programs=("deepspeed", "pdsh", "ssh"),
     lacks_compiler="",
     disk=DISK,
-    corpus=Corpus(location="/data", tokens=10**9),
+    corpus=CorpusShards(location="/data", tokens=10**9),
 )
 
 
@@ -134,7 +134,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (on_disk(renames=False), "disk", "problem", "no renaming"),
         (on_disk(kind="tmpfs"), "disk", "warning", "memory is gone"),
         (on_disk(locks=False), "disk", "warning", "no file locking"),
-        (changed(corpus=Corpus(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
+        (changed(corpus=CorpusShards(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
         (changed(lacks_compiler="Triton needs Python.h"), "compiler", "problem", "Triton needs Python.h"),
         (changed(programs=()), "launcher", "warning", "no program deepspeed"),
     ],

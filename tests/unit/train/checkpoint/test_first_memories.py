@@ -10,7 +10,7 @@ import torch
 from tests.helpers.jobs import job_of
 from tests.helpers.models import random_tokens, tiny_model
 from tests.helpers.tiny import tiny_config
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.checkpoint.memories import first_memories
 
 
@@ -19,7 +19,7 @@ from txl_dist.train.checkpoint.memories import first_memories
 def test_lanes_begin_with_nothing_or_with_zeros_that_are_attended_to(first_memory: str) -> None:
     config = tiny_config(train={"first_memory": first_memory, "memory_len": 7, "microbatch_lanes": 2})
     engine: Any = tiny_model()  # whose `empty_memory` an engine passes on
-    memories = first_memories(engine, job_of(config, Ranks(0, 1, 0, torch.device("cpu"), num_threads=1)))
+    memories = first_memories(engine, job_of(config, RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)))
     assert [memory.document_BM.shape for memory in memories] == [(2, 7), (2, 7)]
     assert all(not hidden_BMD.any() for memory in memories for hidden_BMD in memory.hidden)
     tokens_BT = random_tokens(2, 5)

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config.load import plan_batch
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import CheckpointError
 from txl_dist.io.tensor_files import write_tensors
 from txl_dist.train.checkpoint.fragments import FragmentFiles, fragment_tensors, reading
@@ -82,7 +82,7 @@ def test_a_piece_that_two_files_hold_hides_no_gap(tmp_path: Path) -> None:
         found.read(WEIGHT, "a", start=0, length=4)
 
 
-def pieces_of_every_stage(ranks: Ranks) -> dict[int, list[tuple[str, int, int, dict[str, int]]]]:
+def pieces_of_every_stage(ranks: RankInfo) -> dict[int, list[tuple[str, int, int, dict[str, int]]]]:
     """Per stage: (parameter, start, length, lengths of its values) of each fragment of this rank; and the shapes."""
     found = {}
     for stage in range(4):

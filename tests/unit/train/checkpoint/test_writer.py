@@ -30,16 +30,16 @@ from txl_dist.artifacts import checkpoint_folder, list_checkpoints
 from txl_dist.config.load import Config
 from txl_dist.console.logging import logger
 from txl_dist.data.loader.stream_state import CorpusState, StreamState
-from txl_dist.distributed.collectives import Ranks, gather_objects, joined_ranks
+from txl_dist.distributed.collectives import RankInfo, distributed_context, gather_objects
 from txl_dist.errors import CheckpointError
 from txl_dist.io.manifest import files_of, problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.checkpoint import manager as saving_module
-from txl_dist.train.checkpoint.manager import Saving
+from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.read import choose_checkpoint
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
-from txl_dist.train.checkpoint.writer import HostCopy, Saver
+from txl_dist.train.checkpoint.writer import AsyncWriter, HostCopy
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
 from txl_dist.train.monitoring.preemption import StopRequests
 from txl_dist.train.monitoring.watch import Watch
@@ -68,10 +68,10 @@ class FakeEngine:
 class Parts(NamedTuple):
     """What a save needs."""
 
-    ranks: Ranks
+    ranks: RankInfo
     config: Config
     engine: Any
-    saver: Saver
+    saver: AsyncWriter
 
     def state(self, step: int) -> TrainState:
         """Memories that hold the number of their step."""
@@ -89,20 +89,20 @@ class Parts(NamedTuple):
         return self.saver.finish().error
 
 
-def parts(ranks: Ranks, run_dir: Path, *, size: int = 1000, **checkpoint: Any) -> Parts:
+def parts(ranks: RankInfo, run_dir: Path, *, size: int = 1000, **checkpoint: Any) -> Parts:
     config = tiny_config(run={"dir": str(run_dir)}, engine={"zero_stage": 1}, checkpoint=checkpoint)
     silent: Any = SimpleNamespace(beat=lambda phase: None)
-    saver = Saver(job_of(config, ranks), Watch(silent, silent, lock=None, nonce="nonce"))
+    saver = AsyncWriter(job_of(config, ranks), Watch(silent, silent, lock=None, nonce="nonce"))
     return Parts(ranks, config, FakeEngine(size=size, rank=ranks.rank, world_size=ranks.world_size), saver)
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankInfo]:
     """A job of one rank in this process, whose environment is put back behind it."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "0")
-    with joined_ranks(timeout_s=60, num_threads=torch.get_num_threads()) as ranks:
+    with distributed_context(timeout_s=60, num_threads=torch.get_num_threads()) as ranks:
         yield ranks
 
 
@@ -125,7 +125,7 @@ def weights_in(folder: Path) -> Tensor:
 
 
 def test_what_training_changes_after_the_beginning_of_a_save_is_not_in_it(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, go_on = parts(alone, tmp_path, asynchronous=True), held_back(monkeypatch)
     state, before = it.state(4), it.engine.weight.clone()
@@ -160,7 +160,7 @@ def test_the_copy_keeps_its_memory_while_shapes_stay_and_makes_new_where_they_do
     assert torch.equal(longer, torch.arange(9))
 
 
-def test_a_second_save_begins_only_behind_the_first(alone: Ranks, tmp_path: Path) -> None:
+def test_a_second_save_begins_only_behind_the_first(alone: RankInfo, tmp_path: Path) -> None:
     it = parts(alone, tmp_path)
     it.saver.begin(it.state(1), it.engine, probe=PROBE)
     with pytest.raises(AssertionError):
@@ -177,7 +177,7 @@ def files_below(folder: Path) -> list[str]:
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_file_system_that_fails_leaves_nothing_and_the_next_save_commits(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, asynchronous: bool
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, asynchronous: bool
 ) -> None:
     it = parts(alone, tmp_path, asynchronous=asynchronous)
     assert it.save(1) == ""
@@ -199,7 +199,7 @@ def test_a_file_system_that_fails_leaves_nothing_and_the_next_save_commits(
 
 
 def test_a_lack_of_space_is_seen_before_writing_and_names_folder_and_need(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path, size=1 << 20)
     usage: Callable[[Path], Any] = lambda path: SimpleNamespace(free=3 << 20)  # noqa: E731
@@ -212,7 +212,7 @@ def test_a_lack_of_space_is_seen_before_writing_and_names_folder_and_need(
 
 
 def test_a_defect_in_the_writer_is_reported_as_one_and_leaves_nothing(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path)
     monkeypatch.setattr("txl_dist.train.checkpoint.writer.write_tensors", lambda *_, **__: {}["no such key"])
@@ -220,7 +220,7 @@ def test_a_defect_in_the_writer_is_reported_as_one_and_leaves_nothing(
     assert files_below(tmp_path) == ["checkpoints"]
 
 
-def test_a_damaged_folder_in_the_way_is_moved_aside(alone: Ranks, tmp_path: Path) -> None:
+def test_a_damaged_folder_in_the_way_is_moved_aside(alone: RankInfo, tmp_path: Path) -> None:
     it = parts(alone, tmp_path)
     it.folder(3).mkdir(parents=True)
     (it.folder(3) / "state.json").write_text("torn")
@@ -229,7 +229,7 @@ def test_a_damaged_folder_in_the_way_is_moved_aside(alone: Ranks, tmp_path: Path
     assert (it.folder(3).with_name("step_000000003.damaged-1") / "state.json").read_text() == "torn"
 
 
-def save_with_a_limit(ranks: Ranks, folder: str) -> tuple[str, list[str], str, list[str], int]:
+def save_with_a_limit(ranks: RankInfo, folder: str) -> tuple[str, list[str], str, list[str], int]:
     """(error of a save in which rank 1 may write no large file, files then; error of the next, problems, lanes)."""
     Path(folder).mkdir(exist_ok=True)
     it = parts(ranks, Path(folder), size=1 << 16)
@@ -254,7 +254,7 @@ def test_one_rank_that_cannot_write_fails_the_save_on_all_and_the_next_one_commi
     assert (again, problems, num_lane_files) == ("", [], 2)
 
 
-def save_twice(ranks: Ranks, folder: str) -> list[str]:
+def save_twice(ranks: RankInfo, folder: str) -> list[str]:
     """Errors of two saves between which everything changes."""
     Path(folder).mkdir(exist_ok=True)
     it = parts(ranks, Path(folder))
@@ -364,7 +364,7 @@ def saving(
     requests: Any = None,
     beat: Callable[[str], None] = lambda phase: None,
     clock_s: Callable[[], float] = time.monotonic,
-) -> tuple[Saving, Records]:
+) -> tuple[CheckpointManager, Records]:
     monkeypatch.setattr(saving_module, "make_probes", lambda *_, **__: PROBE)
     monkeypatch.setattr(saving_module, "_FIRST_RETRY_S", 0.01)
     records: Any = Records()
@@ -372,13 +372,13 @@ def saving(
     watchdog: Any = SimpleNamespace(beat=beat)
     it.saver.watch = it.saver.watch._replace(stops=requests or Requests(), watchdog=watchdog)
     callbacks = Callbacks(())
-    return Saving(
+    return CheckpointManager(
         it.saver, it.engine, maker, records, newest=None, evaluated=losses or {}, callbacks=callbacks, clock_s=clock_s
     ), records
 
 
 def test_minutes_count_from_the_beginning_of_the_last_save_and_of_the_run(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now_s=500.0)
     it = parts(alone, tmp_path, every_steps=0, every_minutes=1.5)
@@ -394,7 +394,7 @@ def test_minutes_count_from_the_beginning_of_the_last_save_and_of_the_run(
 
 
 def test_without_minutes_the_clock_never_asks_for_a_checkpoint(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now_s=0.0)
     one, _ = saving(parts(alone, tmp_path), monkeypatch, clock_s=lambda: clock.now_s)
@@ -403,7 +403,7 @@ def test_without_minutes_the_clock_never_asks_for_a_checkpoint(
 
 
 def test_a_save_by_minutes_that_fails_is_tried_again_after_a_tenth_of_the_interval_and_not_in_every_step(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now_s=0.0)
     it = parts(alone, tmp_path, every_steps=0, every_minutes=10.0, asynchronous=False)
@@ -424,7 +424,7 @@ def test_a_save_by_minutes_that_fails_is_tried_again_after_a_tenth_of_the_interv
 
 
 def test_a_synchronous_save_is_committed_before_training_goes_on(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path, asynchronous=False)
     one, records = saving(it, monkeypatch)
@@ -437,7 +437,7 @@ def test_a_synchronous_save_is_committed_before_training_goes_on(
 
 
 def test_the_save_in_flight_is_committed_before_the_next_one_begins_and_none_is_made_twice(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path, asynchronous=True)
     one, records = saving(it, monkeypatch)
@@ -454,7 +454,7 @@ def test_the_save_in_flight_is_committed_before_the_next_one_begins_and_none_is_
 
 
 def test_old_checkpoints_leave_behind_a_new_one_but_for_the_best_and_the_milestones(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path, keep_last=2, keep_every=4, keep_best=True)
     one, _ = saving(it, monkeypatch, losses={2: math.inf, 3: 1.5, 5: 1.75, 99: 1.0})
@@ -469,7 +469,7 @@ def test_old_checkpoints_leave_behind_a_new_one_but_for_the_best_and_the_milesto
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it_is_refused(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     it = parts(alone, tmp_path, every_steps=50, asynchronous=asynchronous)
     one, records = saving(it, monkeypatch)
@@ -489,7 +489,7 @@ def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it
 
 @pytest.mark.parametrize("num_before", [0, 1])
 def test_who_asks_to_stop_while_the_last_save_is_retried_is_told_how_and_heard_after_one_more_attempt(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_before: int
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, num_before: int
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
     caplog.set_level(logging.INFO, logger="txl_dist")
@@ -509,7 +509,7 @@ def test_who_asks_to_stop_while_the_last_save_is_retried_is_told_how_and_heard_a
 
 
 def test_room_that_is_made_before_the_last_attempt_is_used(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, requests, free = parts(alone, tmp_path), Requests(), [0]
 
@@ -523,7 +523,7 @@ def test_room_that_is_made_before_the_last_attempt_is_used(
     assert records.events == [("save_failed", 7), ("saved", 7)]
 
 
-def hear_one_rank(ranks: Ranks, folder: str) -> tuple[str, list[tuple[str, int]], list[str]]:
+def hear_one_rank(ranks: RankInfo, folder: str) -> tuple[str, list[tuple[str, int]], list[str]]:
     """(how a last save on a full disk ends when rank 1 alone gets a signal, the attempts, what is left of them)."""
     os.makedirs(folder, exist_ok=True)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -555,7 +555,7 @@ def test_a_signal_to_one_rank_ends_the_attempts_on_all(tmp_path: Path) -> None:
 
 
 def test_who_asks_to_stop_in_the_last_save_waits_for_no_removal_of_older_ones(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it, requests, go_on, waits = parts(alone, tmp_path, keep_last=1), Requests(), threading.Event(), 0
 
@@ -576,7 +576,7 @@ def test_who_asks_to_stop_in_the_last_save_waits_for_no_removal_of_older_ones(
 
 
 def test_a_save_rebuilds_no_run_directory_that_is_gone_and_the_last_one_says_so(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = parts(alone, tmp_path / "run")
     (tmp_path / "run").mkdir()
@@ -593,7 +593,7 @@ def test_a_save_rebuilds_no_run_directory_that_is_gone_and_the_last_one_says_so(
 
 
 def test_who_lowers_what_is_kept_gets_the_room_also_where_the_next_save_has_none(
-    alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    alone: RankInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, _ = saving(parts(alone, tmp_path, keep_last=5), monkeypatch)
     it = parts(alone, tmp_path, keep_last=1)
@@ -601,7 +601,7 @@ def test_who_lowers_what_is_kept_gets_the_room_also_where_the_next_save_has_none
         one.begin(it.state(step))
         assert one.finish(step)
     again, _ = saving(it, monkeypatch)
-    again.newest_is(it.folder(4))
+    again.set_newest(it.folder(4))
     with monkeypatch.context() as patch:
         patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
         again.begin(it.state(5))

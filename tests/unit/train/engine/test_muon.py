@@ -10,7 +10,7 @@ from torch import nn
 from txl_dist.config.schema import ModelSection, OptimSection
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.engine import muon
-from txl_dist.train.engine.muon import Division, Matrix, Muon, matrices_of, newton_schulz
+from txl_dist.train.engine.muon import Matrix, MatrixAssignment, Muon, matrices_of, newton_schulz
 from txl_dist.train.engine.optimizer import build_optimizer
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -77,7 +77,7 @@ def alone(optimizer: Muon, values: dict[str, nn.Parameter]) -> None:
     names = {id(value): name for name, value in values.items()}
     matrices = [one for tensor in tensors for one in matrices_of(names[id(tensor)], tensor.shape)]
     held = [[(names[id(tensor)], 0, 0, tensor.numel())] for tensor in tensors]
-    division = Division(matrices, [held], rank=0, is_replicated=True)
+    division = MatrixAssignment(matrices, [held], rank=0, is_replicated=True)
     optimizer.divide({id(tensors[0]): division}, dtype=torch.float32, device=torch.device("cpu"))
 
 
@@ -180,7 +180,7 @@ def test_every_matrix_has_one_maker_and_each_rank_gets_what_it_holds(num_ranks: 
     all_matrices = matrices((4, 6), (6, 4), (4, 4), (4, 4), (2, 10), (8, 8))
     total = sum(one.length for one in all_matrices)
     held = cut(all_matrices, num_ranks=num_ranks, length=-(-total // num_ranks))
-    divisions = [Division(all_matrices, held, rank=rank, is_replicated=False) for rank in range(num_ranks)]
+    divisions = [MatrixAssignment(all_matrices, held, rank=rank, is_replicated=False) for rank in range(num_ranks)]
     assert sorted(index for division in divisions for index in division.own) == list(range(len(all_matrices)))
     for giver in range(num_ranks):
         for taker in range(num_ranks):
@@ -198,7 +198,7 @@ def test_the_work_is_spread_evenly() -> None:
     held = [[[(one.parameter, 0, 0, one.length)] for one in all_matrices]] * 4
     loads = []
     for rank in range(4):
-        division = Division(all_matrices, held, rank=rank, is_replicated=True)
+        division = MatrixAssignment(all_matrices, held, rank=rank, is_replicated=True)
         loads.append(sum(all_matrices[index].multiplications for index in division.own))
     assert max(loads) <= 1.1 * sum(loads) / 4
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.ranks import run_ranks
 from txl_dist.artifacts import LOCK
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import ConfigError
 from txl_dist.train.monitoring import run_lock
@@ -176,13 +176,13 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Pat
         RunLock.acquire(tmp_path / "file")
 
 
-def proving_worker(ranks: Ranks, shared: Path, other: Path) -> list[str]:
-    node = Ranks(ranks.rank, ranks.world_size, 0, ranks.device, ranks.num_threads)
-    prove_shared(shared, nonce="n" if ranks.is_first else "", ranks=node)
+def proving_worker(ranks: RankInfo, shared: Path, other: Path) -> list[str]:
+    node = RankInfo(ranks.rank, ranks.world_size, 0, ranks.device, ranks.num_threads)
+    prove_shared(shared, nonce="n" if ranks.is_rank0 else "", ranks=node)
     said = []
     for own in (other, other / "missing"):
         try:
-            prove_shared(shared if ranks.is_first else own, nonce="n", ranks=node, seen_within_s=0.5)
+            prove_shared(shared if ranks.is_rank0 else own, nonce="n", ranks=node, seen_within_s=0.5)
         except ConfigError as error:
             said.append(str(error))
     return said

@@ -37,14 +37,14 @@ def test_the_clock_stands_still_while_the_rank_waits_for_others(sees_forward: bo
     clock = StepClock(torch.device("cpu"), sees_forward=sees_forward)
     clock.begin()
     time.sleep(0.02)
-    clock.is_prepared()
+    clock.mark_prepared()
     time.sleep(0.3)  # it meets the others here
-    clock.forward_begins()
+    clock.start_forward()
     time.sleep(0.05)
     clock.forward_ends()
     time.sleep(0.3)  # and here
     least_ms = 70 if sees_forward else 20
-    assert least_ms <= clock.own_ms() < least_ms + 250
+    assert least_ms <= clock.local_ms() < least_ms + 250
     clock.begin()
-    clock.is_prepared()
-    assert clock.own_ms() < 20, "each step is timed anew"
+    clock.mark_prepared()
+    assert clock.local_ms() < 20, "each step is timed anew"

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.jobs import job_of
 from tests.helpers.tiny import tiny_config
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.report.layer_stats import NOTHING, _part_of, signals
 
 
@@ -25,7 +25,7 @@ def test_a_step_that_is_not_asked_runs_nothing(every: int, step: int) -> None:
     assert (
         signals(
             forbidden,
-            job_of(config, Ranks(0, 1, 0, torch.device("cpu"), num_threads=1)),
+            job_of(config, RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)),
             [forbidden],
             [forbidden],
             step=step,

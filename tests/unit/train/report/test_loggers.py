@@ -19,7 +19,7 @@ from tests.helpers.logs import format_record, recorded_log
 from tests.helpers.tiny import tiny_config
 from tests.unit.train.report.test_metrics import EVAL_RECORD, RANK, TRAIN_RECORD, reporter, scalars
 from txl_dist.errors import ConfigError
-from txl_dist.train.report.loggers import Reporter, check_sinks
+from txl_dist.train.report.loggers import MetricReporter, check_sinks
 
 SAMPLE: dict[str, Any] = {"step": 40, "prompt": "The ", "text": "end <b>of</b>\n  it"}
 LOOK: dict[str, Any] = {
@@ -181,9 +181,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
     return fake
 
 
-def wandb_reporter(run_dir: Path) -> Reporter:
+def wandb_reporter(run_dir: Path) -> MetricReporter:
     config = tiny_config(run={"dir": str(run_dir)}, metrics={"wandb": "papers", "tensorboard": False})
-    return Reporter(job_of(config, RANK), start_step=0)
+    return MetricReporter(job_of(config, RANK), start_step=0)
 
 
 def test_weights_and_biases_gets_every_record_in_one_run_that_goes_on(tmp_path: Path, wandb: FakeWandb) -> None:
@@ -216,7 +216,7 @@ def test_weights_and_biases_gets_the_names_that_the_settings_give(tmp_path: Path
     config = tiny_config(
         run={"dir": str(tmp_path / "run")}, metrics={"wandb": "papers", "tensorboard": False, **settings}
     )
-    report = Reporter(job_of(config, RANK), start_step=0)
+    report = MetricReporter(job_of(config, RANK), start_step=0)
     report.write("train", TRAIN_RECORD)
     report.close()
     (told,) = (value for name, value in wandb.calls if name == "init")

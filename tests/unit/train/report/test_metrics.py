@@ -19,13 +19,13 @@ import torch
 from tests.helpers.jobs import job_of
 from tests.helpers.logs import format_record, recorded_log
 from tests.helpers.tiny import tiny_config
-from txl_dist.distributed.collectives import Ranks
+from txl_dist.distributed.collectives import RankInfo
 from txl_dist.errors import TrainingError
 from txl_dist.model.flops import flops_by_part
 from txl_dist.train.monitoring import stragglers
 from txl_dist.train.monitoring.stragglers import StragglerWatch
 from txl_dist.train.report import metrics
-from txl_dist.train.report.loggers import JsonLines, Reporter
+from txl_dist.train.report.loggers import JsonLines, MetricReporter
 from txl_dist.train.report.metrics import Interval, eta_s, mfu
 
 FULL_DISK = Path("/dev/full")
@@ -156,7 +156,7 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
 
 def mfu_at(speed: float, *, peak_tflops: float, ranks: int = 1) -> dict[str, float]:
     config = tiny_config(metrics={"peak_tflops": peak_tflops})
-    job = job_of(config, Ranks(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300)
+    job = job_of(config, RankInfo(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300)
     return mfu(job, speed)
 
 
@@ -224,13 +224,13 @@ def test_the_line_of_an_exploding_run_can_be_read(loss: float) -> None:
     assert f"loss {loss:.3g}" in line or f"loss {loss:.4f}" in line
 
 
-RANK = Ranks(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), num_threads=1)
+RANK = RankInfo(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), num_threads=1)
 
 
-def reporter(run_dir: Path, *, rank: int = 0, tensorboard: bool = False, start_step: int = 0) -> Reporter:
+def reporter(run_dir: Path, *, rank: int = 0, tensorboard: bool = False, start_step: int = 0) -> MetricReporter:
     ranks = replace(RANK, rank=rank, local_rank=rank)
     config = tiny_config(run={"dir": str(run_dir)}, train={"max_steps": 1000}, metrics={"tensorboard": tensorboard})
-    return Reporter(job_of(config, ranks), start_step=start_step)
+    return MetricReporter(job_of(config, ranks), start_step=start_step)
 
 
 def test_every_record_is_one_json_line_that_can_be_read_at_once(tmp_path: Path) -> None:
