@@ -92,6 +92,7 @@ def test_weights_move_as_with_plain_torch_whatever_is_clipped(tmp_path: Path, st
 @pytest.mark.parametrize(("norm", "factor"), [(2.0, 0.5 / 2.0), (0.1, 1.0)])
 def test_the_factor_holds_clipping_and_loss_scale(norm: float, factor: float) -> None:
     engine = ZeroEngine.__new__(ZeroEngine)
+    engine._plugin_optimizer = ""
     engine._optimizer = SimpleNamespace(loss_scale=1024.0, param_groups=[{}])
     engine._base_optimizer, engine._clip_norm, engine._update_divides = SimpleNamespace(), 0.5, False
     engine._decay = 0.0

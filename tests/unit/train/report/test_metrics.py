@@ -138,7 +138,7 @@ def test_steps_in_which_nothing_was_scored_are_no_loss_of_zero(monkeypatch: pyte
     ranks_are(monkeypatch, (0.0, 3, 0, 0))
     interval = Interval()
     add(interval, loss=0.0, num_scored=0)
-    with pytest.raises(TrainingError, match=r"no token was scored in the 1 steps up to step 7.*txl verify"):
+    with pytest.raises(TrainingError, match=r"no token was scored in the 1 step up to step 7.*txl verify"):
         interval.report(step=7, tokens_per_step=100)
 
 
