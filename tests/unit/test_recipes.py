@@ -19,7 +19,7 @@ from txl_dist.data.prepare.datasets import NAMED
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.errors import ConfigError
 from txl_dist.model.flops import count_parameters
-from txl_dist.train.preflight import remarks
+from txl_dist.train.preflight import warnings_on_settings
 
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
 RECIPES = [name for name in NAMES if name not in ("quickstart", "modern_quickstart", "mine")]
@@ -133,7 +133,7 @@ def test_a_config_holds_together_and_its_batch_falls_evenly_onto_its_ranks(name:
     ranks = assumed_ranks(name)
     plan = plan_batch(config.train, world_size=ranks)
     assert plan.microbatch_lanes * plan.num_microbatches * ranks == config.train.num_lanes
-    assert remarks(config, plan=plan) == [], "no setting is without effect"
+    assert warnings_on_settings(config, plan=plan) == [], "no setting is without effect"
     assert config.run.dir == f"runs/{name}"
 
 

@@ -18,10 +18,10 @@ from txl_dist.train.preflight import (
     check_jobs,
     describe_batch,
     describe_data,
-    remarks,
-    remarks_on_evaluation,
-    remarks_on_repetition,
-    remarks_on_size,
+    warnings_on_evaluation,
+    warnings_on_repetition,
+    warnings_on_settings,
+    warnings_on_size,
 )
 from txl_dist.train.state import RunContext
 from txl_dist.train.warm_start import initial_weights
@@ -39,7 +39,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     if config.run.init:
         initial_weights(config, first)
     yield config_to_toml(config) if shows_all else changes_to_toml(config)
-    warnings = remarks_on_evaluation(config, first)
+    warnings = warnings_on_evaluation(config, first)
     stream = jobs[0][1].corpora.begin
     for steps, job in jobs:
         if config.train.stages:
@@ -49,10 +49,10 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
         yield from describe_batch(job)
         yield from describe_data(job, stream, step=steps.start)
         yield from describe_cost(job, num_steps=len(steps))
-        warnings += remarks(job.config, plan=job.plan)
-        warnings += remarks_on_repetition(job.config, job.corpora.train, stream, step=steps.start)
+        warnings += warnings_on_settings(job.config, plan=job.plan)
+        warnings += warnings_on_repetition(job.config, job.corpora.train, stream, step=steps.start)
         parameters = count_parameters(job.config.model, vocab_size=job.vocab_size)
-        warnings += remarks_on_size(parameters, tokens=sum(split.tokens for split in job.corpora.train))
+        warnings += warnings_on_size(parameters, tokens=sum(split.tokens for split in job.corpora.train))
         stream = stream.advanced(len(steps) * job.config.train.segment_len)
     yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
 

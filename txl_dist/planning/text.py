@@ -10,7 +10,7 @@ from txl_dist.console.formatting import counted, format_bytes, format_duration, 
 from txl_dist.planning.hardware import CONTEXT_GIB
 from txl_dist.planning.plan import Option, Plan, PlannedOption, SavingPlan
 from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
-from txl_dist.train.preflight import MANY_EPOCHS, remarks_on_size
+from txl_dist.train.preflight import MANY_EPOCHS, warnings_on_size
 
 SMALL_SHARE = 0.05
 """Of a GPU's memory."""
@@ -33,7 +33,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield from (f"note: {note}" for note in plan.notes)
     yield f"model: {plan.parameters:,} parameters with a vocabulary of {question.vocab_size:,}"
     if question.corpus_tokens:
-        yield from (f"  warning: {one}" for one in remarks_on_size(plan.parameters, tokens=question.corpus_tokens))
+        yield from (f"  warning: {one}" for one in warnings_on_size(plan.parameters, tokens=question.corpus_tokens))
     yield f"work: {per_token(plan.flops_per_token)}; {plan.tokens_per_step:,} tokens per step"
     yield ""
     yield from _memory(plan, is_small=is_small)

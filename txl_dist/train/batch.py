@@ -131,25 +131,25 @@ def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch
 
 
 def read_inputs(
-    job: RunContext, stream: StreamState, *, maker: BatchMaker, damage: CorruptionPolicy
+    context: RunContext, stream: StreamState, *, maker: BatchMaker, damage: CorruptionPolicy
 ) -> Iterator[StepInput]:
     """The steps of this rank behind a position. Runs in the reader thread."""
-    config, device = job.config, job.ranks.device
+    config, device = context.config, context.ranks.device
     maker = maker.for_training(config.train)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
     segments = LaneStream(
-        job.corpora.train,
+        context.corpora.train,
         stream,
         segment_len=config.train.segment_len,
-        lanes=job.lanes,
+        lanes=context.lanes,
         damage=damage,
         mark_documents=maker.mask_documents,
         # Those that wait, the one that is trained on and the one that is being filled.
         num_buffers=config.data.prefetch_depth + 2,
     )
     for segment, state in segments:
-        batches = maker.microbatches(segment, lanes=job.plan.microbatch_lanes)
+        batches = maker.microbatches(segment, lanes=context.plan.microbatch_lanes)
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 

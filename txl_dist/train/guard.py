@@ -27,9 +27,9 @@ from txl_dist.train.step import StepResult
 class Guard:
     """Watches over one run, by `guard` of its settings."""
 
-    def __init__(self, job: RunContext, reporter: MetricReporter) -> None:
-        self._job, self._reporter = job, reporter
-        self._settings = job.config.guard
+    def __init__(self, context: RunContext, reporter: MetricReporter) -> None:
+        self._context, self._reporter = context, reporter
+        self._settings = context.config.guard
 
     def should_rewind(self, health: Health) -> bool:
         """Whether the last steps call for one."""
@@ -75,7 +75,7 @@ class Guard:
         only what this very step was computed with can be seen. Raises TrainingError if a rank has other weights than
         the rest."""
         every = self._settings.check_replicas_every
-        if not every or step % every or self._job.config.engine.zero_stage == 3:  # there each holds its own part
+        if not every or step % every or self._context.config.engine.zero_stage == 3:  # there each holds its own part
             return
         start_s = time.perf_counter()
         deviation = deviating_ranks(parameters)
@@ -90,7 +90,9 @@ class Guard:
         self._reporter.write("event", {"event": "replicas_agree", "step": step, "seconds": seconds})
 
     def _blame(self, before: TrainState, reason: str, *, is_mine: bool) -> str:
-        parts = gather_objects((is_mine, documents_at(self._job.corpora.train, before.stream, self._job.lanes[:4])))
+        parts = gather_objects(
+            (is_mine, documents_at(self._context.corpora.train, before.stream, self._context.lanes[:4]))
+        )
         guilty = [rank for rank, (is_guilty, _) in enumerate(parts) if is_guilty]
         shown = [parts[rank][1] for rank in guilty[:2]] or [lines for _, lines in parts[:2]]
         documents = "; ".join(line for lines in shown for line in lines)

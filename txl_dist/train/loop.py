@@ -80,38 +80,38 @@ class TrainingRun:
 
     def __init__(
         self,
-        job: RunContext,
+        context: RunContext,
         start: Start,
         engine: Engine,
         watch: Watch,
         profile: StepProfile,
         callbacks: Callbacks,
     ) -> None:
-        config = job.config
-        self.job, self.start, self.engine, self.watch, self.profile = job, start, engine, watch, profile
+        config = context.config
+        self.context, self.start, self.engine, self.watch, self.profile = context, start, engine, watch, profile
         self.callbacks = callbacks
         self.loss: float | None = None
         """Training loss of the last step that was made here, in nats per token."""
         self.max_steps = config.train.max_steps
         self.last_step = max(start.step, end_of_stage(config, start.step))
         self.stopped = False
-        on_gpu = job.ranks.device.type == "cuda"
+        on_gpu = context.ranks.device.type == "cuda"
         self.maker = batch_maker(
-            engine.model, mask_documents=job.masks_documents, for_graphs=config.engine.replays(on_gpu=on_gpu)
+            engine.model, mask_documents=context.masks_documents, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
         self.damage = CorruptionPolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
-        self.clock = StepClock(job.ranks.device, sees_forward=config.engine.zero_stage < 3)
-        self.stepper = Stepper(engine, job, self.clock)
+        self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
+        self.stepper = Stepper(engine, context, self.clock)
         self.clipping = Clipping(config.optim)
-        self.reporter = MetricReporter(job, start_step=start.step)
+        self.reporter = MetricReporter(context, start_step=start.step)
         self.stragglers = StragglerWatch(self.reporter)
-        self.guard = Guard(job, self.reporter)
+        self.guard = Guard(context, self.reporter)
         self.evaluated = dict(start.evaluated)
         self.observer = Validator(
-            job, engine, self.maker, self.reporter, evaluated=self.evaluated, before_segment=self._before_segment
+            context, engine, self.maker, self.reporter, evaluated=self.evaluated, before_segment=self._before_segment
         )
         self.saving = CheckpointManager(
-            AsyncWriter(job, watch),
+            AsyncWriter(context, watch),
             engine,
             self.maker,
             self.reporter,
@@ -148,32 +148,32 @@ class TrainingRun:
         self.watch.watchdog.beat("load", step=start.step)
         if start.saved is not None:
             return self._load(start.saved, start.stream)
-        memories = first_memories(self.engine, self.job)
+        memories = first_memories(self.engine, self.context)
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
-        state = load_checkpoint(saved, self.engine, self.job, stream=stream)
-        shown = check_probe(self.engine, self.maker, saved.folder, precision=self.job.config.engine.dtype)
+        state = load_checkpoint(saved, self.engine, self.context, stream=stream)
+        shown = check_probe(self.engine, self.maker, saved.folder, precision=self.context.config.engine.dtype)
         logger.info("%s: %s", saved.folder.name, shown)
         kept = run_on_all_ranks(lambda: read_states(saved.folder))
         self.callbacks.load(kept.states, step=saved.step, validated_step=kept.validated_step)
         return state
 
     def _start_callbacks(self, state: TrainState) -> None:
-        job, ranks = self.job, self.job.ranks
+        context, ranks = self.context, self.context.ranks
         if not self.callbacks.handles("on_train_start"):
             return
         self.watch.beat("callbacks")
         num_parameters = sum(math.prod(shape) for shape in self.engine.shapes.values())
         self.callbacks.start(
             TrainStart(
-                config=whole(job.config),
+                config=whole(context.config),
                 step=state.step,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
                 device=str(ranks.device),
                 num_parameters=num_parameters,
-                vocab_size=job.vocab_size,
+                vocab_size=context.vocab_size,
             )
         )
 
@@ -193,16 +193,17 @@ class TrainingRun:
 
     def _train_from(self, state: TrainState) -> TrainState:
         """Steps until the end, a stop or a rewind."""
-        config = self.job.config
+        config = self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
         inputs = prefetch(
-            read_inputs(self.job, state.stream, maker=self.maker, damage=self.damage), depth=config.data.prefetch_depth
+            read_inputs(self.context, state.stream, maker=self.maker, damage=self.damage),
+            depth=config.data.prefetch_depth,
         )
         try:
             while not self.stopped and state.step < self.last_step:
                 step = state.step + 1
                 self.watch.watchdog.beat("data", step=step)
-                self.profile.begins(step)
+                self.profile.on_step(step)
                 self.clock.begin()
                 with record_function("data"):
                     step_input = next(inputs)
@@ -234,13 +235,13 @@ class TrainingRun:
     def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, StepFlags]:
         """Returns (the next state, what all ranks have to say)."""
         self.watch.check_lock()
-        step, config = state.step + 1, self.job.config
+        step, config = state.step + 1, self.context.config
         self.watch.beat("step")
         lr = learning_rate(state.step, config.optim, max_steps=self.max_steps)
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
         self.guard.check_replicas(self.engine.named_values(), step=step)
         with interval.paused():
-            seen = signals(self.engine, self.job, step_input.batches, state.memories, step=step)
+            seen = signals(self.engine, self.context, step_input.batches, state.memories, step=step)
         if seen.layers is not None:
             self.reporter.write("layers", seen.layers)
         with record_function("update"):
@@ -267,7 +268,7 @@ class TrainingRun:
         self.clipping.add(decision.grad_norm)
         after = TrainState(
             step=step,
-            tokens_seen=state.tokens_seen + (0 if skipped else self.job.plan.tokens_per_step),
+            tokens_seen=state.tokens_seen + (0 if skipped else self.context.plan.tokens_per_step),
             health=health,
             stream=step_input.stream,
             memories=memories,
@@ -295,12 +296,12 @@ class TrainingRun:
         """Back to the last checkpoint before the spike, whose text is left out from now on; None if there is none."""
         self.saving.finish(state.step)
         first_bad = state.step - state.health.spikes_in_row + 1
-        target = find_rewind(self.job, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
+        target = find_rewind(self.context, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
         if target is None:
             warn_for_all("no checkpoint to go back to from the spike at step %d: the run goes on", first_bad)
             return None
         saved, stream = target
-        run_on_rank0(lambda: quarantine(self.job.run_dir, newer_than=saved.folder, word="rewound"))
+        run_on_rank0(lambda: quarantine(self.context.run_dir, newer_than=saved.folder, word="rewound"))
         self.saving.set_newest(saved.folder)
         self.observer.forget(after=saved.step)
         loaded = self._load(saved, stream)
@@ -310,33 +311,33 @@ class TrainingRun:
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
-        job, corpora, config = self.job, self.job.corpora, self.job.config
+        context, corpora, config = self.context, self.context.corpora, self.context.config
         facts = run_on_all_ranks(
             lambda: text_facts(
                 corpora.train,
                 corpora.eval,
-                mask_documents=job.masks_documents,
+                mask_documents=context.masks_documents,
                 max_tokens=config.eval.max_tokens,
                 half_loss=config.train.half_loss,
             )
         )
         for kind, problem in facts["no_bits"].items():
             logger.info("%s: no bits per byte, as %s", kind, problem)
-        facts = start_facts(self.engine, job.ranks) | facts
+        facts = start_facts(self.engine, context.ranks) | facts
         self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:
-        num_skipped, tokens_per_step = self.damage.num_skipped, self.job.plan.tokens_per_step
+        num_skipped, tokens_per_step = self.damage.num_skipped, self.context.plan.tokens_per_step
         values = interval.report(step=state.step, tokens_per_step=tokens_per_step, num_skipped=num_skipped)
         values |= self.stragglers(values["rank_ms"], step=state.step)
-        self.reporter.write("train", train_record(self.job, state, values, waited=self.saving.seconds()))
+        self.reporter.write("train", train_record(self.context, state, values, waited=self.saving.seconds()))
 
     def _report_clipping(self, *, step: int) -> None:
         """Say that nearly all steps were clipped, by a norm that the settings do not name."""
         found = self.clipping.record()
         if found is None:
             return
-        if self.job.ranks.is_rank0:
+        if self.context.ranks.is_rank0:
             logger.warning(
                 "%.0f %% of %d steps were clipped: optim.clip_norm=%g is the default, the gradients' norm was %.3g on "
                 "average. Such steps all have one length; set optim.clip_norm (1.0 suits most models, 0 switches it "
@@ -358,14 +359,14 @@ class TrainingRun:
             self.stopped = True
             return
         self._tell_validation(state.step, losses)
-        if self.job.config.checkpoint.keep_best and is_best:
+        if self.context.config.checkpoint.keep_best and is_best:
             self.saving.begin(state)
 
     def _before_segment(self, step: int) -> None:
         """Of an evaluation, on all ranks."""
         self.watch.beat("evaluate")
         failpoint("evaluate", step=step)
-        votes = all_reduce_flags(self._votes(), world_size=self.job.ranks.world_size)
+        votes = all_reduce_flags(self._votes(), world_size=self.context.ranks.world_size)
         if votes.written:  # a checkpoint is not to wait for the end of an evaluation
             self.saving.finish(step)
         if votes.stop:

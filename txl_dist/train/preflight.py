@@ -63,7 +63,7 @@ def check_job(config: Config, *, ranks: RankInfo) -> RunContext:
 
 
 def check_jobs(config: Config, *, ranks: RankInfo) -> list[tuple[range, RunContext]]:
-    """(steps, job) of every stage. Raises TxlError as `check_job`."""
+    """(steps, context) of every stage. Raises TxlError as `check_job`."""
     check_stages(config)
     return [(steps, check_job(stage, ranks=ranks)) for steps, stage in each_stage(config)]
 
@@ -78,7 +78,7 @@ def _check_prompt(prompt: str, corpus: Corpus) -> None:
         ) from error
 
 
-def remarks_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
+def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
     """A sentence if there is nothing to evaluate on, though evaluation was not switched off."""
     if not lacks_eval_split(config.data, corpus):
         return []
@@ -137,7 +137,7 @@ def drivers_of_gpus() -> list[str]:
         return []
 
 
-def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
+def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
     """What the user should know: settings without effect, and one trap; a sentence each."""
     model, train, found = config.model, config.train, list[str]()
     if any(model.tie_projections) and not has_projections(model):
@@ -168,7 +168,7 @@ def remarks(config: Config, *, plan: BatchPlan) -> list[str]:
     return found
 
 
-def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
+def warnings_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
     """A sentence for each corpus that will be read more than `MANY_EPOCHS` times, or of which a step is a large
     part."""
     train, found = config.train, []
@@ -189,7 +189,7 @@ def remarks_on_repetition(config: Config, splits: Sequence[Split], stream: Strea
     return found
 
 
-def remarks_on_size(parameters: int, *, tokens: int) -> list[str]:
+def warnings_on_size(parameters: int, *, tokens: int) -> list[str]:
     """A sentence if a model has more than `LARGE_MODEL` parameters per token of its training text."""
     if parameters <= LARGE_MODEL * tokens:
         return []
@@ -200,7 +200,7 @@ def remarks_on_size(parameters: int, *, tokens: int) -> list[str]:
     ]
 
 
-def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
+def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
     """A sentence if the shards that a rank may have open at once do not fit into the cache."""
     if not config.data.cache_dir:
         return []
@@ -216,9 +216,9 @@ def remarks_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank:
     ]
 
 
-def describe_batch(job: RunContext) -> Iterator[str]:
+def describe_batch(context: RunContext) -> Iterator[str]:
     """Lines for the log at the start of a run."""
-    config, plan, vocab_size = job.config, job.plan, job.vocab_size
+    config, plan, vocab_size = context.config, context.plan, context.vocab_size
     train, engine = config.train, config.engine
     yield (
         f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.segment_len, 'token')} = "
@@ -249,11 +249,11 @@ def _attention(config: Config) -> str:
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
 
 
-def describe_data(job: RunContext, stream: StreamState, *, step: int = 0) -> Iterator[str]:
+def describe_data(context: RunContext, stream: StreamState, *, step: int = 0) -> Iterator[str]:
     """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
-    last_step = end_of_stage(job.config, step)
-    end = stream.advanced((last_step - step) * job.config.train.segment_len)
-    for split, one in zip(job.corpora.train, end.corpora, strict=True):
+    last_step = end_of_stage(context.config, step)
+    end = stream.advanced((last_step - step) * context.config.train.segment_len)
+    for split, one in zip(context.corpora.train, end.corpora, strict=True):
         read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
         yield (
             f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in "

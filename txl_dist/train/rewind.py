@@ -22,24 +22,26 @@ class Rewind(NamedTuple):
     """That of the checkpoint, past the text that is left out."""
 
 
-def find_rewind(job: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]) -> Rewind | None:
+def find_rewind(
+    context: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]
+) -> Rewind | None:
     """To the newest whole checkpoint from before the step `first_bad`, leaving out what has been read since that step;
     None if there is none. All ranks call it. `began`: step and stream that this process began with."""
-    before = run_on_rank0(lambda: [path for path in list_checkpoints(job.run_dir) if step_of(path) < first_bad])
-    whole = (path for path in reversed(before) if not problems_together(path, job.ranks))
+    before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
+    whole = (path for path in reversed(before) if not problems_together(path, context.ranks))
     target = next(whole, None)
     if target is None:
         return None
     saved = run_on_rank0(lambda: read_state(target))
-    base = run_on_rank0(lambda: stream_of(saved, job, began=began, now=state.stream))
+    base = run_on_rank0(lambda: stream_of(saved, context, began=began, now=state.stream))
     if base is None:
         return None
-    begin = base.advanced((first_bad - 1 - saved.step) * job.config.train.segment_len)
+    begin = base.advanced((first_bad - 1 - saved.step) * context.config.train.segment_len)
     return Rewind(saved, base.skipping(begin, state.stream))
 
 
 def stream_of(
-    saved: SavedState, job: RunContext, *, began: tuple[int, StreamState], now: StreamState
+    saved: SavedState, context: RunContext, *, began: tuple[int, StreamState], now: StreamState
 ) -> StreamState | None:
     """The stream of a checkpoint to rewind to, leaving out what earlier rewinds did; None if its lanes were others.
 
@@ -49,7 +51,7 @@ def stream_of(
     if saved.step != step:
         stream = saved.stream
     saved_len = at_step(load_config(saved.folder / SETTINGS), saved.step).train.segment_len
-    if saved.step < step and saved_len != job.config.train.segment_len:
+    if saved.step < step and saved_len != context.config.train.segment_len:
         return None  # its steps are not to be counted in segments of today
     if [one.cut() for one in stream.corpora] != [one.cut() for one in now.corpora]:
         return None

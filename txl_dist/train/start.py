@@ -47,11 +47,11 @@ from txl_dist.train.preflight import (
     check_jobs,
     describe_batch,
     describe_data,
-    remarks,
-    remarks_on_cache,
-    remarks_on_evaluation,
-    remarks_on_repetition,
-    remarks_on_size,
+    warnings_on_cache,
+    warnings_on_evaluation,
+    warnings_on_repetition,
+    warnings_on_settings,
+    warnings_on_size,
 )
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, quarantine
@@ -135,10 +135,10 @@ def _train(
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
-    jobs = run_on_all_ranks(lambda: check_jobs(config, ranks=ranks))
+    contexts = run_on_all_ranks(lambda: check_jobs(config, ranks=ranks))
     run_on_rank0(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        run_on_rank0(lambda: _check_fits(jobs))
+        run_on_rank0(lambda: _check_fits(contexts))
     stack.callback(_remove_if_empty, run_dir)
     lock = run_on_all_ranks(lambda: RunLock.acquire(run_dir) if ranks.is_rank0 else None)
     if lock is not None:
@@ -147,9 +147,9 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     while True:
-        job, start, engine = _begin(jobs, watch, resume=resume)
+        context, start, engine = _begin(contexts, watch, resume=resume)
         with _closing(engine, ranks):
-            run = TrainingRun(job, start, engine, watch, profile, callbacks)
+            run = TrainingRun(context, start, engine, watch, profile, callbacks)
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
@@ -173,7 +173,7 @@ def _train(
     )
     watch.beat("callbacks")
     callbacks.end(result)
-    _leave(job, state, watch, result)
+    _leave(context, state, watch, result)
     return result
 
 
@@ -191,28 +191,28 @@ def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
     engine.close()
 
 
-def _begin(jobs: list[tuple[range, RunContext]], watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
+def _begin(contexts: list[tuple[range, RunContext]], watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
     """Return (the job of the stage in which the run continues; how it starts there; an engine for it)."""
-    _, last = jobs[-1]
+    _, last = contexts[-1]
     run_dir, ranks = last.run_dir, last.ranks
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
     step = run_on_rank0(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
-    job = next((job for steps, job in jobs if step < steps.stop), last)
-    config = job.config
-    start = run_on_rank0(lambda: _check_run(job, checkpoint, chosen_because))
+    context = next((context for steps, context in contexts if step < steps.stop), last)
+    config = context.config
+    start = run_on_rank0(lambda: _check_run(context, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
-    for corpus in job.corpora.opened:
+    for corpus in context.corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
     begins_with = config.run.init and checkpoint is None
-    weights = run_on_all_ranks(lambda: initial_weights(config, job.corpora.first)) if begins_with else None
-    run_on_rank0(lambda: _open_run(job, start))
+    weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first)) if begins_with else None
+    run_on_rank0(lambda: _open_run(context, start))
     watch.watchdog.write_stacks_to(run_dir / STACKS)
-    for line in (*describe_batch(job), *describe_data(job, start.stream, step=start.step)):
+    for line in (*describe_batch(context), *describe_data(context, start.stream, step=start.step)):
         logger.info(line)
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
-    engine = ZeroEngine(config, vocab_size=job.vocab_size, plan=job.plan, ranks=ranks, weights=weights)
-    return job, start, engine
+    engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=ranks, weights=weights)
+    return context, start, engine
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
@@ -246,44 +246,44 @@ def _check_plugins() -> None:
             )
 
 
-def _check_fits(jobs: list[tuple[range, RunContext]]) -> None:
+def _check_fits(contexts: list[tuple[range, RunContext]]) -> None:
     """Raises ConfigError, as `check_fits`, for the first stage that does not fit."""
-    for _, job in jobs:
-        check_fits(job.config, plan=job.plan, vocab_size=job.vocab_size, device=job.ranks.device)
+    for _, context in contexts:
+        check_fits(context.config, plan=context.plan, vocab_size=context.vocab_size, device=context.ranks.device)
 
 
-def _check_run(job: RunContext, checkpoint: Path | None, chosen_because: list[str]) -> Start:
+def _check_run(context: RunContext, checkpoint: Path | None, chosen_because: list[str]) -> Start:
     """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
-    config, warnings = job.config, []
-    for split in (*job.corpora.train, *job.corpora.eval):
+    config, warnings = context.config, []
+    for split in (*context.corpora.train, *context.corpora.eval):
         try:
             split.check_files()
         except DataError as error:
             is_damage = not isinstance(error, UnreachableError)
-            if split not in job.corpora.train or config.data.on_damage == "fail" or not is_damage:
+            if split not in context.corpora.train or config.data.on_damage == "fail" or not is_damage:
                 raise
             warnings.append(str(error))
-    tokenizer_json, stream, saved, step = job.tokenizer.to_json(), job.corpora.begin, None, 0
+    tokenizer_json, stream, saved, step = context.tokenizer.to_json(), context.corpora.begin, None, 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
-    warnings += remarks_on_cache(config, job.corpora.train, lanes_per_rank=job.plan.lanes_per_rank)
-    warnings += remarks_on_evaluation(config, job.corpora.first)
+    warnings += warnings_on_cache(config, context.corpora.train, lanes_per_rank=context.plan.lanes_per_rank)
+    warnings += warnings_on_evaluation(config, context.corpora.first)
     if checkpoint is not None:
         saved = read_state(checkpoint)
         step = saved.step
-        warnings += check_checkpoint(saved, job)
-        stream, remarks_on_lanes = continued_stream(saved, stream, job.corpora.train)
-        warnings += remarks_on_lanes
-    warnings += remarks_on_repetition(config, job.corpora.train, stream, step=step)
-    parameters = count_parameters(config.model, vocab_size=job.vocab_size)
-    warnings += remarks_on_size(parameters, tokens=sum(split.tokens for split in job.corpora.train))
-    warnings += remarks(config, plan=job.plan)
-    return Start(saved, stream, tokenizer_json, evaluated_losses(job.run_dir, up_to=step), warnings)
+        warnings += check_checkpoint(saved, context)
+        stream, lane_warnings = continued_stream(saved, stream, context.corpora.train)
+        warnings += lane_warnings
+    warnings += warnings_on_repetition(config, context.corpora.train, stream, step=step)
+    parameters = count_parameters(config.model, vocab_size=context.vocab_size)
+    warnings += warnings_on_size(parameters, tokens=sum(split.tokens for split in context.corpora.train))
+    warnings += warnings_on_settings(config, plan=context.plan)
+    return Start(saved, stream, tokenizer_json, evaluated_losses(context.run_dir, up_to=step), warnings)
 
 
-def _open_run(job: RunContext, start: Start) -> None:
+def _open_run(context: RunContext, start: Start) -> None:
     """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
-    run_dir, checkpoint = job.run_dir, start.saved.folder if start.saved else None
-    open_run_dir(run_dir, job.config)
+    run_dir, checkpoint = context.run_dir, start.saved.folder if start.saved else None
+    open_run_dir(run_dir, context.config)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Those that were passed over: they are not to count among the ones that are kept.
         quarantine(run_dir, newer_than=checkpoint, word="damaged")
@@ -293,22 +293,22 @@ def _open_run(job: RunContext, start: Start) -> None:
         logger.warning(sentence)
 
 
-def _leave(job: RunContext, state: TrainState, watch: Watch, result: RunResult) -> None:
+def _leave(context: RunContext, state: TrainState, watch: Watch, result: RunResult) -> None:
     """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
     stopped = result.ended == "stopped"
     if stopped:
         warn_for_all("stopped at step %d by %s; the same command goes on", state.step, result.reason)
-    if job.ranks.is_rank0:
+    if context.ranks.is_rank0:
         try:
             watch.stops.clear()
             if not stopped:
-                atomic_replace(job.run_dir / DONE, f"{state.step}\n".encode())
+                atomic_replace(context.run_dir / DONE, f"{state.step}\n".encode())
         except OSError as error:
-            warn_for_all("the state is saved, but %s cannot be written: %s", job.run_dir, error.strerror)
+            warn_for_all("the state is saved, but %s cannot be written: %s", context.run_dir, error.strerror)
         if not stopped:
             made = counted(state.step, "step")
-            logger.info("done: %s, %s, in %s", made, counted(state.tokens_seen, "token"), job.run_dir)
-            logger.info(next_commands(job.run_dir, job.config.run.plugins))
+            logger.info("done: %s, %s, in %s", made, counted(state.tokens_seen, "token"), context.run_dir)
+            logger.info(next_commands(context.run_dir, context.config.run.plugins))
     barrier()
 
 

@@ -1,6 +1,6 @@
 """What a run is: a `RunContext`, which stays the same while it goes on, and a `TrainState`, which each step makes anew.
 
-All that follows from the settings alone is derived once, for the job, and handed on with it.
+All that follows from the settings alone is derived once, for the context, and handed on with it.
 """
 
 from __future__ import annotations

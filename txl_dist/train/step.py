@@ -40,9 +40,9 @@ class StepResult(NamedTuple):
 class Stepper:
     """Makes steps; holds nothing that changes but the engine."""
 
-    def __init__(self, engine: Engine, job: RunContext, clock: StepClock) -> None:
+    def __init__(self, engine: Engine, context: RunContext, clock: StepClock) -> None:
         """`clock` began before the data of a step were asked for."""
-        self._engine, self._job, self._clock = engine, job, clock
+        self._engine, self._context, self._clock = engine, context, clock
 
     def __call__(
         self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags
@@ -55,18 +55,18 @@ class Stepper:
         if fault == "flip":
             _flip_bit(next(iter(self._engine.named_values()))[1])
         self._clock.mark_prepared()
-        job = self._job
+        context = self._context
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
         after: list[Memory] = []
         for index, (batch, memory) in enumerate(zip(step_input.batches, memories, strict=True)):
-            first_lane = job.lanes.start + index * job.plan.microbatch_lanes
-            torch.manual_seed(derive_seed(job.config.run.seed, "dropout", step - 1, first_lane))
-            batch = to_device(batch, job.ranks.device)
+            first_lane = context.lanes.start + index * context.plan.microbatch_lanes
+            torch.manual_seed(derive_seed(context.config.run.seed, "dropout", step - 1, first_lane))
+            batch = to_device(batch, context.ranks.device)
             if index == 0:
                 self._clock.start_forward()
             with record_function("forward"):
-                loss, memory = self._engine.forward(batch, _struck(memory, fault), normalizer=normalizer)
+                loss, memory = self._engine.forward(batch, _corrupted(memory, fault), normalizer=normalizer)
             if index == 0:
                 self._clock.forward_ends()
             with record_function("backward"):
@@ -81,7 +81,7 @@ class Stepper:
             grad_norm,
             skip=fault == "skip",
             votes=votes,
-            world_size=job.ranks.world_size,
+            world_size=context.ranks.world_size,
         )
         return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
 
@@ -89,10 +89,10 @@ class Stepper:
         """What a micro-batch's summed loss is divided by, so that the mean over micro-batches and ranks is the mean
         over all scored tokens. With document masks, or damage skipped, ranks score different numbers of tokens."""
         wrong = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
-        config, plan = self._job.config, self._job.plan
-        if not self._job.masks_documents and config.data.on_damage != "skip":
+        config, plan = self._context.config, self._context.plan
+        if not self._context.masks_documents and config.data.on_damage != "skip":
             return wrong * plan.microbatch_lanes * config.train.scored_len
-        scored = torch.full((), float(step_input.num_scored), device=self._job.ranks.device)  # a copy would wait
+        scored = torch.full((), float(step_input.num_scored), device=self._context.ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size
         return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
 
@@ -115,7 +115,7 @@ def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags
     )
 
 
-def _struck(memory: Memory, fault: str) -> Memory:
+def _corrupted(memory: Memory, fault: str) -> Memory:
     """For faults on purpose: a rank whose activations go wrong has them in its memory too."""
     return memory._replace(hidden=tuple(one * math.nan for one in memory.hidden)) if fault == "nan" else memory
 

@@ -56,14 +56,14 @@ class CheckpointManager:
         """`newest` is the checkpoint that the run began with; `evaluated` has the validation loss of steps as the run
         goes on. `clock_s` counts the minutes between checkpoints."""
         self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
-        self._job, self._watch, self._run_dir = saver.job, saver.watch, saver.job.run_dir
+        self._context, self._watch, self._run_dir = saver.context, saver.watch, saver.context.run_dir
         self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
         self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
         self._retry_at = 0
         self._clock_s, self._counts_from_s = clock_s, clock_s()
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
-        self._heeded: int | None = None
+        self._obeyed_stops: int | None = None
 
     @property
     def newest(self) -> Path | None:
@@ -82,15 +82,15 @@ class CheckpointManager:
 
     def is_due(self, step: int) -> bool:
         """By the interval, or because a save has failed."""
-        every = self._job.config.checkpoint.every_steps
+        every = self._context.config.checkpoint.every_steps
         return step == self._retry_at or (every > 0 and step % every == 0)
 
     @property
     def is_late(self) -> bool:
         """Whether `checkpoint.every_minutes` have passed since the last checkpoint began. Only rank 0 answers:
         elsewhere it is False."""
-        interval_s = 60 * self._job.config.checkpoint.every_minutes
-        return self._job.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
+        interval_s = 60 * self._context.config.checkpoint.every_minutes
+        return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
     def begin(self, state: TrainState) -> None:
         """Begin to save the state, unless it is saved; the save before it is finished first."""
@@ -101,7 +101,7 @@ class CheckpointManager:
         start_s = time.perf_counter()
         self._watch.beat("save")
         self._wait_for_removal()  # the room that it makes may be needed
-        probe = make_probes(self._engine, self._maker, config=whole(self._job.config))
+        probe = make_probes(self._engine, self._maker, config=whole(self._context.config))
         # A last update that went wrong shows here, though its own loss was still finite.
         check_finite(
             gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
@@ -111,7 +111,7 @@ class CheckpointManager:
         packed = run_on_all_ranks(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
         self._saver.begin(state, self._engine, probe=probe, callbacks=packed)
         self._stall_s = time.perf_counter() - start_s
-        if not self._job.config.checkpoint.asynchronous:
+        if not self._context.config.checkpoint.asynchronous:
             self.finish(state.step)
 
     def _check_buffers(self) -> None:
@@ -134,11 +134,11 @@ class CheckpointManager:
             self._plan_retry(step)
             warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
-            if self._job.ranks.is_rank0 and self._newest is not None:
+            if self._context.ranks.is_rank0 and self._newest is not None:
                 self._prune(self._newest)  # who has lowered what is kept wants the room now
             return False
         self._newest = result.folder
-        if self._job.ranks.is_rank0:
+        if self._context.ranks.is_rank0:
             self._prune(result.folder)
         failpoint("saved", step=result.step)
         stall_s = self._stall_s + time.perf_counter() - start_s
@@ -150,7 +150,7 @@ class CheckpointManager:
 
     def _plan_retry(self, step: int) -> None:
         """Try again after a tenth of the interval: of steps after `step`, or of minutes if only those are set."""
-        checkpoint = self._job.config.checkpoint
+        checkpoint = self._context.config.checkpoint
         if checkpoint.every_minutes and not checkpoint.every_steps:
             self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
         else:
@@ -162,29 +162,29 @@ class CheckpointManager:
 
         Raises CheckpointError on every rank if it could not be saved, or the run directory is gone.
         """
-        self._heeded = None if stopped else 0
+        self._obeyed_stops = None if stopped else 0
         is_saved, is_asked = self._save(state), False
         # What has led here, and what the launcher repeats of it.
-        self._heeded = self._watch.stops.count if stopped else 0
-        for number, rest_s in enumerate(_rests(patience_s)):
+        self._obeyed_stops = self._watch.stops.count if stopped else 0
+        for number, delay_s in enumerate(_retry_delays(patience_s)):
             if is_saved or is_asked:
                 break
             if number == 0:
                 self._announce(state.step, patience_s=patience_s, stopped=stopped)
-            is_asked = self._rest(rest_s)
+            is_asked = self._wait(delay_s)
             is_saved = self._save(state)
         if is_saved:
             self._wait_for_removal()
             return
         reasons = dict.fromkeys(reason for reason in gather_objects(self._watch.stops.reason) if reason)
         when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
-        if self._job.ranks.is_rank0:
+        if self._context.ranks.is_rank0:
             with suppress(OSError):
                 self._watch.stops.clear()  # it was obeyed
         raise raised_everywhere(
             CheckpointError(
                 f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
-                f"{self._goes_on()}."
+                f"{self._resume_hint()}."
             )
         )
 
@@ -200,20 +200,20 @@ class CheckpointManager:
         warn_for_all(
             "step %d, the last, is not saved yet: it is tried for up to %s more. To leave earlier: %s; it is then "
             "tried once more. Where that fails, the same command %s.",
-            *(step, limit, how, self._goes_on()),
+            *(step, limit, how, self._resume_hint()),
         )
 
-    def _goes_on(self) -> str:
+    def _resume_hint(self) -> str:
         return f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
 
-    def _rest(self, seconds: float) -> bool:
+    def _wait(self, seconds: float) -> bool:
         """Wait, all ranks equally long. Returns whether any was asked to leave (`_is_asked_to_leave`)."""
         end_s, is_over, is_asked = time.monotonic() + seconds, False, False
         while not is_over and not is_asked:
             self._watch.beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
             own = StepFlags(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
-            is_asked, is_over, _ = all_reduce_flags(own, world_size=self._job.ranks.world_size)
+            is_asked, is_over, _ = all_reduce_flags(own, world_size=self._context.ranks.world_size)
         return is_asked
 
     def set_newest(self, folder: Path) -> None:
@@ -222,7 +222,7 @@ class CheckpointManager:
 
     def _is_asked_to_leave(self) -> bool:
         """Whether this rank was asked to stop in the last save, more often than what led to it."""
-        return self._heeded is not None and self._watch.stops.count > self._heeded
+        return self._obeyed_stops is not None and self._watch.stops.count > self._obeyed_stops
 
     def _wait_for_removal(self) -> bool:
         """Of older checkpoints, on rank 0. Returns whether it is done: in the last save not for whoever asks to stop,
@@ -236,7 +236,7 @@ class CheckpointManager:
 
     def _prune(self, newest: Path) -> None:
         """On rank 0. A file system that cannot is no reason to stop."""
-        checkpoint = self._job.config.checkpoint
+        checkpoint = self._context.config.checkpoint
         if not self._wait_for_removal():
             return
         try:
@@ -298,12 +298,12 @@ def _remove(folders: list[Path], step: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _rests(patience_s: float) -> Iterator[float]:
+def _retry_delays(patience_s: float) -> Iterator[float]:
     """Seconds between attempts, growing, that make up the patience."""
-    rest_s = _FIRST_RETRY_S
+    delay_s = _FIRST_RETRY_S
     while patience_s > 0:
-        yield min(rest_s, patience_s)
-        rest_s, patience_s = min(2 * rest_s, _LONGEST_RETRY_S), patience_s - rest_s
+        yield min(delay_s, patience_s)
+        delay_s, patience_s = min(2 * delay_s, _LONGEST_RETRY_S), patience_s - delay_s
 
 
 def _check_is_there(run_dir: Path) -> None:

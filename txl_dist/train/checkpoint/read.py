@@ -149,22 +149,22 @@ def problems_together(folder: Path, ranks: RankInfo) -> list[str]:
     return [problem for part in parts for problem in part]
 
 
-def check_checkpoint(saved: SavedState, job: RunContext) -> list[str]:
+def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
 
     Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
     ConfigError if a frozen setting is another one.
     """
     folder, config = saved.folder, load_config(saved.folder / SETTINGS)
-    theirs, ours = saved.values["tokenizer_fingerprint"], job.tokenizer.fingerprint
+    theirs, ours = saved.values["tokenizer_fingerprint"], context.tokenizer.fingerprint
     if theirs != ours:
         raise CheckpointError(
-            f"{folder} was trained with another tokenizer than {job.config.data.path} was prepared with "
+            f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
             f"({theirs[:12]} and {ours[:12]}). "
             f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (ready ids with the --vocab-list "
             "of then), or use another --run.dir."
         )
-    remarks = refuse_frozen_changes(config, job.config, made=str(folder))
+    remarks = refuse_frozen_changes(config, context.config, made=str(folder))
     remarks += plugin_changes(saved.values.get("plugins", ()), where=folder.name)
     if not scores_first_tokens(config, saved):
         raise CheckpointError(
@@ -172,7 +172,7 @@ def check_checkpoint(saved: SavedState, job: RunContext) -> list[str]:
             "losses before and after would be over other tokens. Continue with the program that wrote it, or begin a "
             f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
         )
-    before, now = saved.values["world_size"], job.ranks.world_size
+    before, now = saved.values["world_size"], context.ranks.world_size
     if before != now:
         remarks.append(
             f"resuming a checkpoint of {counted(before, 'rank')} on {counted(now, 'rank')}: results are equal up to "
@@ -198,19 +198,19 @@ def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Sp
     return state, ["the lanes are cut anew: each goes on with text that none has read, with an empty memory"]
 
 
-def load_checkpoint(saved: SavedState, engine: Engine, job: RunContext, *, stream: StreamState) -> TrainState:
+def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, stream: StreamState) -> TrainState:
     """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
 
     `stream` is that of `continued_stream`. If its lanes were cut anew, memories are first ones.
     """
     folder, state = saved.folder, saved.values
     failpoint("load", step=step_of(folder))
-    files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=job.ranks.rank))
+    files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=context.ranks.rank))
     engine.load(files, loss_scale=state["loss_scale"])
-    memories = first_memories(engine, job)
+    memories = first_memories(engine, context)
     if stream.has_lanes_of(saved.stream):
         like = memories[0]
-        memories = run_on_all_ranks(lambda: load_memories(folder, lanes=job.lanes, like=like))
+        memories = run_on_all_ranks(lambda: load_memories(folder, lanes=context.lanes, like=like))
     return TrainState(
         step=saved.step, tokens_seen=state["tokens_seen"], health=saved.health, stream=stream, memories=memories
     )

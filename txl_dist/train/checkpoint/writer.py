@@ -66,11 +66,11 @@ class SaveResult(NamedTuple):
 class AsyncWriter:
     """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
 
-    def __init__(self, job: RunContext, watch: Watch) -> None:
-        self.job, self.watch = job, watch
-        on_gpu = job.ranks.device.type == "cuda"
+    def __init__(self, context: RunContext, watch: Watch) -> None:
+        self.context, self.watch = context, watch
+        on_gpu = context.ranks.device.type == "cuda"
         # A GPU's state must be copied anyway before it can be written.
-        self._host = HostCopy(pin=on_gpu) if job.config.checkpoint.asynchronous or on_gpu else None
+        self._host = HostCopy(pin=on_gpu) if context.config.checkpoint.asynchronous or on_gpu else None
         self._thread: threading.Thread | None = None
         self._step = -1
         self._needed = 0
@@ -96,7 +96,7 @@ class AsyncWriter:
         failpoint("save-begin", step=state.step)
         self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
-        own = self._own_files(state, engine) if self.job.ranks.is_rank0 else {}
+        own = self._local_files(state, engine) if self.context.ranks.is_rank0 else {}
         # All files of this save name its state.json, so that none is ever taken for one of another save.
         saved_with = {STATE_KEY: broadcast_object(sha256_of_bytes(own.get(STATE, b"")))}
         if callbacks is not None:
@@ -122,7 +122,7 @@ class AsyncWriter:
         """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
         self._wait()
         step, self._step, self._thread = self._step, -1, None
-        final, temporary = checkpoint_folder(self.job.run_dir, step), self._temporary(step)
+        final, temporary = checkpoint_folder(self.context.run_dir, step), self._temporary(step)
         parts = gather_objects(
             (self._written, None if self._error is None else _explained(self._error, temporary, needed=self._needed))
         )
@@ -142,7 +142,9 @@ class AsyncWriter:
         try:
             run_on_rank0(lambda: _in_file_system(commit, temporary, needed=self._needed))
         except CheckpointError as error:
-            run_on_all_ranks(lambda: shutil.rmtree(temporary, ignore_errors=True) if self.job.ranks.is_rank0 else None)
+            run_on_all_ranks(
+                lambda: shutil.rmtree(temporary, ignore_errors=True) if self.context.ranks.is_rank0 else None
+            )
             return SaveResult(step, final, self._needed / 2**30, str(error))
         return SaveResult(step, final, self._needed / 2**30, "")
 
@@ -160,16 +162,16 @@ class AsyncWriter:
                 time.sleep(_POLL_S)
 
     def _temporary(self, step: int) -> Path:
-        final = checkpoint_folder(self.job.run_dir, step)
+        final = checkpoint_folder(self.context.run_dir, step)
         return final.with_name(f"{final.name}.tmp-{self.watch.nonce}")
 
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
         """(tensors, metadata) of each file of this rank, as views where they can be."""
         memories = memory_tensors(state.memories)
-        ranks, lanes = self.job.ranks, f"{self.job.lanes.start:05d}-{self.job.lanes.stop - 1:05d}"
+        ranks, lanes = self.context.ranks, f"{self.context.lanes.start:05d}-{self.context.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
         # At stage 0 all ranks hold the same.
-        if self.job.config.engine.zero_stage > 0 or ranks.is_rank0:
+        if self.context.config.engine.zero_stage > 0 or ranks.is_rank0:
             files[f"engine/{ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
         if ranks.is_rank0:
             files[PROBE] = (probe, {})
@@ -180,9 +182,9 @@ class AsyncWriter:
             return {name: ({k: t.detach().contiguous() for k, t in ts.items()}, m) for name, (ts, m) in files.items()}
         return self._host.copy(files)
 
-    def _own_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
+    def _local_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
         """What rank 0 writes besides tensors."""
-        config, tokenizer = whole(self.job.config), self.job.tokenizer
+        config, tokenizer = whole(self.context.config), self.context.tokenizer
         settings = config_to_toml(config).encode()
         content = {
             "format_version": PER_LAYER_VERSION if config.train.memory_lens else FORMAT_VERSION,
@@ -191,14 +193,14 @@ class AsyncWriter:
             "tokens_seen": state.tokens_seen,
             "health": state.health.to_dict(),
             "stream": state.stream.to_dict(),
-            "world_size": self.job.ranks.world_size,
+            "world_size": self.context.ranks.world_size,
             "zero_stage": config.engine.zero_stage,
             "precision": config.engine.dtype,
             "loss_scale": engine.loss_scale(),
             "parameters": engine.shapes,
             "corpora": absolute_paths(config.data.paths),
-            "vocab_size": self.job.vocab_size,
-            "tokenizer_fingerprint": self.job.corpora.first.tokenizer_sha256,
+            "vocab_size": self.context.vocab_size,
+            "tokenizer_fingerprint": self.context.corpora.first.tokenizer_sha256,
             "config_fingerprint": config_fingerprint(config),
             "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
@@ -212,10 +214,10 @@ class AsyncWriter:
         }
 
     def _check_space(self) -> None:
-        folder = self.job.run_dir / CHECKPOINTS
+        folder = self.context.run_dir / CHECKPOINTS
         if not folder.is_dir():
             folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
-            flush_folder(self.job.run_dir)
+            flush_folder(self.context.run_dir)
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(

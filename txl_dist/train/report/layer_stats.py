@@ -40,18 +40,18 @@ NOTHING = Signals(None, None)
 
 
 def signals(
-    engine: Engine, job: RunContext, batches: Sequence[Any], memories: Sequence[Memory], *, step: int
+    engine: Engine, context: RunContext, batches: Sequence[Any], memories: Sequence[Memory], *, step: int
 ) -> Signals:
     """What is due at this step, of its micro-batches and the memories that they were given. All ranks call it together,
     between `grad_norm` and `step` of the engine."""
-    metrics = job.config.metrics
+    metrics = context.config.metrics
     with_hits, with_norms = _is_due(step, metrics.accuracy_every_steps), _is_due(step, metrics.norms_every_steps)
     if not with_hits and not with_norms:
         return NOTHING
     watch = _ActivationWatch(engine.model.blocks) if with_norms else None
-    sums_2 = torch.zeros(2, dtype=torch.float64, device=job.ranks.device)
+    sums_2 = torch.zeros(2, dtype=torch.float64, device=context.ranks.device)
     for on_host, memory in zip(batches, memories, strict=True):
-        batch = to_device(on_host, job.ranks.device)
+        batch = to_device(on_host, context.ranks.device)
         with watch.on() if watch is not None else nullcontext():
             scores, _ = engine.losses(batch, memory, with_hits=with_hits)
         if with_hits:

@@ -59,10 +59,10 @@ class MetricLogger(Protocol):
 class MetricReporter:
     """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
 
-    def __init__(self, job: RunContext, *, start_step: int) -> None:
-        config, run_dir, metrics = job.config, job.run_dir, job.config.metrics
+    def __init__(self, context: RunContext, *, start_step: int) -> None:
+        config, run_dir, metrics = context.config, context.run_dir, context.config.metrics
         self._sinks: list[MetricLogger] = []
-        if job.ranks.is_rank0:
+        if context.ranks.is_rank0:
             self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / RECORDS)]
             if metrics.tensorboard:
                 folder, settings = run_dir / TENSORBOARD, dict(flat(config))

@@ -149,16 +149,16 @@ class Clipping:
         return {"steps": self._num_made, "clipped_pct": clipped_pct, "clip_norm": self._norm, "grad_norm": mean}
 
 
-def mfu(job: RunContext, tokens_per_s: float) -> dict[str, float]:
+def mfu(context: RunContext, tokens_per_s: float) -> dict[str, float]:
     """`mfu_pct`, Model FLOPs utilization: what share of the devices' peak the model's own operations take, at a speed
     of all ranks together; nothing where the peak of the device is not known."""
-    config, plan, device = job.config, job.plan, job.ranks.device
+    config, plan, device = context.config, context.plan, context.ranks.device
     train = config.train
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = config.metrics.peak_tflops or peak_tflops(name, precision=config.engine.precision)
     flops = flops_by_part(
         config.model,
-        vocab_size=job.vocab_size,
+        vocab_size=context.vocab_size,
         segment_len=train.segment_len,
         memory_lens=train.memory_per_layer(config.model.num_layers),
         microbatch_lanes=plan.microbatch_lanes,
@@ -192,26 +192,28 @@ def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     return (max_steps - step) * step_ms / 1000
 
 
-def train_record(job: RunContext, state: TrainState, values: Record, *, waited: Record) -> Record:
+def train_record(context: RunContext, state: TrainState, values: Record, *, waited: Record) -> Record:
     """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
     what was `waited` for checkpoints, and how far the run has come."""
     shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
-    half_loss = job.config.train.half_loss
-    units = text_units(job.corpora.train, shares=shares, mask_documents=job.masks_documents, half_loss=half_loss)
+    half_loss = context.config.train.half_loss
+    units = text_units(
+        context.corpora.train, shares=shares, mask_documents=context.masks_documents, half_loss=half_loss
+    )
     epochs = {
-        labelled("epoch", split, job.corpora.train): epochs_read(one.cut(), one.position, num_tokens=split.tokens)
-        for one, split in zip(state.stream.corpora, job.corpora.train, strict=True)
+        labelled("epoch", split, context.corpora.train): epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+        for one, split in zip(state.stream.corpora, context.corpora.train, strict=True)
     }
     return {
         "step": state.step,
         **values,
-        **mfu(job, values["tokens_per_s"]),
+        **mfu(context, values["tokens_per_s"]),
         **waited,
         **units.bits(values["loss"]),
         "tokens_seen": state.tokens_seen,
         "skipped_steps": state.health.skipped_steps,
         **epochs,
-        "eta_s": eta_s(state.step, max_steps=job.config.train.max_steps, step_ms=values["step_ms"]),
+        "eta_s": eta_s(state.step, max_steps=context.config.train.max_steps, step_ms=values["step_ms"]),
     }
 
 

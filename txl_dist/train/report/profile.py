@@ -54,7 +54,7 @@ class StepProfile:
         self._steps, self._folder = steps, folder
         self._profiler: profile | None = None
 
-    def begins(self, step: int) -> None:
+    def on_step(self, step: int) -> None:
         """A step is about to ask for its data: the trace begins or ends here if that is due."""
         if self._profiler is not None:
             if step not in self._steps:

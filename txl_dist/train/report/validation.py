@@ -31,7 +31,7 @@ class Validator:
 
     def __init__(
         self,
-        job: RunContext,
+        context: RunContext,
         engine: Engine,
         maker: BatchMaker,
         reporter: MetricReporter,
@@ -41,8 +41,8 @@ class Validator:
     ) -> None:
         """`evaluated` are the losses on the first held-out split so far, by step, and gets what is evaluated.
         `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
-        self._job, self._engine, self._maker, self._reporter = job, engine, maker, reporter
-        self._config, self._ranks, self._splits = job.config, job.ranks, job.corpora.eval
+        self._context, self._engine, self._maker, self._reporter = context, engine, maker, reporter
+        self._config, self._ranks, self._splits = context.config, context.ranks, context.corpora.eval
         self._evaluated, self._before_segment = evaluated, before_segment
 
     def should_evaluate(self, step: int) -> bool:
@@ -116,7 +116,7 @@ class Validator:
         """Let the model write."""
         text = sample_text(
             self._engine,
-            self._job.tokenizer,
+            self._context.tokenizer,
             self._config,
             device=self._ranks.device,
             seed=derive_seed(self._config.run.seed, "sample", step, 0),

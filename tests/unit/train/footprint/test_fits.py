@@ -20,7 +20,7 @@ from txl_dist.data.loader.stream_state import first_state
 from txl_dist.errors import ConfigError
 from txl_dist.train.footprint import fits, room
 from txl_dist.train.footprint.rank import bytes_per_rank
-from txl_dist.train.preflight import remarks_on_repetition, remarks_on_size
+from txl_dist.train.preflight import warnings_on_repetition, warnings_on_size
 
 VOCAB_SIZE = 300
 WIDE = {"width": 256, "num_heads": 4, "head_width": 64, "ff_width": 1024}
@@ -174,7 +174,7 @@ def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_t
 
     def remarks(**changes: int) -> list[str]:
         config = tiny_config(train=train | changes)
-        return remarks_on_repetition(config, (split,), first_state((split,), num_lanes=config.train.num_lanes, seed=0))
+        return warnings_on_repetition(config, (split,), first_state((split,), num_lanes=config.train.num_lanes, seed=0))
 
     assert remarks() == []
     assert remarks(max_steps=380) == []
@@ -186,7 +186,7 @@ def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_t
 
 @pytest.mark.parametrize(("parameters", "tokens"), [(24_208_000, 929_589), (291_392, 20_000), (1_001, 100)])
 def test_a_model_of_more_than_ten_parameters_per_token_is_said_to_be_too_large(parameters: int, tokens: int) -> None:
-    (sentence,) = remarks_on_size(parameters, tokens=tokens)
+    (sentence,) = warnings_on_size(parameters, tokens=tokens)
     assert f"{parameters:,} parameters for {tokens:,} tokens of text, {parameters / tokens:,.0f} per token" in sentence
     assert "prepare more text" in sentence
 
@@ -195,7 +195,7 @@ def test_a_model_of_more_than_ten_parameters_per_token_is_said_to_be_too_large(p
     ("parameters", "tokens"), [(277_231_820, 90_000_000), (285_170_506, 103_227_021), (1_000, 100)]
 )
 def test_the_largest_models_of_the_paper_are_not_too_large(parameters: int, tokens: int) -> None:
-    assert remarks_on_size(parameters, tokens=tokens) == []
+    assert warnings_on_size(parameters, tokens=tokens) == []
 
 
 PROGRAM = """

@@ -18,7 +18,7 @@ from txl_dist.train.report.profile import StepProfile, parse_steps
 def run(profile: StepProfile, *, first: int, last: int) -> None:
     """Steps as the loop makes them; each part is a product of another size."""
     for step in range(first, last + 1):
-        profile.begins(step)
+        profile.on_step(step)
         for name, size in (("data", 2), ("forward", 3), ("backward", 4), ("exchange", 5), ("update", 6)):
             with record_function(name):
                 _ = torch.ones(size, size) @ torch.ones(size, size)
