@@ -63,7 +63,7 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             **{"norm": "rms", "activation": "relu2", "pre_norm": True, "final_norm": True, "query_key_norm": True},
             **{"residual_scalars": True, "value_residual": True},
         },
-        {"name": "muon", "ema": 0.98},
+        {"name": "muon", "ema_decay": 0.98},
     ),
 }
 """Settings of model and optimizer."""

@@ -62,7 +62,7 @@ def _sized(width: int) -> dict[str, Any]:
 
 STUDIES = {
     "memory": Study({f"memory {length}": {"train.memory_len": length} for length in (0, 64, 128, 256)}, 600),
-    "borders": Study({one: {"data.document_border": one} for one in ("carry", "mask")}, 900),
+    "borders": Study({border: {"data.document_mask": border == "mask"} for border in ("carry", "mask")}, 900),
     "softmax": Study({"adaptive": {}, "full": {"model.cutoffs": ()}}, 300),
     "norm": Study({"pre-norm": {}, "post-norm": {"model.pre_norm": False, "model.final_norm": False}}, 900),
     "precision": Study(

@@ -56,10 +56,11 @@ def register_positions(
     """A value of `model.positions`.
 
     `build(model)` makes the `nn.Module` of one layer. Its `forward(num_distances, encoding_KD)` returns
-    `txl_dist.model.attention.Distances` of the distances K-1 ... 0: vectors key_KNH, which queries are multiplied with,
-    and numbers bias_KN that are added to the scores before these are divided by sqrt(H), or None. Parameters begin as
-    the model's other weights, unless the module has a method `reset_parameters`. Buffers must follow from the settings
-    (`persistent=False` is clearest): a checkpoint holds parameters only. Without `build` scores are of contents alone.
+    `txl_dist.model.attention.RelativeEncodings` of the distances K-1 ... 0: vectors key_KNH, which queries are
+    multiplied with, and numbers bias_KN, or None. The numbers are added to the scores before these are divided by
+    sqrt(H). Parameters begin as the model's other weights, unless the module has a method `reset_parameters`. Buffers
+    must follow from the settings (`persistent=False` is clearest): a checkpoint holds parameters only. Without `build`
+    scores are of contents alone.
 
     Args:
         uses_memory: Whether a segment may attend to past ones.

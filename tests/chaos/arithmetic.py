@@ -39,7 +39,7 @@ def too_many(lab: Lab, *, num_allowed: int = 3) -> Case:
     """NaN in more steps in a row than allowed: a clear stop that names the documents of the batch."""
     case, run = lab.case("nan: too many in a row"), lab.new_run("nan-cap")
     case.fault = ",".join(f"nan:1:{step}" for step in range(9, 20))
-    with lab.start(run, "--guard.max_skipped_in_row", str(num_allowed), fault=case.fault) as job:
+    with lab.start(run, "--guard.max_consecutive_skips", str(num_allowed), fault=case.fault) as job:
         case.exit_codes.append(job.wait())
         text = job.text
     case.message_ok = (
@@ -97,7 +97,7 @@ def flipped_replica(lab: Lab, *, rank: int, stage: int) -> Case:
     2 every update gives out the weights anew, so only in the step that is checked."""
     fault = f"flip:{rank}:{9 if stage == 0 else 12}"
     case, run = lab.case("replicas: a flipped bit", ranks=4, stage=stage, fault=fault), lab.new_run("replicas")
-    words = ("--guard.check_replicas_every", "4", "--engine.zero_stage", str(stage))
+    words = ("--guard.check_replicas_every_steps", "4", "--engine.zero_stage", str(stage))
     with lab.start(run, *words, ranks=4, fault=case.fault) as job:
         case.exit_codes.append(job.wait())
         text = job.text

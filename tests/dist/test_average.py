@@ -38,7 +38,7 @@ CASES = [
 
 
 def config_of(stage: int, precision: str, optim: dict[str, Any], *, ema: float = DECAY) -> Config:
-    return tiny_config(engine={"zero_stage": stage, "precision": precision}, optim={**optim, "ema": ema})
+    return tiny_config(engine={"zero_stage": stage, "precision": precision}, optim={**optim, "ema_decay": ema})
 
 
 def name_of(stage: int, precision: str, optim: dict[str, Any]) -> str:
@@ -182,9 +182,9 @@ def test_a_run_tells_the_loss_of_the_average_and_trains_as_without(
     Path("my.txt").write_text("a small text that is read again and again\n" * 60, encoding="utf-8")
     assert main(["prepare", "my.txt", "--out", "data", "--tokenizer", "byte", "--valid-fraction", "0.2"]) == 0
     often = ["--eval.every_steps", "2", "--metrics.log_every_steps", "1"]
-    for name, more in (("plain", ["--eval.average", "False"]), ("mean", ["--eval.average", "True"])):
+    for name, more in (("plain", ["--eval.use_ema", "False"]), ("mean", ["--eval.use_ema", "True"])):
         run = words(Path("data"), run__dir=name)
-        trained = txl("train", *run, *often, "--optim.ema", "0.5", *more, cwd=tmp_path)
+        trained = txl("train", *run, *often, "--optim.ema_decay", "0.5", *more, cwd=tmp_path)
         assert trained.returncode == 0, trained.stderr
     losses = [[record["loss"] for record in records_of(Path(name), "train")] for name in ("plain", "mean")]
     assert losses[0] == losses[1]

@@ -102,7 +102,7 @@ def phased_worker(ranks: RankInfo, folder: str, corpus: str) -> dict[int, tuple[
                 model={"num_layers": 3, "width": 256, "head_width": 128, "ff_width": 1024, "cutoffs": [10, 25]},
                 run={"dir": f"{folder}/zero{zero_stage}-{num_phases}"},
                 data={"path": corpus},
-                train={"max_steps": 2 * num_phases, "num_lanes": 8, "segment_len": 4, "stages": stages},
+                train={"max_steps": 2 * num_phases, "num_lanes": 8, "segment_len": 4, "phases": stages},
                 engine={"check_memory": False, "zero_stage": zero_stage},
                 eval={"num_lanes": 2, "max_tokens": 64},
                 checkpoint={"keep_last": 1},
@@ -150,7 +150,7 @@ def runs_worker(ranks: RankInfo, folder: str, corpus: str) -> dict[str, list[boo
             model={"cutoffs": [10, 25]},
             run={"dir": f"{folder}/{name}"},
             data={"path": corpus},
-            train={"max_steps": 4, "stages": stages},
+            train={"max_steps": 4, "phases": stages},
             engine={"check_memory": False},
             eval={"num_lanes": 2},
         )

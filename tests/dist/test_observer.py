@@ -254,7 +254,7 @@ def test_once_a_run_is_built_no_rank_asks_the_storage_for_the_tokenizer(tmp_path
 def test_a_model_trained_with_document_masks_sees_the_end_of_text_that_opens_its_document(
     prompt: str, corpus: Corpus
 ) -> None:
-    config = config_of(0, data={"document_border": "mask"}, metrics={"sample_prompt": prompt, "sample_len": 5})
+    config = config_of(0, data={"document_mask": True}, metrics={"sample_prompt": prompt, "sample_len": 5})
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     predict, seen = engine.predict, []
     engine.predict = lambda batch, memory: (seen.append(batch.tokens_BT[0].tolist()), predict(batch, memory))[1]

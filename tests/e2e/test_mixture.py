@@ -79,7 +79,7 @@ def test_a_run_may_skip_a_damaged_document_and_says_so(tmp_path: Path, config_fi
     assert refused.returncode == 2
     assert f"{shard}, document" in refused.stderr
     assert "crc32" in refused.stderr
-    skipping = txl(*words, "--data.on_damage", "skip", "--run.dir", "other", "--train.max_steps", "40", cwd=tmp_path)
+    skipping = txl(*words, "--data.on_corrupt", "skip", "--run.dir", "other", "--train.max_steps", "40", cwd=tmp_path)
     assert skipping.returncode == 0, skipping.stderr
     assert "skipped 1 damaged of at most 10" in skipping.stderr
     assert 0 < records(tmp_path / "other", "train")[-1]["skipped_documents"] <= 6

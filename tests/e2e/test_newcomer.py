@@ -75,7 +75,7 @@ def test_the_loss_with_document_masks_does_not_depend_on_the_number_of_ranks(tmp
     """Masks score different numbers of tokens on different ranks; the mean is over all of them."""
     losses = []
     for ranks in (1, 2):
-        words = ["--data.document_border", "mask", "--model.dropout", "0", "--model.attention_dropout", "0"]
+        words = ["--data.document_mask", "True", "--model.dropout", "0", "--model.attention_dropout", "0"]
         words += ["--run.dir", f"run{ranks}", "--train.max_steps", "10", "--eval.every_steps", "5"]
         train(str(config_file), *words, cwd=tmp_path, ranks=ranks)
         lines = (tmp_path / f"run{ranks}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

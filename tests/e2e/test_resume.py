@@ -74,7 +74,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, config_file: Path, c
 @pytest.mark.parametrize(
     "settings",
     [
-        ["--train.half_loss", "True", "--train.first_memory", "zeros"],
+        ["--train.half_loss", "True", "--train.initial_memory", "zeros"],
         ["--model.positions", "absolute", "--model.absolute_with_memory", "True", "--train.half_loss", "True"],
     ],
     ids=["zeros", "absolute"],

@@ -34,7 +34,7 @@ def stream_of(checkpoint: Path) -> object:
 
 def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, config_file: Path) -> None:
     words = [str(config_file), *CONSTANT]
-    train(*words, "--train.stages", *STAGES, "--run.dir", "staged", cwd=tmp_path)
+    train(*words, "--train.phases", *STAGES, "--run.dir", "staged", cwd=tmp_path)
     by_hand = [*words, "--run.dir", "by_hand"]
     lengths = "--train.num_lanes {} --train.segment_len {} --train.memory_len {} --train.microbatch_lanes {}"
     for end, sizes in ((12, (32, 6, 10, 8)), (21, (16, 12, 20, 4)), (30, (8, 24, 40, 2))):
@@ -48,7 +48,7 @@ def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, confi
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     config = load_config(staged / "config.toml")
-    assert config.train.stages == tuple(STAGES)
+    assert config.train.phases == tuple(STAGES)
     assert (config.train.num_lanes, config.train.segment_len) == (8, 24), "the settings that were given are kept"
     assert (staged / "DONE").read_text() == "30\n"
 
@@ -56,7 +56,7 @@ def test_it_is_bit_for_bit_the_run_that_is_resumed_by_hand(tmp_path: Path, confi
 def test_killed_between_two_stages_and_within_later_ones_it_goes_on_bit_for_bit(
     tmp_path: Path, config_file: Path
 ) -> None:
-    words = [str(config_file), "--train.stages", *STAGES, "--train.memory_lens", "13", "40"]
+    words = [str(config_file), "--train.phases", *STAGES, "--train.memory_lens", "13", "40"]
     words += ["--checkpoint.every_steps", "4"]
     train(*words, "--run.dir", "whole", cwd=tmp_path)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -79,7 +79,7 @@ def test_killed_between_two_stages_and_within_later_ones_it_goes_on_bit_for_bit(
 
 
 def test_asked_to_stop_in_a_stage_it_goes_on_there_on_one_rank(tmp_path: Path, config_file: Path) -> None:
-    words = [str(config_file), "--train.stages", *STAGES, "--run.dir", "run"]
+    words = [str(config_file), "--train.phases", *STAGES, "--run.dir", "run"]
     with Job("train", *words, log=tmp_path / "log", cwd=tmp_path) as job:
         job.wait_for(lambda: last_step(tmp_path / "run") >= 14)
         job.signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ def test_stages_that_cannot_be_are_refused_before_anything_is_built(tmp_path: Pa
         (["until=0.5 num_lanes=16 segment_len=6"], "16 x 6 = 96 tokens"),
         (["until=0.5 memory_len=x"], "memory_len=x is not a whole number"),
     ):
-        result = txl("train", str(config_file), "--train.stages", *stages, "--run.dir", "run", cwd=tmp_path)
+        result = txl("train", str(config_file), "--train.phases", *stages, "--run.dir", "run", cwd=tmp_path)
         assert result.returncode == 2
         assert words in result.stderr
         assert len(result.stderr.splitlines()) == 1

@@ -65,7 +65,7 @@ OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib")
 """Which no paper has."""
 
 
-OPTIONAL = ("stages", "memory_lens", "first_memory", "half_loss")
+OPTIONAL = ("phases", "memory_lens", "initial_memory", "half_loss")
 """Of a batch: what few runs ask for."""
 
 

@@ -6,7 +6,7 @@
 
 All trials have the same model, batch, rate and steps. The rows of the paper, but for the character model of Al-Rfou et
 al., and three more: absolute positions with a memory (`model.absolute_with_memory`), which its argument says must fail,
-the vanilla model with a loss over all of the segment, and a first memory of attended zeros (`train.first_memory`),
+the vanilla model with a loss over all of the segment, and a first memory of attended zeros (`train.initial_memory`),
 which a lane's first segment alone sees, so that no more than noise is expected of it. Each score is a row of the CSV
 as soon as it is known; what has its row is not made again, and a run that was stopped goes on.
 """
@@ -32,7 +32,7 @@ TRIALS = (
     Trial(False, "absolute", "half"),
     Trial(False, "absolute", "full"),
     Trial(True, "absolute", "full"),
-    Trial(True, "ours", "full", (("train.first_memory", "zeros"),)),
+    Trial(True, "ours", "full", (("train.initial_memory", "zeros"),)),
 )
 
 

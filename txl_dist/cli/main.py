@@ -45,6 +45,7 @@ from txl_dist.cli.tyro_events import Argument, list_arguments
 from txl_dist.config.foreign_names import find_command
 from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names
 from txl_dist.config.registry import load_plugins
+from txl_dist.config.renamed import words_in_new_names
 from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError, TxlError, missing_package
@@ -287,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb not in ("launch", "sweep"):  # they give the words to other processes, as they came
             rest = decode_texts(rest)
         _refuse_empty_paths(rest)
+        if verb in ("train", "launch", "plan", "sweep"):
+            rest = words_in_new_names(rest)
         if own := {"train": train, "launch": launch, "plan": plan, "sweep": sweep}.get(verb):
             return own(rest)  # they read the words themselves: flags begin with those of a file
         call(VERBS[verb], rest, prog=f"txl {verb}")

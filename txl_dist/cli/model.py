@@ -83,7 +83,7 @@ def export(
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
-        average: Take the average of the weights (optim.ema); for bundles, of which the other formats can be made.
+        average: Take the average of the weights (optim.ema_decay); for bundles, of which the other formats can be made.
         push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that gets the folder; created if missing.
         private: Create the repository as a private one, if it is missing.
         plugins: Modules to import first, which runs their code; for what was made with plugins.

@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from txl_dist.config.foreign_names import SECTIONS, find_counterpart
 from txl_dist.config.registry import OneOf, load_plugins, not_loaded, remedy
+from txl_dist.config.renamed import flat_in_old_names, in_new_names, name_since, warn_of_old_names
 from txl_dist.config.schema import (
     SCHEMES,
     CheckpointSection,
@@ -133,8 +134,8 @@ def check_config(config: Config) -> None:
             "engine.offload_parameters=True needs engine.zero_stage=3",
         ),
         (
-            not config.eval.average or optim.ema > 0,
-            "eval.average=True needs an optim.ema above 0, for instance 0.99",
+            not config.eval.use_ema or optim.ema_decay > 0,
+            "eval.use_ema=True needs an optim.ema_decay above 0, for instance 0.99",
         ),
         (
             engine.cuda_graph != "on" or engine.is_replayable,
@@ -164,7 +165,7 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
             f"of the {counted(model.num_layers, 'layer')}, or none",
         ),
         (
-            not lens or max(lens) == train.memory_len or bool(train.stages),  # which have memories of their own
+            not lens or max(lens) == train.memory_len or bool(train.phases),  # which have memories of their own
             f"train.memory_lens={list(lens)}: the longest of them must be train.memory_len (is {train.memory_len})",
         ),
         (
@@ -200,9 +201,9 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
             "memory anyway)",
         ),
         (
-            train.first_memory == "empty" or config.data.document_border == "carry",
-            f"train.first_memory={train.first_memory!r} belongs to no document, and data.document_border='mask' shows "
-            "each query its own document only: it needs data.document_border='carry'",
+            train.initial_memory == "empty" or not config.data.document_mask,
+            f"train.initial_memory={train.initial_memory!r} belongs to no document, and data.document_mask=True shows "
+            "each query its own document only: it needs data.document_mask=False",
         ),
         (
             evaluation.overlap_len == 0 or eval_memory_len == 0,
@@ -247,6 +248,7 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
         raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
     if imports_plugins:
         load_plugins(_plugins_in(values))
+        warn_of_old_names(values, source=str(path))
     return config_from_dict(values, source=str(path))
 
 
@@ -258,7 +260,11 @@ def _plugins_in(values: Mapping[str, Any]) -> list[str]:
 
 
 def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
-    """Validate nested values; `source` names them in errors. Raises ConfigError."""
+    """Validate nested values, in which renamed settings may have their old names; `source` names them in errors.
+
+    Raises ConfigError.
+    """
+    values = in_new_names(values, source=source)
     _check_texts(values, source=source)
     try:
         # Strict, so that num_lanes = true is no 1; by way of JSON, so that a list is a tuple all the same.
@@ -306,6 +312,8 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
             raise ConfigError(
                 f"configure: {section}={settings!r:.200} is no section. Give its settings: {section}={{...}}."
             )
+    warn_of_old_names(sections, source="configure()")
+    for section, settings in in_new_names(sections, source="configure()").items():
         values[section] = {**values.get(section, {}), **{str(name): value for name, value in settings.items()}}
     config = config_from_dict(values, source="configure()")
     check_config(config)
@@ -327,9 +335,12 @@ def changes_to_toml(config: Config) -> str:
 
 
 def config_fingerprint(config: Config) -> str:
-    """sha256 over the frozen settings: equal for two configs that may continue one another."""
+    """Hash the frozen settings with sha256: equal for two configs that may continue one another.
+
+    The hash is made of the names of version 0.2, so that a renamed setting changes nothing.
+    """
     frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}
-    return hashlib.sha256(json.dumps(frozen, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(flat_in_old_names(frozen), sort_keys=True).encode()).hexdigest()
 
 
 class Change(NamedTuple):
@@ -469,6 +480,8 @@ def _range(info: FieldInfo, *, is_too_large: bool) -> str:
 def unknown_setting(name: str, *, is_section: bool = False) -> str:
     """What to say of a section, or of a `section.key`, that does not exist."""
     settings, sections = setting_names(), list(_sections())
+    if new_name := name_since(name):
+        return f"unknown setting {name}. {new_name}"
     if is_section:
         near = SECTIONS.get(name.lower()) or next(iter(nearest(name, sections)), "")
         if near:

@@ -35,7 +35,7 @@ class PositionScheme(NamedTuple):
     has_table: bool = False
     """Distances are learned, `model.num_distances` of them."""
     build: Callable[[ModelSection], Any] | None = None
-    """For a plugin's scheme: builds the module of a layer that makes `Distances`; `model.positions` builds ours."""
+    """Function of a plugin's scheme that builds a layer's module, which makes `RelativeEncodings`; unset for ours."""
 
 
 SCHEMES: dict[str, PositionScheme] = {
@@ -101,13 +101,13 @@ class DataSection(Section):
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
     """Split to evaluate on, of each corpus that has it; no evaluation if it is empty, or `valid` and there is none."""
-    document_border: Literal["carry", "mask"] = "carry"
-    """carry: memory runs over document borders (the paper). mask: a query sees its own document only, and the
-    end-of-text before it, which predicts its first token: both score the same tokens where documents are separated."""
+    document_mask: bool = False
+    """Tokens attend only within their document, plus the preceding end-of-text, so that the document's first token is
+    scored too. Without it, memory runs over the borders of documents, as in the paper."""
     prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
     """Steps that the reader thread may run ahead."""
-    on_damage: Annotated[Literal["fail", "skip"], WARNED] = "fail"
-    """fail: a damaged document ends the run. skip: its tokens are replaced and not scored, counted and logged."""
+    on_corrupt: Annotated[Literal["raise", "skip"], WARNED] = "raise"
+    """raise: a damaged document ends the run. skip: its tokens are replaced and not scored, counted and logged."""
     max_skipped: Annotated[Count, FREE] = 10
     """Damaged documents that a rank may skip before the run ends all the same."""
     cache_dir: Annotated[str, FREE] = ""
@@ -300,9 +300,9 @@ class OptimSection(Section):
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
     """What the learning rate falls to for cosine, linear and wsd, one step behind train.max_steps; a floor for
     inverse_sqrt."""
-    ema: Annotated[Probability, WARNED] = 0.0
+    ema_decay: Annotated[Probability, WARNED] = 0.0
     """Decay per step of an exponential average of the fp32 weights, kept beside them and saved with them; 0 keeps none.
-    It begins with the weights behind the first update. `eval.average` scores it, `txl export --average` takes it."""
+    It begins with the weights behind the first update. `eval.use_ema` scores it, `txl export --average` takes it."""
 
     @property
     def kind(self) -> OptimizerKind:
@@ -312,7 +312,7 @@ class OptimSection(Section):
     def state_bytes(self, *, of_matrices: bool = False) -> int:
         """What is kept per parameter besides the weights, in fp32; `of_matrices` of blocks some keep less."""
         own = self.kind.matrix_state_bytes if of_matrices else None
-        return (self.kind.state_bytes(self) if own is None else own) + (4 if self.ema else 0)
+        return (self.kind.state_bytes(self) if own is None else own) + (4 if self.ema_decay else 0)
 
 
 class TrainSection(Section):
@@ -328,8 +328,8 @@ class TrainSection(Section):
     begins with its older part empty."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
     """Tokens of memory of each layer, the first one first, memory_len the longest of them; empty: memory_len in each.
-    Where another memory_len holds, in a stage or in evaluation, the longest layers have that, the others at most it."""
-    first_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
+    Where another memory_len holds, in a phase or in evaluation, the longest layers have that, the others at most it."""
+    initial_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
     """What a lane remembers before its first token. empty: nothing, which is masked. zeros: hidden states of 0 that are
     attended to, as Hugging Face and the TensorFlow code begin; evaluation begins so with `--zero-memory` only."""
     half_loss: Annotated[bool, WARNED] = False
@@ -339,7 +339,7 @@ class TrainSection(Section):
     """Lanes that a rank runs at once; divides num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps in the whole run; the schedule ends here."""
-    stages: Annotated[tuple[str, ...], WARNED] = ()
+    phases: Annotated[tuple[str, ...], WARNED] = ()
     """Parts of the run with other lengths, in order, each as "until=0.5 num_lanes=128 segment_len=16 memory_len=32",
     until that share of the steps. Behind the last the settings above hold; all steps have equally many tokens."""
 
@@ -431,8 +431,8 @@ class EvalSection(Section):
     ext_len); only with a memory of 0."""
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
     """Score only the first so many tokens of the split, which gives no bits per byte; 0 means all."""
-    average: Annotated[bool, FREE] = False
-    """While training, score the average of the weights in place of the weights; needs optim.ema."""
+    use_ema: Annotated[bool, FREE] = False
+    """While training, score the average of the weights in place of the weights; needs optim.ema_decay."""
     accuracy: Annotated[bool, FREE] = False
     """Also tell the share of tokens whose most probable token is the target, which costs a second softmax."""
 
@@ -458,7 +458,7 @@ class CheckpointSection(Section):
 class GuardSection(Section):
     """What to do when numbers go wrong."""
 
-    max_skipped_in_row: Annotated[PositiveInt, FREE] = 20
+    max_consecutive_skips: Annotated[PositiveInt, FREE] = 20
     """Steps in a row whose loss or gradient is not finite, each skipped on all ranks, after which the run stops."""
     max_skipped_per_1000: Annotated[PositiveInt, FREE] = 50
     """The same for skipped steps among the last 1,000."""
@@ -473,7 +473,7 @@ class GuardSection(Section):
     """Spikes in a row that make a rewind."""
     max_rewinds: Annotated[Count, FREE] = 5
     """Rewinds after which the run stops."""
-    check_replicas_every: Annotated[Count, FREE] = 0
+    check_replicas_every_steps: Annotated[Count, FREE] = 0
     """Steps between comparisons of the parameters that all ranks hold, which find silent corruption; 0 means none."""
 
 

@@ -115,7 +115,7 @@ def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,
         memory_lens=config.train.memory_lens,
-        document_border=config.data.document_border,
+        document_border="mask" if config.data.document_mask else "carry",
         begins_documents=scores_first_tokens(config, saved),
         source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if average else {}),
         probe={"tokens": probe["tokens"], "losses": probe[AVERAGE_LOSSES if average else "losses"]},

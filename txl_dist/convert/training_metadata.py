@@ -29,7 +29,7 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, avera
     state = saved.values
     start, records = _records_at(folder.parent.parent, step=saved.step)
     names = start.get("corpora") or [Path(path).name for path in state.get("corpora", ())]
-    is_scored = config.eval.average == average
+    is_scored = config.eval.use_ema == average
     token = str(start.get("token") or "token")
     scores = [_score(record, config, corpora=names, token=token) for record in records.values()] if is_scored else []
     saved_s = records.get("event saved", {}).get("time_s")

@@ -50,7 +50,7 @@ def evaluate_trained(
     rows = rows_of(target, overrides, adapting)
     config = rows[0].config
     split = target.held_out(config)
-    units = _units(split, overrides, mask_documents=config.data.document_border == "mask")
+    units = _units(split, overrides, mask_documents=config.data.document_mask)
     train = target.train_text(adapting.adapt_train, config) if adapting.adapt == "dynamic" else None
     scores = score_model(target, split, rows, overrides, adapting, outputs, train=train, units=units)
     if get_rank() > 0:

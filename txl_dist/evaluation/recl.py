@@ -156,9 +156,9 @@ def compare_contexts(
 def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
     """The split that all are scored on. Raises ConfigError or DataError if they cannot be."""
     for target in targets:
-        if target.config.data.document_border == "mask":
+        if target.config.data.document_mask:
             raise ConfigError(
-                f"{target.path} confines each query to its own document (data.document_border='mask'): its context "
+                f"{target.path} confines each query to its own document (data.document_mask=True): its context "
                 "ends where the document begins. Leave it out."
             )
         if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:

@@ -80,10 +80,10 @@ def _with_overrides(
     memory_len = config.train.memory_len if memory_len < 0 else memory_len
     same_length = overrides.same_length
     if peer is not None:
-        if config.data.document_border == "mask":
+        if config.data.document_mask:
             raise ConfigError(
                 f"--protocol {overrides.protocol} runs on over document borders, and this model's queries see their "
-                "own document only (data.document_border='mask'). Leave out --protocol."
+                "own document only (data.document_mask=True). Leave out --protocol."
             )
         memory_len = 0 if peer.cut == "crops" else memory_len
         if same_length == "trained":
@@ -115,10 +115,10 @@ def _with_overrides(
         )
     if overrides.zero_memory and is_off:
         raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
-    if overrides.zero_memory and changed.data.document_border == "mask":
+    if overrides.zero_memory and changed.data.document_mask:
         raise ConfigError(
             "--zero-memory is no document, and this model's queries see their own document only "
-            "(data.document_border='mask'). Leave it out."
+            "(data.document_mask=True). Leave it out."
         )
     check_config(changed)
     return changed
@@ -265,7 +265,7 @@ def _score(
     with_zeros: bool,
 ) -> Result:
     config, cut = plan.config, plan.cut
-    maker = batch_maker(model, mask_documents=config.data.document_border == "mask")
+    maker = batch_maker(model, mask_documents=config.data.document_mask)
 
     def advance() -> None:
         if ranks.is_rank0:

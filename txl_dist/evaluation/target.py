@@ -68,7 +68,7 @@ def open_target(path: Path, *, data: str | Path) -> Target:
     if detect_artifact(path) is ArtifactKind.BUNDLE:
         bundle, where = load_bundle(path), str(path)
         values = {
-            "data": {"path": str(data), "document_border": bundle.document_border},
+            "data": {"path": str(data), "document_mask": bundle.document_border == "mask"},
             "model": bundle.section.model_dump(),
             "train": {
                 "segment_len": bundle.segment_len,

@@ -204,7 +204,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         write_tensors(temporary / "probe.safetensors", package.probe)
         write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         package.tokenizer.save(temporary / "tokenizer.json")
-        train = {"data": {"document_border": border}, "model": model, "train": lengths}
+        train = {"data": {"document_mask": border == "mask"}, "model": model, "train": lengths}
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_card(temporary, package.card)
         described = package.described(dtype=dtype, num_bytes=(temporary / WEIGHTS).stat().st_size)

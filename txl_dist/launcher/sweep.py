@@ -39,7 +39,7 @@ from txl_dist.config.load import (
     unknown_setting,
     value_of,
 )
-from txl_dist.config.phases import check_stages, each_stage
+from txl_dist.config.phases import check_phases, each_phase
 from txl_dist.console.echo import echo
 from txl_dist.console.formatting import bounded, counted, format_duration, format_table
 from txl_dist.distributed.processes import process_id
@@ -173,8 +173,8 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
     for trial in trials:
         if not trial.config.data.eval_split:
             raise ConfigError("a sweep is decided by held-out text: data.eval_split must not be empty.")
-        check_stages(trial.config)
-        for _, staged in each_stage(trial.config):
+        check_phases(trial.config)
+        for _, staged in each_phase(trial.config):
             plan_batch(staged.train, world_size=1)
     for trial in trials:
         check(trial.config)

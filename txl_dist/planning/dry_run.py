@@ -42,7 +42,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     warnings = warnings_on_evaluation(config, first)
     stream = jobs[0][1].corpora.begin
     for steps, job in jobs:
-        if config.train.stages:
+        if config.train.phases:
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
         if steps.start:
             stream = continued(stream, job.corpora.begin, job.corpora.train)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from txl_dist.config.load import Config, changed, check_vocabulary, config_changes, plan_batch
-from txl_dist.config.phases import check_stages, each_stage
+from txl_dist.config.phases import check_phases, each_phase
 from txl_dist.config.schema import EngineSection
 from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
@@ -103,8 +103,8 @@ class SavingPlan:
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """A stage of the run (`train.stages`), with the engine's settings that were chosen."""
+class PhasePlan:
+    """A stage of the run (`train.phases`), with the engine's settings that were chosen."""
 
     first_step: int
     last_step: int
@@ -131,7 +131,7 @@ class PlannedOption(Option):
     """None if the corpus is not known."""
     length_s: float
     gpu_hours: float
-    stages: list[StagePlan]
+    stages: list[PhasePlan]
     """In order; empty for a run that has one only."""
     saving: SavingPlan
     strong: list[Point]
@@ -167,11 +167,11 @@ class Plan:
 
 def make_plan(config: Config, *, question: PlanOptions) -> Plan:
     """Try the options and choose one. Raises ConfigError for settings or numbers that cannot be."""
-    check_stages(config)
+    check_phases(config)
     _check_question(question)
     check_vocabulary(config.model, vocab_size=question.vocab_size)
     # Lanes that divide in every stage.
-    num_lanes = math.gcd(*(staged.train.num_lanes for _, staged in each_stage(config)))
+    num_lanes = math.gcd(*(staged.train.num_lanes for _, staged in each_phase(config)))
     used, notes = usable_gpus(num_lanes, gpus=question.gpus)
     if config.engine.offload_optimizer or config.engine.offload_parameters:
         notes.append("offloading to host memory is in the bytes, but not in the time, which will be longer.")
@@ -294,12 +294,12 @@ class _Planner:
         divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]
         configured = self.given.train.microbatch_lanes
         sizes = sorted({*divisors[-MOST_SIZES:], *(size for size in divisors if size == configured)})
-        if self.given.train.stages:  # whose micro-batches have as many tokens
+        if self.given.train.phases:  # whose micro-batches have as many tokens
             staged = [changed(self.base, {"train.microbatch_lanes": size}) for size in sizes]
             sizes = [size for size, config in zip(sizes, staged, strict=True) if _is_valid(config)]
         if not sizes:
             raise ConfigError(
-                f"train.stages: on {counted(self.gpus, 'GPU')} no micro-batch divides the lanes of every "
+                f"train.phases: on {counted(self.gpus, 'GPU')} no micro-batch divides the lanes of every "
                 "stage. Plan for fewer."
             )
         for stage in range(4):
@@ -353,11 +353,11 @@ class _Planner:
             fitting.remove(best)
         return None
 
-    def stages(self, config: Config) -> Iterator[StagePlan]:
+    def stages(self, config: Config) -> Iterator[PhasePlan]:
         """What each stage would do with these settings. Raises ConfigError if the lanes of one do not divide."""
-        for steps, staged in each_stage(config):
+        for steps, staged in each_phase(config):
             option, train = self.option(staged), staged.train
-            yield StagePlan(
+            yield PhasePlan(
                 first_step=steps.start + 1,
                 last_step=steps.stop,
                 num_lanes=train.num_lanes,
@@ -374,7 +374,7 @@ class _Planner:
         needed, work, question = self.needed(config), self.work(config), self.question
         option = self.option(config, sum(needed.values()))
         tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
-        stages = list(self.stages(config)) if config.train.stages else []
+        stages = list(self.stages(config)) if config.train.phases else []
         shares = [(one.last_step - one.first_step + 1) / config.train.max_steps / one.tokens_per_s for one in stages]
         length_s = tokens * (sum(shares) or 1 / option.tokens_per_s)
         peak = self.gpu.flops(work.precision) * self.gpus
@@ -437,7 +437,7 @@ def _kept_scores_bytes(config: Config) -> float:
 
 def _is_valid(config: Config) -> bool:
     try:
-        check_stages(config)
+        check_phases(config)
     except ConfigError:
         return False
     return True

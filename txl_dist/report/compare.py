@@ -134,7 +134,7 @@ def _unfair(runs: Sequence[RunRecords], *, in_nats: bool) -> str:
     sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
     counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
     # Older programs did not score the first tokens of documents with document masks.
-    scores_all = {run.settings.get("data.document_border") != "mask" or "no_bits" in run.start for run in runs}
+    scores_all = {not run.settings.get("data.document_mask") or "no_bits" in run.start for run in runs}
     unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
     if len(sizes) > 1:
         return f"their held-out texts are others, of {_listed(sizes)} bytes"

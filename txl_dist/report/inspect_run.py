@@ -15,7 +15,7 @@ from typing import Any
 
 from txl_dist.artifacts import CHECKPOINTS, DONE, SETTINGS, ArtifactKind, list_checkpoints, step_of
 from txl_dist.config.load import load_config
-from txl_dist.config.phases import at_step, each_stage
+from txl_dist.config.phases import at_step, each_phase
 from txl_dist.config.schema import DataSection, RunSection, TrainSection
 from txl_dist.console.formatting import bounded, counted, format_bytes, format_table
 from txl_dist.data.loader.corpora import open_all, open_corpora
@@ -229,7 +229,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 def _stage_facts(folder: Path, step: int) -> dict[str, int] | None:
     """Of the stage that its last step belongs to; None for a run without stages, or a checkpoint without settings."""
     with suppress(TxlError, OSError):
-        stages = list(each_stage(load_config(folder / SETTINGS)))
+        stages = list(each_phase(load_config(folder / SETTINGS)))
         if len(stages) > 1:
             number = next((n for n, (steps, _) in enumerate(stages, 1) if step <= steps.stop), len(stages))
             train = stages[number - 1][1].train

@@ -75,7 +75,7 @@ def _bundle(folder: Path) -> dict[str, Any]:
     )
     settings = {f"model.{name}": value for name, value in own_settings.items()}
     settings |= {f"train.{name}": config[name] for name in ("segment_len", "memory_len")}
-    settings |= {"data.document_border": config["document_border"]}
+    settings |= {"data.document_mask": config["document_border"] == "mask"}
     card = model.card
     return {
         "title": model.title,

@@ -21,6 +21,7 @@ import numpy as np
 
 from txl_dist.artifacts import DONE, LOCK, SETTINGS, STATE, list_checkpoints
 from txl_dist.config.load import Config, flat
+from txl_dist.config.renamed import flat_in_new_names
 from txl_dist.console.formatting import (
     bounded,
     cluster_starts,
@@ -135,7 +136,8 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
     except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
     parts = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
-    return {f"{section}.{key}": value for section, values in parts.items() for key, value in values.items()}, ""
+    settings = {f"{section}.{key}": value for section, values in parts.items() for key, value in values.items()}
+    return flat_in_new_names(settings), ""
 
 
 def defaults() -> dict[str, Any]:

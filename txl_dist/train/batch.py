@@ -159,7 +159,7 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
 
     Raises DataError where the corpus of `data.path` cannot be read.
     """
-    train, mask_documents = config.train, config.data.document_border == "mask"
+    train, mask_documents = config.train, config.data.document_mask
     corpora = open_corpora(config.data, num_lanes=train.num_lanes, seed=config.run.seed)
     stream = LaneStream(
         corpora.train,

@@ -74,7 +74,7 @@ class Guard:
         """At its interval, before the update: at stages 1 and 2 that gives every rank the weights of their owners, so
         only what this very step was computed with can be seen. Raises TrainingError if a rank has other weights than
         the rest."""
-        every = self._settings.check_replicas_every
+        every = self._settings.check_replicas_every_steps
         if not every or step % every or self._context.config.engine.zero_stage == 3:  # there each holds its own part
             return
         start_s = time.perf_counter()

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.profiler import record_function
 
-from txl_dist.config.phases import end_of_stage, whole
+from txl_dist.config.phases import end_of_phase, whole
 from txl_dist.console.logging import logger, warn_for_all
 from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.prefetch import prefetch
@@ -93,13 +93,13 @@ class TrainingRun:
         self.loss: float | None = None
         """Training loss of the last step that was made here, in nats per token."""
         self.max_steps = config.train.max_steps
-        self.last_step = max(start.step, end_of_stage(config, start.step))
+        self.last_step = max(start.step, end_of_phase(config, start.step))
         self.stopped = False
         on_gpu = context.ranks.device.type == "cuda"
         self.maker = batch_maker(
             engine.model, mask_documents=context.masks_documents, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
-        self.damage = CorruptionPolicy(skip=config.data.on_damage == "skip", max_skipped=config.data.max_skipped)
+        self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(engine, context, self.clock)
         self.clipping = Clipping(config.optim)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from txl_dist.config.load import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.config.phases import check_stages, each_stage, end_of_stage
+from txl_dist.config.phases import check_phases, each_phase, end_of_phase
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.corpora import lacks_eval_split, open_corpora
 from txl_dist.data.loader.corpus import Corpus, Split
@@ -64,8 +64,8 @@ def check_job(config: Config, *, ranks: RankInfo) -> RunContext:
 
 def check_jobs(config: Config, *, ranks: RankInfo) -> list[tuple[range, RunContext]]:
     """(steps, context) of every stage. Raises TxlError as `check_job`."""
-    check_stages(config)
-    return [(steps, check_job(stage, ranks=ranks)) for steps, stage in each_stage(config)]
+    check_phases(config)
+    return [(steps, check_job(stage, ranks=ranks)) for steps, stage in each_phase(config)]
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
@@ -150,9 +150,9 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
         found.append(
             f"engine.attention has no effect on {model.positions} positions, which torch's own attention computes"
         )
-    if train.memory_len == 0 and not train.stages:
-        if train.first_memory != "empty":
-            found.append("train.first_memory has no effect without a memory (train.memory_len=0)")
+    if train.memory_len == 0 and not train.phases:
+        if train.initial_memory != "empty":
+            found.append("train.initial_memory has no effect without a memory (train.memory_len=0)")
         if model.absolute_with_memory:
             found.append("model.absolute_with_memory has no effect without a memory (train.memory_len=0)")
     metrics = config.metrics
@@ -172,7 +172,7 @@ def warnings_on_repetition(config: Config, splits: Sequence[Split], stream: Stre
     """A sentence for each corpus that will be read more than `MANY_EPOCHS` times, or of which a step is a large
     part."""
     train, found = config.train, []
-    last_step = end_of_stage(config, step)
+    last_step = end_of_phase(config, step)
     end = stream.advanced((last_step - step) * train.segment_len)
     for split, one in zip(splits, end.corpora, strict=True):
         per_step = one.num_lanes * train.segment_len
@@ -251,7 +251,7 @@ def _attention(config: Config) -> str:
 
 def describe_data(context: RunContext, stream: StreamState, *, step: int = 0) -> Iterator[str]:
     """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
-    last_step = end_of_stage(context.config, step)
+    last_step = end_of_phase(context.config, step)
     end = stream.advanced((last_step - step) * context.config.train.segment_len)
     for split, one in zip(context.corpora.train, end.corpora, strict=True):
         read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)

@@ -139,10 +139,10 @@ def should_rewind(health: Health, guard: GuardSection) -> bool:
 
 def reason_to_stop(health: Health, guard: GuardSection) -> str:
     """Which limit has been reached, for a sentence about the run; empty if none."""
-    if health.skipped_in_row >= guard.max_skipped_in_row:
+    if health.skipped_in_row >= guard.max_consecutive_skips:
         return (
             f"the loss or the gradient was not finite in {counted(health.skipped_in_row, 'step')} in a row "
-            f"(guard.max_skipped_in_row={guard.max_skipped_in_row})"
+            f"(guard.max_consecutive_skips={guard.max_consecutive_skips})"
         )
     if len(health.recent_skips) >= guard.max_skipped_per_1000:
         return (

@@ -260,7 +260,7 @@ def _check_run(context: RunContext, checkpoint: Path | None, chosen_because: lis
             split.check_files()
         except DataError as error:
             is_damage = not isinstance(error, UnreachableError)
-            if split not in context.corpora.train or config.data.on_damage == "fail" or not is_damage:
+            if split not in context.corpora.train or config.data.on_corrupt == "raise" or not is_damage:
                 raise
             warnings.append(str(error))
     tokenizer_json, stream, saved, step = context.tokenizer.to_json(), context.corpora.begin, None, 0

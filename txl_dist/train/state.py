@@ -42,7 +42,7 @@ class RunContext:
     @property
     def masks_documents(self) -> bool:
         """Whether a query sees its own document only."""
-        return self.config.data.document_border == "mask"
+        return self.config.data.document_mask
 
     @property
     def vocab_size(self) -> int:

@@ -90,7 +90,7 @@ class Stepper:
         over all scored tokens. With document masks, or damage skipped, ranks score different numbers of tokens."""
         wrong = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
         config, plan = self._context.config, self._context.plan
-        if not self._context.masks_documents and config.data.on_damage != "skip":
+        if not self._context.masks_documents and config.data.on_corrupt != "skip":
             return wrong * plan.microbatch_lanes * config.train.scored_len
         scored = torch.full((), float(step_input.num_scored), device=self._context.ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size

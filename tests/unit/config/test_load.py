@@ -50,7 +50,7 @@ TYPOS = [
     ("engine", "zero_stages", "engine.zero_stage"),
     ("engine", "presicion", "engine.precision"),
     ("data", "paht", "data.path"),
-    ("data", "document_boarder", "data.document_border"),
+    ("data", "document_maks", "data.document_mask"),
     ("checkpoint", "keeplast", "checkpoint.keep_last"),
     ("metrics", "tensorbord", "metrics.tensorboard"),
 ]
@@ -135,7 +135,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         ("optim", "schedule", "step"),
         ("engine", "zero_stage", 4),
         ("engine", "precision", "fp8"),
-        ("data", "document_border", "cut"),
+        ("data", "document_mask", "cut"),
         ("eval", "memory_len", -2),
         ("checkpoint", "keep_last", 0),
         ("run", "dir", 5),
@@ -255,12 +255,12 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("engine.offload_optimizer=True", {"engine": {"offload_optimizer": True, "zero_stage": 0}}),
     ("engine.offload_parameters=True", {"engine": {"offload_parameters": True, "zero_stage": 2}}),
     ("optim.min_lr=0.5", {"optim": {"min_lr": 0.5, "lr": 0.1}}),
-    ("eval.average=True", {"eval": {"average": True}}),
+    ("eval.use_ema=True", {"eval": {"use_ema": True}}),
     ("model.absolute_with_memory=True, to see it fail", {"model": {"positions": "absolute"}}),
     ("model.absolute_with_memory=True is for", {"model": {"absolute_with_memory": True}}),
     (
-        "train.first_memory='zeros' belongs to no document, and data.document_border='mask' shows",
-        {"train": {"first_memory": "zeros"}, "data": {"document_border": "mask"}},
+        "train.initial_memory='zeros' belongs to no document, and data.document_mask=True shows",
+        {"train": {"initial_memory": "zeros"}, "data": {"document_mask": True}},
     ),
 ]
 
@@ -304,7 +304,7 @@ def test_the_other_kinds_of_positions_and_optimizers_are_accepted_where_they_bel
     vanilla = {"model": {"positions": "absolute"}, "train": {"memory_len": 0}, "eval": {"overlap_len": 64}}
     check_config(with_values(**vanilla))
     check_config(with_values(model={"positions": "absolute", "absolute_with_memory": True, "same_length": "memory"}))
-    check_config(with_values(train={"memory_len": 0, "half_loss": True, "first_memory": "zeros"}))
+    check_config(with_values(train={"memory_len": 0, "half_loss": True, "initial_memory": "zeros"}))
     check_config(with_values(optim={"name": "lamb"}, engine={"zero_stage": 0}))
     check_config(with_values(optim={"name": "sgd", "momentum": 0.9}, engine={"zero_stage": 2}))
 
@@ -347,7 +347,7 @@ ADDED = {
     "plugins": "my_package.my_module",
     "weights": 1.0,
     "allow_protocols": "pipe",
-    "stages": "until=0.5",
+    "phases": "until=0.5",
     "memory_lens": 7,
     "wandb_tags": "a",
 }
@@ -364,9 +364,9 @@ def changed(value: Any, *, key: str) -> Any:
         return value + 1 if isinstance(value, int) else value / 2 + 0.25
     if isinstance(value, list):
         return [0.5, 0.5] if len(value) == 2 else [*value, True]
-    others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "carry": "mask", "off": "memory"}
+    others = {"adamw": "adam", "cosine": "linear", "fp32": "bf16", "off": "memory"}
     others |= {"relu": "gelu", "layer": "rms", "relative": "absolute", "empty": "zeros"}
-    return (others | {"fail": "skip", "report": "rewind", "auto": "plain", "allow": "must"}).get(value, f"{value}x")
+    return (others | {"raise": "skip", "report": "rewind", "auto": "plain", "allow": "must"}).get(value, f"{value}x")
 
 
 def test_the_fingerprint_of_the_defaults_is_that_of_0_2() -> None:

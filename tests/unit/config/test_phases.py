@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from txl_dist.config.load import Config, changed, config_from_dict, config_to_toml
-from txl_dist.config.phases import at_step, check_stages, each_stage, end_of_stage, whole
+from txl_dist.config.phases import at_step, check_phases, each_phase, end_of_phase, whole
 from txl_dist.errors import ConfigError
 
 TRAIN = {"num_lanes": 32, "segment_len": 64, "memory_len": 128, "microbatch_lanes": 16, "max_steps": 100}
@@ -15,7 +15,7 @@ TWO = ("until=0.25 num_lanes=128 segment_len=16 memory_len=32", "until=0.5 num_l
 
 
 def config_of(*stages: str, **sections: Any) -> Config:
-    return config_from_dict({"train": TRAIN | {"stages": list(stages)}, **sections}, source="a test")
+    return config_from_dict({"train": TRAIN | {"phases": list(stages)}, **sections}, source="a test")
 
 
 def lengths(config: Config) -> tuple[int, int, int, int]:
@@ -25,21 +25,21 @@ def lengths(config: Config) -> tuple[int, int, int, int]:
 
 def test_each_step_has_the_lengths_of_its_stage_and_micro_batches_keep_their_tokens() -> None:
     config = config_of(*TWO)
-    check_stages(config)
-    assert [(steps, lengths(stage)) for steps, stage in each_stage(config)] == [
+    check_phases(config)
+    assert [(steps, lengths(stage)) for steps, stage in each_phase(config)] == [
         (range(25), (128, 16, 32, 64)),
         (range(25, 50), (64, 32, 128, 32)),
         (range(50, 100), (32, 64, 128, 16)),
     ]
-    assert [end_of_stage(config, step) for step in (0, 24, 25, 49, 50, 99, 100, 120)] == [25, 25, 50, 50, *[100] * 4]
+    assert [end_of_phase(config, step) for step in (0, 24, 25, 49, 50, 99, 100, 120)] == [25, 25, 50, 50, *[100] * 4]
 
 
 def test_without_stages_a_config_is_its_own_whole_and_its_only_stage() -> None:
     config = config_of()
-    check_stages(config)
+    check_phases(config)
     assert at_step(config, 50) is config
     assert whole(config) == config
-    assert list(each_stage(config)) == [(range(100), config)]
+    assert list(each_phase(config)) == [(range(100), config)]
 
 
 @given(steps=st.lists(st.integers(0, 120), min_size=1, max_size=4))
@@ -48,7 +48,7 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
     for step in steps:
         config = at_step(config, step)
         assert config == at_step(given_config, step)
-        assert end_of_stage(config, step) == end_of_stage(given_config, step)
+        assert end_of_phase(config, step) == end_of_phase(given_config, step)
         assert whole(config) == given_config
         assert config_to_toml(whole(config)) == config_to_toml(given_config)
 
@@ -59,7 +59,7 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
         (["num_lanes=128 segment_len=16"], "does not say until when"),
         (["until=x"], "until=x is not a share of the run"),
         (["until=0.5 num_lanes=1.5"], "num_lanes=1.5 is not a whole number"),
-        (["until=0.5 lanes=128"], "lanes is nothing that a stage has. Did you mean num_lanes"),
+        (["until=0.5 lanes=128"], "lanes is no part of a phase. Did you mean num_lanes"),
         (["until=0.5 until=0.6"], "until is given twice"),
         (["until=0.5 num_lanes=64"], "64 x 64 = 4,096 tokens, and [train] of 32 x 64 = 2,048"),
         (["until=0.5", "until=0.5"], "until 0.5 cannot stand before one until 0.5"),
@@ -73,23 +73,23 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
     ],
 )
 def test_what_cannot_be_is_refused_with_its_stage(stages: list[str], words: str) -> None:
-    with pytest.raises(ConfigError, match=r"^train\.stages") as caught:
-        check_stages(config_of(*stages))
+    with pytest.raises(ConfigError, match=r"^train\.phases") as caught:
+        check_phases(config_of(*stages))
     assert words in str(caught.value)
 
 
 def test_a_stage_keeps_the_rules_of_the_other_settings() -> None:
     config = config_of("until=0.5 memory_len=0", model={"same_length": "memory"}, eval={"memory_len": 8})
-    with pytest.raises(ConfigError, match=r"train\.stages: in .until=0\.5 memory_len=0.: model\.same_length"):
-        check_stages(config)
+    with pytest.raises(ConfigError, match=r"train\.phases: in .until=0\.5 memory_len=0.: model\.same_length"):
+        check_phases(config)
 
 
 def test_layers_with_memories_of_their_own_keep_them_in_every_stage() -> None:
     config = config_of(*TWO, model={"num_layers": 2})
     lens = {"train.memory_lens": (48, 128)}
-    check_stages(changed(config, lens))
+    check_phases(changed(config, lens))
     assert at_step(changed(config, lens), 0).train.memory_per_layer(2) == (32, 32)
     assert at_step(changed(config, lens), 30).train.memory_per_layer(2) == (48, 128)
     for wrong, words in (((48,), "has 1 entry"), ((48, 96), "the longest of them must be train.memory_len")):
         with pytest.raises(ConfigError, match=words):
-            check_stages(changed(config, {"train.memory_lens": wrong}))
+            check_phases(changed(config, {"train.memory_lens": wrong}))

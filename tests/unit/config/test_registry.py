@@ -212,7 +212,7 @@ def test_what_a_plugin_learns_must_be_a_tokenizer_of_its_kind(made: Any) -> None
 
 
 class Sloped(nn.Module):
-    """Distances with two buffers that follow from the settings, one of them in a child."""
+    """RelativeEncodings with two buffers that follow from the settings, one of them in a child."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ FAULTY = """
 import torch
 from torch import nn
 from txl_dist import plugins
-from txl_dist.model.attention import Distances
+from txl_dist.model.attention import RelativeEncodings
 
 class Raising(nn.Module):
     def __init__(self, model):
@@ -306,8 +306,8 @@ class Returning(nn.Module):
 
 plugins.register_positions("raising", Raising)
 plugins.register_positions("nothing", lambda model: Returning(None))
-plugins.register_positions("short", lambda model: Returning(Distances(torch.zeros(1, 2, 8), None)))
-plugins.register_positions("wide", lambda model: Returning(Distances(torch.zeros(4, 2, 8), torch.zeros(4, 3))))
+plugins.register_positions("short", lambda model: Returning(RelativeEncodings(torch.zeros(1, 2, 8), None)))
+plugins.register_positions("wide", lambda model: Returning(RelativeEncodings(torch.zeros(4, 2, 8), torch.zeros(4, 3))))
 plugins.register_optimizer("without_lr", lambda groups: torch.optim.SGD(groups, lr=0.1))
 plugins.register_optimizer("no_optimizer", lambda groups, lr: None)
 plugins.register_optimizer("eager", torch.optim.Adagrad, settings=())

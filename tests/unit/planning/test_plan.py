@@ -364,7 +364,7 @@ def test_a_vocabulary_below_the_cutoffs_is_refused() -> None:
 
 
 def test_stages_are_planned_one_by_one_and_all_must_fit() -> None:
-    staged = changed(CONFIG, train={"stages": ("until=0.5 num_lanes=128 segment_len=8 memory_len=8",)})
+    staged = changed(CONFIG, train={"phases": ("until=0.5 num_lanes=128 segment_len=8 memory_len=8",)})
     plain, facts = (make_plan(config, question=question()) for config in (CONFIG, staged))
     assert plain.chosen is not None
     assert facts.chosen is not None

@@ -58,7 +58,7 @@ def test_a_bundle_shows_what_it_holds_and_no_text_of_it_becomes_markup(
     bundle = make_bundle(tmp_path / "bundle", run=HOSTILE)
     assert main(["report", str(bundle)]) == 0
     page = (tmp_path / "bundle.html").read_text()
-    for text in ("step 16 of", "model.num_layers", "bf16", "data.document_border"):
+    for text in ("step 16 of", "model.num_layers", "bf16", "data.document_mask"):
         assert text in page
     assert "<script" not in page
     assert problems_of(bundle) == []

@@ -47,7 +47,7 @@ def tiny(
     first = [record | {"step": 5, "loss": loss / 2, "tokens": first_tokens}] if first_tokens else []
     lines = [json.dumps(one) for one in (start, *first, record)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    config = Config.model_validate({"data": {"document_border": document_border}})
+    config = Config.model_validate({"data": {"document_mask": document_border == "mask"}})
     (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     if tokenizer:
         write_state(folder, step=10, tokenizer=tokenizer)

@@ -50,7 +50,7 @@ def test_each_trial_differs_by_its_own_settings_alone_and_may_be() -> None:
         "model.positions": "absolute",
         "model.absolute_with_memory": "True",
     }
-    assert differing(t6.TRIALS[-1]) == {"train.first_memory": "zeros"}
+    assert differing(t6.TRIALS[-1]) == {"train.initial_memory": "zeros"}
     for size in SIZES.values():
         for trial in t6.TRIALS:
             check_config(config_of(trial, size))

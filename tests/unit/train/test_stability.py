@@ -117,11 +117,11 @@ def test_skipped_steps_are_counted_and_enter_no_window() -> None:
 
 
 def test_too_many_skips_in_a_row_are_a_reason_to_stop() -> None:
-    guard = GuardSection(max_skipped_in_row=3)
+    guard = GuardSection(max_consecutive_skips=3)
     health, _ = feed([2.0, math.nan, math.nan], guard=guard)
     assert reason_to_stop(health, guard) == ""
     health, _ = feed([math.nan], health=health, guard=guard, first_step=4)
-    assert "3 steps in a row (guard.max_skipped_in_row=3)" in reason_to_stop(health, guard)
+    assert "3 steps in a row (guard.max_consecutive_skips=3)" in reason_to_stop(health, guard)
 
 
 def test_too_many_skips_among_the_last_thousand_are_a_reason_to_stop() -> None:

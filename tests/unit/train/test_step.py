@@ -106,7 +106,7 @@ def test_nothing_is_copied_to_a_gpu_in_a_decision(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_copied_to_a_gpu_for_the_number_of_scored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "all_reduce_sum", lambda sums: sums)
-    config = tiny_config(data={"on_damage": "skip"})
+    config = tiny_config(data={"on_corrupt": "skip"})
     ranks, plan = SimpleNamespace(device=torch.device("cuda")), plan_batch(config.train, world_size=1)
     job: Any = SimpleNamespace(config=config, plan=plan, ranks=ranks, masks_documents=False)
     step_input: Any = SimpleNamespace(num_scored=7)

@@ -96,7 +96,7 @@ def _problem_of(split: Split, *, mask_documents: bool, max_tokens: int) -> str:
         return f"only the first {max_tokens:,} of the {split.tokens:,} tokens of {where} are scored (eval.max_tokens)"
     if mask_documents and not split.is_separated:
         return (
-            f"documents of {where} have no end-of-text before them: with data.document_border='mask' their first "
+            f"documents of {where} have no end-of-text before them: with data.document_mask=True their first "
             "tokens are not scored"
         )
     return f"{where}: {split.lost}" if split.lost else ""

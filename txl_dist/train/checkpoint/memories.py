@@ -22,10 +22,10 @@ from txl_dist.train.state import RunContext
 
 
 def first_memories(engine: Engine, context: RunContext) -> tuple[Memory, ...]:
-    """What the lanes of this rank remember before their first token, per micro-batch (`train.first_memory`)."""
+    """What the lanes of this rank remember before their first token, per micro-batch (`train.initial_memory`)."""
     train = context.config.train
     first = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
-    return (attended(first) if train.first_memory == "zeros" else first,) * context.plan.num_microbatches
+    return (attended(first) if train.initial_memory == "zeros" else first,) * context.plan.num_microbatches
 
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ def make_probes(engine: Engine, maker: BatchMaker, *, config: Config) -> dict[st
     """What a checkpoint keeps: the probe, and where weights are averaged the losses by the average."""
     lens = config.train.memory_per_layer(config.model.num_layers)
     probe = make_probe(engine, maker, memory_lens=lens)
-    if config.optim.ema:
+    if config.optim.ema_decay:
         engine.swap_averages()
         probe[AVERAGE_LOSSES] = make_probe(engine, maker, memory_lens=lens)["losses"]
         engine.swap_averages()

@@ -184,7 +184,7 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
 def scores_first_tokens(config: Config, saved: SavedState) -> bool:
     """Whether what wrote a checkpoint, whose settings are `config`, trained on the first tokens of documents that
     follow an end-of-text. With document masks older programs did not."""
-    return config.data.document_border != "mask" or bool(saved.values.get("scores_first_tokens"))
+    return not config.data.document_mask or bool(saved.values.get("scores_first_tokens"))
 
 
 def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
@@ -224,7 +224,7 @@ def consolidated_weights(folder: Path, *, average: bool = False) -> dict[str, Ro
     """
     files, kind = FragmentFiles(folder / "engine"), AVERAGE if average else WEIGHT
     if kind not in files.kinds:
-        raise CheckpointError(f"{folder} holds no average of its weights: it was trained with optim.ema=0.")
+        raise CheckpointError(f"{folder} holds no average of its weights: it was trained with optim.ema_decay=0.")
 
     def rows_of(name: str, shape: torch.Size) -> Rows:
         width = shape[1:].numel()

@@ -48,8 +48,8 @@ class Engine(Protocol):
         """log p_BV of the token behind the batch and the next memory, without gradients or dropout."""
 
     def swap_averages(self) -> None:
-        """Exchange the weights and their averages (`optim.ema`): once to compute with these, and once more to go on.
-        Before the first update there are none, and nothing is exchanged."""
+        """Exchange the weights and their averages (`optim.ema_decay`): once to compute with these, and once more
+        to continue. Before the first update there are none, and nothing is exchanged."""
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
         """A memory that holds nothing, in the compute type, on the device."""

@@ -103,7 +103,7 @@ class ZeroEngine(Engine):
             self.stored = module.stored
         if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
             module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
-        self._clip_norm, self._decay = config.optim.clip_norm, config.optim.ema
+        self._clip_norm, self._decay = config.optim.clip_norm, config.optim.ema_decay
         self._plugin_optimizer = config.optim.name if config.optim.kind.build is not None else ""
         self._stage = config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer

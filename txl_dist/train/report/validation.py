@@ -56,13 +56,13 @@ class Validator:
             del self._evaluated[step]
 
     def evaluate(self, step: int) -> tuple[dict[str, float], bool]:
-        """Score every split and look at the memory, by `eval.average` with averaged weights.
+        """Score every split and look at the memory, by `eval.use_ema` with averaged weights.
 
         Returns (loss of each split in nats per token, by name of its record; whether the first is the best so far).
 
         Raises StopAskedError.
         """
-        if not self._config.eval.average:
+        if not self._config.eval.use_ema:
             return self._evaluate(step)
         self._engine.swap_averages()
         try:

@@ -14,10 +14,10 @@ from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.checkpoint.memories import first_memories
 
 
-@pytest.mark.parametrize("first_memory", ["empty", "zeros"])
+@pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
 @torch.no_grad()
-def test_lanes_begin_with_nothing_or_with_zeros_that_are_attended_to(first_memory: str) -> None:
-    config = tiny_config(train={"first_memory": first_memory, "memory_len": 7, "microbatch_lanes": 2})
+def test_lanes_begin_with_nothing_or_with_zeros_that_are_attended_to(initial_memory: str) -> None:
+    config = tiny_config(train={"initial_memory": initial_memory, "memory_len": 7, "microbatch_lanes": 2})
     engine: Any = tiny_model()  # whose `empty_memory` an engine passes on
     memories = first_memories(engine, job_of(config, RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)))
     assert [memory.document_BM.shape for memory in memories] == [(2, 7), (2, 7)]
@@ -25,4 +25,4 @@ def test_lanes_begin_with_nothing_or_with_zeros_that_are_attended_to(first_memor
     tokens_BT = random_tokens(2, 5)
     alone, _ = engine(tokens_BT, engine.empty_memory(num_lanes=2, memory_len=0))
     difference = (engine(tokens_BT, memories[0])[0] - alone).abs().max()
-    assert difference < 1e-5 if first_memory == "empty" else difference > 1e-3
+    assert difference < 1e-5 if initial_memory == "empty" else difference > 1e-3

@@ -35,7 +35,7 @@ RUNS: dict[str, list[str]] = {
     "fp32, sgd with momentum, ZeRO 2": [*SMALL, "--optim.name", "sgd", "--optim.momentum", "0.9"],
     "fp32, muon": [*SMALL, "--optim.name", "muon", "--engine.zero-stage", "0"],
     "fp32, lamb, an average of the weights": [
-        *(*SMALL, "--optim.name", "lamb", "--optim.ema", "0.9", "--engine.zero-stage", "0"),
+        *(*SMALL, "--optim.name", "lamb", "--optim.ema_decay", "0.9", "--engine.zero-stage", "0"),
     ],
     "layers that remember differently": [*LARGE, "--train.memory-lens", "512", "64"],
 }

@@ -146,7 +146,8 @@ def test_an_average_of_the_weights_is_as_large_as_they_are_and_spread_as_the_mom
     parameters = count_parameters(tiny_config().model, vocab_size=300)
     for stage, share in ((0, 1), (1, 2), (3, 2)):
         with_average, without = (
-            held(tiny_config(engine={"zero_stage": stage}, optim={"ema": ema}), world_size=2) for ema in (0.9, 0.0)
+            held(tiny_config(engine={"zero_stage": stage}, optim={"ema_decay": ema}), world_size=2)
+            for ema in (0.9, 0.0)
         )
         more = with_average["optimizer"] - without["optimizer"]
         assert more == with_average["checkpoint copy"] - without["checkpoint copy"] == 4 * parameters / share

@@ -1,0 +1,154 @@
+"""Settings that have another name: every spelling means the same, and the old one gets one warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from txl_dist.cli.main import main
+from txl_dist.config import renamed
+from txl_dist.config.load import Config, config_fingerprint, config_from_dict, configure, load_config, setting_names
+from txl_dist.config.renamed import RENAMED, Renamed, flat_in_old_names, words_in_new_names
+from txl_dist.errors import ConfigError
+
+OLD_VALUES: dict[str, Any] = {
+    "data.document_border": "mask",
+    "data.on_damage": "skip",
+    "optim.ema": 0.5,
+    "train.stages": ["until=0.5 num_lanes=128 segment_len=16"],
+    "train.first_memory": "zeros",
+    "eval.average": True,
+    "guard.max_skipped_in_row": 3,
+    "guard.check_replicas_every": 7,
+}
+NEW_VALUES = {"data.document_border": True}
+"""New values that are not the old ones."""
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_was_printed() -> None:
+    renamed._warn.cache_clear()
+
+
+def sections_of(name: str, value: Any) -> dict[str, Any]:
+    section, key = name.split(".")
+    return {section: {key: value}}
+
+
+def value_of(config: Config, name: str) -> Any:
+    section, key = name.split(".")
+    return config.model_dump(mode="json")[section][key]
+
+
+def test_every_old_name_is_gone_and_every_new_one_is_a_setting() -> None:
+    assert {row.old for row in RENAMED} == OLD_VALUES.keys()
+    assert not {row.old for row in RENAMED} & set(setting_names())
+    assert {row.new for row in RENAMED} <= set(setting_names())
+
+
+@pytest.mark.parametrize("row", RENAMED, ids=lambda row: row.old)
+def test_an_old_name_means_what_the_new_one_means(row: Renamed) -> None:
+    old = OLD_VALUES[row.old]
+    new = NEW_VALUES.get(row.old, old)
+    from_old = config_from_dict(sections_of(row.old, old), source="a test")
+    assert from_old == config_from_dict(sections_of(row.new, new), source="a test")
+    assert value_of(from_old, row.new) == new != value_of(Config(), row.new)
+
+
+@pytest.mark.parametrize("row", RENAMED, ids=lambda row: row.old)
+def test_the_fingerprint_is_that_of_the_old_name(row: Renamed) -> None:
+    old = OLD_VALUES[row.old]
+    new = NEW_VALUES.get(row.old, old)
+    assert flat_in_old_names({row.new: new, "run.seed": 3}) == {row.old: old, "run.seed": 3}
+    default = value_of(Config(), row.new)
+    assert flat_in_old_names({row.new: default})[row.old] == {
+        "data.document_border": "carry",
+        "data.on_damage": "fail",
+    }.get(row.old, default)
+
+
+def test_a_config_of_another_border_has_the_fingerprint_that_0_2_gave_it() -> None:
+    """Computed by the code of 0.2 for data.document_border = "mask"."""
+    config = config_from_dict({"data": {"document_border": "mask"}}, source="a test")
+    assert config_fingerprint(config) == MASKED_FINGERPRINT
+
+
+MASKED_FINGERPRINT = "0221fb8d84c5c417984143d8877099cd775dc24f397c7fc97f49498edfdaf9a2"
+
+
+def test_a_file_with_old_names_gets_one_warning_each_with_the_line_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[data]\ndocument_border = "mask"\n[train]\nstages = ["until=0.5"]\n')
+    for _ in range(2):
+        assert load_config(file, imports_plugins=True).data.document_mask
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        f"txl: warning: {file}: data.document_border is named data.document_mask since version 0.3.0. "
+        "Under [data] write: document_mask = true",
+        f"txl: warning: {file}: train.stages is named train.phases since version 0.3.0. "
+        'Under [train] write: phases = ["until=0.5"]',
+    ]
+
+
+def test_a_saved_config_with_old_names_is_read_without_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[data]\non_damage = "fail"\n')
+    assert load_config(file).data.on_corrupt == "raise"
+    assert capsys.readouterr().err == ""
+
+
+def test_only_rank_0_warns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert words_in_new_names(["--optim.ema", "0.5"]) == ["--optim.ema-decay", "0.5"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["c.toml", "--data.document_border", "mask", "--run.seed", "3"],
+         ["c.toml", "--data.document-mask", "True", "--run.seed", "3"]),
+        (["--data.document-border=carry"], ["--data.document-mask=False"]),
+        (["--train.stages", "until=0.5 num_lanes=2", "until=0.7", "--dry-run"],
+         ["--train.phases", "until=0.5 num_lanes=2", "until=0.7", "--dry-run"]),
+        (["--data.on_damage", "fail"], ["--data.on-corrupt", "raise"]),
+        (["--data.document_mask", "mask"], ["--data.document_mask", "mask"]),
+    ],
+)  # fmt: skip
+def test_flags_are_read_in_either_spelling(words: list[str], expected: list[str]) -> None:
+    assert words_in_new_names(words) == expected
+
+
+def test_both_spellings_in_one_file_or_command_are_refused_naming_both() -> None:
+    both = r"optim\.ema is the old name of optim\.ema_decay, and both are given\. Leave out optim\.ema\."
+    with pytest.raises(ConfigError, match=f"a test: {both}"):
+        config_from_dict({"optim": {"ema": 0.5, "ema_decay": 0.5}}, source="a test")
+    with pytest.raises(ConfigError, match=f"configure.*: {both}"):
+        configure(optim={"ema": 0.5, "ema_decay": 0.5})
+    with pytest.raises(ConfigError, match=f"the command line: {both}"):
+        words_in_new_names(["--optim.ema", "0.5", "--optim.ema_decay=0.5"])
+
+
+def test_configure_takes_an_old_name_over_a_file_with_the_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text("[optim]\nema_decay = 0.25\n")
+    assert configure(file, optim={"ema": 0.5}).optim.ema_decay == 0.5
+
+
+def test_a_wrong_value_of_an_old_name_is_refused_by_the_new_one() -> None:
+    with pytest.raises(ConfigError, match=r"data\.document_mask = 'both'"):
+        config_from_dict({"data": {"document_border": "both"}}, source="a test")
+
+
+def test_a_dry_run_takes_old_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["train", "configs/quickstart.toml", "--dry-run", "--optim.ema", "0.5", "--data.path", "nowhere"])
+    assert code == 2  # there is no corpus
+    shown = capsys.readouterr().err
+    assert "optim.ema is named optim.ema_decay since version 0.3.0. Write: --optim.ema-decay" in shown
+    assert "unknown" not in shown
