@@ -133,7 +133,7 @@ def device(setting: Setting) -> dict[str, Job]:
         yield {"what": "device", "figure": torch.cuda.get_device_name() if where == "cuda" else "cpu"}
         for name in ("torch", "triton", "deepspeed"):
             yield {"what": name, "figure": _version(name)}
-        yield {"what": "lacks to compile kernels", "figure": launch.lacks_compiler() or "nothing"}
+        yield {"what": "lacks to compile kernels", "figure": launch.missing_compiler_reason() or "nothing"}
         if where == "cuda":
             one = torch.cuda.get_device_properties(0)
             yield {"what": "multiprocessors", "figure": one.multi_processor_count}

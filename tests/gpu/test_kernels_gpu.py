@@ -13,7 +13,7 @@ from torch import Tensor
 from txl_dist.model import fused_softmax
 from txl_dist.model.activation import ActivatedLinear
 from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import obstacle, triton_relative_attention
+from txl_dist.model.kernels.launch import triton_relative_attention, unsupported_reason
 from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm
@@ -86,7 +86,7 @@ def outcome(
 @pytest.mark.parametrize("name", SIZES)
 def test_context_and_all_gradients_are_those_of_the_twin(name: str, dtype: torch.dtype, oldest: int | None) -> None:
     leaves, gradient = leaves_and_gradient(SIZES[name], dtype)
-    assert obstacle(leaves[0], has_position_bias=True) is None
+    assert unsupported_reason(leaves[0], has_position_bias=True) is None
     visible = visibility(SIZES[name], oldest=oldest)
     measured = outcome(triton_relative_attention, leaves, gradient, visible=visible)
     exact = outcome(relative_attention, [x.double() for x in leaves], gradient.double(), visible=visible)

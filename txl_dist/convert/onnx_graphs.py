@@ -148,7 +148,7 @@ class Step(nn.Module):
                 hidden = network.residuals[index](hidden, embedded)
             normed = block.attention_norm(hidden) if section.pre_norm else hidden
             new_BT2NH = block.attention.project_key_value(normed)
-            new_BT2NH = block.attention.finished_key_value(new_BT2NH, first_value)
+            new_BT2NH = block.attention.prepare_fused_kv(new_BT2NH, first_value)
             if block.gives_values:
                 first_value = new_BT2NH.select(-3, 1)
             key_value_2NBKH = torch.cat([memory_2NBMH, new_BT2NH.permute(2, 3, 0, 1, 4)], dim=3)

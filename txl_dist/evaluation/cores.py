@@ -77,7 +77,7 @@ def _cached(
             ring,
         ),
         lambda hidden_BTD, batch: frozen.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition),
-        lambda hidden_BTD, batch: frozen.hits(hidden_BTD, batch.targets_BT),
+        lambda hidden_BTD, batch: frozen.top1_correct(hidden_BTD, batch.targets_BT),
         ring,
     )
 
@@ -101,7 +101,7 @@ def _plain(
 
     @torch.no_grad()
     def hits(hidden_BTD: Tensor, batch: Batch) -> Tensor:
-        return model.softmax.hits(hidden_BTD, batch.targets_BT)
+        return model.softmax.top1_correct(hidden_BTD, batch.targets_BT)
 
     return Core(hidden, losses, hits, attended(memory) if with_zeros else memory)
 

@@ -258,13 +258,13 @@ class _Layer(NamedTuple):
     query_bias_2N11H: Tensor
     """u, v; v is 0 where the model has none."""
 
-    def finished(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
+    def prepare_qkv(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
         """(query_NBTH, key_value_2NBTH) as they are attended with, where they are normed or mixed."""
         query, key, value = projected_3NBTH.unbind(0)
         attention = self.block.attention
         if attention.norm_eps is not None:
-            query = attention.normed(query) * query.shape[-1] ** -0.5
-        return query, torch.stack(attention.finished(key, value, first_value))
+            query = attention.qk_norm(query) * query.shape[-1] ** -0.5
+        return query, torch.stack(attention.prepare_kv(key, value, first_value))
 
     def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
         """As `Block.finish`, in evaluation, of positions S of any rows."""
@@ -446,7 +446,7 @@ class FrozenModel:
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             query_NBTH, key_value_2NBTH = projected_3NBTH[0], projected_3NBTH[1:]
             if self._finishes:
-                query_NBTH, key_value_2NBTH = layer.finished(projected_3NBTH, first_value)
+                query_NBTH, key_value_2NBTH = layer.prepare_qkv(projected_3NBTH, first_value)
                 first_value = key_value_2NBTH[1] if index == 0 else first_value
             key_NBKH, value_NBKH = ring.write(index, key_value_2NBTH, past_len=past_len)
             query_2NBTH = query_NBTH + layer.query_bias_2N11H
@@ -473,9 +473,9 @@ class FrozenModel:
         return torch.cat([softmax.losses(*part, tables=self.tables) for part in parts], dim=1).view(targets_BT.shape)
 
     @torch.inference_mode()
-    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
+    def top1_correct(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """hit_BT: 1.0 where the target is the most probable token."""
-        return self.model.softmax.hits(hidden_BTD, targets_BT, tables=self.tables)
+        return self.model.softmax.top1_correct(hidden_BTD, targets_BT, tables=self.tables)
 
     def _attend(
         self,

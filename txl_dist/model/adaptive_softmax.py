@@ -80,9 +80,9 @@ class AdaptiveSoftmax(nn.Module):
         *,
         partition: Partition | None = None,
         weight_BT: Tensor | None = None,
-        with_hits: bool = False,
+        with_top1: bool = False,
     ) -> Tensor:
-        """nll_BT: the loss of each token in nats; or, `with_hits`, score_2BT: these, then 1.0 where the target is the
+        """nll_BT: the loss of each token in nats; or, `with_top1`, score_2BT: these, then 1.0 where the target is the
         most probable token; or, given `weight_BT`, the sum of weight * loss over all tokens; or, without targets, log p
         of the whole vocabulary behind each token, [B * T, V].
 
@@ -100,8 +100,8 @@ class AdaptiveSoftmax(nn.Module):
                 clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
             return fused_linear_cross_entropy(hidden_SD, clusters, weight_S=weight_BT.flatten())
         nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
-        if with_hits:
-            return torch.stack([nll_BT, self.hits(hidden_BTD, targets_BT)])
+        if with_top1:
+            return torch.stack([nll_BT, self.top1_correct(hidden_BTD, targets_BT)])
         return nll_BT if weight_BT is None else (nll_BT * weight_BT).sum()
 
     def losses(
@@ -148,7 +148,9 @@ class AdaptiveSoftmax(nn.Module):
             parts.append(head[:, shortlist_size + i, None] + _log_softmax(table.logits(hidden_SD)))
         return torch.cat(parts, dim=1)
 
-    def hits(self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
+    def top1_correct(
+        self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[ClusterTable] | None = None
+    ) -> Tensor:
         """hit_BT: 1.0 where the target is the most probable token, made of some tokens at a time; `tables` as in
         `losses`."""
         tables = self.tables() if tables is None else tables

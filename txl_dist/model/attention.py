@@ -88,8 +88,10 @@ class Attention(nn.Module):
         if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
             return False
         has_position_bias = self.position_bias is not None
-        unfit = launch.mismatch(hidden.dtype, head_width=self.head_width, has_position_bias=has_position_bias)
-        return unfit is None and launch.device_obstacle(hidden) is None
+        shape_reason = launch.unsupported_shape_reason(
+            hidden.dtype, head_width=self.head_width, has_position_bias=has_position_bias
+        )
+        return shape_reason is None and launch.unsupported_device_reason(hidden) is None
 
     def project_segment(self, hidden_BTD: Tensor) -> Tensor:
         """query_key_value_BT3NH of one product, or of two where ZeRO-3 gathers weights for the module that has them."""
@@ -103,29 +105,29 @@ class Attention(nn.Module):
 
     def project_query(self, hidden_BTD: Tensor) -> Tensor:
         """query_BTNH."""
-        return self.normed(self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width)))
+        return self.qk_norm(self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width)))
 
     def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """key_value_BS2NH of any positions, not `finished`."""
+        """key_value_BS2NH of any positions, not `prepare_kv`."""
         key_value: Tensor = self.key_value(hidden_BSD)
         return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
 
-    def finished(self, key: Tensor, value: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
+    def prepare_kv(self, key: Tensor, value: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
         """Keys and values [..., H] of any positions as they are attended to: normed, mixed with the values of the first
         layer there, where the model has it so."""
         if self.value_share is not None:
             assert first_value is not None
             value = torch.lerp(value, first_value, self.value_share.to(value.dtype))
-        return self.normed(key), value
+        return self.qk_norm(key), value
 
-    def finished_key_value(self, key_value_BS2NH: Tensor, first_value_BSNH: Tensor | None) -> Tensor:
+    def prepare_fused_kv(self, key_value_BS2NH: Tensor, first_value_BSNH: Tensor | None) -> Tensor:
         """The same of both in one tensor."""
         if self.norm_eps is None and self.value_share is None:
             return key_value_BS2NH
         key, value = key_value_BS2NH.unbind(-3)
-        return torch.stack(self.finished(key, value, first_value_BSNH), dim=-3)
+        return torch.stack(self.prepare_kv(key, value, first_value_BSNH), dim=-3)
 
-    def normed(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
+    def qk_norm(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
         """Queries or keys [..., H], each divided by its root mean square where the model has it so."""
         return heads if self.norm_eps is None else rms_norm(heads, eps=self.norm_eps, gain=gain)
 
@@ -153,7 +155,7 @@ class Attention(nn.Module):
         found = self.distance(num_distances, encoding_KD)
         self._check(found, num_distances=num_distances)
         key_KNH, bias_KN = found
-        return RelativeEncodings(self.normed(key_KNH, gain=1.0), bias_KN)
+        return RelativeEncodings(self.qk_norm(key_KNH, gain=1.0), bias_KN)
 
     def forward(
         self,
@@ -247,10 +249,10 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
         return dot_product_attention
     if kernel in ("plain", "fused"):
         return relative_attention if kernel == "plain" else fused_relative_attention
-    obstacle = launch.obstacle(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
-    if kernel == "triton" and obstacle is not None:
-        raise ConfigError(f'engine.attention = "triton" cannot run: {obstacle}. Set it to "auto" or "fused".')
-    return launch.triton_relative_attention if obstacle is None else fused_relative_attention
+    reason = launch.unsupported_reason(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
+    if kernel == "triton" and reason is not None:
+        raise ConfigError(f'engine.attention = "triton" cannot run: {reason}. Set it to "auto" or "fused".')
+    return launch.triton_relative_attention if reason is None else fused_relative_attention
 
 
 def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:

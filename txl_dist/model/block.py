@@ -95,7 +95,7 @@ class Block(nn.Module):
         key, value = _Joined.apply(  # type: ignore[no-untyped-call]
             self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
         )
-        key, value = self.attention.finished(key, value, _last(first_value_BKNH, key.shape[1]))
+        key, value = self.attention.prepare_kv(key, value, _last(first_value_BKNH, key.shape[1]))
         context = self.attention(normed, key_BKNH=key, value_BKNH=value, distances=distances, visible=visible)
         return self.finish(hidden_BTD, context), value if self.gives_values else first_value_BKNH
 
@@ -104,7 +104,7 @@ class Block(nn.Module):
         layer's values."""
         normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
         first_value_BSNH = _last(first_value_BSNH, hidden_BSD.shape[1])
-        return self.attention.finished_key_value(self.attention.project_key_value(normed), first_value_BSNH)
+        return self.attention.prepare_fused_kv(self.attention.project_key_value(normed), first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """The layer's output, given its input and what its attention made of it."""

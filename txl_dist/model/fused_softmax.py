@@ -224,7 +224,7 @@ def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
 
 def runs_kernel(hidden_SD: Tensor) -> bool:
     """Whether the Triton kernel makes the gradients of logits on this device and in this type."""
-    return hidden_SD.dtype != torch.float64 and launch.device_obstacle(hidden_SD) is None
+    return hidden_SD.dtype != torch.float64 and launch.unsupported_device_reason(hidden_SD) is None
 
 
 def _padded_bias(cluster: Cluster, stride: int) -> Tensor:

@@ -162,12 +162,12 @@ class SegmentLoss(nn.Module):
         memory: Memory,
         normalizer: Tensor | float | None = None,
         predicts: bool = False,
-        with_hits: bool = False,
+        with_top1: bool = False,
     ) -> tuple[Tensor, Memory]:
         """(sum of the scored losses in nats / normalizer, memory after the segment); the loss at least fp32.
 
         Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes; or,
-        `with_hits`, score_2BT as the softmax gives it. With `predicts` it is log p_BV of the token behind the segment.
+        `with_top1`, score_2BT as the softmax gives it. With `predicts` it is log p_BV of the token behind the segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,
@@ -183,6 +183,6 @@ class SegmentLoss(nn.Module):
             batch.targets_BT,
             partition=batch.target_partition,
             weight_BT=None if normalizer is None else batch.scored_BT / normalizer,
-            with_hits=with_hits,
+            with_top1=with_top1,
         )
         return loss, memory

@@ -21,7 +21,7 @@ from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part
-from txl_dist.model.kernels.launch import mismatch
+from txl_dist.model.kernels.launch import unsupported_shape_reason
 from txl_dist.planning import scaling
 from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.planning.scaling import Point
@@ -223,10 +223,12 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     """How attention will be computed on such a GPU, by engine.attention."""
     model, dtype = config.model, DTYPES[config.engine.dtype]
-    unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
+    shape_reason = unsupported_shape_reason(
+        dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
+    )
     if config.engine.attention == "plain":
         return "plain"
-    has_kernels = config.engine.attention in ("auto", "triton") and unfit is None and gpu.has_bf16
+    has_kernels = config.engine.attention in ("auto", "triton") and shape_reason is None and gpu.has_bf16
     return "kernels" if has_kernels else "fused"
 
 

@@ -19,7 +19,7 @@ from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, has_projections
-from txl_dist.model.kernels.launch import mismatch, obstacle
+from txl_dist.model.kernels.launch import unsupported_reason, unsupported_shape_reason
 from txl_dist.train.report.loggers import check_sinks
 from txl_dist.train.state import RunContext
 
@@ -115,11 +115,14 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         raise ConfigError("engine.cuda_graph=on needs a GPU. Leave it out on a CPU, or let it be auto.")
     if config.engine.attention == "triton":
         model, dtype = config.model, DTYPES[config.engine.dtype]
-        unfit = mismatch(dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
-        unfit = unfit or (None if device.type == "cuda" else f"it runs on a GPU and this run on the {device.type}")
-        if unfit is not None:
+        reason = unsupported_shape_reason(
+            dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
+        )
+        if reason is None and device.type != "cuda":
+            reason = f"it runs on a GPU and this run on the {device.type}"
+        if reason is not None:
             raise ConfigError(
-                f"engine.attention=triton cannot run: {unfit}. Use --engine.attention auto, which takes the kernels "
+                f"engine.attention=triton cannot run: {reason}. Use --engine.attention auto, which takes the kernels "
                 "wherever they fit."
             )
 
@@ -243,7 +246,7 @@ def _attention(config: Config) -> str:
         return chosen
     shape, device = (1, 1, model.num_heads, model.head_width), torch.device("cuda" if uses_gpu() else "cpu")
     query = torch.empty(shape, dtype=DTYPES[config.engine.dtype], device=device)
-    reason = obstacle(query, has_position_bias=model.scheme.has_position_bias)
+    reason = unsupported_reason(query, has_position_bias=model.scheme.has_position_bias)
     if reason is None:
         return "triton"
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"

@@ -63,7 +63,7 @@ def test_hits_are_where_the_whole_distribution_has_its_highest_value_at_the_targ
         best_S = softmax.log_probabilities(hidden_BTD.flatten(0, 1)).argmax(-1)
         targets_BT[:, :40] = best_S.view(3, 70)[:, :40]
         expected_BT = best_S.view(3, 70) == targets_BT
-        score_2BT = softmax(hidden_BTD, targets_BT, with_hits=True)
+        score_2BT = softmax(hidden_BTD, targets_BT, with_top1=True)
         assert torch.equal(score_2BT[1], expected_BT.double())
         assert torch.equal(score_2BT[0], softmax(hidden_BTD, targets_BT))
         assert not expected_BT.all()
@@ -79,7 +79,7 @@ def test_a_tail_that_cannot_win_is_not_looked_into(monkeypatch: pytest.MonkeyPat
     sizes = []
     logits = ClusterTable.logits
     monkeypatch.setattr(ClusterTable, "logits", lambda table, rows: sizes.append(len(rows)) or logits(table, rows))
-    softmax.hits(hidden_BTD, targets_BT)
+    softmax.top1_correct(hidden_BTD, targets_BT)
     assert sizes == [14]
 
 

@@ -141,7 +141,7 @@ class Launch(NamedTuple):
         return math.prod(self.grid) / (NUM_MULTIPROCESSORS * self.tile.resident)
 
 
-def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
+def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
     """Why the kernels cannot compute attention of this kind on any device; None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bf16 or fp16 and the model in {str(dtype).removeprefix('torch.')}"
@@ -152,19 +152,21 @@ def mismatch(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) ->
     return None
 
 
-def obstacle(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
+def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
     """Why the kernels cannot compute attention of these queries; None if they can."""
-    unfit = mismatch(query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias)
-    return device_obstacle(query_BTNH) or unfit
+    shape_reason = unsupported_shape_reason(
+        query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias
+    )
+    return unsupported_device_reason(query_BTNH) or shape_reason
 
 
-def device_obstacle(on_device: Tensor) -> str | None:
+def unsupported_device_reason(on_device: Tensor) -> str | None:
     """Why Triton's kernels cannot run where this tensor is; None if they can."""
     if not on_device.is_cuda:
         return f"it runs on a CUDA device and the model is on {on_device.device}"
     if not _has_triton():
         return "triton is not installed"
-    if lacking := lacks_compiler():
+    if lacking := missing_compiler_reason():
         return lacking
     if torch.cuda.get_device_capability(on_device.device) < (8, 0):
         return f"{torch.cuda.get_device_name(on_device.device)} is older than Ampere (compute capability 8.0)"
@@ -177,7 +179,7 @@ def _has_triton() -> bool:
 
 
 @functools.cache
-def lacks_compiler() -> str:
+def missing_compiler_reason() -> str:
     """What is missing to compile what starts a kernel, as Triton does when the first one runs; empty if nothing."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which(compiler) is None:
@@ -200,7 +202,7 @@ def lacks_compiler() -> str:
 
 
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend, like `relative_attention`. `obstacle` says whether it can. Returns context_BTNH."""
+    """Attend, like `relative_attention`. `unsupported_reason` says whether it can. Returns context_BTNH."""
     query, key, value, *others = terms[:6]  # which are all there, where there is no obstacle
     return _attend(query.unsqueeze(2), torch.stack([key, value], 2), None, *others, visible=visible, dropout=dropout)
 

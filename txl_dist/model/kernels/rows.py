@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.config.schema import AttentionKernel
-from txl_dist.model.kernels.launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, device_obstacle
+from txl_dist.model.kernels.launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, unsupported_device_reason
 
 MAX_WIDTH = 8192
 """Numbers in a row that a program holds as a whole: sixteen in each thread, of as many warps as there can be."""
@@ -26,7 +26,7 @@ SUM_ROWS, SUM_COLUMNS = 64, 32
 
 def runs(setting: AttentionKernel, x: Tensor) -> bool:
     """Whether the kernels run for rows like these, by `engine.attention`."""
-    return fits(setting, x) and device_obstacle(x) is None
+    return fits(setting, x) and unsupported_device_reason(x) is None
 
 
 def fits(setting: AttentionKernel, x: Tensor) -> bool:

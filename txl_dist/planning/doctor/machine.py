@@ -29,7 +29,7 @@ from txl_dist.distributed.collectives import local_world_size, uses_gpu
 from txl_dist.io.files import read_text
 from txl_dist.launcher.deepspeed_files import environment_files
 from txl_dist.model.flops import peak_tflops
-from txl_dist.model.kernels.launch import lacks_compiler
+from txl_dist.model.kernels.launch import missing_compiler_reason
 from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
 from txl_dist.train.preflight import drivers_of_gpus
@@ -136,7 +136,7 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
         environment={name: os.environ[name] for name in READ if name in os.environ},
         broken_launcher_files=tuple(_broken_launcher_files()),
         programs=tuple(name for name in ("deepspeed", "pdsh", "ssh") if shutil.which(name)),
-        lacks_compiler=lacks_compiler(),
+        lacks_compiler=missing_compiler_reason(),
         disk=try_disk(run_dir),
         corpus=try_corpus(data) if data else None,
     )

@@ -32,7 +32,7 @@ from txl_dist.distributed.malloc import MAPPED_BYTES
 from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels import rows
-from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, mismatch
+from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, unsupported_shape_reason
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
@@ -116,8 +116,10 @@ class Trace(NamedTuple):
 def follow(step: MicroStep) -> Trace:
     """Run a step whose gradients are dropped when they are complete. Allocates nothing."""
     has_position_bias = step.model.scheme.has_position_bias
-    unfit = mismatch(step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias)
-    uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and unfit is None
+    shape_reason = unsupported_shape_reason(
+        step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias
+    )
+    uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and shape_reason is None
     with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu(step) if step.on_gpu else nullcontext():
         model = TransformerXL(
             step.model,

@@ -162,7 +162,7 @@ def trained(
     with ExitStack() as stack:
         if by_kernel:
             stack.enter_context(mock.patch.object(rows, "runs", return_value=True))
-            for name in ("device_obstacle", "mismatch"):
+            for name in ("unsupported_device_reason", "unsupported_shape_reason"):
                 stack.enter_context(mock.patch.object(launch, name, return_value=None))
         torch.manual_seed(seed)
         _, memory = model(random_tokens(1, 5), model.empty_memory(num_lanes=1, memory_len=4))

@@ -11,7 +11,7 @@ import torch
 
 from txl_dist.config.load import load_config
 from txl_dist.model.kernels import launch, rows
-from txl_dist.model.kernels.launch import Sizes, chunks, launches, obstacle
+from txl_dist.model.kernels.launch import Sizes, chunks, launches, unsupported_reason
 
 RECIPES = ("enwik8_base", "enwik8_large", "wt103_base", "nvidia_wt103_base", "wt103_large")
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -89,7 +89,7 @@ def test_where_a_layer_does_not_fit_the_default_it_is_twice_as_many_launches() -
 
 
 def test_a_model_on_a_cpu_is_told_that_it_is() -> None:
-    assert obstacle(torch.zeros(1, 1, 1, 64), has_position_bias=True) == (
+    assert unsupported_reason(torch.zeros(1, 1, 1, 64), has_position_bias=True) == (
         "it runs on a CUDA device and the model is on cpu"
     )
 
@@ -109,8 +109,8 @@ def test_a_model_on_a_gpu_is_told_what_stands_in_the_way(
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(launch, "_has_triton", lambda: True)
-    monkeypatch.setattr(launch, "lacks_compiler", lambda: "")
-    found = obstacle(query, has_position_bias=has_position_bias)
+    monkeypatch.setattr(launch, "missing_compiler_reason", lambda: "")
+    found = unsupported_reason(query, has_position_bias=has_position_bias)
     assert found is None if reason is None else found is not None and reason in found
 
 
@@ -122,13 +122,13 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     queries = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    launch.lacks_compiler.cache_clear()
-    assert "needs a C compiler" in (obstacle(queries, has_position_bias=True) or "")
+    launch.missing_compiler_reason.cache_clear()
+    assert "needs a C compiler" in (unsupported_reason(queries, has_position_bias=True) or "")
     compiler = tmp_path / "gcc"
     compiler.touch(mode=0o755)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    launch.lacks_compiler.cache_clear()
-    assert "needs Python.h" in (obstacle(queries, has_position_bias=True) or "")
+    launch.missing_compiler_reason.cache_clear()
+    assert "needs Python.h" in (unsupported_reason(queries, has_position_bias=True) or "")
     (tmp_path / "Python.h").touch()
     for script, found in (
         ("#!/bin/sh\necho 'fatal error: stdio.h is not there' >&2\nexit 1\n", "(fatal error: stdio.h is not there)"),
@@ -136,27 +136,27 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
         ("#!/no/such/shell\n", "does not run"),
     ):
         compiler.write_text(script)
-        launch.lacks_compiler.cache_clear()
-        assert found in (obstacle(queries, has_position_bias=True) or "")
+        launch.missing_compiler_reason.cache_clear()
+        assert found in (unsupported_reason(queries, has_position_bias=True) or "")
     compiler.write_text("#!/bin/sh\nexit 0\n")
-    launch.lacks_compiler.cache_clear()
-    assert launch.lacks_compiler() == ""
+    launch.missing_compiler_reason.cache_clear()
+    assert launch.missing_compiler_reason() == ""
     monkeypatch.setenv("CC", "no-such-compiler")  # which Triton would call all the same
-    launch.lacks_compiler.cache_clear()
-    assert "there is none" in launch.lacks_compiler()
-    launch.lacks_compiler.cache_clear()
+    launch.missing_compiler_reason.cache_clear()
+    assert "there is none" in launch.missing_compiler_reason()
+    launch.missing_compiler_reason.cache_clear()
 
 
 def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_has_triton", lambda: False)
-    assert obstacle(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"
+    assert unsupported_reason(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"
 
 
 def test_the_kernels_of_rows_run_where_those_of_attention_do(monkeypatch: pytest.MonkeyPatch) -> None:
     half = torch.zeros(2, 8, dtype=torch.bfloat16)
     assert not rows.runs("auto", half)  # on a CPU
-    monkeypatch.setattr(rows, "device_obstacle", lambda x: None)
+    monkeypatch.setattr(rows, "unsupported_device_reason", lambda x: None)
     assert rows.runs("auto", half)
     assert rows.runs("triton", half.half())
     assert not rows.runs("fused", half)

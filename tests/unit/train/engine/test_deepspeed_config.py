@@ -192,7 +192,7 @@ def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monke
 def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(launch, "_has_triton", lambda: True)
-    monkeypatch.setattr(launch, "lacks_compiler", lambda: "Triton needs Python.h")
+    monkeypatch.setattr(launch, "missing_compiler_reason", lambda: "Triton needs Python.h")
     config = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
     job = Mock(config=config, plan=plan_batch(config.train, world_size=1), vocab_size=100)
     assert [line for line in describe_batch(job) if "Python.h" in line] == [
