@@ -1,6 +1,6 @@
 """A run on two nodes, started with pdsh over ssh: it stops when asked, ends when a link is cut, and goes on exactly.
 
-The nodes are those of tools/local_cluster.sh: their own network, host name and process numbers, and a real sshd.
+The nodes are those of tools/checks/local_cluster.sh: their own network, host name and process numbers, and a real sshd.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.helpers.forked import ENVIRONMENT
 from tests.helpers.launch import wait_for
 
 ROOT = Path(__file__).parents[2]
-CLUSTER = str(ROOT / "tools/local_cluster.sh")
+CLUSTER = str(ROOT / "tools/checks/local_cluster.sh")
 SETTINGS = """
 [data]
 path = "corpus"

@@ -27,7 +27,7 @@ from tests.docs.pages import (
     pattern_of,
     prose_of,
 )
-from tools.reference_pages import help_text, stale_pages
+from tools.checks.reference_pages import help_text, stale_pages
 from txl_dist.cli.main import VERBS
 from txl_dist.config.load import setting_names
 
@@ -74,7 +74,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_reference_pages_are_what_the_code_gives() -> None:
-    assert stale_pages() == [], "run `python tools/reference_pages.py`"
+    assert stale_pages() == [], "run `python -m tools.checks.reference_pages`"
 
 
 @pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))

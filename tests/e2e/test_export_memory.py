@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.launch import train, txl
-from tools.bench_export import MIB, measured
+from tools.benchmarks.export import MIB, measured
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 RANKS = 4

@@ -20,15 +20,15 @@ from txl_dist.train.monitoring.preemption import StopRequests, parse_duration
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.run_dir import evaluated_losses
 
-TOOLS = Path(__file__).parents[2] / "tools"
+ROOT = Path(__file__).parents[2]
 ELSEWHERE = ProcessId("elsewhere", "", 7, 7)
 
 
 @pytest.mark.slow
 def test_three_hundred_damaged_files_give_no_traceback_and_no_hang() -> None:
     """In a process of its own: its watchdog needs the alarm that pytest's own limit uses."""
-    command = [sys.executable, str(TOOLS / "fuzz.py"), "--cases", "300", "--seed", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    command = [sys.executable, "-m", "tools.checks.fuzz", "--cases", "300", "--seed", "3"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     total = next(line for line in result.stdout.splitlines() if line.startswith("all "))
     assert total.split()[1] == "300"

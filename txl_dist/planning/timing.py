@@ -9,7 +9,7 @@
     exchange     gradients and weights among the ranks, less what hides behind the backward pass
 
 A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
-is one, in `tools/check_plan.py`, with published speeds that hold the model to account; ours is the other. Where the
+is one, in `tools/checks/plan.py`, with published speeds that hold the model to account; ours is the other. Where the
 constants come from is in docs/planning.md. The model gives up: kernels' own shapes and tails, imbalance among ranks,
 the reading of data, the other tenants of a network.
 """

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tools.checks import plan
 from txl_dist.config.schema import ModelSection
 from txl_dist.errors import ConfigError
 from txl_dist.model.transformer_xl import TransformerXL
@@ -29,7 +26,6 @@ from txl_dist.planning.timing import (
 )
 from txl_dist.train.engine.muon import matrices_of, newton_schulz
 
-TOOL = Path(__file__).parents[3] / "tools" / "check_plan.py"
 H100 = GpuCluster(GPUS["h100"])
 WORK = Work(
     model=ModelSection(num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048),
@@ -47,38 +43,27 @@ WORK = Work(
 )
 
 
-@pytest.fixture(scope="module")
-def check_plan() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_plan", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_plan"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_nvidias_published_speeds_are_predicted_within_30_percent_and_mostly_within_10(check_plan: ModuleType) -> None:
-    errors = check_plan.errors()
+def test_nvidias_published_speeds_are_predicted_within_30_percent_and_mostly_within_10() -> None:
+    errors = plan.errors()
     assert len(errors) == 42
     assert max(map(abs, errors)) < 0.15
     assert sum(abs(error) < 0.10 for error in errors) >= 38
 
 
-def test_each_gpu_is_calibrated_on_one_row_and_the_table_holds_what_that_row_gives(check_plan: ModuleType) -> None:
-    assert list(check_plan.CALIBRATION) == ["DGX A100", "DGX-1", "DGX-2H"]
-    for machine, row in check_plan.CALIBRATION.items():
-        assert row in check_plan.PUBLISHED
-        share = check_plan.CLUSTERS[machine].gpu.matmul_share
-        assert check_plan.calibrated(row) == pytest.approx(share, abs=0.005)
+def test_each_gpu_is_calibrated_on_one_row_and_the_table_holds_what_that_row_gives() -> None:
+    assert list(plan.CALIBRATION) == ["DGX A100", "DGX-1", "DGX-2H"]
+    for machine, row in plan.CALIBRATION.items():
+        assert row in plan.PUBLISHED
+        share = plan.CLUSTERS[machine].gpu.matmul_share
+        assert plan.calibrated(row) == pytest.approx(share, abs=0.005)
 
 
 def test_the_check_fails_where_a_row_is_off_by_more_than_30_percent(
-    check_plan: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert check_plan.main([]) == 0
-    monkeypatch.setitem(check_plan.RECIPES, "base", check_plan.RECIPES["large"])
-    assert check_plan.main([]) == 1
+    assert plan.main([]) == 0
+    monkeypatch.setitem(plan.RECIPES, "base", plan.RECIPES["large"])
+    assert plan.main([]) == 1
     assert "predicted, not measured" in capsys.readouterr().out
 
 
@@ -150,10 +135,8 @@ def test_one_gpu_exchanges_nothing() -> None:
         lambda cluster: replace(cluster, gpu=replace(cluster.gpu, host_ms=0.1)),
     ],
 )
-def test_a_better_machine_is_never_slower(
-    is_ours: bool, better: Callable[[GpuCluster], GpuCluster], check_plan: ModuleType
-) -> None:
-    program = OURS if is_ours else check_plan.NVIDIA
+def test_a_better_machine_is_never_slower(is_ours: bool, better: Callable[[GpuCluster], GpuCluster]) -> None:
+    program = OURS if is_ours else plan.NVIDIA
     for stage in (0, 3):
         for world_size in (1, 8, 64, 512):
             work = replace(WORK, attention="plain", zero_stage=stage, world_size=world_size)
@@ -200,12 +183,12 @@ def test_the_host_hides_behind_a_gpu_that_has_more_to_do() -> None:
     assert step_time(replace(WORK, microbatch_lanes=128), H100).host == OURS.update_host_s
 
 
-def test_nvidias_program_is_slower_than_ours_at_the_same_work(check_plan: ModuleType) -> None:
+def test_nvidias_program_is_slower_than_ours_at_the_same_work() -> None:
     for gpu in ("a100", "h200", "v100-16gb"):
         ours = replace(WORK, attention="kernels" if GPUS[gpu].has_bf16 else "fused", precision="fp16")
         theirs = replace(ours, attention="plain")
         cluster = GpuCluster(GPUS[gpu])
-        assert 1.2 * step_time(ours, cluster).total_s < step_time(theirs, cluster, check_plan.NVIDIA).total_s
+        assert 1.2 * step_time(ours, cluster).total_s < step_time(theirs, cluster, plan.NVIDIA).total_s
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import random_texts, tiny_corpus
-from tools import anchors, recipes
-from tools.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, measure, of_recipes, table_of
-from tools.recording import Rows, table_in
-from tools.texts import mark_of_text, marked_text
+from tools.experiments import anchors, recipes
+from tools.experiments.anchors import BEGIN, COMPRESSORS, PAGE, Compressor, compressed, measure, of_recipes, table_of
+from tools.experiments.recording import Rows, table_in
+from tools.experiments.texts import mark_of_text, marked_text
 from txl_dist.config.load import Config, changed
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import DataError, TxlError

@@ -11,20 +11,22 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-TOOLS = Path(__file__).parents[3] / "tools"
+from tools.benchmarks import gpu, gpu_jobs, gpu_rows
+from tools.benchmarks.gpu_rows import Journal
+
+ROOT = Path(__file__).parents[3]
 Rows = dict[str, list[dict[str, Any]]]
 
 
 def rehearsed(path: Path, *words: str) -> Rows:
     """Rows by section."""
-    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--rehearse", "--json", str(path), *words]
+    command = [sys.executable, "-m", "tools.benchmarks.gpu", "--rehearse", "--json", str(path), *words]
     began = time.monotonic()
-    result = subprocess.run(command, capture_output=True, text=True, timeout=590, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
     assert result.returncode == 0, result.stderr
     assert time.monotonic() - began < 580
     return rows_in(path)
@@ -42,27 +44,11 @@ def wrong(rows: list[dict[str, Any]]) -> list[str]:
     return [row["error"] for row in rows if "error" in row]
 
 
-@pytest.fixture
-def gpu_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    import gpu_rows  # type: ignore[import-not-found]
-
-    return gpu_rows
-
-
-@pytest.fixture
-def bench_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(TOOLS))
-    import bench_gpu  # type: ignore[import-not-found]
-
-    return bench_gpu
-
-
 CHILD = f"""
 import argparse, os, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, {str(TOOLS)!r})
-from gpu_rows import Journal
+sys.path.insert(0, {str(ROOT)!r})
+from tools.benchmarks.gpu_rows import Journal
 parser = argparse.ArgumentParser()
 parser.add_argument("--json", type=Path)
 parser.add_argument("--child")
@@ -84,27 +70,28 @@ for job in journal.plans(given.child.split()):
 """A section's process whose jobs are the words of its name, in place of one that imports torch for them."""
 
 
-def rows_of(bench_gpu: ModuleType, jobs: str, folder: Path, *, seconds: float, job_s: float) -> list[tuple[str, str]]:
+def rows_of(jobs: str, folder: Path, *, seconds: float, job_s: float) -> list[tuple[str, str]]:
     """(job, error) of each row of a section with these jobs."""
     program, path = folder / "child.py", folder / "gpu.jsonl"
     program.write_text(CHILD, encoding="utf-8")
-    journal = bench_gpu.Journal(path, section=jobs, began=1.0)
+    journal = Journal(path, section=jobs, began=1.0)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", [str(program), "--json", str(path)])
-        bench_gpu.run_section(bench_gpu.Section(jobs, seconds, job_s), journal, ends=time.time() + seconds, job_s=job_s)
+        patched.setattr(gpu, "PROGRAM", (sys.executable, str(program)))
+        patched.setattr(sys, "argv", ["gpu.py", "--json", str(path)])
+        gpu.run_section(gpu.Section(jobs, seconds, job_s), journal, ends=time.time() + seconds, job_s=job_s)
     return [(row["job"], row.get("error", "")) for row in rows_in(path)[jobs]]
 
 
 @pytest.mark.slow
-def test_a_job_that_kills_its_process_or_ends_or_hangs_costs_its_own_row(bench_gpu: ModuleType, tmp_path: Path) -> None:
-    found = rows_of(bench_gpu, "a kill b end c hang d", tmp_path, seconds=300, job_s=12)
+def test_a_job_that_kills_its_process_or_ends_or_hangs_costs_its_own_row(tmp_path: Path) -> None:
+    found = rows_of("a kill b end c hang d", tmp_path, seconds=300, job_s=12)
     errors = {"kill": "killed by SIGKILL.", "end": "last words", "hang": "took longer than 12 s"}
     assert found == [(job, errors.get(job, "")) for job in ["a", "kill", "b", "end", "c", "hang", "d"]]
 
 
 @pytest.mark.slow
-def test_jobs_that_the_time_does_not_reach_are_rows_that_say_so(bench_gpu: ModuleType, tmp_path: Path) -> None:
-    found = rows_of(bench_gpu, "a hang b c", tmp_path, seconds=12, job_s=90)
+def test_jobs_that_the_time_does_not_reach_are_rows_that_say_so(tmp_path: Path) -> None:
+    found = rows_of("a hang b c", tmp_path, seconds=12, job_s=90)
     assert found == [
         ("a", ""),
         ("hang", "the section's time ended"),
@@ -114,15 +101,13 @@ def test_jobs_that_the_time_does_not_reach_are_rows_that_say_so(bench_gpu: Modul
 
 
 def test_a_job_that_raises_or_cannot_be_done_is_a_row_and_the_others_follow(
-    bench_gpu: ModuleType, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    import gpu_jobs  # type: ignore[import-not-found]
-
     def cannot() -> Iterable[dict[str, object]]:
         raise gpu_jobs.Skipped("no GPU")
 
     jobs = {"first": lambda: [{}], "cannot": cannot, "last": lambda: [{"figure": 1}, {"figure": 2}]}
-    journal = bench_gpu.Journal(tmp_path / "gpu.jsonl", section="device", began=1.0)
+    journal = Journal(tmp_path / "gpu.jsonl", section="device", began=1.0)
     assert gpu_jobs.work(lambda setting: jobs, gpu_jobs.Setting("cpu", True, {}, "raise"), journal)
     found = [
         {name: row.get(name) for name in ("job", "error", "skipped", "figure")}
@@ -144,7 +129,7 @@ def test_a_section_is_rehearsed_with_its_first_job_killed(tmp_path: Path) -> Non
 
 
 CHEAPEST = {
-    "gpu_sections": [
+    "tools.benchmarks.gpu_sections": [
         ("twins", "softmax"),
         ("twins", "embedding"),
         ("twins", "model"),
@@ -154,7 +139,7 @@ CHEAPEST = {
         ("codes", "ours"),
         ("codes", "original TF32"),
     ],
-    "gpu_later": [
+    "tools.benchmarks.gpu_later": [
         ("kernels", "tiny, sdpa"),
         ("memcheck", "attention"),
     ],
@@ -163,11 +148,11 @@ JOBS = f"""
 import importlib, json, os, sys
 from pathlib import Path
 os.environ |= {{"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}}
-sys.path.insert(0, {str(TOOLS)!r})
+sys.path.insert(0, {str(ROOT)!r})
 import torch
-import gpu_sections
-from gpu_jobs import Setting, work
-from gpu_rows import Journal
+from tools.benchmarks import gpu_sections
+from tools.benchmarks.gpu_jobs import Setting, work
+from tools.benchmarks.gpu_rows import Journal
 torch.set_num_threads(1)
 setting = Setting("cpu", True, {{"original": None, "nvidia": None}})
 joined = gpu_sections._ranks(setting)
@@ -245,19 +230,20 @@ def test_the_second_and_third_runs_are_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_without_a_gpu_each_section_says_so(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOLS / "bench_gpu.py"), "--only", "device", "--json", str(tmp_path / "gpu.jsonl")]
-    subprocess.run(command, capture_output=True, timeout=100, check=True, env={"CUDA_VISIBLE_DEVICES": "", "PATH": ""})
+    command = [sys.executable, "-m", "tools.benchmarks.gpu", "--only", "device", "--json", str(tmp_path / "gpu.jsonl")]
+    variables = {"CUDA_VISIBLE_DEVICES": "", "PATH": ""}
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=100, check=True, env=variables)
     (row,) = rows_in(tmp_path / "gpu.jsonl")["device"]
     assert "--rehearse" in row["error"]
 
 
-def test_a_row_is_whole_or_not_read(gpu_rows: ModuleType, tmp_path: Path) -> None:
+def test_a_row_is_whole_or_not_read(tmp_path: Path) -> None:
     path = tmp_path / "gpu.jsonl"
-    journal = gpu_rows.Journal(path, section="device", began=1.0, skip=["a"])
+    journal = Journal(path, section="device", began=1.0, skip=["a"])
     assert journal.plans(["a", "b"]) == ["b"]
     journal.begins("b")
     journal.row("b", {"figure": float("nan")})
-    gpu_rows.Journal(path, section="device", began=2.0).row("c", {})
+    Journal(path, section="device", began=2.0).row("c", {})
     with path.open("a") as file:
         file.write('{"began": 1.0, "section": "dev')
     assert gpu_rows.rows(path, began=1.0) == {"device": [{"job": "b", "figure": None}]}

@@ -12,15 +12,15 @@ import torch
 
 from tests.helpers.bundles import make
 from tests.helpers.launch import python
-from tools.products import Products
+from tools.benchmarks.products import Products
 
 pytestmark = pytest.mark.slow
 
-TOOLS = Path(__file__).parents[3] / "tools"
+ROOT = Path(__file__).parents[3]
 
 
 def run(tool: str, *words: str) -> str:
-    result = python(str(TOOLS / tool), *words, cwd=Path.cwd())
+    result = python("-m", f"tools.benchmarks.{tool}", *words, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     return str(result.stdout)
 
@@ -30,7 +30,7 @@ def tables_in(path: Path) -> dict[str, list[dict[str, object]]]:
 
 
 def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) -> None:
-    run("bench_step.py", "--tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
+    run("step", "--tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
     ((plain, ours, products, share),) = tables_in(tmp_path / "step.json").values()
     assert (plain["x by min"], plain["loss error"], plain["syncs"], ours["syncs"]) == (1.0, 0.0, 0, 0)
     assert float(str(ours["loss error"])) < 1e-6
@@ -40,8 +40,8 @@ def test_a_whole_step_is_timed_with_its_losses_memory_and_waits(tmp_path: Path) 
 
 def test_a_step_is_timed_beside_another_checkout_in_a_process_of_its_own(tmp_path: Path) -> None:
     file = tmp_path / "step.json"
-    words = ("--sizes", "ptb", "--against", str(TOOLS.parent), "--json", str(file))
-    run("bench_step.py", "--tiny", "--rounds", "1", *words)
+    words = ("--sizes", "ptb", "--against", str(ROOT), "--json", str(file))
+    run("step", "--tiny", "--rounds", "1", *words)
     ((*_, older, _, _),) = tables_in(file).values()
     assert str(older["variant"]).startswith("ours at ")
     assert float(str(older["min ms"])) > 0
@@ -62,12 +62,12 @@ def test_products_are_made_again_beside_what_the_step_reads_and_writes() -> None
 
 
 def test_the_softmax_of_a_gpu_moves_ten_bytes_per_logit() -> None:
-    counted = [float(row.split("│")[2]) for row in run("bench_softmax.py", "--count").splitlines() if row[:1] == "│"]
+    counted = [float(row.split("│")[2]) for row in run("softmax", "--count").splitlines() if row[:1] == "│"]
     assert counted == [52.0, 10.0]
 
 
 def test_what_attention_launches_is_listed_by_recipe(tmp_path: Path) -> None:
-    run("bench_attention.py", "--launches", "--buffer-mib", "128", "--json", str(tmp_path / "launches.json"))
+    run("attention", "--launches", "--buffer-mib", "128", "--json", str(tmp_path / "launches.json"))
     (table,) = tables_in(tmp_path / "launches.json").values()
     assert {row["recipe"]: row["launches"] for row in table} == {
         **{"enwik8_base": 15, "enwik8_large": 15, "wt103_base": 8, "nvidia_wt103_base": 8, "wt103_large": 15}
@@ -75,17 +75,17 @@ def test_what_attention_launches_is_listed_by_recipe(tmp_path: Path) -> None:
 
 
 def test_without_transformers_its_peer_says_what_to_install() -> None:
-    program = "import sys; sys.modules['transformers'] = None; import peers; peers.huggingface()"
+    program = "import sys; sys.modules['transformers'] = None; from tools.benchmarks import peers; peers.huggingface()"
     command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=TOOLS, capture_output=True, text=True, timeout=300, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 1
     assert "Install transformers==4.46.3" in result.stderr.splitlines()[-1]
 
 
 def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:
-    checkout = str(TOOLS.parent)
+    checkout = str(ROOT)
     file = tmp_path / "decode.json"
-    run("bench_decode.py", "--tiny", "--rounds", "1", "--tokens", "2", "--against", checkout, "--json", str(file))
+    run("decode", "--tiny", "--rounds", "1", "--tokens", "2", "--against", checkout, "--json", str(file))
     (table,) = tables_in(file).values()
     assert [row["case"] for row in table] == [f"memory 8: {checkout}", "memory 8: ours", "2 rows, memory 8: ours"]
     assert table[0]["x by min"] == 1.0
@@ -93,14 +93,14 @@ def test_generation_is_timed_alone_and_in_batches(tmp_path: Path) -> None:
 
 
 def test_a_commit_that_there_is_not_is_no_base_line() -> None:
-    result = python(str(TOOLS / "bench_decode.py"), "--tiny", "--against", "no-such-commit", cwd=Path.cwd())
+    result = python("-m", "tools.benchmarks.decode", "--tiny", "--against", "no-such-commit", cwd=ROOT)
     assert result.returncode == 1
     assert "--against no-such-commit is neither a folder nor a commit" in result.stderr.splitlines()[-1]
 
 
 def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(tmp_path: Path) -> None:
     file = tmp_path / "eval.json"
-    run("bench_eval.py", "--tiny", "--rounds", "1", "--lengths", "24", "--tokens", "8", "--json", str(file))
+    run("evaluation", "--tiny", "--rounds", "1", "--lengths", "24", "--tokens", "8", "--json", str(file))
     (table,) = tables_in(file).values()
     assert [row["variant"] for row in table] == ["vanilla, fused", "vanilla, plain", "recurrence", "cached"]
     assert all(float(str(row["loss error"])) < 1e-5 for row in table)
@@ -109,7 +109,7 @@ def test_evaluation_is_timed_beside_a_vanilla_transformer_with_equal_losses(tmp_
 def test_a_server_is_measured_with_vllms_names(tmp_path: Path) -> None:
     bundle = make(tmp_path / "made").bundle
     words = ["--num-prompts", "4", "--input-len", "3", "--output-len", "4", "--json", str(tmp_path / "serve.json")]
-    printed = run("bench_serve.py", str(bundle), *words, "--rounds", "1")
+    printed = run("serve", str(bundle), *words, "--rounds", "1")
     told = json.loads((tmp_path / "serve.json").read_text(encoding="utf-8"))
     assert "x one at a time" in printed
     assert len(told["turns_ms"]) == 10
@@ -120,7 +120,7 @@ def test_a_server_is_measured_with_vllms_names(tmp_path: Path) -> None:
     assert told.keys() >= set(names)
     assert told.keys() >= {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p99") for name in VLLMS}
     words += ["--request-rate", "200", "--goodput", "ttft:100000", "e2el:0.0001"]
-    run("bench_serve.py", str(bundle), *words)
+    run("serve", str(bundle), *words)
     told = json.loads((tmp_path / "serve.json").read_text(encoding="utf-8"))
     assert (told["request_rate"], told["request_goodput"]) == (200.0, 0.0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import books
+from tools.experiments import books
 from txl_dist.errors import DataError
 
 SIZES = {f"author {i % 7}/title {i:03d}": 150_000 + 10_000 * (i % 20) for i in range(300)}

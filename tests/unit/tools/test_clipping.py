@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import clipping
 import pytest
-from recording import Rows, table_in
 
 from tests.helpers.recipes import CONFIGS, header
+from tools.experiments import clipping
+from tools.experiments.recording import Rows, table_in
 from txl_dist.config.load import check_config, check_vocabulary, load_config
 from txl_dist.model.flops import count_parameters
 

@@ -12,16 +12,23 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-TOOLS = Path(__file__).parents[3] / "tools"
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """enwik8_base by quantity, and what was printed beside the figures of an earlier commit."""
     file = tmp_path_factory.mktemp("counted") / "now.json"
-    words = ["--recipes", "enwik8_base", "--json", str(file), "--before", str(TOOLS / "launches_before.json")]
-    command = [sys.executable, str(TOOLS / "count_launches.py"), *words]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    words = [
+        "--recipes",
+        "enwik8_base",
+        "--json",
+        str(file),
+        "--before",
+        str(ROOT / "tools/benchmarks/launches_before.json"),
+    ]
+    command = [sys.executable, "-m", "tools.benchmarks.count_launches", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr
     return json.loads(file.read_text(encoding="utf-8"))["recipes"]["enwik8_base"], result.stdout
 
@@ -49,7 +56,7 @@ def test_every_kernel_is_compiled_and_has_its_waves(counted: tuple[dict[str, Any
 def test_lists_of_tensors_are_as_many_launches_as_cuda_makes_of_them() -> None:
     program = """
 import torch
-from count_launches import multi_tensor_launches, resident_programs
+from tools.benchmarks.count_launches import multi_tensor_launches, resident_programs
 def launches(*sizes, lists=1): return multi_tensor_launches([[torch.empty(n, device="meta") for n in sizes]] * lists)
 # 320 blocks of 65,536 values, 110 tensors of one list, 48 of three.
 print(launches(1), launches(320 * 65_536), launches(320 * 65_536 + 1), launches(*[1] * 110), launches(*[1] * 111))
@@ -57,5 +64,5 @@ print(launches(*[1] * 48, lists=3), launches(*[1] * 49, lists=3))
 # 255 registers and 128 threads: four warps of 8,192 in 16,384 for each of four schedulers.
 print(resident_programs(255, 0, 4), resident_programs(128, 0, 4), resident_programs(32, 100 * 1024, 4))
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=TOOLS, capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == ["1 1 2 1 2", "1 2", "2 4 2"]

@@ -29,60 +29,67 @@ PROGRAMS = {
     if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
 }
 SMOKE: dict[str, list[str]] = {
-    "ablation": ["--table", "--csv", "docs/ablation.csv"],
-    "anchors": ["--table"],
-    "bench_allocator": ["--only", "as it comes", "--size", "1"],
-    "bench_attention": ["--tiny", "--rounds", "1"],
-    "bench_checkpoint": ["--layers", "1", "--rounds", "1"],
-    "bench_engine": ["--stages", "1", "--rounds", "1"],
-    "bench_export": ["BUNDLE", "--dtypes", "int8"],
-    "bench_loader": ["--tokens", "1200000", "--rounds", "1", "--read-mib", "64"],
-    "bench_logging": ["--rounds", "1"],
-    "bench_prepare": ["TEXT", "--rounds", "1", "--megabytes", "0.1", "--vocab-size", "300"],
-    "books": ["BOOKS", "books"],
-    "check_plan": [],
+    "experiments/ablation": ["--table", "--csv", "docs/ablation.csv"],
+    "experiments/anchors": ["--table"],
+    "benchmarks/allocator": ["--only", "as it comes", "--size", "1"],
+    "benchmarks/attention": ["--tiny", "--rounds", "1"],
+    "benchmarks/checkpoint": ["--layers", "1", "--rounds", "1"],
+    "benchmarks/engine": ["--stages", "1", "--rounds", "1"],
+    "benchmarks/export": ["BUNDLE", "--dtypes", "int8"],
+    "benchmarks/loader": ["--tokens", "1200000", "--rounds", "1", "--read-mib", "64"],
+    "benchmarks/metrics_logging": ["--rounds", "1"],
+    "benchmarks/prepare": ["TEXT", "--rounds", "1", "--megabytes", "0.1", "--vocab-size", "300"],
+    "experiments/books": ["BOOKS", "books"],
+    "checks/plan": [],
     "checks/count_code": ["--files", "3"],
     "checks/draw": ["--seed", "1"],
     "checks/names": [],
     "checks/prose": ["--places"],
     "checks/same_code": ["--before", ".", "--moves", "NO_MOVES", "--folders", "tools"],
     "checks/walk": ["--list"],
-    "clipping": ["--table"],
-    "count_graphs": ["--steps", "2"],
-    "draw_memory": ["RUN", "RUN", "--out", "memory.svg"],
-    "fuzz": ["--reader", "settings", "--cases", "20"],
-    "gpu_engine": ["--tiny", "--json", "tiny.json"],
-    "gpu_rows": ["ROWS"],
-    "huggingface_ours": ["random", "FOLDER"],
-    "long_run": ["--table"],
-    "model_page": ["--check"],
-    "paper/t10": ["--table"],
-    "paper/t6": ["--table"],
-    "paper/t8": ["--size", "paper"],
-    "paper/t9": ["--size", "paper"],
-    "parity": ["--table"],
-    "prediction": ["--table"],
-    "recipes": ["--table"],
-    "reference_pages": ["--check"],
-    "simulate_lanes": ["--lanes", "16", "--ranks", "4", "--shards", "20", "--steps", "50", "--segment-len", "8"],
-    "speedrun": ["--table"],
-    "studies": ["--table"],
+    "experiments/clipping": ["--table"],
+    "benchmarks/count_graphs": ["--steps", "2"],
+    "experiments/draw_memory": ["RUN", "RUN", "--out", "memory.svg"],
+    "checks/fuzz": ["--reader", "settings", "--cases", "20"],
+    "benchmarks/gpu_engine": ["--tiny", "--json", "tiny.json"],
+    "benchmarks/gpu_rows": ["ROWS"],
+    "benchmarks/huggingface_ours": ["random", "FOLDER"],
+    "experiments/long_run": ["--table"],
+    "checks/model_page": ["--check"],
+    "experiments/paper/t10": ["--table"],
+    "experiments/paper/t6": ["--table"],
+    "experiments/paper/t8": ["--size", "paper"],
+    "experiments/paper/t9": ["--size", "paper"],
+    "experiments/parity": ["--table"],
+    "experiments/prediction": ["--table"],
+    "experiments/recipes": ["--table"],
+    "checks/reference_pages": ["--check"],
+    "checks/simulate_lanes": ["--lanes", "16", "--ranks", "4", "--shards", "20", "--steps", "50", "--segment-len", "8"],
+    "experiments/speedrun": ["--table"],
+    "experiments/studies": ["--table"],
 }
 """Smallest documented size by program. Words in capitals are files and folders that `make_places` makes."""
 ELSEWHERE: dict[str, str] = {
-    **dict.fromkeys(("bench_decode", "bench_eval", "bench_serve", "bench_softmax", "bench_step"), "test_benchmarks.py"),
-    "bench_footprint": "test_footprint_measured.py",
-    "bench_gpu": "test_bench_gpu.py rehearses it on a CPU",
-    "count_launches": "test_count_launches.py",
-    "decode_worker": "is started by bench_decode",
-    "gpu_later": "needs a CUDA device",
+    **dict.fromkeys(
+        [f"benchmarks/{name}" for name in ("decode", "evaluation", "serve", "softmax", "step")], "test_benchmarks.py"
+    ),
+    "benchmarks/footprint": "test_footprint_measured.py",
+    "benchmarks/gpu": "test_bench_gpu.py rehearses it on a CPU",
+    "benchmarks/count_launches": "test_count_launches.py",
+    "benchmarks/decode_worker": "is started by benchmarks/decode",
+    "benchmarks/gpu_later": "needs a CUDA device",
     "checks/guard": "its smallest part trains twice on two ranks: more than a minute of a core",
-    "huggingface_theirs": "needs transformers 4",
-    "measure_ends": "its smallest case starts a training by DeepSpeed's launcher: half a minute of a core",
-    "original_train": "needs the original authors' code",
-    "step_worker": "is started by bench_step",
+    "benchmarks/huggingface_theirs": "needs transformers 4",
+    "benchmarks/measure_ends": "its smallest case starts a training by DeepSpeed's launcher: half a minute of a core",
+    "benchmarks/original_train": "needs the original authors' code",
+    "benchmarks/step_worker": "is started by benchmarks/step",
 }
 """Programs without a run here, and why, or which test runs them."""
+
+
+def module_of(name: str) -> str:
+    """A program's name as `python -m` takes it."""
+    return f"tools.{name.replace('/', '.')}"
 
 
 def test_every_program_has_one_entry() -> None:
@@ -95,10 +102,9 @@ def test_a_program_shows_its_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, since 45 fresh ones would import torch 45 times."""
-    path = PROGRAMS[name]
-    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    monkeypatch.setattr(sys, "argv", [str(PROGRAMS[name]), "--help"])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(path), run_name="__main__")
+        runpy.run_module(module_of(name), run_name="__main__")
     assert ended.value.code == 0
     assert "usage: " in capsys.readouterr().out
 
@@ -127,7 +133,7 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     if "NO_MOVES" in wanted:
         (folder / "no_moves").write_text("# nothing has moved\n")
     if "ROWS" in wanted:
-        began = {"began": 1.0, "section": "", "state": "opens", "command": "bench_gpu", "date": "today"}
+        began = {"began": 1.0, "section": "", "state": "opens", "command": "gpu.py", "date": "today"}
         (folder / "rows").write_text(json.dumps(began) + "\n")
     if "RUN" in wanted:
         (folder / "run").mkdir()
@@ -146,10 +152,9 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
     words = [places.get(word, word) for word in SMOKE[name]]
     variables = forked.environment(PYTHONPATH=checkout)
     out, err, stdin = tmp_path / "out.txt", tmp_path / "err.txt", tmp_path / "stdin.txt"
-    stdin.write_text("\n")  # bench_allocator makes a step per line
-    program = str(checkout / f"tools/{name}.py")
+    stdin.write_text("\n")  # the allocator's benchmark makes a step per line
     files: dict[str, Path] = {"stdin": stdin, "out": out, "err": err}
-    process = forked.start(forked.run_python, program, *words, variables=variables, cwd=checkout, **files)
+    process = forked.start(forked.run_python, "-m", module_of(name), *words, variables=variables, cwd=checkout, **files)
     process.join(300)
     if process.is_alive():
         process.kill()
@@ -163,23 +168,23 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        ("original_train", ["--", "--cuda"], "the following arguments are required: DIR, CORPUS"),
-        ("original_train", ["nowhere", "corpus", "10", "x"], "invalid int value: 'x'"),
-        ("huggingface_theirs", ["work"], "has no TransfoXL any more"),
-        ("decode_worker", [], "required: JOB.json"),
-        ("step_worker", ["one"], "required: SIZES.json"),
-        ("gpu_rows", [], "required: FILE"),
-        ("bench_loader", ["--tokens", "200000"], "--tokens 200,000 is too few: the smallest corpus has 1,181,952"),
-        ("bench_loader", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
-        ("bench_loader", ["--read-mib", "-1"], "--read-mib -1 reads nothing: type 1 or more"),
-        ("bench_prepare", ["texts.jsonl", "--rounds", "0"], "--rounds: 0 is not a whole number of 1 or more"),
-        ("bench_engine", ["--rounds", "one"], "--rounds: one is not a whole number of 1 or more"),
-        ("bench_engine", ["--stages", "4"], "--stages: invalid choice: 4"),
-        ("bench_allocator", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
-        ("bench_checkpoint", ["--layers", "0"], "--layers: 0 is not a whole number of 1 or more"),
-        ("count_graphs", ["--steps", "-2"], "--steps: -2 is not a whole number of 1 or more"),
-        ("gpu_engine", ["--tiny"], "--tiny makes no reference: name a file for its numbers by --json"),
-        ("measure_ends", ["--cases", "fire"], "--cases: invalid choice: 'fire'"),
+        ("benchmarks/original_train", ["--", "--cuda"], "the following arguments are required: DIR, CORPUS"),
+        ("benchmarks/original_train", ["nowhere", "corpus", "10", "x"], "invalid int value: 'x'"),
+        ("benchmarks/huggingface_theirs", ["work"], "has no TransfoXL any more"),
+        ("benchmarks/decode_worker", [], "required: JOB.json"),
+        ("benchmarks/step_worker", ["one"], "required: SIZES.json"),
+        ("benchmarks/gpu_rows", [], "required: FILE"),
+        ("benchmarks/loader", ["--tokens", "200000"], "--tokens 200,000 is too few: the smallest corpus has 1,181,952"),
+        ("benchmarks/loader", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
+        ("benchmarks/loader", ["--read-mib", "-1"], "--read-mib -1 reads nothing: type 1 or more"),
+        ("benchmarks/prepare", ["texts.jsonl", "--rounds", "0"], "--rounds: 0 is not a whole number of 1 or more"),
+        ("benchmarks/engine", ["--rounds", "one"], "--rounds: one is not a whole number of 1 or more"),
+        ("benchmarks/engine", ["--stages", "4"], "--stages: invalid choice: 4"),
+        ("benchmarks/allocator", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
+        ("benchmarks/checkpoint", ["--layers", "0"], "--layers: 0 is not a whole number of 1 or more"),
+        ("benchmarks/count_graphs", ["--steps", "-2"], "--steps: -2 is not a whole number of 1 or more"),
+        ("benchmarks/gpu_engine", ["--tiny"], "--tiny makes no reference: name a file for its numbers by --json"),
+        ("benchmarks/measure_ends", ["--cases", "fire"], "--cases: invalid choice: 'fire'"),
     ],
 )
 def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
@@ -187,7 +192,7 @@ def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(PROGRAMS[name]), *words])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PROGRAMS[name]), run_name="__main__")
+        runpy.run_module(module_of(name), run_name="__main__")
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -206,15 +211,15 @@ def test_a_wrong_call_is_a_line_of_usage_not_a_traceback(
         (None, "cannot be read: No such file or directory"),
     ],
 )
-def test_bench_prepare_names_the_line_that_is_no_record(
+def test_prepare_names_the_line_that_is_no_record(
     content: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if content is not None:
         (tmp_path / "texts").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["bench_prepare", str(tmp_path / "texts")])
+    monkeypatch.setattr(sys, "argv", ["prepare.py", str(tmp_path / "texts")])
     with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(PROGRAMS["bench_prepare"]), run_name="__main__")
-    assert str(ended.value.code).startswith("bench_prepare: ")
+        runpy.run_module("tools.benchmarks.prepare", run_name="__main__")
+    assert str(ended.value.code).startswith("prepare: ")
     assert said in str(ended.value.code)
     assert "\n" not in str(ended.value.code)
 
@@ -235,11 +240,11 @@ class StandInLayer(nn.Module):
 
 
 def test_attention_is_measured_beside_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    import bench_attention
+    from tools.benchmarks import attention
 
     encode = SimpleNamespace(PositionalEmbedding=lambda width: lambda at: at[:, None, None].expand(-1, 1, width))
     model = SimpleNamespace(RelPartialLearnableDecoderLayer=StandInLayer, **vars(encode))
-    monkeypatch.setattr(bench_attention.peers, "original", lambda folder: SimpleNamespace(model=model))
-    size = bench_attention.TINY["tiny"]
-    variant = bench_attention.build("original", size, Namespace(peer_original="DIR"))
+    monkeypatch.setattr(attention.peers, "original", lambda folder: SimpleNamespace(model=model))
+    size = attention.TINY["tiny"]
+    variant = attention.build("original", size, Namespace(peer_original="DIR"))
     assert variant.results()["output"].shape == (size.B, size.T, size.model.width)

@@ -12,7 +12,7 @@ import pytest
 from tools.checks import guard
 from tools.checks.count_code import code_lines, size_of, sizes_by_package
 from tools.checks.guard import Renamed, content_of, differences, digest, in_old_names, plain, tensors_of
-from tools.draw_memory import draw
+from tools.experiments.draw_memory import draw
 
 ROOT = Path(__file__).parents[3]
 

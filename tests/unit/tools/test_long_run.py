@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tools import long_run
-from tools.long_run import KILLED, MOVED, RANKS, UNBROKEN, Kill, Record, kills_of, records_in, table_of
-from tools.recording import ROOT
-from tools.trainings import records_of
+from tools.experiments import long_run
+from tools.experiments.long_run import KILLED, MOVED, RANKS, UNBROKEN, Kill, Record, kills_of, records_in, table_of
+from tools.experiments.recording import ROOT
+from tools.experiments.trainings import records_of
 from txl_dist.config.load import load_config
 from txl_dist.errors import TxlError
 

@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from tools.model_page import PAGE, WORDS, drawn_shift, is_stale, model_page, source_of
+from tools.checks.model_page import PAGE, WORDS, drawn_shift, is_stale, model_page, source_of
 
 WHOLE = "CODE memory.py attended\n"
 
 
 def test_the_page_is_what_the_code_gives() -> None:
-    assert not is_stale(), "run `python tools/model_page.py`"
+    assert not is_stale(), "run `python -m tools.checks.model_page`"
 
 
 def test_a_part_of_a_function_that_would_be_left_out_is_found() -> None:

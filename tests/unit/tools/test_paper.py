@@ -12,8 +12,8 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.launch import python
-from tools.paper import t6, t8, t9, t10, trials
-from tools.paper.trials import (
+from tools.experiments.paper import t6, t8, t9, t10, trials
+from tools.experiments.paper.trials import (
     PAGE,
     SIZES,
     Job,
@@ -24,8 +24,8 @@ from tools.paper.trials import (
     on_a_cluster,
     scoring,
 )
-from tools.recording import ROOT, Rows, table_in
-from tools.trainings import flags_of, side_by_side
+from tools.experiments.recording import ROOT, Rows, table_in
+from tools.experiments.trainings import flags_of, side_by_side
 from txl_dist.config.load import Config, changed, check_config, load_config, plan_batch
 from txl_dist.data.loader.corpus import open_corpus
 
@@ -150,7 +150,7 @@ def test_runs_side_by_side_say_how_many_are_done(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("program", ["t6", "t8", "t9", "t10"])
 def test_a_try_keeps_out_of_the_records_and_a_wrong_folder_is_a_line(program: str, tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return python("-m", f"tools.paper.{program}", *words, cwd=ROOT)
+        return python("-m", f"tools.experiments.paper.{program}", *words, cwd=ROOT)
 
     assert "--csv" in run("--size", "tiny").stderr.splitlines()[-1]
     if program != "t9":  # which has no folder to be wrong
@@ -169,7 +169,7 @@ def test_a_table_of_lengths_tells_range_and_what_still_gained() -> None:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_page_shows_the_table_of_the_records(program: str) -> None:
-    module, path = PROGRAMS[program], ROOT / f"tools/paper/{program}.csv"
+    module, path = PROGRAMS[program], ROOT / f"tools/experiments/paper/{program}.csv"
     assert table_in(PAGE, begin_of(program)) == module.table_of(Rows(path, module.COLUMNS).rows)
 
 
@@ -225,7 +225,7 @@ def test_cutoffs_are_those_that_the_corpus_has() -> None:
 
 def test_a_cluster_that_cannot_be_is_one_line() -> None:
     for words in (("t6", "--gpu", "foo"), ("t10", "--gpus", "8")):
-        done = python("-m", f"tools.paper.{words[0]}", "--size", "paper", *words[1:], cwd=ROOT)
+        done = python("-m", f"tools.experiments.paper.{words[0]}", "--size", "paper", *words[1:], cwd=ROOT)
         assert (done.returncode, len(done.stderr.splitlines())) == (1, 1), done.stderr
 
 
@@ -244,7 +244,9 @@ def test_trials_are_trained_scored_and_told_once(tmp_path: Path) -> None:
     corpus = tiny_corpus(tmp_path, texts=["abc" * 40 + "d" * i for i in range(40)], valid_fraction=0.2).folder
     for _ in range(2):  # the second time nothing is trained
         words = ["--size", "tiny", "--corpus", str(corpus), "--seeds", "1", "--csv", str(tmp_path / "t10.csv")]
-        done = python("-m", "tools.paper.t10", *words, "--out", str(tmp_path / "runs"), cwd=ROOT, timeout_s=500)
+        done = python(
+            "-m", "tools.experiments.paper.t10", *words, "--out", str(tmp_path / "runs"), cwd=ROOT, timeout_s=500
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("| yes | ours |") == 2
         assert done.stdout.count("| no | ours |") == 2, "as much text is as many steps here"

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers.corpora import tiny_corpus
-from tools import parity
-from tools.parity import BEGIN, PAGE, Record, Recorded, Size, Turn, check_batches, spent, table_of
-from tools.recording import table_in
+from tools.experiments import parity
+from tools.experiments.parity import BEGIN, PAGE, Record, Recorded, Size, Turn, check_batches, spent, table_of
+from tools.experiments.recording import ROOT, table_in
 from txl_dist.data.loader.corpus import Corpus
 from txl_dist.errors import ConfigError, DataError
 
@@ -181,8 +181,8 @@ def test_without_dropout_both_have_the_same_losses_for_20_steps(
 
 @pytest.mark.slow
 def test_bad_words_end_with_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(parity.__file__)), str(tmp_path), "--original", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "tools.experiments.parity", str(tmp_path), "--original", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "named none of tinyshakespeare, wikitext-2" in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -11,9 +11,9 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.recipes import header
-from tools import recipes
-from tools.recipes import BEGIN, COLUMNS, PAGE, RECORDS, SCORES, as_told, table_of
-from tools.recording import Rows, table_in
+from tools.experiments import recipes
+from tools.experiments.recipes import BEGIN, COLUMNS, PAGE, RECORDS, SCORES, as_told, table_of
+from tools.experiments.recording import Rows, table_in
 from txl_dist.config.load import Config
 from txl_dist.errors import ConfigError
 

@@ -8,7 +8,17 @@ from typing import NamedTuple
 
 import pytest
 
-from tools.recording import END, RecordsError, Rows, append_rows, picture, put_table, read_rows, spread, table_in
+from tools.experiments.recording import (
+    END,
+    RecordsError,
+    Rows,
+    append_rows,
+    picture,
+    put_table,
+    read_rows,
+    spread,
+    table_in,
+)
 
 
 class Measured(NamedTuple):

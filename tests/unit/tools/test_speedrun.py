@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import forked
 from tests.helpers.corpora import tiny_corpus
-from tools.recording import ROOT, table_in
-from tools.speedrun import BEGIN, PAGE, Record, entries_of, original_entry, read_records, table_of
+from tools.experiments.recording import table_in
+from tools.experiments.speedrun import BEGIN, PAGE, Record, entries_of, original_entry, read_records, table_of
 from txl_dist.config.load import Config
 from txl_dist.errors import ConfigError
 
@@ -90,9 +91,11 @@ def test_a_recipe_is_trained_scored_and_told(tmp_path: Path) -> None:
     train = "[train]\nnum_lanes = 4\nsegment_len = 8\nmemory_len = 8\nmicrobatch_lanes = 2\nmax_steps = 2\n"
     (tmp_path / "tiny.toml").write_text(model + train, encoding="utf-8")
     words = ["tiny.toml", "--corpus", str(corpus), "--out", "out", "--seeds", "1", "--trial"]
-    command = [sys.executable, str(ROOT / "tools/speedrun.py"), *words]
+    command = [sys.executable, "-m", "tools.experiments.speedrun", *words]
     for _ in range(2):  # the second time nothing is trained
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=tmp_path, env=forked.environment(), capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert "entry='tiny'" in done.stdout
         assert "starts=1" in done.stdout

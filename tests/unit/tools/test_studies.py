@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
-from tools import prediction, studies
-from tools.recording import append_rows, read_rows
-from tools.studies import STUDIES, Record, config_of, draw, ordered, parameters_outside_tables, table_of
+from tools.experiments import prediction, studies
+from tools.experiments.recording import append_rows, read_rows
+from tools.experiments.studies import STUDIES, Record, config_of, draw, ordered, parameters_outside_tables, table_of
 from txl_dist.config.load import plan_batch
 from txl_dist.errors import ConfigError
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tools.count_graphs import RECIPES, count, microbatches
+from tools.benchmarks.count_graphs import RECIPES, count, microbatches
 from txl_dist.config.load import load_config
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.train.batch import BatchMaker

@@ -1,7 +1,7 @@
 """One background thread that makes items ahead: a loader needs no more, and no more keeps the order certain.
 
-What it gives up: worker processes. One thread reads far faster than any model trains (tools/bench_loader.py), since
-copying releases the interpreter's lock.
+What it gives up: worker processes. One thread reads far faster than any model trains (tools/benchmarks/loader.py),
+since copying releases the interpreter's lock.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ HEAD_WIDTH_MULTIPLE = 16
 """Head widths between are padded by zeros, so that every row of a head begins at a multiple of 16 bytes."""
 SCORE_BUFFER_BYTES = 192 * 2**20
 """Of a chunk. 30 MB stay in the L2 cache of an H100 or H200 (50 and 60 MB), but make launches many and too small to
-fill a device; into this a layer of each recipe fits. `tools/bench_attention.py --buffers` measures which is better."""
+fill a device; into this a layer of each recipe fits. Which is better is measured by
+`python -m tools.benchmarks.attention --buffers`."""
 MAX_MATRICES = 65_535 // 8
 """Score matrices in a chunk: an axis of a CUDA grid has at most 65,535 programs, 8 for a matrix."""
 NUM_MULTIPROCESSORS = 132

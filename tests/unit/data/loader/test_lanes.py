@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tools.simulate_lanes import tokens_at
+from tools.checks.simulate_lanes import tokens_at
 from txl_dist.data.loader.lanes import (
     LanePartition,
     LanePlan,

@@ -11,7 +11,7 @@ import pytest
 
 from txl_dist.distributed.malloc import _has_huge_pages
 
-TOOL = Path(__file__).parents[4] / "tools" / "bench_footprint.py"
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.dist
@@ -21,8 +21,8 @@ TOOL = Path(__file__).parents[4] / "tools" / "bench_footprint.py"
 def test_what_a_rank_holds_at_each_stage_is_foreseen_within_a_tenth(stages: tuple[int, int], tmp_path: Path) -> None:
     file = tmp_path / "footprint.json"
     words = ["--sizes", "30", "--stages", *map(str, stages), "--ranks", "2", "--folder", str(tmp_path)]
-    command = [sys.executable, str(TOOL), *words, "--json", str(file)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    command = [sys.executable, "-m", "tools.benchmarks.footprint", *words, "--json", str(file)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr
     rows = json.loads(file.read_text(encoding="utf-8"))["tables"]["footprint"]
     assert [row["stage"] for row in rows] == [*stages]

@@ -1,0 +1,1 @@
+"""Programs around the package, run from the checkout's root: `python -m tools.benchmarks.step --help`."""

@@ -1,0 +1,397 @@
+"""Layers and attention beside their peers.
+
+    python -m tools.benchmarks.attention --peer-original DIR [--peer-nvidia DIR]
+
+Two stacks of layers, forward and backward, fp32 on one thread, with a full memory and without dropout; A is short and
+narrow, B long:
+
+    A   4 layers, width 256, 4 heads of 64, feed-forward 1,024, segment = memory = 128, batch 8
+    B   2 layers, width 512, 8 heads of 64, feed-forward 2,048, segment = memory = 512, batch 2
+
+    original   the authors' RelPartialLearnableDecoderLayer
+    nvidia     NVIDIA's
+    plain      our `Block` with `engine.attention = "plain"`
+    fused      our `Block` with `engine.attention = "fused"`
+
+All have the same weights and inputs. Each round makes the outputs and the gradients of the input, of all weights and of
+the biases u and v. Beside times and peaks: how far outputs and gradients are from the first variant's, relative to
+their norm, and the operations that torch counts, as a multiple of what `model/flops.py` says is needed. Then attention
+alone, in the shapes of a layer of the stack.
+
+Two more tables are of the Triton kernels, for a micro-batch of each recipe in bf16. `--launches` runs nothing: what
+would be launched for a layer, forward and backward, how many times over the programs of each kernel fill the 132
+multiprocessors of an H100, and how many bytes of scores a token moves. `--buffers` needs a GPU: milliseconds of a layer
+by the size of the score buffer, replayed as CUDA graphs.
+
+`--peer-*` are the folders `pytorch` of the peers' code; without them our plain layers are the base line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tools.benchmarks import measuring, peers
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import AttentionKernel, ModelSection
+from txl_dist.convert.key_mapping import from_original, to_original
+from txl_dist.model.block import Block
+from txl_dist.model.flops import flops_by_part
+from txl_dist.model.fused_attention import fused_relative_attention
+from txl_dist.model.kernels import launch
+from txl_dist.model.memory import AttentionMask, Memory, build_mask
+from txl_dist.model.positions import attention_biases, distance_encoding
+from txl_dist.model.relative_attention import Terms, relative_attention
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RECIPES = {
+    "enwik8_base": 22,
+    "enwik8_large": None,
+    "wt103_base": None,
+    "nvidia_wt103_base": None,
+    "wt103_large": None,
+}
+"""With the lanes of a micro-batch, where those are not the recipe's."""
+PASSES = 8
+"""Over what is seen of the scores: the forward writes and reads it; the backward writes, reads, and writes it, and
+reads it three times."""
+TOLERANCE = 1e-5
+"""Of outputs and gradients, relative to their norm."""
+
+
+class Size(NamedTuple):
+    """Of a stack; T segment, M memory, B lanes."""
+
+    model: ModelSection
+    T: int
+    M: int
+    B: int
+
+
+def _size(num_layers: int, width: int, length: int, lanes: int) -> Size:
+    model = ModelSection(
+        num_layers=num_layers,
+        width=width,
+        num_heads=width // 64,
+        head_width=64,
+        ff_width=4 * width,
+        dropout=0.0,
+    )
+    return Size(model, length, length, lanes)
+
+
+SIZES = {"A": _size(4, 256, 128, 8), "B": _size(2, 512, 512, 2)}
+TINY = {"tiny": _size(1, 64, 8, 2)}
+
+
+class Given(NamedTuple):
+    """What all variants start from, batch first."""
+
+    hidden_BTD: Tensor
+    memory: Memory
+    d_output_BTD: Tensor
+    weights: dict[str, Tensor]
+    """By the original's names."""
+
+
+class PeerStack(nn.Module):
+    """A peer's layers, time-major; its state has the names of the peer's whole model."""
+
+    def __init__(self, peer: peers.Peer, size: Size, *, mask_TK1: Tensor) -> None:
+        super().__init__()
+        model, shape = size.model, (size.model.num_heads, size.model.head_width)
+        self.layers = nn.ModuleList(
+            peer.model.RelPartialLearnableDecoderLayer(
+                model.num_heads,
+                model.width,
+                model.head_width,
+                model.ff_width,
+                0.0,
+                dropatt=0.0,
+                pre_lnorm=False,
+                tgt_len=size.T,
+                ext_len=0,
+                mem_len=size.M,
+            )
+            for _ in range(model.num_layers)
+        )
+        self.positions = peer.model.PositionalEmbedding(model.width)
+        self.r_w_bias, self.r_r_bias = nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape))
+        self.mask_TK1 = mask_TK1
+
+    def forward(self, hidden_TBD: Tensor, memory_LMBD: Tensor) -> Tensor:
+        """Output of the last layer, [T, B, D]."""
+        encoding = self.positions(torch.arange(self.mask_TK1.shape[1] - 1, -1, -1.0))
+        for layer, memory_MBD in zip(self.layers, memory_LMBD, strict=True):
+            hidden_TBD = layer(
+                hidden_TBD, encoding, self.r_w_bias, self.r_r_bias, dec_attn_mask=self.mask_TK1, mems=memory_MBD
+            )
+        return hidden_TBD
+
+
+class OurStack(nn.Module):
+    """Our blocks, as `TransformerXL` runs them."""
+
+    def __init__(self, model: ModelSection, *, kernel: AttentionKernel) -> None:
+        super().__init__()
+        biases = attention_biases(model)
+        self.blocks = nn.ModuleList(Block(model, biases=biases, kernel=kernel) for _ in range(model.num_layers))
+
+    def forward(self, hidden_BTD: Tensor, memory: Memory) -> Tensor:
+        """Output of the last block, [B, T, D]."""
+        visible = build_mask(memory, torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64))
+        D = hidden_BTD.shape[-1]
+        encoding_KD = distance_encoding(visible.num_keys, width=D, clamp_len=0, like=hidden_BTD)
+        for block, memory_BMD in zip(self.blocks, memory.hidden, strict=True):
+            hidden_BTD, _ = block(hidden_BTD, memory_BMD, encoding_KD, visible)
+        return hidden_BTD
+
+
+class Variant(NamedTuple):
+    """A stack, its inputs in its own layout, and how to read its results."""
+
+    module: nn.Module
+    hidden: Tensor
+    memory: Any
+    d_output: Tensor
+    batch_first: Callable[[Tensor], Tensor]
+    named: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    """From its own names to the original's."""
+
+    def step(self) -> Tensor:
+        """The output; leaves gradients behind."""
+        self.module.zero_grad()
+        self.hidden.grad = None
+        output: Tensor = self.module(self.hidden, self.memory)
+        output.backward(self.d_output)
+        return output
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and all gradients, batch first, by the original's names."""
+        output = self.step()
+        gradients = {name: cast(Tensor, weight.grad) for name, weight in self.module.named_parameters()}
+        of_input = self.batch_first(cast(Tensor, self.hidden.grad))
+        return {"output": self.batch_first(output.detach()), "input": of_input, **self.named(gradients)}
+
+
+def given(size: Size) -> Given:
+    """Drawn from a fixed seed, weights as large as a trained model's."""
+    torch.manual_seed(0)
+    (model, T, M, B), D = size, size.model.width
+    ours = OurStack(model, kernel="plain")
+    for weight in ours.parameters():
+        nn.init.normal_(weight, std=0.02) if weight.dim() == 2 else nn.init.normal_(weight, mean=0.5, std=0.1)
+    memory = Memory(torch.randn(model.num_layers, B, M, D), torch.zeros(B, M, dtype=torch.int64))
+    weights = to_original(ours.state_dict(), model)
+    return Given(torch.randn(B, T, D), memory, torch.randn(B, T, D), weights)
+
+
+def build(name: str, size: Size, arguments: argparse.Namespace) -> Variant:
+    """A variant with the same weights and inputs as all others."""
+    data = given(size)
+    if name in ("plain", "fused"):
+        module = OurStack(size.model, kernel=cast(AttentionKernel, name))
+        module.load_state_dict(from_original(data.weights, size.model), strict=False)
+        hidden = data.hidden_BTD.requires_grad_()
+        return Variant(
+            module, hidden, data.memory, data.d_output_BTD, lambda x: x, lambda own: to_original(own, size.model)
+        )
+    mask_TK = torch.ones(size.T, size.M + size.T).triu(1 + size.M).bool()
+    if name == "original":
+        stack = PeerStack(peers.original(arguments.peer_original), size, mask_TK1=mask_TK[:, :, None])
+    else:
+        stack = PeerStack(peers.nvidia(arguments.peer_nvidia), size, mask_TK1=mask_TK)
+    stack.load_state_dict(data.weights, strict=False)
+    hidden = data.hidden_BTD.transpose(0, 1).contiguous().requires_grad_()
+    memory_LMBD = data.memory.hidden.transpose(1, 2).contiguous()
+    d_output_TBD = data.d_output_BTD.transpose(0, 1).contiguous()
+    return Variant(stack, hidden, memory_LMBD, d_output_TBD, lambda x: x.transpose(0, 1), lambda own: own)
+
+
+def names(arguments: argparse.Namespace) -> list[str]:
+    """The variants that can be had, the base line first."""
+    theirs = [name for name in ("original", "nvidia") if getattr(arguments, f"peer_{name}") is not None]
+    return [*theirs, "plain", "fused"]
+
+
+def off_by(results: dict[str, Tensor], base: dict[str, Tensor]) -> float:
+    """Of all outputs and gradients the one that is furthest from the base line's, relative to its norm."""
+    return max(float((results[name] - expected).norm() / expected.norm()) for name, expected in base.items())
+
+
+def counted_flops(action: Callable[[], object], size: Size) -> float:
+    """What torch counts, as a multiple of the formula's."""
+    parts = flops_by_part(
+        size.model,
+        vocab_size=1,
+        segment_len=size.T,
+        memory_lens=[size.M] * size.model.num_layers,
+        microbatch_lanes=size.B,
+    )
+    needed = size.B * size.T * sum(parts[name] for name in ("linear", "memory", "distances", "scores", "shift"))
+    with FlopCounterMode(display=False) as counter:
+        action()
+    return float(counter.get_total_flops() / needed)
+
+
+def _stack_flags(key: str) -> list[str]:
+    """How a child is told the stack; that it is tiny it knows by the flags of its parent."""
+    return [] if key in TINY else ["--stack", key]
+
+
+def measure_stack(key: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The table of a stack."""
+    size = (SIZES | TINY)[key]
+    variants = {name: build(name, size, arguments) for name in names(arguments)}
+    base = next(iter(variants))
+    expected = variants[base].results()
+    more = {
+        name: {"off by": off_by(variant.results(), expected), "FLOPs of formula": counted_flops(variant.step, size)}
+        for name, variant in variants.items()
+    }
+    timings = measuring.interleaved({name: v.step for name, v in variants.items()}, rounds=arguments.rounds)
+    peaks = {name: measuring.peak_in_fresh_process(name, arguments=_stack_flags(key)) for name in variants}
+    return measuring.rows(timings, base=base, peaks=peaks, more=more)
+
+
+def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """The table of attention alone, between the projections."""
+    model, T, M, B = (SIZES | TINY)[key]
+    N, H = model.num_heads, model.head_width
+    torch.manual_seed(0)
+    query = torch.randn(B, T, N, H, requires_grad=True)
+    # Head-major in memory, as `Block` makes them.
+    key_, value = (torch.randn(N, B, M + T, H).permute(1, 2, 0, 3).requires_grad_() for _ in range(2))
+    distance = torch.randn(M + T, N, H, requires_grad=True)
+    u, v = (torch.randn(N, H, requires_grad=True) for _ in range(2))
+    document_BK = torch.zeros(B, M + T, dtype=torch.int64)
+    visible = AttentionMask(document_BK[:, M:], document_BK, None)
+    d_context = torch.randn(B, T, N, H)
+
+    def step(attend: Callable[..., Tensor]) -> dict[str, Tensor]:
+        context = attend(Terms(query, key_, value, distance, u, v), visible=visible)
+        gradients = torch.autograd.grad(context, [query, key_, value, distance, u, v], d_context)
+        return {"context": context.detach()} | {str(place): gradient for place, gradient in enumerate(gradients)}
+
+    functions = {"plain": relative_attention, "fused": fused_relative_attention}
+    more = {"fused": {"off by": off_by(step(functions["fused"]), step(functions["plain"]))}, "plain": {"off by": 0.0}}
+    actions = {name: lambda attend=attend: step(attend) for name, attend in functions.items()}
+    return measuring.rows(measuring.interleaved(actions, rounds=arguments.rounds), base="plain", more=more)
+
+
+def recipe_sizes() -> dict[str, launch.Sizes]:
+    """Of a micro-batch of each recipe."""
+    found = {}
+    for recipe, lanes in RECIPES.items():
+        config = load_config(CONFIGS / f"{recipe}.toml")
+        found[recipe] = launch.Sizes.of(config.model, config.train, lanes=lanes or config.train.microbatch_lanes)
+    return found
+
+
+def launch_table(buffer_mib: float) -> list[dict[str, object]]:
+    """A row per recipe; of each kernel the fewest waves of any of its launches."""
+    launch.SCORE_BUFFER_BYTES = int(buffer_mib * 2**20)
+    table = []
+    for recipe, sizes in recipe_sizes().items():
+        planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
+        fewest: dict[str, float] = {}
+        for one in planned:
+            fewest[one.kernel] = min(one.waves, fewest.get(one.kernel, math.inf))
+        seen = sizes.N * (sizes.K - sizes.T + (sizes.T + 1) / 2)
+        row: dict[str, object] = {"recipe": recipe, "lanes": sizes.B, "launches": len(planned)}
+        table.append(
+            row
+            | {"KB of scores a token": seen * PASSES * sizes.value_bytes / 1000}
+            | {kernel.replace("_", " "): least for kernel, least in fewest.items()}
+        )
+    return table
+
+
+def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[dict[str, object]]:
+    """Milliseconds of a layer's attention with all gradients, by buffer; on a GPU."""
+    B, T, K, N, H, *_ = sizes = recipe_sizes()[recipe]
+    shapes = [(B, T, N, H), (B, K, 2, N, H), (K, N, H), (N, H), (N, H)]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    query, key_value, distance, u, v = leaves
+    document_BK = torch.zeros(B, K, dtype=torch.int64, device="cuda")
+    visible = AttentionMask(document_BK[:, K - T :], document_BK, None)
+    d_context = torch.randn(B, T, N, H, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        terms = Terms(query, *key_value.unbind(2), distance, u, v)
+        torch.autograd.grad(launch.triton_relative_attention(terms, visible=visible), leaves, d_context)
+
+    graphs, more = {}, {}
+    for mib in buffers_mib:
+        launch.SCORE_BUFFER_BYTES = int(mib * 2**20)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()  # compiles, and makes what a capture must find
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        name = f"{mib:g} MiB"
+        graphs[name] = graph.replay
+        planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
+        more[name] = {"launches": len(planned)}
+    return measuring.rows(measuring.interleaved(graphs, rounds=rounds), base=next(iter(graphs)), more=more)
+
+
+def main() -> None:
+    """See the module's docstring; ends with 1 if an output or a gradient is further off than the tolerance."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-original", type=Path, default=None, metavar="DIR")
+    parser.add_argument("--peer-nvidia", type=Path, default=None, metavar="DIR")
+    parser.add_argument("--stack", choices=("A", "B", "all"), default="all")
+    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    measuring.add_measure_options(parser)
+    parser.add_argument("--launches", action="store_true", help="what the Triton kernels launch, counted")
+    default = launch.SCORE_BUFFER_BYTES / 2**20
+    parser.add_argument("--buffer-mib", type=float, default=default, help="score buffer that --launches counts with")
+    parser.add_argument("--buffers", type=float, nargs="+", metavar="MIB", help="score buffers to time on a GPU")
+    arguments = parser.parse_args()
+    if arguments.launches or arguments.buffers:
+        tables = (
+            {
+                f"launches of a layer, waves of each kernel, {arguments.buffer_mib:g} MiB": launch_table(
+                    arguments.buffer_mib
+                )
+            }
+            if arguments.launches
+            else {one: buffer_table(one, arguments.buffers, rounds=arguments.rounds) for one in RECIPES}
+        )
+        for title, table in tables.items():
+            measuring.print_table(title, table)
+        if arguments.json is not None:
+            measuring.write_json(arguments.json, tables)
+        return
+    torch.set_num_threads(1)
+    chosen = list(SIZES) if arguments.stack == "all" else [arguments.stack]
+    stacks = list(TINY) if arguments.tiny else chosen
+    if arguments.measure == "memory":
+        variant = build(arguments.only, (SIZES | TINY)[stacks[0]], arguments)
+        measuring.print_peak(measuring.peak_mib(variant.step))
+        return
+    tables = {}
+    for key in measuring.announced(stacks, what="stack"):
+        tables[f"stack {key}"] = measure_stack(key, arguments)
+        tables[f"attention alone, as in stack {key}"] = measure_attention(key, arguments)
+    for title, table in tables.items():
+        measuring.print_table(title, table)
+    if arguments.json is not None:
+        measuring.write_json(arguments.json, tables)
+    if any(cast(float, row["off by"]) > TOLERANCE for table in tables.values() for row in table):
+        sys.exit(f"outputs or gradients are further apart than {TOLERANCE:g}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Time per evaluated token: the paper's table 9 on a CPU, and cached evaluation beside the original's code.
+
+    python -m tools.benchmarks.evaluation [--peer-original DIR] [--only paper | original]
+
+**paper** (enwik8_base: 12 layers of 512, 256 bytes, random weights). One row of text. Each token whose loss is computed
+sees as many tokens as the attention length says, itself included: `same_length`, as the original evaluates.
+
+    vanilla, fused   a Transformer without memory, whose window of that many tokens is moved by one for each token: all
+                     layers for all of them, logits for the last. Attention is torch's fused one, is_causal
+    vanilla, plain   the same with a matrix of scores: product, mask, softmax, product
+    recurrence       as the original evaluates: hidden states of the past are joined with a segment, and keys, values
+                     and distances of all are projected anew. With --peer-original their own code, with our weights;
+                     without it our plain model, which does the same with fewer copies
+    cached           ours: `infer.cached`
+
+The last two run segments of --tokens over a memory of that length; their losses of the same text must agree to 1e-4.
+
+**original** (needs --peer-original): 4 layers of 256, fp32, losses of all tokens, the memory full. Their losses and
+ours must agree to 1e-4.
+
+    x by min, x by median   how many times less time per token than the first row
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.benchmarks.measuring import (
+    Timing,
+    add_measure_options,
+    announced,
+    interleaved,
+    print_table,
+    speedup,
+    write_json,
+)
+from tools.benchmarks.peers import original
+from tools.benchmarks.trainers import PeerTrainer, Sizes
+from txl_dist.config.schema import ModelSection
+from txl_dist.inference.bundle import copy_weights
+from txl_dist.inference.kv_cache import FrozenModel
+from txl_dist.model.block import Block
+from txl_dist.model.positions import distance_encoding
+from txl_dist.model.transformer_xl import TransformerXL
+
+TOLERANCE = 1e-4
+"""Of losses in nats, between recurrence and cached."""
+BASE = ModelSection(
+    num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048, dropout=0.0, same_length="memory"
+)
+SMALL = ModelSection(num_layers=4, width=256, num_heads=4, head_width=64, ff_width=1024, dropout=0.0)
+WORDS = SMALL.model_copy(update={"cutoffs": (10_000, 20_000, 40_000)})
+TINY = ModelSection(num_layers=2, width=32, num_heads=2, head_width=16, ff_width=64, dropout=0.0, same_length="memory")
+
+Run = Callable[[Tensor, Tensor], Tensor]
+"""Losses nll_BT of the next tokens and their targets, behind those that were run before."""
+
+
+class Variant(NamedTuple):
+    """What is timed."""
+
+    run: Callable[[], object]
+    num_tokens: int
+    """That it evaluates."""
+
+
+def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal, by a matrix of scores."""
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    return cast(Tensor, scores.masked_fill_(future, float("-inf")).softmax(-1) @ value)
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal, by torch."""
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@torch.inference_mode()
+def vanilla(model: TransformerXL, tokens_BT: Tensor, *, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """log p_BV of the token behind a window, by a model with absolute positions."""
+    section = model.section
+    hidden = model.embedding(tokens_BT)
+    hidden = hidden + distance_encoding(tokens_BT.shape[1], width=section.width, clamp_len=0, like=hidden)
+    for block in cast(Sequence[Block], model.blocks):
+        query = block.attention.query(hidden).unflatten(-1, (section.num_heads, -1)).transpose(1, 2)
+        key, value = block.project_key_value(hidden).permute(2, 0, 3, 1, 4)
+        context = attend(query, key, value).transpose(1, 2).flatten(2)
+        hidden = block.finish(hidden, block.attention.output(context))
+    return model.softmax.log_probabilities(hidden[:, -1])
+
+
+def recurrence(model: TransformerXL, *, num_rows: int, memory_len: int) -> Run:
+    """Our plain model over a memory of hidden states."""
+    memory = [model.empty_memory(num_lanes=num_rows, memory_len=memory_len)]
+
+    @torch.inference_mode()
+    def run(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        hidden_BTD, memory[0] = model(tokens_BT, memory[0])
+        return model.softmax.losses(hidden_BTD, targets_BT)
+
+    return run
+
+
+def theirs(peer: PeerTrainer, *, segment_len: int, memory_len: int) -> Run:
+    """The original's code as its eval.py runs it."""
+    network, memory = peer.model.eval(), [()]
+    network.reset_length(segment_len, 0, memory_len)
+    network.crit.keep_order = True  # else it gives the losses cluster by cluster
+
+    @torch.no_grad()
+    def run(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        losses, *memory[0] = network(tokens_BT.t().contiguous(), targets_BT.t().contiguous(), *memory[0])
+        return cast(Tensor, losses.t())
+
+    return run
+
+
+def cached(frozen: FrozenModel, *, num_rows: int, segment_len: int, memory_len: int) -> Run:
+    """Ours."""
+    ring = frozen.ring(num_rows=num_rows, memory_len=memory_len, chunk_len=segment_len)
+    return lambda tokens_BT, targets_BT: frozen.losses(frozen.run(tokens_BT, ring), targets_BT)
+
+
+def filled(runs: Sequence[Run], *, vocab_size: int, num_rows: int, segment_len: int, memory_len: int) -> float:
+    """Run text over all until their memories are full and a segment more; the largest difference of its losses."""
+    generator, num_segments = torch.Generator().manual_seed(0), -(-memory_len // segment_len) + 1
+    ids_BS = torch.randint(vocab_size, (num_rows, num_segments * segment_len + 1), generator=generator)
+    for start in range(0, num_segments * segment_len, segment_len):
+        tokens_BT, targets_BT = (ids_BS[:, start + i : start + i + segment_len] for i in (0, 1))
+        losses = [run(tokens_BT, targets_BT) for run in runs]
+    worst = max(float((one - losses[-1]).abs().max()) for one in losses)
+    assert worst <= TOLERANCE, f"losses differ by {worst:.1e}"
+    return worst
+
+
+def models(
+    section: ModelSection, vocab_size: int, peer_original: Path | None
+) -> tuple[TransformerXL, PeerTrainer | None]:
+    """Ours, with the weights of the original's, where it is given."""
+    torch.manual_seed(0)
+    model, peer = TransformerXL(section, vocab_size=vocab_size).eval(), None
+    if peer_original is not None:
+        peer = PeerTrainer(original(peer_original), Sizes(section, vocab_size, 1, 1, 1))
+        with torch.no_grad():
+            copy_weights(model, peer.imported().weights)
+    return model, peer
+
+
+def table_of(variants: dict[str, Variant], *, rounds: int, facts: dict[str, object]) -> list[dict[str, object]]:
+    """A row per variant."""
+    timings = interleaved({name: variant.run for name, variant in variants.items()}, rounds=rounds)
+    per_token = {name: Timing(*(ms / variants[name].num_tokens for ms in timing)) for name, timing in timings.items()}
+    base, table = next(iter(variants)), []
+    for name, timing in per_token.items():
+        by_min, by_median = speedup(per_token, name, base=base)
+        row: dict[str, object] = facts | {"variant": name, "min ms per token": timing.min_ms}
+        table.append(row | {"median ms": timing.median_ms, "x by min": by_min, "x by median": by_median})
+    return table
+
+
+def papers_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """See the module's docstring."""
+    section, vocab_size, segment_len = (TINY if arguments.tiny else BASE), 256, arguments.tokens
+    model, peer = models(section, vocab_size, arguments.peer_original)
+    torch.manual_seed(0)
+    absolute = TransformerXL(section.model_copy(update={"positions": "absolute"}), vocab_size=vocab_size).eval()
+    frozen, table = FrozenModel(model), []
+    for length in announced(arguments.lengths, what="attention length"):
+        window = torch.randint(vocab_size, (1, length))
+        tokens, targets = torch.randint(vocab_size, (2, 1, segment_len))
+        sizes = {"segment_len": segment_len, "memory_len": length}
+        before = theirs(peer, **sizes) if peer else recurrence(model, num_rows=1, memory_len=length)
+        after = cached(frozen, num_rows=1, **sizes)
+        worst = filled([before, after], vocab_size=vocab_size, num_rows=1, **sizes)
+        variants = {
+            "vanilla, fused": Variant(partial(vanilla, absolute, window, attend=fused_attention), 1),
+            "vanilla, plain": Variant(partial(vanilla, absolute, window, attend=plain_attention), 1),
+            "recurrence": Variant(partial(before, tokens, targets), segment_len),
+            "cached": Variant(partial(after, tokens, targets), segment_len),
+        }
+        if arguments.skip_plain:
+            del variants["vanilla, plain"]
+        table += table_of(variants, rounds=arguments.rounds, facts={"attention": length, "loss error": worst})
+        print_table(f"attention length {length}", table[-len(variants) :])
+    return table
+
+
+def originals_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    """See the module's docstring."""
+    table = []
+    cases = [(TINY, 256, 2, 16, 32)] if arguments.tiny else [(SMALL, 256, 4, 64, 640), (SMALL, 256, 2, 64, 2048)]
+    cases += [] if arguments.tiny else [(WORDS, 60_000, 4, 64, 640)]
+    for section, vocab_size, num_rows, segment_len, memory_len in cases:
+        model, peer = models(section, vocab_size, arguments.peer_original)
+        assert peer is not None
+        sizes = {"segment_len": segment_len, "memory_len": memory_len}
+        runs = [theirs(peer, **sizes), cached(FrozenModel(model), num_rows=num_rows, **sizes)]
+        worst = filled(runs, vocab_size=vocab_size, num_rows=num_rows, **sizes)
+        tokens, targets = torch.randint(vocab_size, (2, num_rows, segment_len))
+        variants = {
+            name: Variant(partial(run, tokens, targets), num_rows * segment_len)
+            for name, run in zip(("original", "cached"), runs, strict=True)
+        }
+        facts = {"vocabulary": vocab_size, "tokens, memory, rows": f"{segment_len}, {memory_len}, {num_rows}"}
+        table += table_of(variants, rounds=arguments.rounds, facts=facts | {"loss error": worst})
+    return table
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[800, 1800, 2800, 3800], help="attention lengths")
+    parser.add_argument("--tokens", type=int, default=512, help="of a segment, of recurrence and cached")
+    parser.add_argument("--skip-plain", action="store_true", help="leave vanilla, plain out: it takes longest")
+    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    add_measure_options(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    tables = {}
+    if arguments.only in (None, "paper"):
+        tables["the paper's table 9: time per token, one row, fp32, 1 thread"] = papers_table(arguments)
+    if arguments.only in (None, "original") and arguments.peer_original:
+        tables["cached evaluation beside the original's code, fp32, 1 thread"] = originals_table(arguments)
+    for title, table in tables.items():
+        print_table(title, table)
+    if arguments.json:
+        write_json(arguments.json, tables)
+
+
+if __name__ == "__main__":
+    main()

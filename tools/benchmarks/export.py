@@ -1,0 +1,79 @@
+"""Memory that an export needs: `python -m tools.benchmarks.export SOURCE... [--dtypes fp32 bf16 fp16 int8]`.
+
+Each source (a run, a checkpoint or a bundle) is exported in each type, in a fresh process. The figure is the peak of
+its resident memory (VmHWM of Linux: pages of its own and of mapped files together) less what is resident when the
+program has been imported, as a share of the weights in the type of export. Probe, hashes and tokenizer are in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("fp32", "bf16", "fp16", "int8")
+MIB = 1 << 20
+
+
+def measured(source: Path, dtype: str) -> dict[str, Any]:
+    """Export in a fresh process: bytes of the weights, the peak above the imports, seconds, the error in nats."""
+    command = [sys.executable, "-m", "tools.benchmarks.export", str(source), "--dtypes", dtype, "--once"]
+    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    facts: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return facts
+
+
+def measure(source: Path, dtype: str) -> dict[str, Any]:
+    """The same, in this process."""
+    from txl_dist.convert.export import export_bundle
+
+    imported = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        made = export_bundle(source, Path(folder) / "bundle", dtype=dtype)
+    seconds = time.perf_counter() - begun
+    return {
+        "bytes": made.num_bytes,
+        "share": made.share,
+        "error": made.error,
+        "seconds": seconds,
+        "imported": imported,
+        "peak": resident("VmHWM") - imported,
+    }
+
+
+def resident(field: str) -> int:
+    """Bytes, of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sources", type=Path, nargs="+")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--once", action="store_true", help="in this process; the last line is JSON")
+    given = parser.parse_args()
+    if given.once:
+        print(json.dumps(measure(given.sources[0], given.dtypes[0])))
+        return
+    for source in given.sources:
+        print(source)
+        for dtype in given.dtypes:
+            one = measured(source, dtype)
+            print(
+                f"  {dtype}  weights {one['bytes'] / MIB:6.1f} MiB ({one['share']:.3f} of fp32)  "
+                f"peak {one['peak'] / MIB:6.1f} MiB, {one['peak'] / one['bytes']:.2f} of them, over "
+                f"{one['imported'] / MIB:.0f} MiB of imports  probe {one['error']:.1e} nats  {one['seconds']:.1f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,332 @@
+"""The sections of `gpu.py --run 2` and `--run 3`: how our attention and steps compare, and whether it trains.
+
+kernels   relative attention alone by everything that can compute it
+recipes   whole steps of the WikiText-103 recipes, ours and the peers'
+curve     3,000 steps of `txl train` on the source text of Python's library, on the CPU and on the GPU
+resume    a run that is continued from its middle, beside the one that was not stopped
+memcheck  attention once, forward and backward, under NVIDIA's compute-sanitizer
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped, first_line
+from tools.benchmarks.gpu_sections import (
+    ROOT,
+    SHAPES,
+    TINY_SHAPES,
+    Found,
+    Shape,
+    attention_times,
+    step,
+)
+from txl_dist.config.load import Config, config_to_toml, load_config
+from txl_dist.model.fused_attention import fused_relative_attention
+from txl_dist.model.kernels.launch import triton_relative_attention
+from txl_dist.model.memory import AttentionMask
+from txl_dist.model.relative_attention import Terms, relative_attention
+
+
+def kernels(setting: Setting) -> dict[str, Job]:
+    """A job per shape and variant; ours first."""
+    shapes = TINY_SHAPES[:1] if setting.rehearse else SHAPES
+    names = list(attentions(setting))
+    jobs: dict[str, Job] = {}
+    for name in names:
+        for shape in shapes:
+            jobs[f"{shape.name}, {name}"] = functools.partial(_timed_kernel, setting, shape, name)
+    return jobs
+
+
+def _timed_kernel(setting: Setting, shape: Shape, name: str) -> Found:
+    dtype = torch.float32 if setting.rehearse else torch.bfloat16
+    yield attention_times(setting, shape, attentions(setting)[name](), dtype=dtype)
+
+
+def attentions(setting: Setting) -> dict[str, Callable[[], Callable[..., Tensor]]]:
+    """Everything that can compute relative attention, with the signature of the plain equation."""
+    found: dict[str, Callable[[], Callable[..., Tensor]]] = {
+        "triton": lambda: triton_relative_attention,
+        "sdpa": lambda: _sdpa,
+        "flex": _Flex,
+        "fused": lambda: fused_relative_attention,
+        "plain": lambda: relative_attention,
+    }
+    if setting.rehearse:
+        del found["flex"]  # it knows no backward pass on a CPU
+    return found
+
+
+def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
+    """Terms (b)+(d) by distance, [N, B, T, K+1] with the zero column in front; by key, a view of it, [N, B, T, K]."""
+    query, _, _, distance, _, position_bias, _ = terms
+    (B, T, N, H), K = query.shape, distance.shape[0]
+    position_query = (query + position_bias).permute(2, 0, 1, 3).reshape(N, B * T, H)
+    products = torch.bmm(position_query, F.pad(distance.permute(1, 2, 0), (1, 0))).view(N, B, T * (K + 1))
+    return products.view(N, B, T, K + 1), products[:, :, T:].view(N, B, T, K)
+
+
+def _sdpa(terms: Terms, *, visible: AttentionMask) -> Tensor:
+    """torch's memory-efficient kernel with the shifted view as bias; its other backends are wrong or refuse."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    (query, key, value), (_, shifted) = terms[:3], _shifted_terms(terms)
+    scale = query.shape[-1] ** -0.5
+    hidden_BTK = ~visible.mask()
+    bias = (shifted * scale).masked_fill_(hidden_BTK, float("-inf")).transpose(0, 1)
+    content_query = (query + terms.content_bias_NH).transpose(1, 2)
+    backend = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.MATH
+    with sdpa_kernel(backend):
+        context = F.scaled_dot_product_attention(
+            content_query, key.transpose(1, 2), value.transpose(1, 2), attn_mask=bias, scale=scale
+        )
+    return context.transpose(1, 2)
+
+
+class _Flex:
+    """FlexAttention, compiled, reading the terms (b)+(d) inside its score function."""
+
+    def __init__(self) -> None:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        self.attend = torch.compile(flex_attention, dynamic=False)
+        self.create_mask, self.masks = create_block_mask, dict[tuple[int, int], Any]()
+
+    def __call__(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
+        query, key, value = terms[:3]
+        T, K, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
+        products = _shifted_terms(terms)[0]
+        if (T, K) not in self.masks:
+            near = lambda b, h, i, j: j <= i + K - T  # noqa: E731
+            self.masks[T, K] = self.create_mask(near, None, None, T, K, device=query.device)
+
+        def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score + products[h, b, i, torch.clamp(j - i + T, 0, K)] * scale
+
+        heads = ((query + terms.content_bias_NH).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        context: Tensor = self.attend(*heads, score_mod=score, block_mask=self.masks[T, K], scale=scale)
+        return context.transpose(1, 2)
+
+
+def recipes(setting: Setting) -> dict[str, Job]:
+    """The recipes of WikiText-103 by every code, ours first."""
+    names = ("wt103_base", "nvidia_wt103_base", "wt103_large")
+    codes = ("ours graphed", "nvidia fp16", "original TF32", "ours")
+    return {
+        f"{name}, {code}": functools.partial(step, setting, name, code)
+        for code in codes
+        for name in (names[:1] if setting.rehearse else names)
+    }
+
+
+KINDS = {
+    "bf16 graphed": {"precision": "bf16", "cuda_graph": True},
+    "fp16": {"precision": "fp16"},
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+}
+SCRATCH = tempfile.TemporaryDirectory()
+"""Of this process."""
+
+
+def curve(setting: Setting) -> dict[str, Job]:
+    """One job, since all runs share the corpus and the CPU's goes on meanwhile."""
+    return {"curves": functools.partial(_curves, setting)}
+
+
+def _curves(setting: Setting) -> Found:
+    """A row per run: mean losses of twelve parts of it, and how far from the CPU's they are at most.
+
+    The model and the rate are the quickstart's, on 8 lanes and without dropout: what differs is the arithmetic.
+    """
+    steps = 24 if setting.rehearse else 3000
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = prepared(tiny=setting.rehearse)
+        started = _start(corpus, Path(folder, "cpu"), steps=steps, engine=KINDS["fp32"], cpu=True)
+        found: dict[str, list[float]] = {}
+        kinds = {"fp32 again": KINDS["fp32"]} if setting.rehearse else KINDS
+        for name, engine in kinds.items():
+            run = Path(folder, name.replace(" ", "_"))
+            try:
+                _finish(_start(corpus, run, steps=steps, engine=engine, cpu=setting.rehearse))
+            except RuntimeError as error:
+                yield {"run": name, "error": first_line(error)}
+                continue
+            found[name] = _parts(_losses(run))
+            yield {"run": name, "losses": found[name]}
+        _finish(started)
+        on_cpu = _parts(_losses(Path(folder, "cpu")))
+        yield {"run": "CPU fp32", "losses": on_cpu}
+        for name, losses in found.items():
+            off = max(abs(a - b) / b for a, b in zip(losses, on_cpu, strict=True))
+            yield {"run": name, "losses off by": off, "at the end by": losses[-1] / on_cpu[-1] - 1}
+
+
+def resume(setting: Setting) -> dict[str, Job]:
+    """A job per kind of arithmetic."""
+    kinds = {"fp32": KINDS["fp32"]} if setting.rehearse else KINDS
+    return {name: functools.partial(_resumed, setting, engine) for name, engine in kinds.items()}
+
+
+def _resumed(setting: Setting, engine: dict[str, Any]) -> Found:
+    """Train, continue a copy from its middle, and compare losses and weights bit by bit."""
+    half = 4 if setting.rehearse else 30
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = prepared(tiny=setting.rehearse)
+        whole, copied = Path(folder, "whole"), Path(folder, "copied")
+        words: dict[str, Any] = {"steps": 2 * half, "engine": engine, "cpu": setting.rehearse, "save_every": half}
+        _finish(_start(corpus, whole, **words))
+        shutil.copytree(whole, copied)
+        last, middle = (sorted((copied / "checkpoints").glob("step_*"))[place] for place in (-1, 0))
+        shutil.rmtree(last)
+        _finish(_start(corpus, copied, **words, resume=str(middle)))
+        losses = [_losses(run)[half:] for run in (whole, copied)]
+        hashes = [_hashes(sorted((run / "checkpoints").glob("step_*"))[-1]) for run in (whole, copied)]
+        yield {
+            "steps": half,
+            "losses alike": sum(a == b for a, b in zip(*losses, strict=True)),
+            "files": len(hashes[0]),
+            "files alike": sum(hashes[0][name] == hashes[1].get(name) for name in hashes[0]),
+        }
+
+
+@functools.cache
+def prepared(*, tiny: bool) -> Path:
+    """A corpus of real text, made once: the source of Python's library; in a rehearsal this project's docs."""
+    corpus = Path(SCRATCH.name, "corpus")
+    inputs = [*map(str, sorted((ROOT / "docs").glob("*.md")))] if tiny else ["stdlib"]
+    size = "2500" if tiny else "4096"
+    _finish(_txl("prepare", *inputs, "--out", str(corpus), "--vocab-size", size))
+    return corpus
+
+
+def _start(
+    corpus: Path,
+    run: Path,
+    *,
+    steps: int,
+    engine: dict[str, Any],
+    cpu: bool,
+    save_every: int = 0,
+    resume: str = "auto",
+) -> subprocess.Popen[str]:
+    path = run.with_suffix(f".{resume == 'auto'}.toml")
+    values = load_config(ROOT / "configs/quickstart.toml").model_dump(mode="json")
+    changes = {
+        "data": {"path": str(corpus)},
+        "run": {"dir": str(run)},
+        "train": {"max_steps": steps, "num_lanes": 8, "microbatch_lanes": 8},
+        "engine": engine,
+        "metrics": {"log_every_steps": 1, "sample_every_steps": 0},
+        "eval": {"every_steps": 0},
+        "checkpoint": {"every_steps": save_every or steps},
+    }
+    for section, fields in changes.items():
+        values[section] |= fields
+    path.write_text(config_to_toml(Config.model_validate(values)), encoding="utf-8")
+    return _txl("train", str(path), f"--resume={resume}", cpu=cpu)
+
+
+def _txl(*words: str, cpu: bool = False) -> subprocess.Popen[str]:
+    threads = str(max(1, (os.cpu_count() or 2) // 2))
+    own = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": threads} if cpu else {}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | own
+    command = [sys.executable, "-m", "txl_dist", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+
+def _finish(process: subprocess.Popen[str]) -> None:
+    """Raises RuntimeError with its last words."""
+    _, said = process.communicate()
+    if process.returncode != 0:
+        raise RuntimeError((said.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
+
+
+def _losses(run: Path) -> list[float]:
+    """Of every step."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    by_step = {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
+    return [by_step[number] for number in sorted(by_step)]
+
+
+def _parts(losses: list[float], *, count: int = 12) -> list[float]:
+    size = len(losses) // count
+    return [sum(losses[n * size : (n + 1) * size]) / size for n in range(count)]
+
+
+def _hashes(checkpoint: Path) -> dict[str, str]:
+    """Of the tensor files."""
+    return {
+        str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(checkpoint.rglob("*.safetensors"))
+    }
+
+
+def memcheck(setting: Setting) -> dict[str, Job]:
+    """One job."""
+    return {"attention": functools.partial(_checked, setting)}
+
+
+def _checked(setting: Setting) -> Found:
+    """Where compute-sanitizer is not installed, the job is skipped."""
+    found = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+    if found is None:
+        raise Skipped("compute-sanitizer is not installed")
+    if setting.device != "cuda":
+        raise Skipped("there is no GPU")
+    command = [found, "--tool", "memcheck", "--error-exitcode", "9"]
+    command += [sys.executable, "-m", "tools.benchmarks.gpu_later"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    summary = [line for line in done.stdout.splitlines() if "ERROR SUMMARY" in line or "Invalid" in line]
+    yield {"exit status": done.returncode, "words": (summary or done.stderr.splitlines() or [""])[-1][:200]}
+
+
+def once() -> None:
+    """Attention at an odd shape with dropout, forward and backward: what memcheck looks at."""
+    from tools.benchmarks.gpu_sections import leaves_of, visibility
+
+    shape = Shape("odd", 2, 37, 23, 3, 40)
+    leaves = leaves_of(shape, dtype=torch.bfloat16, device="cuda")
+    seen = visibility(shape, device="cuda", documents=True)
+    context = triton_relative_attention(leaves.terms(), visible=seen, dropout=0.1)
+    torch.autograd.grad(context, leaves, torch.randn_like(context))
+    torch.cuda.synchronize()
+
+
+SECTIONS: dict[str, Section] = {
+    "kernels": kernels,
+    "recipes": recipes,
+    "curve": curve,
+    "resume": resume,
+    "memcheck": memcheck,
+}
+
+
+def main() -> None:
+    """What memcheck starts, without words: attention once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device. tools/benchmarks/gpu.py --rehearse tries the sections on a CPU.")
+    once()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,577 @@
+"""The sections of the first run of `gpu.py`: whether all is right on this GPU, and how fast it is.
+
+    device   what the device can do: a copy, products of matrices, and what a launch costs
+    tests    tests/gpu, a job per test
+    twins    what the device computes beside fp64 on the CPU, of the same rounded numbers: relative errors by norms
+    engine   `ZeroEngine` on enwik8_base at every stage (gpu_engine.py)
+    profile  where the time of such a step goes
+    sweep    attention by size of its score buffer and by tiles
+    codes    whole steps of enwik8_base: the original's code, NVIDIA's, ours (trainers.py)
+
+Operations are those of `txl_dist.model.flops`: what is computed on masked pairs does not count. In a rehearsal sizes
+are tiny, everything is fp32 on the CPU, Triton's kernels run in its interpreter, and figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import math
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tools.benchmarks import gpu_engine
+from tools.benchmarks.gpu_jobs import Job, Section, Setting, Skipped
+from tools.benchmarks.gpu_rows import Row
+from tools.benchmarks.gpu_timing import times
+from tools.benchmarks.measuring import milliseconds
+from tools.benchmarks.peers import nvidia, original
+from tools.benchmarks.trainers import OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import EngineSection, ModelSection
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import RankInfo, distributed_context
+from txl_dist.model.flops import flops_by_part, peak_tflops
+from txl_dist.model.kernels import launch
+from txl_dist.model.memory import EMPTY, AttentionMask
+from txl_dist.model.relative_attention import Terms, relative_attention
+from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
+from txl_dist.train.batch import batch_maker, to_device
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {
+    "enwik8_base": (204, 22),
+    "enwik8_large": (204, 32),
+    "wt103_base": (267_735, 60),
+    "nvidia_wt103_base": (267_735, 128),
+    "wt103_large": (267_735, 64),
+}
+"""Vocabulary and lanes on one device; lanes are halved until they fit."""
+CODES = ("ours graphed", "ours", "original TF32", "nvidia fp16")
+"""The first replays forward and backward as one CUDA graph."""
+HALVES = (torch.bfloat16, torch.float16)
+OUTPUTS = ("result", "q", "kv", "R", "u", "v")
+Found = Iterator[Mapping[str, object]]
+
+
+class Shape(NamedTuple):
+    """Of one call of attention."""
+
+    name: str
+    lanes: int
+    queries: int
+    memory: int
+    heads: int
+    head_width: int
+
+
+SHAPES = (
+    Shape("enwik8 base", 22, 512, 512, 8, 64),
+    Shape("enwik8 large", 8, 768, 768, 8, 128),
+    Shape("wt103 base", 60, 150, 150, 10, 41),
+    Shape("NVIDIA wt103 base", 32, 192, 192, 8, 64),
+    Shape("wt103 large", 16, 384, 384, 16, 64),
+)
+ODD_SHAPES = (
+    Shape("odd", 3, 37, 23, 5, 40),
+    Shape("no memory", 2, 128, 0, 4, 64),
+    Shape("long memory", 2, 64, 640, 4, 32),
+)
+TINY_SHAPES = (Shape("tiny", 2, 16, 16, 2, 16), Shape("odd", 1, 7, 5, 3, 8))
+
+
+class Leaves(NamedTuple):
+    """What attention is given, in one type on one device; all want gradients."""
+
+    query: Tensor
+    key_value: Tensor
+    """[B, K, 2, N, H], as the model's one projection makes them"""
+    distance: Tensor
+    content_bias: Tensor
+    position_bias: Tensor
+
+    def terms(self) -> Terms:
+        """As `Attention` gives them."""
+        key, value = self.key_value.unbind(2)
+        return Terms(self.query, key, value, self.distance, self.content_bias, self.position_bias)
+
+    def cast(self, dtype: torch.dtype, device: str) -> Leaves:
+        """The same values in another type, somewhere else."""
+        return Leaves(*(x.detach().to(device, dtype).requires_grad_() for x in self))
+
+
+def leaves_of(shape: Shape, *, dtype: torch.dtype, device: str) -> Leaves:
+    """Random, drawn on the CPU: the same everywhere."""
+    generator, (_, B, T, M, N, H) = torch.Generator().manual_seed(0), shape
+    sizes = [(B, T, N, H), (B, M + T, 2, N, H), (M + T, N, H), (N, H), (N, H)]
+    return Leaves(*(torch.randn(size, generator=generator).to(dtype) for size in sizes)).cast(dtype, device)
+
+
+def visibility(shape: Shape, *, device: str, documents: bool = False, oldest: int | None = None) -> AttentionMask:
+    """With `documents` part of the memory is empty and a document begins inside the segment."""
+    _, B, T, M, _, _ = shape
+    of_keys = torch.zeros(B, M + T, dtype=torch.int64)
+    if documents:
+        of_keys[:, : M // 3], of_keys[:, M + T // 2 :] = EMPTY, 1
+    of_keys = of_keys.to(device)
+    return AttentionMask(of_keys[:, M:], of_keys, oldest)
+
+
+def device(setting: Setting) -> dict[str, Job]:
+    """See the module's docstring."""
+    where, size = setting.device, 1 << (20 if setting.rehearse else 29)
+
+    def machine() -> Found:
+        yield {"what": "device", "figure": torch.cuda.get_device_name() if where == "cuda" else "cpu"}
+        for name in ("torch", "triton", "deepspeed"):
+            yield {"what": name, "figure": _version(name)}
+        yield {"what": "lacks to compile kernels", "figure": launch.missing_compiler_reason() or "nothing"}
+        if where == "cuda":
+            one = torch.cuda.get_device_properties(0)
+            yield {"what": "multiprocessors", "figure": one.multi_processor_count}
+            yield {"what": "memory, GiB", "figure": one.total_memory / 2**30}
+            yield {"what": "L2, MB", "figure": one.L2_cache_size / 1e6}
+            yield {"what": "CUDA of torch", "figure": torch.version.cuda}
+            yield {"what": "driver, clocks, power", "figure": _smi()}
+
+    def copies() -> Found:
+        source, target = torch.ones(size, device=where), torch.empty(size, device=where)
+        ms = min(milliseconds(lambda: target.copy_(source)) for _ in range(10))
+        yield {"what": "copy, GB/s read and written", "figure": 8 * size / ms / 1e6}
+        ms = min(milliseconds(source.sum) for _ in range(10))
+        yield {"what": "sum, GB/s read", "figure": 4 * size / ms / 1e6}
+
+    def products() -> Found:
+        kinds = {"fp32": torch.float32} if setting.rehearse else {
+            "bf16": torch.bfloat16, "fp16": torch.float16, "TF32": torch.float32, "fp32": torch.float32
+        }  # fmt: skip
+        side = 128 if setting.rehearse else 8192
+        for name, dtype in kinds.items():
+            torch.backends.cuda.matmul.allow_tf32 = name == "TF32"
+            left, right = (torch.randn(side, side, device=where).to(dtype) for _ in range(2))
+            found = times(functools.partial(torch.mm, left, right), device=where)
+            yield {"what": f"{name} product of {side}^3, TFLOP/s", "figure": 2 * side**3 / _ms(found) / 1e9}
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def launches() -> Found:
+        small, count = torch.zeros(1024, device=where), 200
+        found = times(lambda: [small.add_(1.0) for _ in range(count)], device=where)
+        yield {"what": "small kernel in a graph, us", "figure": 1000 * _ms(found) / count}
+        yield {"what": "small kernel told by the host, us", "figure": 1000 * _ms(found, "host ms") / count}
+        shape = Shape("tiny", 1, 16, 16, 1, 16)
+        leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
+        with torch.no_grad():
+            found = times(lambda: launch.triton_relative_attention(leaves.terms(), visible=seen), device=where)
+        yield {"what": "two Triton kernels told by the host, us", "figure": 1000 * _ms(found, "host ms")}
+
+    return {"machine": machine, "copies": copies, "products": products, "launches": launches}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _smi() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no nvidia-smi"
+    query = "--query-gpu=driver_version,clocks.sm,clocks.max.sm,power.limit"
+    done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def _ms(found: Mapping[str, object], which: str = "device ms") -> float:
+    return float(str(found[which]))
+
+
+def _half(setting: Setting) -> torch.dtype:
+    return torch.float32 if setting.rehearse else torch.bfloat16
+
+
+def tests(setting: Setting) -> dict[str, Job]:
+    """A job per test of tests/gpu/test_kernels_gpu.py."""
+    import pytest
+
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
+
+    class Collector:
+        ids: list[str] = []  # noqa: RUF012  one collection in a process
+
+        def pytest_collection_finish(self, session: Any) -> None:
+            self.ids += [item.nodeid for item in session.items]
+
+    class Reporter:
+        def __init__(self) -> None:
+            self.rows: list[Row] = []
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                words = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+                row: Row = {"outcome": report.outcome, "seconds": round(report.duration, 2)}
+                last = [line for line in words.splitlines() if line.strip()][-1:]
+                self.rows.append(row | ({} if report.outcome == "passed" else {"words": "".join(last)[:200]}))
+
+    def run(test: str) -> Found:
+        reporter = Reporter()
+        status = pytest.main([*options, str(ROOT / test)], plugins=[reporter])
+        yield from reporter.rows or [{"error": f"pytest ended with {status!r}"}]
+
+    pytest.main([*options, "--collect-only", str(ROOT / "tests/gpu/test_kernels_gpu.py")], plugins=[Collector()])
+    chosen = Collector.ids[:2] if setting.rehearse else Collector.ids
+    return {test: functools.partial(run, test) for test in chosen}
+
+
+def twins(setting: Setting) -> dict[str, Job]:
+    """See the module's docstring."""
+    shapes = TINY_SHAPES if setting.rehearse else (*SHAPES, *ODD_SHAPES)
+    attention = {f"attention, {s.name}": functools.partial(_attention_twins, setting, s) for s in shapes}
+    windows = {"windows": functools.partial(_attention_twins, setting, shapes[0], oldest=1)}
+    models = {part: functools.partial(_model_twins, setting, part) for part in ("softmax", "embedding", "model")}
+    return models | {"dropout": functools.partial(_dropout, setting)} | windows | attention
+
+
+def _attention_twins(setting: Setting, shape: Shape, *, oldest: int | None = None) -> Found:
+    where, dtypes = setting.device, (torch.float32,) if setting.rehearse else HALVES
+    shape = shape._replace(lanes=min(shape.lanes, 2))
+    for dtype in dtypes:
+        for documents in (False, True):
+            given = leaves_of(shape, dtype=dtype, device=where)
+            exact = given.cast(torch.float64, "cpu")
+            seen, known = (visibility(shape, device=d, documents=documents, oldest=oldest) for d in (where, "cpu"))
+            mine = launch.triton_relative_attention(given.terms(), visible=seen)
+            theirs = relative_attention(exact.terms(), visible=known)
+            towards = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            gradients = torch.autograd.grad(mine, given, towards.to(where))
+            true = torch.autograd.grad(theirs, exact, towards.double())
+            pairs = zip(OUTPUTS, (mine, *gradients), (theirs, *true), strict=True)
+            row: Row = {"type": _name(dtype), "documents": str(documents)}
+            yield row | {name: _error(a, b) for name, a, b in pairs}
+
+
+def _error(mine: Tensor, exact: Tensor) -> float:
+    """Norm of the difference by the norm of the exact, on the CPU in fp64."""
+    exact = exact.detach().double()
+    return float((mine.detach().cpu().double() - exact).norm() / exact.norm())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _small_model(setting: Setting, *, dropout: float = 0.0) -> Sizes:
+    wide = not setting.rehearse
+    section = ModelSection(
+        num_layers=3 if wide else 2,
+        width=256 if wide else 32,
+        num_heads=4 if wide else 2,
+        head_width=64 if wide else 16,
+        ff_width=512 if wide else 64,
+        cutoffs=(1000, 4000) if wide else (50, 150),
+        div_value=2,
+        dropout=dropout,
+        attention_dropout=dropout,
+    )
+    return Sizes(section, 10_000, 4, 128, 128) if wide else Sizes(section, 300, 2, 8, 8)
+
+
+def _model_twins(setting: Setting, part: str) -> Found:
+    """Loss and gradients of two segments; of softmax and embedding alone those of one."""
+    sizes = _small_model(setting)
+    for dtype in (torch.float32,) if setting.rehearse else (*HALVES, torch.float32):
+        torch.manual_seed(0)
+        exact = TransformerXL(sizes.model, vocab_size=sizes.vocab_size).to(dtype).double()
+        mine = TransformerXL(sizes.model, vocab_size=sizes.vocab_size, attention="auto").to(setting.device, dtype)
+        mine.load_state_dict(exact.state_dict())
+        outcomes = [_outcome(model, part, sizes) for model in (mine, exact)]
+        (result, gradients), (true, true_gradients) = outcomes
+        errors = {name: _error(gradients[name], true) for name, true in true_gradients.items() if true.norm()}
+        worst = max(errors, key=lambda name: errors[name])
+        yield {
+            "type": _name(dtype),
+            "result": _error(result, true),
+            "median gradient": sorted(errors.values())[len(errors) // 2],
+            "worst gradient": errors[worst],
+            "which": worst,
+        }
+
+
+def _outcome(model: TransformerXL, part: str, sizes: Sizes) -> tuple[Tensor, dict[str, Tensor]]:
+    """(result, gradients by name) of a part of the model."""
+    weight = model.embedding.weight(0)
+    maker = batch_maker(model, mask_documents=False)
+    segments = zipf_segments(sizes)
+    batches = [to_device(maker.batch(plain_segment(next(segments))), weight.device) for _ in range(2)]
+    size = (sizes.num_lanes, sizes.segment_len, sizes.model.width)
+    values, towards = (torch.randn(size, generator=torch.Generator().manual_seed(n)).to(torch.bfloat16) for n in (2, 3))
+    if part == "embedding":
+        result = model.embedding(batches[0].tokens_BT, partition=batches[0].token_partition)
+        (result * towards.to(result)).sum().backward()
+    elif part == "softmax":
+        hidden = values.to(weight).requires_grad_()
+        result = model.softmax(
+            hidden,
+            batches[0].targets_BT,
+            partition=batches[0].target_partition,
+            weight_BT=batches[0].scored_BT / sizes.tokens,
+        )
+        result.backward()
+    else:
+        result, memory = torch.zeros(()), model.empty_memory(num_lanes=sizes.num_lanes, memory_len=sizes.memory_len)
+        for batch in batches:
+            loss, memory = SegmentLoss(model)(batch, memory, float(sizes.tokens))
+            loss.backward()
+            result = loss
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    if part == "softmax":
+        assert hidden.grad is not None
+        gradients["hidden"] = hidden.grad
+    return result, gradients
+
+
+def _dropout(setting: Setting) -> Found:
+    """The same seed gives the same bits, another others; and what is kept is what should be."""
+    where, rate = setting.device, 0.15
+    shape = Shape("dropout", 2, 64, 64, 2, 16) if setting.rehearse else Shape("dropout", 2, 512, 512, 8, 64)
+    leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
+    even = Leaves(torch.zeros_like(leaves[0]), torch.ones_like(leaves[1]), *map(torch.zeros_like, leaves[2:]))
+    torch.manual_seed(0)
+    context = launch.triton_relative_attention(even.terms(), visible=seen, dropout=rate)
+    yield {"what": "attention: mean of what should be 1", "figure": float(context.float().mean())}
+    sizes = _small_model(setting, dropout=rate)
+    model = TransformerXL(sizes.model, vocab_size=sizes.vocab_size).to(where, _half(setting)).train()
+    told: list[dict[str, Tensor]] = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model.zero_grad(set_to_none=True)
+        told.append(_outcome(model, "model", sizes)[1])
+    for words, other in (("the same seed", told[1]), ("another seed", told[2])):
+        alike = [torch.equal(value, other[name]) for name, value in told[0].items()]
+        yield {"what": f"model: gradients with the same bits, {words}, %", "figure": 100 * sum(alike) / len(alike)}
+
+
+def _ranks(setting: Setting) -> RankInfo:
+    """Joined once, for the life of the process."""
+    if setting.rehearse:
+        gpu_engine.graphs_by_running_again()
+    return distributed_context(timeout_s=120, num_threads=1 if setting.rehearse else 8).__enter__()
+
+
+def engine(setting: Setting) -> dict[str, Job]:
+    """See the module's docstring. `off by` is the largest relative distance from the CPU's."""
+    half = "fp32" if setting.rehearse else "bf16"
+    cases = [(1, half, False), (1, half, True), (0, half, False), (2, half, False), (3, half, False)]
+    cases += [] if setting.rehearse else [(1, "fp16", False), (0, "fp16", False), (1, "fp16", True)]
+    cases += [(0, half, True), (2, half, True)]
+    if not setting.rehearse and "tf32" in get_args(EngineSection.model_fields["precision"].annotation):
+        cases.append((1, "tf32", False))
+    ranks = _ranks(setting)
+    wanted = gpu_engine.reference(setting, ranks)
+
+    def one(stage: int, precision: str, graphed: bool) -> Found:
+        return gpu_engine.measured(setting, ranks, stage=stage, precision=precision, graphed=graphed, wanted=wanted)
+
+    return {f"ZeRO-{s} {p}{' graphed' * g}": functools.partial(one, s, p, g) for s, p, g in cases}
+
+
+def profile(setting: Setting) -> dict[str, Job]:
+    """A row for the step, and one for each of the kernels that take the longest."""
+    ranks, tiny = _ranks(setting), setting.rehearse
+    lanes = 2 if tiny else gpu_engine.LANES
+
+    def one(graphed: bool) -> Found:
+        precision = "fp32" if tiny else "bf16"
+        config = gpu_engine.recipe(stage=1, precision=precision, graphed=graphed, lanes=lanes, tiny=tiny)
+        training = gpu_engine.Training(config, ranks, lanes=lanes)
+        return gpu_engine.profiled(training, steps=1 if tiny else 3, rows=5 if tiny else 40)
+
+    return {"graphed": functools.partial(one, True), "eager": functools.partial(one, False)}
+
+
+BUFFERS_MB = (30, 128, 64, 256, 512, 96, 192)
+TILES: dict[str, tuple[tuple[int, int, int, int], ...]] = {
+    "attend": ((128, 64, 4, 2), (128, 64, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
+    "key_value_gradients": ((64, 64, 4, 2), (64, 128, 8, 2), (32, 128, 8, 3)),
+    "query_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    "distance_query_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    "distance_gradients": ((128, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 4)),
+    "distance_scores": ((128, 128, 8, 1), (128, 64, 4, 1), (64, 64, 4, 1)),
+}
+"""By kernel, what is tried in place of `launch.tiles`: rows, columns, warps, stages."""
+
+
+def sweep(setting: Setting) -> dict[str, Job]:
+    """Attention of enwik8_base, forward and backward, by score buffer and, one kernel at a time, by tile."""
+    shape = TINY_SHAPES[0] if setting.rehearse else SHAPES[0]
+    buffers = BUFFERS_MB[:1] if setting.rehearse else BUFFERS_MB
+    jobs: dict[str, Job] = {"as it is": functools.partial(_swept, setting, shape)}
+    jobs |= {f"buffer {size} MB": functools.partial(_swept, setting, shape, buffer_mb=size) for size in buffers}
+    for number in range(1 if setting.rehearse else 4):
+        for name, tried in list(TILES.items())[: 1 if setting.rehearse else None]:
+            if number < len(tried):
+                words = "x".join(map(str, tried[number]))
+                jobs[f"{name} {words}"] = functools.partial(_swept, setting, shape, kernel=name, tile=tried[number])
+    return jobs
+
+
+def _swept(
+    setting: Setting,
+    shape: Shape,
+    *,
+    buffer_mb: int = 0,
+    kernel: str = "",
+    tile: tuple[int, int, int, int] = (0, 0, 0, 0),
+) -> Found:
+    if buffer_mb and not hasattr(launch, "SCORE_BUFFER_BYTES"):
+        raise Skipped("launch.py has no SCORE_BUFFER_BYTES")
+    usual = launch.tiles(shape.head_width, has_dropout=False)
+    if kernel and kernel not in usual:
+        raise Skipped(f"launch.py has no kernel {kernel}")
+    with _changed(buffer_mb, kernel, tile, usual):
+        yield attention_times(setting, shape, launch.triton_relative_attention, dtype=_half(setting))
+
+
+@contextmanager
+def _changed(buffer_mb: int, kernel: str, tile: tuple[int, int, int, int], usual: dict[str, Any]) -> Iterator[None]:
+    rows, columns, warps, stages = tile
+    changes: dict[str, Any] = {"SCORE_BUFFER_BYTES": buffer_mb << 20} if buffer_mb else {}
+    if kernel:
+        *_, smallest = usual[kernel]
+        other = smallest._replace(rows=rows, columns=columns, num_warps=warps, num_stages=stages, max_registers=None)
+        changes = {"tiles": lambda width, *, has_dropout: usual | {kernel: (other,)}}
+    with mock.patch.multiple(launch, **changes) if changes else nullcontext():
+        yield
+
+
+def attention_times(
+    setting: Setting, shape: Shape, attend: Callable[..., Tensor], *, dtype: torch.dtype
+) -> dict[str, object]:
+    """Milliseconds and TFLOP/s of the forward pass, and of both."""
+    _, B, T, M, N, H = shape
+    leaves, seen = leaves_of(shape, dtype=dtype, device=setting.device), visibility(shape, device=setting.device)
+    towards = torch.randn(B, T, N, H, device=setting.device).to(dtype)
+
+    def forward() -> Tensor:
+        return attend(leaves.terms(), visible=seen)
+
+    def both() -> object:
+        return torch.autograd.grad(forward(), leaves, towards)
+
+    ahead, whole = times(forward, device=setting.device), times(both, device=setting.device)
+    product = 2 * B * N * H * T * (M + (T + 1) / 2)  # operations of one of the three products of the forward pass
+    return {
+        "forward ms": ahead["device ms"],
+        "both ms": whole["device ms"],
+        "host ms": whole["host ms"],
+        "forward TFLOP/s": 3 * product / _ms(ahead) / 1e9,
+        "both TFLOP/s": 9 * product / _ms(whole) / 1e9,
+        "timed": whole["timed"],
+    }
+
+
+def codes(setting: Setting) -> dict[str, Job]:
+    """enwik8_base by every code."""
+    return {code: functools.partial(step, setting, "enwik8_base", code) for code in CODES}
+
+
+def step(setting: Setting, recipe: str, code: str) -> Found:
+    """Tokens per second, MFU and peak memory of one code on one recipe."""
+    vocab_size, lanes = RECIPES[recipe]
+    while True:
+        sizes = Sizes.of(load_config(ROOT / f"configs/{recipe}.toml"), vocab_size=vocab_size, num_lanes=lanes)
+        try:
+            yield {"recipe": recipe, "code": code} | _timed(
+                _shrunk(sizes) if setting.rehearse else sizes, code, setting
+            )
+            return
+        except torch.OutOfMemoryError:
+            if lanes == 1:
+                raise
+            lanes //= 2
+        torch.cuda.empty_cache()
+
+
+def _timed(sizes: Sizes, code: str, setting: Setting) -> Row:
+    device, segments = setting.device, zipf_segments(sizes)
+    trainer = trainer_of(sizes, code, setting)
+    given = [next(segments) for _ in range(8)]
+    first_loss = float(trainer.step(given[0]))
+    for ids in given[1:3]:
+        trainer.step(ids)
+    guess_ms = milliseconds(lambda: trainer.step(given[3]))
+    steps = min(200, max(4, round(4000 / guess_ms))) if device == "cuda" else 4
+
+    def some() -> None:
+        for number in range(steps):
+            loss = trainer.step(given[number % len(given)])
+        assert math.isfinite(float(loss)), "the loss is not finite"
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # a try with more lanes, which did not fit, has left its own peak
+    step_ms = min(milliseconds(some) for _ in range(2)) / steps
+    flops = flops_by_part(
+        sizes.model,
+        vocab_size=sizes.vocab_size,
+        segment_len=sizes.segment_len,
+        memory_lens=[sizes.memory_len] * sizes.model.num_layers,
+        microbatch_lanes=sizes.num_lanes,
+    )
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    tflops, peak = sum(flops.values()) * sizes.tokens / step_ms / 1e9, peak_tflops(name, precision="bf16")
+    return {
+        "lanes": sizes.num_lanes,
+        "step ms": step_ms,
+        "tokens/s": 1000 * sizes.tokens / step_ms,
+        "MFU % (of bf16 peak)": 100 * tflops / peak if peak else float("nan"),
+        "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else float("nan"),
+        "first loss": first_loss,
+    }
+
+
+def trainer_of(sizes: Sizes, code: str, setting: Setting) -> Trainer:
+    """One of `CODES`. Ours in bf16; in a rehearsal all in fp32."""
+    device = setting.device
+    if code == "original TF32":
+        torch.set_float32_matmul_precision("high")
+        return PeerTrainer(original(_given(setting, "original")), sizes, device=device)
+    if code == "nvidia fp16":
+        return PeerTrainer(nvidia(_given(setting, "nvidia")), sizes, device=device, nvidia=True, half=device == "cuda")
+    precision = "bf16" if device == "cuda" else "fp32"
+    return OurTrainer(sizes, attention="auto", device=device, precision=precision, graphed="graphed" in code)
+
+
+def _given(setting: Setting, name: str) -> Path:
+    folder = setting.peers[name]
+    if folder is None:
+        raise Skipped(f"--peer-{name} was not given")
+    return folder
+
+
+def _shrunk(sizes: Sizes) -> Sizes:
+    """A recipe for a rehearsal: the same kinds of parts, of sizes that a CPU runs at once."""
+    small = {"num_layers": 2, "width": 32, "num_heads": 2, "head_width": 16, "ff_width": 64}
+    cutoffs = (100, 200, 300) if sizes.model.cutoffs else ()
+    model = ModelSection.model_validate(
+        sizes.model.model_dump() | small | {"cutoffs": cutoffs, "div_value": min(2, sizes.model.div_value)}
+    )
+    return Sizes(model, 400, 2, 16, 16)
+
+
+SECTIONS: dict[str, Section] = {
+    "device": device,
+    "tests": tests,
+    "twins": twins,
+    "engine": engine,
+    "profile": profile,
+    "sweep": sweep,
+    "codes": codes,
+}

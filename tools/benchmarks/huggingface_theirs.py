@@ -1,0 +1,110 @@
+"""Hugging Face's half of check_huggingface.sh, in an environment with transformers and without this project.
+
+    huggingface_theirs.py WORK     for every WORK/NAME/huggingface compare the model in it with the values
+                                   beside it, which huggingface_ours.py wrote
+
+Prints the largest differences. Exit code 1 if one is above 1e-5 nats, or if a tensor was missing in a folder, left
+over, or of another shape. Above 1e-5 it says how much fp32 itself explains: in large models, at distances of thousands
+of tokens, and for words that are all but impossible, two right programs differ by more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import logging
+
+MODULE = "transformers.models.deprecated.transfo_xl"
+"""Where transformers 4 has the model; version 5 does not."""
+TOLERANCE = 1e-5
+"""Largest difference in nats."""
+
+
+def main() -> None:
+    """Compare all; the argument is WORK."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path, metavar="WORK", help="folder that huggingface_ours.py wrote")
+    work = parser.parse_args().work
+    try:
+        importlib.import_module(MODULE)
+    except ImportError:
+        parser.error("the installed transformers has no TransfoXL any more. Use transformers 4.46.3.")
+    logging.set_verbosity_error()  # it finds fault with its own deprecated class
+    warnings.simplefilter("ignore")
+    folders = sorted(work.glob("*/huggingface"))
+    agree = [check(folder) for folder in folders]
+    if not folders or not all(agree):
+        sys.exit(1)
+
+
+def check(folder: Path) -> bool:
+    """Whether the model in `folder` loads as it is and gives our values; says so in a line."""
+    name = f"{folder.parent.name:24}"
+    model_class = importlib.import_module(MODULE).TransfoXLLMHeadModel
+    try:
+        model, report = model_class.from_pretrained(folder, output_loading_info=True)
+        problems = {kind: found for kind, found in report.items() if found}
+    except RuntimeError as error:  # a tensor of another shape
+        problems = {"error": str(error)}
+    if problems:
+        print(f"{name} does not load as it is: {problems}")
+        return False
+    values = load_file(folder.with_name("values.safetensors"))
+    with type_as_a_type():
+        worst = {start: largest_difference(model.eval(), values, start=start) for start in ("empty", "zero")}
+    rounding = {start: float(values[f"rounding.{start}"]) for start in worst}
+    agrees = max(worst.values()) <= TOLERANCE
+    line = f"{worst['empty']:.1e} from an empty memory, {worst['zero']:.1e} from attended zeros"
+    if not agrees:
+        line += f"; fp32 explains {rounding['empty']:.1e} and {rounding['zero']:.1e}"
+    print(f"{name} largest difference {line}{'' if agrees else ': TOO MUCH'}")
+    return agrees
+
+
+@torch.no_grad()
+def largest_difference(model: torch.nn.Module, values: dict[str, Tensor], *, start: str) -> float:
+    """Between our log-probabilities and the library's, over all segments; the memory is carried by the library."""
+    ids_BS = values["ids"]
+    segment_len, worst = values[f"{start}.0"].shape[1], 0.0
+    config = model.config
+    memory: list[Tensor] | None = None  # the library begins with zeros that are attended
+    if start == "empty":
+        memory = [torch.zeros(0, ids_BS.shape[0], config.d_model) for _ in range(config.n_layer)]
+    for i, tokens_BT in enumerate(ids_BS.split(segment_len, dim=1)):
+        output = model(tokens_BT, mems=memory, return_dict=True)
+        memory = output.mems
+        difference = (output.prediction_scores - values[f"{start}.{i}"]).abs().max()
+        worst = max(worst, float(difference.nan_to_num(nan=float("inf"))))
+    return worst
+
+
+@contextlib.contextmanager
+def type_as_a_type() -> Iterator[None]:
+    """Let `tensor.type_as(dtype=...)` work, which torch refuses with a TypeError.
+
+    TransfoXLModel.forward of transformers 4.46.3 makes its positions by `torch.arange(...).type_as(dtype=...)` and so
+    cannot run; `.to(dtype)` is what is meant. Nothing else of the library is changed.
+    """
+    original = torch.Tensor.type_as
+
+    def type_as(self: Tensor, other: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        return original(self, other) if dtype is None else self.to(dtype)
+
+    torch.Tensor.type_as = type_as
+    try:
+        yield
+    finally:
+        torch.Tensor.type_as = original
+
+
+if __name__ == "__main__":
+    main()

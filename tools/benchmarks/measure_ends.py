@@ -1,0 +1,152 @@
+"""How long a run takes to end: after the death or the freezing of a rank, and after a request to stop.
+
+    python -m tools.benchmarks.measure_ends [--trials 5] [--ranks 2]
+    python -m tools.benchmarks.measure_ends --trials 1 --ranks 1 --cases "the file RUN/STOP"       the smallest size
+
+Starts `txl launch` on a small corpus again and again, strikes while it makes steps of some 50 ms, and prints, per case,
+the seconds until the last of the other ranks was gone and until `txl launch` was, median and most. CPU only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from tools.benchmarks.measuring import announced, positive
+
+SETTINGS = """
+[data]
+path = "corpus"
+eval_split = ""
+[model]
+num_layers = 4
+width = 128
+num_heads = 4
+head_width = 32
+ff_width = 512
+cutoffs = []
+[train]
+num_lanes = 16
+segment_len = 64
+memory_len = 64
+microbatch_lanes = 4
+max_steps = 100000
+[engine]
+precision = "fp32"
+timeout_s = 4
+[metrics]
+log_every_steps = 1
+"""
+FROZEN = "a rank is stopped by SIGSTOP (engine.timeout_s = 4)"
+Strike = Callable[[psutil.Process, list[psutil.Process], Path], psutil.Process | None]
+"""Gets the launcher, the ranks and the run's folder; returns the rank that counts as dead."""
+
+
+def kill(victim: int) -> Strike:
+    """kill -9 of a rank."""
+
+    def strike(_: psutil.Process, ranks: list[psutil.Process], run: Path) -> psutil.Process:
+        ranks[victim].kill()
+        return ranks[victim]
+
+    return strike
+
+
+def freeze(_: psutil.Process, ranks: list[psutil.Process], run: Path) -> psutil.Process:
+    """A rank that lives and does nothing."""
+    ranks[-1].send_signal(signal.SIGSTOP)
+    return ranks[-1]
+
+
+def stop_file(_: psutil.Process, ranks: list[psutil.Process], run: Path) -> None:
+    """The file that every rank obeys."""
+    (run / "STOP").touch()
+
+
+def terminate(launcher: psutil.Process, ranks: list[psutil.Process], run: Path) -> None:
+    """As a scheduler does."""
+    launcher.terminate()
+
+
+CASES: dict[str, Strike] = {
+    "kill -9 of rank 0": kill(0),
+    "kill -9 of the last rank": kill(-1),
+    FROZEN: freeze,
+    "the file RUN/STOP": stop_file,
+    "SIGTERM to txl launch": terminate,
+}
+
+
+def measure(folder: Path, strike: Strike, *, num_ranks: int) -> tuple[float, float, int]:
+    """(seconds until the other ranks were gone, until `txl launch` was, its exit code)."""
+    run = folder / f"run-{random.getrandbits(40)}"
+    words = ["launch", "--num_accelerators", str(num_ranks), "ends.toml", "--run.dir", str(run)]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PATH": path}
+    with (folder / "output").open("a") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "txl_dist", *words], cwd=folder, env=environment, stdout=output, stderr=output
+        )
+    launcher = psutil.Process(process.pid)
+    while not (run / "log.txt").exists() or "  train  " not in (run / "log.txt").read_text():
+        if process.poll() is not None:
+            sys.exit((folder / "output").read_text())
+        time.sleep(0.05)
+    time.sleep(random.random())
+    found = [child for child in launcher.children(recursive=True) if any("--local_rank=" in w for w in child.cmdline())]
+    of_rank = {child.environ()["RANK"]: child for child in found if "deepspeed.launcher.launch" not in child.cmdline()}
+    ranks = [of_rank[str(rank)] for rank in range(num_ranks)]
+    start_s = time.monotonic()
+    dead = strike(launcher, ranks, run)
+    waiting = [rank for rank in ranks if rank != dead]
+    ranks_s = 0.0
+    while process.poll() is None or waiting:
+        waiting = [rank for rank in waiting if rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE]
+        ranks_s = ranks_s or (0.0 if waiting else time.monotonic() - start_s)
+        time.sleep(0.02)
+    return ranks_s, time.monotonic() - start_s, process.returncode
+
+
+def main() -> None:
+    """Measure all cases and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=positive, default=5, help="runs of each case")
+    parser.add_argument("--ranks", type=positive, default=2, help="of each run; a case that ends one rank needs two")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="; ".join(CASES))
+    arguments = parser.parse_args()
+    print("| what | trials | other ranks gone, s | txl launch gone, s | exit code |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "ends.toml").write_text(SETTINGS, encoding="utf-8")
+        text = "\n\n".join(f"text {number} " * 200 for number in range(200))
+        (folder / "text.txt").write_text(text, encoding="utf-8")
+        prepare = ["prepare", "text.txt", "--out", "corpus", "--tokenizer", "byte", "--documents", "blank_line"]
+        subprocess.run(
+            [sys.executable, "-m", "txl_dist", *prepare, "--valid-fraction", "0.1"],
+            cwd=folder,
+            check=True,
+            capture_output=True,
+        )
+        for case in announced(arguments.cases, what="case"):
+            found = [measure(folder, CASES[case], num_ranks=arguments.ranks) for _ in range(arguments.trials)]
+            ranks_s, launch_s, codes = zip(*found, strict=True)
+            times = (f"{statistics.median(values):.1f}, at most {max(values):.1f}" for values in (ranks_s, launch_s))
+            print(
+                f"| {case} | {len(found)} | {' | '.join(times)} | {', '.join(map(str, sorted(set(codes))))} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What reporting costs: the share of a training step that records take.
+
+    python -m tools.benchmarks.metrics_logging                           8 rounds
+    python -m tools.benchmarks.metrics_logging --rounds 1                the smallest size, some seconds
+
+A step of the quickstart's model (1.4 million parameters, 16 lanes of 64 tokens, ZeRO-1, one process, one thread) and a
+report to all sinks that are always there (console into a file, metrics.jsonl, TensorBoard) are timed in turn. Larger
+models and GPUs make steps of other lengths; a report costs the same, so its milliseconds are shown too.
+
+    share at every step       a report's time over a step's
+    share as set              the same over the steps between two reports (metrics.log_every_steps, 10 by default)
+    clocks                    what the timing of the step's parts takes, in each step
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.benchmarks.measuring import add_measure_options, interleaved, write_json
+from txl_dist.config.load import Config, plan_batch
+from txl_dist.console.logging import start_logging
+from txl_dist.data.loader.stream import plain_segment
+from txl_dist.distributed.collectives import RankInfo, distributed_context
+from txl_dist.train.batch import batch_maker
+from txl_dist.train.engine.zero import ZeroEngine
+from txl_dist.train.monitoring.stragglers import StepClock
+from txl_dist.train.report.loggers import MetricReporter
+from txl_dist.train.report.metrics import Interval, eta_s
+from txl_dist.train.state import RunContext
+
+VOCAB_SIZE = 4096
+REPORTS = 50
+"""Reports per timed run, one being too short to time."""
+
+
+class Bench:
+    """One run's engine and reporter."""
+
+    def __init__(self, config: Config, ranks: RankInfo) -> None:
+        plan = plan_batch(config.train, world_size=1)
+        self.engine = ZeroEngine(config, vocab_size=VOCAB_SIZE, plan=plan, ranks=ranks)
+        train = config.train
+        ids = torch.randint(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)).numpy()
+        self.batch = batch_maker(self.engine.model, mask_documents=False).batch(plain_segment(ids))
+        self.memory = self.engine.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
+        no_corpora: Any = None
+        self.reporter = MetricReporter(RunContext(config, plan, ranks, no_corpora), start_step=0)
+        self.clock, self.interval = StepClock(ranks.device, sees_forward=True), Interval()
+        self.tokens, self.num_reports, self.max_steps = train.num_lanes * train.segment_len, 0, train.max_steps
+        self.step()
+
+    def step(self) -> None:
+        """As training makes it, without what is timed apart."""
+        loss, self.memory = self.engine.forward(self.batch, self.memory, normalizer=float(self.tokens))
+        self.engine.backward(loss)
+        norm = float(self.engine.grad_norm())
+        self.engine.step(lr=1e-3, grad_norm=norm)
+        self.interval.add(loss=float(loss.detach()), grad_norm=norm, lr=1e-3, num_scored=self.tokens, skipped=False)
+
+    def clocks(self) -> None:
+        """The clock of `REPORTS` steps."""
+        for _ in range(REPORTS):
+            self.clock.begin()
+            self.clock.mark_prepared()
+            self.clock.start_forward()
+            self.clock.forward_ends()
+            self.clock.local_ms()
+
+    def reports(self) -> None:
+        """`REPORTS` records, as the loop makes them."""
+        for _ in range(REPORTS):
+            self.num_reports += 1
+            values = self.interval.report(step=self.num_reports, tokens_per_step=self.tokens)
+            eta = eta_s(self.num_reports, max_steps=self.max_steps, step_ms=values["step_ms"])
+            bits = {"bits_per_byte": 1.0, "bits_per_character": 1.0}
+            counts = {"tokens_seen": self.tokens, "skipped_steps": 0, "epoch": 0.5}
+            self.reporter.write("train", {"step": self.num_reports, **values, **bits, **counts, "eta_s": eta})
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_measure_options(parser)
+    arguments = parser.parse_args()
+    model = {"num_layers": 4, "width": 128, "num_heads": 4, "head_width": 32, "ff_width": 512, "cutoffs": [512, 2048]}
+    train = {"num_lanes": 16, "microbatch_lanes": 16, "segment_len": 64, "memory_len": 128}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder, distributed_context(timeout_s=60, num_threads=1) as ranks:
+        config = Config.model_validate({"model": model, "train": train, "run": {"dir": folder}})
+        sys.stderr = (Path(folder) / "stderr").open("w", encoding="utf-8")
+        start_logging(file=Path(folder) / "log.txt")
+        bench = Bench(config, ranks)
+        timings = interleaved(
+            {"step": bench.step, "reports": bench.reports, "clocks": bench.clocks}, rounds=arguments.rounds
+        )
+        bench.reporter.close()
+    step_ms, every = timings["step"].median_ms, config.metrics.log_every_steps
+    report_ms, clock_ms = timings["reports"].median_ms / REPORTS, timings["clocks"].median_ms / REPORTS
+    figures = {
+        "step_ms": step_ms,
+        "report_ms": report_ms,
+        "clocks_ms": clock_ms,
+        "share_at_every_step_pct": 100 * (report_ms + clock_ms) / step_ms,
+        "share_as_set_pct": 100 * (report_ms / every + clock_ms) / step_ms,
+    }
+    for name, value in figures.items():
+        print(f"{name:<26}{value:9.4f}")
+    if arguments.json is not None:
+        write_json(arguments.json, {"logging": [figures]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""How fast `txl prepare` is: one worker, two workers, and the bare tokenizer as the ceiling, interleaved in one run.
+
+    python -m tools.benchmarks.prepare TEXT.jsonl [...] [--rounds 3] [--megabytes 64] [--tokenizer-file T]
+    python -m tools.benchmarks.prepare TEXT.jsonl --rounds 1 --megabytes 0.1 --vocab-size 300  the smallest, seconds
+
+A file has a JSON object with a `text` per line. All encode the same texts with the same given BPE tokenizer (or one
+learned here from a part of them), whose library's own threads are off. Rates are bytes of text per second of the best
+round; the half corpus shows what is fixed cost. `bare` is `encode_batch_fast` of the library on the texts in memory, in
+the pieces that our tokenizer makes, and nothing else: no reading, no parsing, no ids taken out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.benchmarks.measuring import announced, positive
+from txl_dist.errors import DataError, TxlError
+
+BARS = {"2 workers / 1 worker": 1.6, "1 worker / bare": 0.7}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="JSON lines with a text each")
+    parser.add_argument("--rounds", type=positive, default=3, help="timed runs of each variant")
+    parser.add_argument("--megabytes", type=float, default=64.0, help="megabytes of text to use")
+    parser.add_argument("--vocab-size", type=int, default=16_384, help="of the tokenizer that is learned here")
+    parser.add_argument("--tokenizer-file", type=Path, help="use this tokenizer, and learn none")
+    arguments = parser.parse_args()
+    texts = read_texts(arguments.files, num_bytes=int(arguments.megabytes * 1e6))
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        whole, half = folder / "whole.jsonl", folder / "half.jsonl"
+        sizes = {whole: write(whole, texts), half: write(half, texts[: len(texts) // 2])}
+        tokenizer = arguments.tokenizer_file or learn(texts, folder, vocab_size=arguments.vocab_size)
+        runs = {
+            "bare": lambda: bare(texts, tokenizer),
+            "1 worker": lambda: prepare(whole, folder, tokenizer, num_workers=1),
+            "2 workers": lambda: prepare(whole, folder, tokenizer, num_workers=2),
+            "1 worker, half": lambda: prepare(half, folder, tokenizer, num_workers=1),
+            "2 workers, half": lambda: prepare(half, folder, tokenizer, num_workers=2),
+        }
+        best = {name: min(seconds) for name, seconds in interleaved(runs, rounds=arguments.rounds).items()}
+    rates = {name: sizes[half if "half" in name else whole] / seconds / 1e6 for name, seconds in best.items()}
+    print(f"{sizes[whole] / 1e6:.1f} MB of text in {len(texts):,} documents, best of {arguments.rounds}")
+    for name, rate in rates.items():
+        print(f"  {name:<16} {best[name]:8.2f} s  {rate:6.2f} MB/s")
+    ratios = {
+        "2 workers / 1 worker": rates["2 workers"] / rates["1 worker"],
+        "1 worker / bare": rates["1 worker"] / rates["bare"],
+    }
+    for name, ratio in ratios.items():
+        print(f"  {name:<22} {ratio:5.2f}  (bar: {BARS[name]})")
+
+
+def read_texts(files: list[Path], *, num_bytes: int) -> list[str]:
+    """Return the first documents of the files, about so many bytes of them.
+
+    Blank lines are left out. Raises DataError for a file that cannot be read, a line without a text, and fewer than two
+    documents.
+    """
+    texts: list[str] = []
+    for path in files:
+        for number, line in enumerate(lines_of(path), 1):
+            if num_bytes <= 0:
+                break
+            if not line.strip():
+                continue
+            texts.append(text_of(line, where=f"{path}, line {number}"))
+            num_bytes -= len(texts[-1].encode())
+    if len(texts) < 2:
+        raise DataError(f"documents in the files: {len(texts)}. Half of them is measured too, so give two or more.")
+    return texts
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a file. Raises DataError if it cannot be read as UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            yield from stream
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+
+
+def text_of(line: str, *, where: str) -> str:
+    """Return the text of a record. Raises DataError if the line is no JSON object that has one."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError:
+        record = None
+    text = record.get("text") if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise DataError(f'{where}: not a JSON object with a text. Give JSON lines: {{"text": "..."}}, one a document.')
+    return text
+
+
+def write(path: Path, texts: list[str]) -> int:
+    """Write JSON lines. Returns the bytes of the texts."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return sum(len(text.encode()) for text in texts)
+
+
+def learn(texts: list[str], folder: Path, *, vocab_size: int) -> Path:
+    """A BPE tokenizer of the first ten megabytes."""
+    from txl_dist.tokenizers.training import train_tokenizer
+
+    sample, held = [], 0
+    for text in texts:
+        sample.append(text)
+        held += len(text)
+        if held > 10e6:
+            break
+    path = folder / "tokenizer.json"
+    train_tokenizer("bpe", lambda: sample, vocab_size=vocab_size).save(path)
+    return path
+
+
+def bare(texts: list[str], tokenizer_file: Path) -> None:
+    """Only the library's call, on the pieces that our tokenizer cuts, which are few enough to fit in memory."""
+    from txl_dist.tokenizers.subwords import cut_pieces
+    from txl_dist.tokenizers.tokenizer import load_tokenizer
+
+    library: Any = load_tokenizer(tokenizer_file)._library  # type: ignore[attr-defined]
+    for text in texts:
+        pieces = cut_pieces(text)
+        for first in range(0, len(pieces), 32):
+            library.encode_batch_fast(pieces[first : first + 32], add_special_tokens=False)
+
+
+def prepare(source: Path, folder: Path, tokenizer_file: Path, *, num_workers: int) -> None:
+    """The whole preparation, into a folder that is removed again."""
+    from txl_dist.data.prepare.run import prepare_corpus
+
+    settings: dict[str, Any] = {"inputs": [source], "tokenizer_path": tokenizer_file, "valid_fraction": 0.0}
+    prepare_corpus(folder / "corpus", **settings, num_workers=num_workers)
+    shutil.rmtree(folder / "corpus")
+
+
+def interleaved(runs: dict[str, Any], *, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each run, one after the other in each round, so that what disturbs one disturbs all."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in announced(range(1, rounds + 1), what="round"):
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"prepare: {error}")

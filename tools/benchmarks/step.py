@@ -1,0 +1,247 @@
+"""A whole training step beside the peers'.
+
+    python -m tools.benchmarks.step --peer-original DIR [--peer-nvidia DIR] [--peer-huggingface] [--sizes SIZES]
+                               [--against COMMIT_OR_FOLDER]
+    python -m tools.benchmarks.step --switches
+
+Forward, loss, backward, clipping, Adam; fp32, one thread. All begin with the original's weights, brought over by
+`txl_dist.convert`, and must give its losses over 8 steps (without dropout).
+
+    --sizes wt103        four layers of width 256 with 4 heads, feed-forward 1024, T = M = 128, 8 lanes, and an adaptive
+                         softmax over 60,000 words (cutoffs 10k, 20k, 40k, tied, one table), no dropout
+            ptb          four layers of width 200 with 4 heads, feed-forward 800, T = M = 64, 32 lanes, 10,000 words
+                         (cutoffs 2k, 5k), dropout 0.2
+            quickstart   those of configs/quickstart.toml, a micro-batch; beside peers without its last norm, which they
+                         do not know
+    --switches           instead: the engine's step at the quickstart's sizes (32 lanes, one rank), as it is and with
+                         each setting of `switches`: Muon, averages, scalars ...
+    --against            a commit, or a folder with another checkout: ours as it was, in a process of its own
+
+    x by min, x by median   how many times faster than the base line: the first of those in the table
+    peak MiB                what the first two steps add to the weights, in a fresh process
+    original, fused Adam    theirs with torch's fused Adam, which ours use: what of the gain is not the optimizer's
+    ours, products alone    the matrix products of our step (see `products`): what the rest of it costs
+    loss error              largest relative distance from the base line's loss over 8 steps, each on its own weights
+    ops, syncs              operations dispatched in a step, and those among them that wait for a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tools.benchmarks.decode import unpacked
+from tools.benchmarks.measuring import (
+    add_measure_options,
+    interleaved,
+    peak_in_fresh_process,
+    peak_mib,
+    print_peak,
+    print_table,
+    rows,
+    speedup,
+    write_json,
+)
+from tools.benchmarks.peers import huggingface, nvidia, original
+from tools.benchmarks.products import Products, share_of_products
+from tools.benchmarks.switches import SWITCHES, WHOLE, EngineStep, config_with
+from tools.benchmarks.trainers import HuggingFaceTrainer, OurTrainer, PeerTrainer, Sizes, Trainer, zipf_segments
+from txl_dist.config.load import load_config
+from txl_dist.config.schema import ModelSection
+from txl_dist.distributed.collectives import distributed_context
+
+HERE = Path(__file__).parent
+AGREEING_STEPS = 8
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "unique_dim")
+
+
+def sizes_of(name: str, *, tiny: bool, last_norm: bool = True) -> Sizes:
+    """The benchmark's of that name, or something as small as a test wants."""
+    if tiny:
+        section = _section(2, 32, cutoffs=(100, 200, 400), dropout=0.2 if name == "ptb" else 0.0)
+        return Sizes(section, 600, 2, 16, 16)
+    if name == "ptb":
+        return Sizes(_section(4, 200, cutoffs=(2_000, 5_000), dropout=0.2), 10_000, 32, 64, 64)
+    if name == "quickstart":
+        config = load_config(HERE.parents[1] / "configs" / "quickstart.toml")
+        sizes = Sizes.of(config, vocab_size=4_096, num_lanes=config.train.microbatch_lanes)
+        return sizes._replace(model=sizes.model.model_copy(update={"final_norm": last_norm}))
+    return Sizes(_section(4, 256, cutoffs=(10_000, 20_000, 40_000)), 60_000, 8, 128, 128)
+
+
+def _section(num_layers: int, width: int, *, cutoffs: tuple[int, ...], dropout: float = 0.0) -> ModelSection:
+    return ModelSection(
+        num_layers=num_layers,
+        width=width,
+        num_heads=2 if width < 64 else 4,
+        head_width=16 if width < 64 else width // 4,
+        ff_width=2 * width if width < 64 else 4 * width,
+        cutoffs=cutoffs,
+        dropout=dropout,
+    )
+
+
+def makers(arguments: argparse.Namespace, sizes: Sizes) -> dict[str, Callable[[], Trainer]]:
+    """How each variant is made; the base line first. All have the weights of the original, where it is given."""
+    made: dict[str, Callable[[], Trainer]] = {}
+    theirs = PeerTrainer(original(arguments.peer_original), sizes) if arguments.peer_original else None
+    weights = theirs.imported().weights if theirs else None
+    if arguments.peer_original:
+        made["original"] = lambda: PeerTrainer(original(arguments.peer_original), sizes)
+        made["original, fused Adam"] = lambda: PeerTrainer(original(arguments.peer_original), sizes, fused=True)
+    if arguments.peer_nvidia:
+        own = PeerTrainer(nvidia(arguments.peer_nvidia), sizes, nvidia=True)
+        made["nvidia"] = lambda: own.begin_as(theirs) if theirs else own
+    if arguments.peer_huggingface:
+        transfo_xl = huggingface()
+        made["huggingface"] = lambda: HuggingFaceTrainer(transfo_xl, sizes, weights=weights)
+    made["ours, plain attention"] = lambda: OurTrainer(sizes, attention="plain", weights=weights)
+    made["ours"] = lambda: OurTrainer(sizes, attention="fused", weights=weights)
+    return made
+
+
+class _Counter(TorchDispatchMode):
+    """Counts what is dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = self.syncs = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        self.syncs += func._schema.name.removeprefix("aten::") in WAITING
+        return func(*args, **(kwargs or {}))
+
+
+def agreement(trainers: dict[str, Trainer], sizes: Sizes) -> dict[str, dict[str, object]]:
+    """Losses of all over the same segments, and what one more step dispatches."""
+    segments = list(itertools.islice(zipf_segments(sizes), AGREEING_STEPS + 1))
+    losses = {
+        name: [float(trainer.step(ids)) for ids in segments[:AGREEING_STEPS]] for name, trainer in trainers.items()
+    }
+    base = next(iter(losses.values()))
+    found: dict[str, dict[str, object]] = {}
+    for name, trainer in trainers.items():
+        with _Counter() as counter:
+            trainer.step(segments[-1])
+        error = max(abs(mine - theirs) / theirs for mine, theirs in zip(losses[name], base, strict=True))
+        found[name] = {"loss error": error, "ops": counter.ops, "syncs": counter.syncs}
+    return found
+
+
+class Older:
+    """Ours as it was, in a process of its own; it makes its segments itself."""
+
+    def __init__(self, commit: str, sizes: Sizes, *, folder: Path) -> None:
+        file = folder / "sizes.json"
+        # What is not asked for is left out: an older section need not know it.
+        told = sizes._asdict() | {"model": sizes.model.model_dump(mode="json", exclude_defaults=True)}
+        file.write_text(json.dumps(told), encoding="utf-8")
+        checkout = unpacked(commit, folder, parts=("txl_dist", "tools"))
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "step_worker.py"), str(checkout), str(file)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._line()
+
+    def step(self) -> float:
+        """Make the next step; its loss."""
+        assert self._process.stdin is not None
+        print("step", file=self._process.stdin, flush=True)
+        return float(self._line())
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the process of --against ended; its message stands above")
+        return line
+
+
+def measure_switches(*, rounds: int) -> list[dict[str, object]]:
+    """A row for the quickstart's step, for each switch alone, and for all that go together."""
+    configs = {"adamw": config_with(), **{name: config_with((name,)) for name in SWITCHES}, "whole": config_with(WHOLE)}
+    sizes = Sizes.of(configs["adamw"], vocab_size=4_096, num_lanes=configs["adamw"].train.num_lanes)
+    given = itertools.cycle(list(itertools.islice(zipf_segments(sizes), 4)))
+    with distributed_context(timeout_s=600, num_threads=1) as ranks:
+        steps = {name: EngineStep(config, ranks, vocab_size=sizes.vocab_size) for name, config in configs.items()}
+        timings = interleaved({name: lambda n=name: steps[n](next(given)) for name in steps}, rounds=rounds)
+    cost = {name: {"cost": timings[name].min_ms / timings["adamw"].min_ms} for name in steps}
+    return rows(
+        timings, base="adamw", more={name: cost[name] | {"parameters": steps[name].parameters} for name in steps}
+    )
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
+    parser.add_argument("--peer-nvidia", type=Path, metavar="DIR", help="folder `pytorch` of NVIDIA's code")
+    parser.add_argument("--peer-huggingface", action="store_true", help="TransfoXL of the installed transformers")
+    parser.add_argument("--sizes", choices=("wt103", "ptb", "quickstart"), default="wt103")
+    parser.add_argument("--against", metavar="COMMIT_OR_FOLDER", help="ours as it was")
+    parser.add_argument("--switches", action="store_true", help="what each of tools/benchmarks/switches.py costs")
+    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    add_measure_options(parser)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.switches:
+        print_table("a step of the quickstart on one rank, fp32, 1 thread", measure_switches(rounds=arguments.rounds))
+        return
+    has_peers = bool(arguments.peer_original or arguments.peer_nvidia or arguments.peer_huggingface)
+    sizes = sizes_of(arguments.sizes, tiny=arguments.tiny, last_norm=not has_peers)
+    making, segments = makers(arguments, sizes), zipf_segments(sizes, seed=1)
+    if arguments.measure == "memory":
+        trainer = making[arguments.only]()
+        print_peak(peak_mib(lambda: trainer.step(next(segments)), runs=2))
+        return
+    wanted = [name for name in making if arguments.only in (None, name)]
+    undropped = sizes._replace(model=sizes.model.model_copy(update={"dropout": 0.0}))
+    without = makers(arguments, undropped)
+    more = agreement({name: without[name]() for name in wanted}, undropped)
+    given = list(itertools.islice(segments, 4))
+    trainers = {name: making[name]() for name in wanted}
+    turns = {name: itertools.cycle(given) for name in trainers}
+    steps: dict[str, Callable[[], object]] = {
+        name: lambda n=name: trainers[n].step(next(turns[n])) for name in trainers
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.against:
+            steps[f"ours at {arguments.against}"] = Older(arguments.against, sizes, folder=Path(folder)).step
+        if ours := steps.get("ours"):
+            pool = {"pool_numbers": 2**22} if arguments.tiny else {}
+            steps["ours, products alone"] = Products.of(ours, **pool)
+        timings = interleaved(steps, rounds=arguments.rounds)
+    peaks = {name: peak_in_fresh_process(name) if name in trainers else math.nan for name in steps}
+    table = rows(timings, base=next(iter(trainers)), peaks=peaks, more=more)
+    title = f"a training step of {sizes.tokens:,} tokens, {arguments.sizes}, fp32, 1 thread, {arguments.rounds} rounds"
+    print_table(title, table)
+    if ours:
+        share = share_of_products(ours)
+        by_min, by_median = speedup(timings, "ours, products alone", base="ours")
+        print(
+            f"products: {share:.1%} of our step's self time; the step takes {by_min:.2f} of them alone by min, "
+            f"{by_median:.2f} by median; cores with {torch.backends.cpu.get_cpu_capability()}"
+        )
+        table.append({"variant": "ours", "share of products": share, "of products alone": by_min})
+    if arguments.json:
+        write_json(arguments.json, {title: table})
+
+
+if __name__ == "__main__":
+    main()

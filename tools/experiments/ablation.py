@@ -1,0 +1,241 @@
+"""What each switch of `switches` brings at equal seconds.
+
+    python -m tools.experiments.ablation --corpus stdlib=DIR --corpus wikitext-2=DIR --csv docs/ablation.csv --runs DIR
+
+The quickstart's model and batch, one thread, one rank. A run has `--seconds`: as many steps as fit into them, by the
+milliseconds of its step beside the others' (minima of interleaved rounds), so that a neighbour's load cannot choose the
+winner. Its schedule ends with its last step. What counts is the held-out loss then, of the first 122,880 tokens.
+
+    cost     milliseconds of a step of every variant
+    rates    AdamW and Muon over a grid of rates, per corpus: the best is taken in what follows
+    alone    AdamW with one switch
+    whole    the switches of `WHOLE` together, without each of them, and with each of the others
+    seeds    two more seeds of AdamW, Muon and the whole, and of each switch whose gain, alone or in the whole, is not
+             below minus twice AdamW's deviation
+
+Every row of the CSV is one run, or one cost. What has its row is not run again; what was interrupted goes on.
+`--table` runs nothing, and writes the table of docs/modern.md from the CSV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.benchmarks.measuring import interleaved
+from tools.benchmarks.switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
+from tools.benchmarks.trainers import Sizes, zipf_segments
+from tools.experiments.recording import ROOT, Rows, markdown, put_table, spread
+from tools.experiments.trainings import records_in, side_by_side
+from tools.experiments.trainings import train as make_run
+from txl_dist.config.load import changed
+from txl_dist.distributed.collectives import distributed_context
+
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
+VOCAB_SIZE = 4_096
+EVAL_TOKENS = 122_880
+PAGE = ROOT / "docs/modern.md"
+BEGIN = "<!-- table: python -m tools.experiments.ablation --csv docs/ablation.csv --table -->"
+
+
+class Run(NamedTuple):
+    """One training."""
+
+    corpus: str
+    variant: str
+    lr: float
+    seed: int = 1
+
+    @property
+    def in_whole(self) -> bool:
+        """Whether it is the whole or a change of it."""
+        return self.variant.startswith("whole")
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """What the name of the variant stands for."""
+        if self.in_whole:
+            _, *changes = self.variant.split()
+            names = [name for name in WHOLE if f"-{name}" not in changes]
+            return (*names, *(change[1:] for change in changes if change.startswith("+")))
+        return () if self.variant == "adamw" else tuple(self.variant.split("+"))
+
+
+def variants() -> list[str]:
+    """All, by name."""
+    changes = [f"whole -{name}" if name in WHOLE else f"whole +{name}" for name in SWITCHES if name != "muon"]
+    return ["adamw", *SWITCHES, "whole", *changes]
+
+
+class Records(Rows):
+    """The CSV."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, COLUMNS)
+
+    def cost_ms(self, variant: str) -> float | None:
+        """Of a step."""
+        return next(
+            (float(r["ms_per_step"]) for r in self.rows if (r["kind"], r["variant"]) == ("cost", variant)), None
+        )
+
+    def losses(self, corpus: str, variant: str, *, lr: float | None = None) -> list[float]:
+        """Of a variant, by seed."""
+        own = [r for r in self.rows if (r["kind"], r["corpus"], r["variant"]) == ("run", corpus, variant)]
+        own.sort(key=lambda r: int(r["seed"]))
+        return [float(r["loss"]) for r in own if lr is None or float(r["lr"]) == lr]
+
+    def has(self, run: Run) -> bool:
+        """Whether it was made."""
+        key = (run.corpus, run.variant, run.lr, run.seed)
+        return any(
+            (r["corpus"], r["variant"], float(r["lr"]), int(r["seed"])) == key for r in self.rows if r["kind"] == "run"
+        )
+
+    def best_rate(self, corpus: str, variant: str) -> float:
+        """Of the grid, by the first seed."""
+        return min(RATES, key=lambda lr: self.losses(corpus, variant, lr=lr)[0])
+
+
+def measure_costs(records: Records, *, rounds: int) -> None:
+    """Of all variants that have none, taking turns."""
+    missing = [name for name in variants() if records.cost_ms(name) is None]
+    if not missing:
+        return
+    configs = {name: config_with(Run("", name, 0.0).switches) for name in missing}
+    with distributed_context(timeout_s=600, num_threads=1) as ranks:
+        steps = {name: EngineStep(config, ranks, vocab_size=VOCAB_SIZE) for name, config in configs.items()}
+        base = config_with()
+        segments = zipf_segments(Sizes.of(base, vocab_size=VOCAB_SIZE, num_lanes=base.train.num_lanes))
+        turns = {name: itertools.cycle(list(itertools.islice(segments, 3))) for name in steps}
+        timings = interleaved({name: lambda n=name: steps[n](next(turns[n])) for name in steps}, rounds=rounds)
+    for name, timing in timings.items():
+        records.add(kind="cost", variant=name, ms_per_step=f"{timing.min_ms:.2f}")
+
+
+def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, seconds: float) -> None:
+    """One training, and its row. Raises RuntimeError with its last words if it fails."""
+    cost = records.cost_ms(run.variant)
+    assert cost is not None
+    steps = int(seconds * 1000 / cost)
+    name = f"{run.corpus}-{run.variant}-{run.lr:g}-{run.seed}".replace(" ", "")
+    places = {
+        "data.path": corpora[run.corpus],
+        "run.dir": str(folder / name),
+        "run.seed": run.seed,
+        "eval.max_tokens": EVAL_TOKENS,
+        "checkpoint.every_steps": 0,
+        "metrics.tensorboard": False,
+        "metrics.sample_every_steps": 0,
+    }
+    config = config_with(run.switches, optim__lr=run.lr, train__max_steps=steps)
+    wall_s = make_run(changed(config, places), base=QUICKSTART)
+    *_, last = records_in(folder / name, "eval").values()
+    records.add(
+        kind="run",
+        corpus=run.corpus,
+        variant=run.variant,
+        lr=run.lr,
+        seed=run.seed,
+        steps=last["step"],
+        ms_per_step=cost,
+        loss=f"{last['loss']:.5f}",
+        wall_s=f"{wall_s:.1f}",
+    )
+
+
+def phases(records: Records, corpora: list[str]) -> Iterator[list[Run]]:
+    """Runs that may be made side by side; each phase knows the results of those before."""
+    yield [Run(c, v, lr) for c in corpora for v in ("adamw", "muon") for lr in RATES]
+    rate = {(c, v): records.best_rate(c, v) for c in corpora for v in ("adamw", "muon")}
+    yield [Run(c, name, rate[c, "adamw"]) for name in SWITCHES if name != "muon" for c in corpora]
+    yield [Run(c, name, rate[c, "muon"]) for name in variants() if name.startswith("whole") for c in corpora]
+    yield [Run(c, "adamw", rate[c, "adamw"], seed) for c in corpora for seed in (2, 3)]
+    more = []
+    for c in corpora:
+        base = records.losses(c, "adamw", lr=rate[c, "adamw"])
+        for name in variants()[1:]:
+            kind = "muon" if name == "muon" or Run(c, name, 0.0).in_whole else "adamw"
+            reference = base[0] if kind == "adamw" or name in ("muon", "whole") else records.losses(c, "whole")[0]
+            gain = reference - records.losses(c, name, lr=rate[c, kind])[0]
+            if "-" in name:
+                gain = -gain  # what the switch that is missing brings
+            if name in ("muon", "whole") or gain > -2 * statistics.stdev(base):
+                more += [Run(c, name, rate[c, kind], seed) for seed in (2, 3)]
+    yield more
+
+
+def table_of(records: Records) -> list[str]:
+    """Markdown: what each switch brings, in nats per token, alone and in the whole, per corpus."""
+    corpora = list(dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"))
+    adamw = records.cost_ms("adamw")
+    assert adamw is not None
+    head = ["switch", "step", *(f"alone, {c}" for c in corpora), *(f"in the whole, {c}" for c in corpora)]
+    lines = []
+    for name in (*SWITCHES, "whole"):
+        cells = [_gain(records, c, name, "adamw") for c in corpora]
+        if name in ("muon", "whole"):
+            cells += [""] * len(corpora)
+        elif name in WHOLE:
+            cells += [_gain(records, c, "whole", f"whole -{name}") for c in corpora]
+        else:
+            cells += [_gain(records, c, f"whole +{name}", "whole") for c in corpora]
+        shown = f"**{name}**" if name == "whole" else f"`{name}`" + (" *" if name in WHOLE else "")
+        lines.append([shown, f"{(records.cost_ms(name) or 0) / adamw:.2f}", *cells])
+    return markdown(head, lines)
+
+
+def bases_of(records: Records) -> list[str]:
+    """Markdown: the losses that gains are beside, and the rates, per corpus."""
+    lines = []
+    for c in dict.fromkeys(r["corpus"] for r in records.rows if r["kind"] == "run"):
+        rates = [spread(records.losses(c, "adamw", lr=lr), digits=3) for lr in RATES]
+        best = records.best_rate(c, "muon")
+        muon, whole = (spread(records.losses(c, name, lr=best), digits=3) for name in ("muon", "whole"))
+        lines.append([c, *rates, f"{best:g}", muon, whole])
+    return markdown(["corpus", *(f"AdamW at {lr:g}" for lr in RATES), "Muon's best rate", "Muon", "whole"], lines)
+
+
+def _gain(records: Records, corpus: str, variant: str, beside: str) -> str:
+    """Mean and deviation, over the seeds that both have, of what `variant` is better by."""
+    found = []
+    for name in (variant, beside):
+        kind = "muon" if name == "muon" or Run(corpus, name, 0.0).in_whole else "adamw"
+        found.append(records.losses(corpus, name, lr=records.best_rate(corpus, kind)))
+    return spread([theirs - ours for ours, theirs in zip(*found, strict=False)], digits=3, sign="+")
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", action="append", default=[], metavar="NAME=DIR", help="prepared, 4,096 words")
+    parser.add_argument("--csv", type=Path, required=True, help="the records")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help="folder for the runs")
+    parser.add_argument("--seconds", type=float, default=75.0, help="of a run, without start and evaluation")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
+    parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
+    parser.add_argument("--table", action="store_true", help="write the table of docs/modern.md")
+    arguments = parser.parse_args()
+    if arguments.table:
+        records = Records(arguments.csv)
+        put_table(PAGE, BEGIN, [*bases_of(records), "", *table_of(records)])
+        return
+    if not (arguments.corpus and arguments.runs):
+        parser.error("name corpora, and a folder for the runs")
+    corpora = dict(one.split("=", 1) for one in arguments.corpus)
+    records = Records(arguments.csv)
+    measure_costs(records, rounds=arguments.rounds)
+    for runs in phases(records, list(corpora)):
+        missing = [run for run in runs if not records.has(run)]
+        work = partial(train, records=records, corpora=corpora, folder=arguments.runs, seconds=arguments.seconds)
+        side_by_side(work, missing, jobs=arguments.jobs)
+
+
+if __name__ == "__main__":
+    main()

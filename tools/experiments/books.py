@@ -1,0 +1,69 @@
+"""The books of the recipes `books_bytes_cpu` and `books_bpe_cpu`, from the repository that has them.
+
+    git clone https://github.com/mlschmitt/classic-books-markdown && git -C classic-books-markdown checkout 9448827
+    python -m tools.experiments.books classic-books-markdown books      books/train, books/valid, books/test: JSON lines
+    txl prepare books/train --valid books/valid --test books/test --tokenizer byte --out data/classic-books
+
+A book is a file AUTHOR/TITLE.md, with line feeds for its carriage returns. Of those of 200,000 bytes and more, in the
+order of the sha256 of their names (AUTHOR/TITLE), the first 12 are held out and the next 12 are for tests. Of all
+books, in the order of their names, the first 258 less these are trained on: 252, as far as Ernest Renan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from txl_dist.errors import DataError, TxlError
+
+HELD_OUT, LEAST_BYTES, FIRST = 12, 200_000, 258
+
+
+def books_of(folder: Path) -> dict[str, str]:
+    """Text by name, in the order of names. Raises DataError if there are too few of them."""
+    files = {str(path.relative_to(folder).with_suffix("")): path for path in folder.glob("*/*.md")}
+    texts = {name: files[name].read_bytes().decode().replace("\r\n", "\n") for name in sorted(files)}
+    if len(texts) < FIRST:
+        raise DataError(f"{folder} holds {len(texts)} books AUTHOR/TITLE.md, fewer than {FIRST}. Clone it anew.")
+    return texts
+
+
+def splits_of(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """Names by split, of books with their bytes."""
+    large = sorted(
+        (name for name, size in sizes.items() if size >= LEAST_BYTES),
+        key=lambda name: hashlib.sha256(name.encode()).digest(),
+    )
+    valid, test = large[:HELD_OUT], large[HELD_OUT : 2 * HELD_OUT]
+    train = [name for name in sorted(sizes)[:FIRST] if name not in {*valid, *test}]
+    return {"train": train, "valid": sorted(valid), "test": sorted(test)}
+
+
+def write(texts: Mapping[str, str], names: Sequence[str], *, path: Path) -> None:
+    """A book a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"id": name, "text": texts[name]}, ensure_ascii=False) + "\n" for name in names)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("clone", type=Path, help="of github.com/mlschmitt/classic-books-markdown")
+    parser.add_argument("out", type=Path, help="folder for train, valid and test")
+    given = parser.parse_args()
+    texts = books_of(given.clone)
+    for split, names in splits_of({name: len(text.encode()) for name, text in texts.items()}).items():
+        write(texts, names, path=given.out / split / "books.jsonl")
+        print(f"{split}: {len(names)} books, {sum(len(texts[name].encode()) for name in names):,} bytes")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"books: {error}")

@@ -1,0 +1,316 @@
+"""Trainings as tables 6 and 10 of the paper compare them: how they are made, scored and told.
+
+A trial has recurrence or not, a way to tell positions, and a loss over all of a segment or its recent half. It is
+scored with an attention length A: each target sees A - S + 1 to A tokens, its own input counted, and S of them are
+scored at a time. What was trained with a memory keeps the others in it; what was not runs them again. S is half of the
+shortest segment of training, so that half loss is scored where it was trained; absolute positions with a memory have
+all of theirs, or the places in what is remembered would be others than in training, and begin at A = 2 S.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from tools.experiments.recording import ROOT, Rows, markdown, origin, put_table, spread
+from tools.experiments.trainings import (
+    commits_of,
+    cutoffs_below,
+    flags_of,
+    mark_of,
+    named,
+    run_txl,
+    seconds_of,
+    side_by_side,
+    train,
+)
+from txl_dist.config.load import Config, changed, check_config, load_config
+from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.errors import TxlError
+from txl_dist.planning.hardware import GpuCluster, find_gpu
+from txl_dist.planning.plan import Plan, PlanOptions, make_plan
+from txl_dist.planning.text import plan_lines
+
+PAGE = ROOT / "docs/paper.md"
+UNMEASURED = "Not measured yet."
+MOST_AGAIN = 4
+"""Segments of training that are run again at most: to score with them takes as many times longer."""
+COLUMNS = (
+    *("corpus", "recurrence", "positions", "loss", "seed", "steps", "segment", "settings", "attention", "nats"),
+    *("train_s", "commit", "cpu", "date"),
+)
+
+
+class Size(NamedTuple):
+    """What is trained, and where."""
+
+    recipe: Path
+    changes: dict[str, Any]
+    """Of the recipe, in all trials."""
+    segment_len: int
+    """Of training, and of its memory."""
+    lengths: tuple[int, ...]
+    """Attention lengths to score with."""
+    steps: int
+    """Of a run, all alike."""
+    on_gpu: bool = False
+
+
+ALONE = {"engine.zero_stage": 0, "train.microbatch_lanes": 32}
+MUON = {"optim.name": "muon", "optim.muon_momentum": 0.9, "optim.lr": 1.6e-2}
+"""As docs/speedrun.md has it beside the same block: it learns in half of the steps what Adam does."""
+TINY_MODEL = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 1, "model.head_width": 16}
+SIZES = {
+    "tiny": Size(ROOT / "configs/quickstart.toml", ALONE | TINY_MODEL | {"model.cutoffs": ()}, 8, (8, 16), 2),
+    "cores": Size(ROOT / "configs/quickstart.toml", ALONE | MUON, 64, (64, 128, 256, 512), 450),
+    "paper": Size(ROOT / "configs/wt103_base.toml", {}, 128, (128, 256, 384, 512, 640), 200_000, on_gpu=True),
+}
+"""tiny tries the program; cores is some minutes a run, on one of two cores; paper is for a cluster."""
+
+
+class Trial(NamedTuple):
+    """A row of the table."""
+
+    recurrence: bool
+    positions: Literal["ours", "Shaw", "absolute"]
+    loss: Literal["full", "half"]
+    more: tuple[tuple[str, Any], ...] = ()
+    """Other settings, by `section.key`; the last word of the row's loss tells them."""
+
+    @property
+    def words(self) -> dict[str, str]:
+        """Of the row."""
+        told = "".join(f", {key.partition('.')[2]} {value}" for key, value in self.more)
+        return {
+            "recurrence": "yes" if self.recurrence else "no",
+            "positions": self.positions,
+            "loss": self.loss + told,
+        }
+
+    @property
+    def name(self) -> str:
+        """Of its folders."""
+        return (
+            "-".join(("recurrent" if self.recurrence else "alone", self.positions, self.words["loss"]))
+            .replace(", ", "-")
+            .replace(" ", "_")
+        )
+
+
+def config_of(trial: Trial, size: Size, *, segment_len: int = 0) -> Config:
+    """Its settings; without a `segment_len` of its own that of the size. Raises ConfigError."""
+    segment_len = segment_len or size.segment_len
+    memory_len = size.segment_len if trial.recurrence else 0
+    lengths = {"train.segment_len": segment_len, "train.memory_len": memory_len, "train.max_steps": size.steps}
+    values: dict[str, Any] = dict(lengths)
+    if trial.positions == "Shaw":
+        values |= {"model.positions": "learned_relative", "model.num_distances": segment_len + memory_len}
+    if trial.positions == "absolute":
+        values |= {"model.positions": "absolute", "model.absolute_with_memory": trial.recurrence}
+    if trial.loss == "half":
+        values["train.half_loss"] = True
+    config = changed(load_config(size.recipe), size.changes | values | dict(trial.more))
+    check_config(config)
+    return config
+
+
+def scoring(trial: Trial, size: Size, *, segment_len: int, attention: int) -> list[str]:
+    """Flags of `txl evaluate` with this attention length, of a trial with such segments; none if that is too short, or
+    too long to be run again for each segment."""
+    keeps_places = trial.recurrence and trial.positions == "absolute"
+    scored_len = segment_len if keeps_places else size.segment_len // 2
+    context = attention - scored_len
+    if context < (scored_len if keeps_places else 0):
+        return []
+    if not trial.recurrence and attention > MOST_AGAIN * segment_len:
+        return []
+    flag = "--memory-len" if trial.recurrence else "--overlap-len"
+    return ["--segment-len", str(scored_len), flag, str(context)]
+
+
+class Job(NamedTuple):
+    """A trial with a seed."""
+
+    trial: Trial
+    seed: int
+    segment_len: int
+    steps: int
+
+    def config(self, size: Size) -> Config:
+        """Its settings, but where it lies and what it reads. Raises ConfigError."""
+        return config_of(self.trial, size._replace(steps=self.steps), segment_len=self.segment_len)
+
+    def scorings(self, size: Size) -> dict[int, list[str]]:
+        """Flags of `txl evaluate` for the attention lengths of the size and its own segment's, if they can be."""
+        lengths = sorted({*size.lengths, self.segment_len})
+        flags = {one: scoring(self.trial, size, segment_len=self.segment_len, attention=one) for one in lengths}
+        return {length: words for length, words in flags.items() if words}
+
+    def name(self, size: Size) -> str:
+        """Of its folder, in which no run with other settings goes on."""
+        return f"{self.trial.name}-{self.segment_len}-{self.steps}-{mark_of(self.config(size))}-{self.seed}"
+
+    def words(self, size: Size, *, corpus: Corpus) -> dict[str, str]:
+        """Of its rows: what must be alike for a row to be of this job."""
+        numbers = {"seed": self.seed, "segment": self.segment_len, "steps": self.steps}
+        told = {name: str(number) for name, number in numbers.items()}
+        return self.trial.words | told | {"settings": mark_of(self.config(size)), "corpus": named(corpus)}
+
+
+def measure(job: Job, rows: Rows, *, size: Size, corpus: Corpus, out: Path) -> None:
+    """Train and score what has no rows yet, and add them. Raises RuntimeError if a command fails."""
+    words = job.words(size, corpus=corpus)
+    known = {row["attention"] for row in rows.rows if words.items() <= row.items()}
+    missing = {length: flags for length, flags in job.scorings(size).items() if str(length) not in known}
+    if not missing:
+        return
+    run = out / job.name(size)
+    places = {
+        "run.dir": str(run),
+        "run.seed": job.seed,
+        "data.path": str(corpus.folder),
+        "eval.max_tokens": 8192,  # it is scored below
+        "checkpoint.every_steps": max(1, job.steps // 4),
+        "checkpoint.keep_last": 1,
+        "metrics.tensorboard": False,
+        "metrics.sample_every_steps": 0,
+    }
+    train(changed(job.config(size), places), base=size.recipe)
+    for length, flags in missing.items():
+        result = run / f"attention_{length}.json"
+        run_txl("evaluate", run, "--num-lanes", 16, *flags, "--json", result)
+        nats = json.loads(result.read_text(encoding="utf-8"))["model"]["loss"]
+        about = origin() | {"commit": commits_of(run), "train_s": f"{seconds_of(run):.1f}"}
+        rows.add(**words, attention=length, nats=f"{nats:.5f}", **about)
+
+
+def take_over(others: Sequence[dict[str, str]], rows: Rows, *, wanted: Sequence[dict[str, str]]) -> None:
+    """Add the rows that another program has of the jobs with these words, but those that are there."""
+    for row in others:
+        if row not in rows.rows and any(words.items() <= row.items() for words in wanted):
+            rows.add(**row)
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A row per trial, in the order of the records: nats per token, mean and deviation over the seeds."""
+    if not rows:
+        return [UNMEASURED]
+    lengths = sorted({int(row["attention"]) for row in rows})
+    groups: dict[tuple[str, ...], dict[tuple[int, int], float]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("recurrence", "positions", "loss", "segment", "steps", "corpus", "settings"))
+        groups.setdefault(key, {})[int(row["attention"]), int(row["seed"])] = float(row["nats"])
+    lines = []
+    for key, found in groups.items():
+        losses = [[nats for (one, _), nats in found.items() if one == length] for length in lengths]
+        seeds = len({seed for _, seed in found})
+        lines.append([*key[:-1], str(seeds), *(spread(own, digits=4) if own else "" for own in losses)])
+    head = ("recurrence", "positions", "loss", "segment", "steps", "corpus", "seeds", *(f"at {one}" for one in lengths))
+    return markdown(head, lines)
+
+
+def begin_of(program: str) -> str:
+    """The mark in front of its table."""
+    return f"<!-- table: python -m tools.experiments.paper.{program} --table -->"
+
+
+def on_a_cluster(jobs: Sequence[Job], *, size: Size, gpus: int, gpu: str, vocab_size: int, out: str) -> Iterator[str]:
+    """The commands of the paper's size, as `txl plan` chooses for each trial, and what it says; nothing is run.
+
+    Raises ConfigError for GPUs that cannot be.
+    """
+    question = PlanOptions(cluster=GpuCluster(find_gpu(gpu), 8, 50.0), gpus=gpus, vocab_size=vocab_size)
+    recipe, plans = size.recipe.relative_to(ROOT), dict[tuple[Trial, int], Plan]()
+    for job in jobs:
+        config, run, key = job.config(size), f"{out}/{job.name(size)}", (job.trial, job.segment_len)
+        if key not in plans:
+            plans[key] = make_plan(config, question=question)
+            yield f"\n# {', '.join(f'{name} {word}' for name, word in job.trial.words.items())}: txl plan says"
+            yield from (f"#   {note}" for note in plans[key].notes)
+            wanted = ("choose:", "step:", "run:", "  GiB per GPU:", "nothing fits")
+            yield from (f"#   {line.strip()}" for line in plan_lines(plans[key]) if line.startswith(wanted))
+        if (chosen := plans[key].chosen) is None:
+            continue
+        flags = " ".join([*flags_of(config, base=size.recipe), *chosen.flags])
+        launcher = f"deepspeed --num_gpus {plans[key].gpus_used} --module txl_dist train {recipe}"
+        yield f"{launcher} {flags} --run.dir {run} --run.seed {job.seed}"
+        for words in job.scorings(size).values():
+            yield f"txl evaluate {run} --split test --num-lanes 10 {' '.join(words)}"
+
+
+def add_record_flags(parser: argparse.ArgumentParser, *, program: str) -> None:
+    """Of all programs."""
+    parser.add_argument(
+        "--csv", type=Path, default=ROOT / f"tools/experiments/paper/{program}.csv", help="the records; tiny needs it"
+    )
+    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+
+
+def options(description: str | None, *, program: str) -> argparse.ArgumentParser:
+    """Flags of the programs that compare trials."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the commands only")
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared, with a held-out split")
+    parser.add_argument("--steps", type=int, default=0, help="of a run, all alike; 0 is what the size has")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each on one thread")
+    parser.add_argument("--out", type=Path, default=Path(f"runs/paper/{program}"), help="folder for the runs")
+    parser.add_argument("--gpus", type=int, default=4, help="of the paper's size")
+    parser.add_argument("--gpu", default="h100", help="their kind, as for txl plan")
+    parser.add_argument("--vocab-size", type=int, default=267_735, help="of the paper's corpus")
+    add_record_flags(parser, program=program)
+    return parser
+
+
+def go(
+    parser: argparse.ArgumentParser,
+    jobs: Callable[[argparse.Namespace, Size], list[Job]],
+    *,
+    program: str,
+    known: Path | None = None,
+) -> None:
+    """What the flags ask for: the table, the commands, or the runs that are missing, and then the table. What another
+    program has recorded in `known` of the same jobs is taken over."""
+    given = parser.parse_args()
+    require_own_records(parser, given)
+    if given.corpus is None and given.size != "paper" and not given.table:
+        parser.error("--corpus is needed: name a prepared corpus, for instance data/stdlib")
+    try:
+        rows, size = Rows(given.csv, COLUMNS), SIZES[given.size]
+        size = size._replace(steps=given.steps or size.steps)
+        if given.table:
+            put_table(PAGE, begin_of(program), table_of(rows.rows))
+        elif size.on_gpu:
+            facts = {"gpus": given.gpus, "gpu": given.gpu, "vocab_size": given.vocab_size, "out": str(given.out)}
+            print("\n".join(on_a_cluster(jobs(given, size), size=size, **facts)))
+        else:
+            corpus, out = open_corpus(given.corpus.resolve()), given.out.resolve()
+            size = fitted(size, vocab_size=corpus.vocab_size)
+            wanted = jobs(given, size)
+            if known is not None:
+                words = [job.words(size, corpus=corpus) for job in wanted]
+                take_over(Rows(known, COLUMNS).rows, rows, wanted=words)
+            side_by_side(partial(measure, rows=rows, size=size, corpus=corpus, out=out), wanted, jobs=given.jobs)
+            print("\n".join(table_of(rows.rows)))
+    except (TxlError, RuntimeError) as error:
+        sys.exit(str(error))
+
+
+def fitted(size: Size, *, vocab_size: int) -> Size:
+    """The same for a corpus with so many ids: those of bytes, say, are less than the recipe's cutoffs."""
+    cutoffs = changed(load_config(size.recipe), size.changes).model.cutoffs
+    return size._replace(changes=size.changes | {"model.cutoffs": cutoffs_below(cutoffs, vocab_size=vocab_size)})
+
+
+def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """A trial's rows belong into no table of the repository: ends the program if they would go there."""
+    is_own = given.csv.resolve() == parser.get_default("csv").resolve()
+    if given.size == "tiny" and is_own:
+        parser.error("--size tiny tries the program: name a file for its records by --csv")
+    if given.table and not is_own:
+        parser.error("--table writes docs/paper.md, from the repository's own records: leave --csv out")

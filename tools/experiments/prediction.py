@@ -1,0 +1,139 @@
+"""The loss of a model, told before it is trained, from three smaller ones.
+
+    python -m tools.experiments.studies sizes --corpus data/stdlib   the smaller ones, three seeds each
+    python -m tools.experiments.prediction --tell                    writes docs/prediction.csv; commit it, only then
+    python -m tools.experiments.studies larger --corpus data/stdlib  train the larger one
+    python -m tools.experiments.prediction --table                   what was told beside what came, in docs/results.md
+
+The law is the plainest there is: a line through the logarithms of the loss and of the parameters outside the tables, at
+equal tokens and the same rate, by least squares, a line per seed. Told are the mean of the seeds' and their deviation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tools.experiments.recording import ROOT, append_rows, commit, markdown, put_table, read_rows, spread, today
+from tools.experiments.studies import RECORDS as STUDIED
+from tools.experiments.studies import STUDIES, Record, config_of, groups_of, parameters_outside_tables, told_on
+from txl_dist.errors import ConfigError, TxlError
+
+RECORDS, PAGE = ROOT / "docs/prediction.csv", ROOT / "docs/results.md"
+BEGIN = "<!-- table: python -m tools.experiments.prediction --table -->"
+_HEAD = ("corpus", "seeds", "from models of, parameters", "for, parameters", "told", "came", "told on, at")
+
+
+class Prediction(NamedTuple):
+    """Of one corpus."""
+
+    corpus: str
+    """As `groups_of` names it in the study of sizes."""
+    seeds: int
+    smaller: str
+    """Their parameters outside the tables."""
+    parameters: int
+    """Of the larger one."""
+    nats: float
+    deviation: float
+    commit: str
+    date: str
+
+
+def told(points: Sequence[tuple[int, float]], *, parameters: int) -> float:
+    """The loss of a model of so many parameters, by a line through the logarithms of (parameters, loss)."""
+    sizes, losses = np.log(np.array(points)).T
+    slope, offset = np.polyfit(sizes, losses, 1)
+    return float(np.exp(offset + slope * np.log(parameters)))
+
+
+def predict(records: Sequence[Record], *, parameters: int, settled: Collection[str] = ()) -> list[Prediction]:
+    """For each corpus of the study of sizes but the settled. Raises ConfigError if a size or two seeds are missing."""
+    smaller, found = list(STUDIES["sizes"].variants), []
+    for corpus, group in _measured(records).items():
+        if corpus in settled:
+            continue
+        by_seed: dict[int, dict[str, Record]] = {}
+        for row in group:
+            by_seed.setdefault(row.seed, {})[row.variant] = row
+        whole = [rows for rows in by_seed.values() if rows.keys() == set(smaller)]
+        if len(whole) < 2:
+            raise ConfigError(f"{corpus}: the study of sizes has fewer than two seeds of {', '.join(smaller)}.")
+        losses = [told([(row.parameters, row.nats) for row in rows.values()], parameters=parameters) for rows in whole]
+        sizes = " ".join(str(whole[0][name].parameters) for name in smaller)
+        mean, deviation = round(statistics.fmean(losses), 4), round(statistics.stdev(losses), 4)
+        found.append(Prediction(corpus, len(whole), sizes, parameters, mean, deviation, commit(), today()))
+    return found
+
+
+def settled_of(records: Sequence[Record], predictions: Sequence[Prediction]) -> dict[str, str]:
+    """Of which corpora nothing can be told any more, and why."""
+    known = {one.corpus for one in predictions}
+    trained = {told_on(row) for row in records if row.study == "larger"}
+    found = {}
+    for corpus, group in _measured(records).items():
+        if corpus in known:
+            found[corpus] = f"told already in {RECORDS}, and what is told stays"
+        elif told_on(group[0]) in trained:
+            found[corpus] = "the larger model is trained, so what is told now is no prediction"
+    return found
+
+
+def _measured(records: Sequence[Record]) -> dict[str, list[Record]]:
+    return groups_of([row for row in records if row.study == "sizes"])
+
+
+def table_of(predictions: Sequence[Prediction], records: Sequence[Record]) -> list[str]:
+    """Markdown, a row per prediction."""
+    lines, groups = [], _measured(records)
+    for one in predictions:
+        about = {told_on(row) for row in groups.get(one.corpus, [])}
+        came = [row.nats for row in records if row.study == "larger" and told_on(row) in about]
+        cells = [one.corpus, str(one.seeds), one.smaller.replace(" ", ", "), str(one.parameters)]
+        cells += [f"{one.nats:.4f} +- {one.deviation:.4f}", spread(came, digits=4) if came else "not yet trained"]
+        lines.append([*cells, f"{one.date}, {one.commit}"])
+    return markdown(_HEAD, lines)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tell",
+        action="store_true",
+        help="write docs/prediction.csv, of corpora whose larger model is not yet trained",
+    )
+    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md")
+    given = parser.parse_args()
+    records = read_rows(STUDIED, Record)
+    if given.tell:
+        (variant,) = STUDIES["larger"].variants
+        larger = config_of(STUDIES["larger"], variant, corpus=Path(), vocab_size=100_000, seed=1, steps=1, place=Path())
+        if not _measured(records):
+            raise ConfigError(
+                "the study of sizes has no records: python -m tools.experiments.studies sizes --corpus DIR."
+            )
+        settled = settled_of(records, read_rows(RECORDS, Prediction))
+        reasons = [f"{corpus}: {why}." for corpus, why in settled.items()]
+        if settled.keys() == _measured(records).keys():
+            raise ConfigError(" ".join([*reasons, "Make the study of sizes of another corpus."]))
+        new = predict(records, parameters=parameters_outside_tables(larger), settled=settled)
+        append_rows(RECORDS, Prediction._fields, new)
+        print(*reasons, *new, sep="\n")
+    elif given.table:
+        put_table(PAGE, BEGIN, table_of(read_rows(RECORDS, Prediction), records))
+    else:
+        parser.error("--tell or --table?")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TxlError as error:
+        sys.exit(f"prediction: {error}")
