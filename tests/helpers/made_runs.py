@@ -37,6 +37,7 @@ def make_run(folder: Path, *, seed: int = 1, num_ranks: int = 4, max_steps: int 
     (folder / "log.txt").write_text("12:00:00 I started\n", encoding="utf-8")
     (folder / "DONE").write_text(f"{max_steps}\n", encoding="utf-8")
     write_state(folder, step=max_steps)
+    scores: dict[str, dict[str, Any]]
     scores = {f"memory {length}": {"loss": 2.3 - length / 2000, "ppl": 9.5, "tokens": 123456.0, "memory_len": length}
               for length in (0, 64, 128)}  # fmt: skip
     for name, nats in (("memory 0", 0.3), ("memory 128", 0.0)):

@@ -189,7 +189,7 @@ def given(size: Size) -> Given:
     ours = OurStack(model, kernel="plain")
     for weight in ours.parameters():
         nn.init.normal_(weight, std=0.02) if weight.dim() == 2 else nn.init.normal_(weight, mean=0.5, std=0.1)
-    memory = Memory(torch.randn(model.num_layers, B, M, D), torch.zeros(B, M, dtype=torch.int64))
+    memory = Memory(torch.randn(model.num_layers, B, M, D).unbind(), torch.zeros(B, M, dtype=torch.int64))
     weights = to_original(ours.state_dict(), model)
     return Given(torch.randn(B, T, D), memory, torch.randn(B, T, D), weights)
 
@@ -211,7 +211,7 @@ def build(name: str, size: Size, arguments: argparse.Namespace) -> Variant:
         stack = PeerStack(peers.nvidia(arguments.peer_nvidia), size, mask_TK1=mask_TK)
     stack.load_state_dict(data.weights, strict=False)
     hidden = data.hidden_BTD.transpose(0, 1).contiguous().requires_grad_()
-    memory_LMBD = data.memory.hidden.transpose(1, 2).contiguous()
+    memory_LMBD = torch.stack(data.memory.hidden).transpose(1, 2).contiguous()
     d_output_TBD = data.d_output_BTD.transpose(0, 1).contiguous()
     return Variant(stack, hidden, memory_LMBD, d_output_TBD, lambda x: x.transpose(0, 1), lambda own: own)
 
@@ -326,7 +326,8 @@ def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[
     d_context = torch.randn(B, T, N, H, device="cuda", dtype=torch.bfloat16)
 
     def step() -> None:
-        terms = Terms(query, *key_value.unbind(2), distance, u, v)
+        key, value = key_value.unbind(2)
+        terms = Terms(query, key, value, distance, u, v)
         torch.autograd.grad(launch.triton_relative_attention(terms, visible=visible), leaves, d_context)
 
     graphs, more = {}, {}

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from tools.benchmarks.measuring import announced, positive
 from txl_dist.artifacts import checkpoint_folder
@@ -272,7 +272,7 @@ def main() -> None:
         folder = Path(scratch)
         (folder / "text.txt").write_text("".join(f"{number} times {number}\n" for number in range(20_000)))
         prepare_corpus(folder / "corpus", inputs=[folder / "text.txt"], kind="byte", valid_fraction=0.0)
-        mp.spawn(work, args=(folder, free_port(), arguments), nprocs=arguments.ranks)
+        spawn(work, args=(folder, free_port(), arguments), nprocs=arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def word_ids(file: Path) -> Ids:
 def shares_below(vocab_size: int) -> npt.NDArray[np.float64]:
     """[V + 1]: share of the words with a smaller rank."""
     below = (np.arange(vocab_size + 1) + 0.5) ** (1 - ZIPF_EXPONENT)
-    return (below[0] - below) / (below[0] - below[-1])
+    shares: npt.NDArray[np.float64] = (below[0] - below) / (below[0] - below[-1])
+    return shares
 
 
 def spread(ids: Ids, *, vocab_size: int) -> Ids:

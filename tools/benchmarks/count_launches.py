@@ -163,8 +163,8 @@ class Counter:
 
 def launches_of(function: Any, arguments: tuple[Any, ...]) -> int:
     """How many kernels an operation of torch is, at least; 0 for views and empty tensors."""
-    schema = function._schema
-    name = schema.name.partition("::")[2]
+    schema: Any = function._schema
+    name: str = schema.name.partition("::")[2]
     if not schema.name.startswith(("aten::", "c10d::")) or "empty" in name or name == "_unsafe_view":
         return 0
     if any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns):
@@ -194,8 +194,8 @@ def operands_of(
     function: Any, arguments: tuple[Any, ...], settings: dict[str, Any], result: Any
 ) -> Iterator[tuple[Tensor, int]]:
     """(operand, bytes moved of it)."""
-    schema = function._schema
-    name = schema.name.partition("::")[2]
+    schema: Any = function._schema
+    name: str = schema.name.partition("::")[2]
     made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     given = dict(zip((one.name for one in schema.arguments), arguments, strict=False)) | settings
     only_written = name in ("copy_", "fill_", "zero_", "_foreach_copy_", "bernoulli_", "random_")
@@ -462,7 +462,8 @@ def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[s
         "of these scores": whole["attention, MB of scores"] - less["attention, MB of scores"],
     }
     config, (vocab_size, lanes) = recipe_of(name), RECIPES[name]
-    maker = BatchMaker(*map(tuple, whole.pop("edges")), False, whole.pop("rows_multiple"))
+    embedding_edges, softmax_edges = map(tuple, whole.pop("edges"))
+    maker = BatchMaker(embedding_edges, softmax_edges, False, whole.pop("rows_multiple"))
     sizes = Sizes.of(config, vocab_size=vocab_size, num_lanes=lanes)
     graphs = graphs_of(maker, sizes, zipf_segments(sizes), steps=steps, where="Zipf")
     if text is not None:
@@ -489,13 +490,13 @@ def compared(now: dict[str, Any], before: dict[str, Any]) -> list[dict[str, Any]
     """A row per quantity; with what was before, and the ratio, where that is known."""
     rows = []
     for name in dict.fromkeys((*now, *before)):
-        row = {"quantity": name}
+        row: dict[str, Any] = {"quantity": name}
         if before:
             row |= {"before": before.get(name)}
         row |= {"now": now.get(name)}
         if before:
-            both = before.get(name), now.get(name)
-            row |= {"now / before": both[1] / both[0] if all(both) else None}
+            was, has = before.get(name), now.get(name)
+            row |= {"now / before": has / was if has and was else None}
         rows.append(row)
     return rows
 

@@ -59,8 +59,9 @@ class Worker:
         self.cases = job["cases"]
         file = Path(tempfile.mkstemp(suffix=".json", dir=folder)[1])
         file.write_text(json.dumps(job), encoding="utf-8")
+        self.command = [python, str(HERE / "decode_worker.py"), str(file)]
         self.process = subprocess.Popen(
-            [python, str(HERE / "decode_worker.py"), str(file)],
+            self.command,
             env={"PYTHONPATH": f"{package}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -84,7 +85,7 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended; its message stands above")
+            raise RuntimeError(f"{' '.join(self.command)} ended; its message stands above")
         return line
 
 

@@ -40,15 +40,17 @@ def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callab
     if "huggingface" in job:
         return huggingface(job["huggingface"], ids, memory=memory, segment_len=job["segment_len"])
     from txl_dist.config.schema import ModelSection
-    from txl_dist.inference import generate as module
+    from txl_dist.inference import generate
     from txl_dist.model.transformer_xl import TransformerXL
 
+    module: Any = generate  # of any version
     torch.manual_seed(0)
     model = TransformerXL(ModelSection.model_validate(job["section"]), vocab_size=job["vocab_size"]).eval()
     lengths = {"memory_len": memory, "segment_len": job["segment_len"]}
     if not hasattr(module, "Decoder"):  # before there was one, a text was generated alone
         assert rows == 1
-        return module.generate(model, ids, max_tokens=10**9, **lengths, **job["sampling"]).__next__
+        tokens = module.generate(model, ids, max_tokens=10**9, **lengths, **job["sampling"])
+        return lambda: next(tokens)
     from txl_dist.inference.options import Sampling
 
     decoder, sampling = module.Decoder(model, **lengths), Sampling(**job["sampling"])
@@ -69,19 +71,20 @@ def huggingface(folder: str, ids: Sequence[int], *, memory: int, segment_len: in
     model = TransfoXLLMHeadModel.from_pretrained(folder).eval()
     model.transformer.reset_memory_length(memory)
     config = model.config
-    state = {"mems": [torch.zeros(0, 1, config.d_model) for _ in range(config.n_layer)]}
+    state: dict[str, Any] = {"mems": [torch.zeros(0, 1, config.d_model) for _ in range(config.n_layer)]}
 
     @torch.no_grad()
     def read(tokens: Sequence[int]) -> int:
         with type_as_a_type():
             output = model(torch.tensor([list(tokens)]), mems=state["mems"], return_dict=True)
         state["mems"] = output.mems
-        state["last"] = int(output.prediction_scores[0, -1].argmax())
-        return state["last"]
+        last = int(output.prediction_scores[0, -1].argmax())
+        state["last"] = last
+        return last
 
     for start in range(0, len(ids), segment_len):
         read(ids[start : start + segment_len])
-    first = [state["last"]]
+    first: list[int] = [state["last"]]
     return lambda: first.pop() if first else read([state["last"]])
 
 

@@ -66,6 +66,7 @@ class PlainStep:
 
     def __call__(self) -> Tensor:
         """One step; its loss."""
+        loss: Tensor
         loss, self.memory = self.module(self.batch, self.memory, float(LANES * LENGTH))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm, foreach=True)

@@ -87,7 +87,7 @@ class _Recording(TorchDispatchMode):
     """Passes every operation on to the fake device, and then to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
 
     def __torch_dispatch__(

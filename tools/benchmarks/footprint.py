@@ -74,8 +74,8 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def main() -> None:
     """Measure what the flags ask for."""
     options = _options()
-    factors = (options.sizes, options.stages, options.ranks, options.micro_batches, options.softmax, options.recompute)
-    factors += (options.recipes,)
+    names = ("sizes", "stages", "ranks", "micro_batches", "softmax", "recompute", "recipes")
+    factors = [getattr(options, name) for name in names]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         corpus, baseline = _make_corpus(folder), _baseline_bytes()

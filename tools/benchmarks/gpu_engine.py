@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 
 from tools.benchmarks.gpu_jobs import Setting
 from tools.benchmarks.gpu_rows import Row
@@ -168,7 +169,7 @@ def profiled(training: Training, *, steps: int, rows: int) -> Iterator[Row]:
     found = [
         (event.key, event.count / steps, (event.self_device_time_total if cuda else event.self_cpu_time_total))
         for event in profiler.key_averages()
-        if not cuda or event.device_type == torch.autograd.DeviceType.CUDA
+        if not cuda or event.device_type == DeviceType.CUDA
     ]
     busy_ms = sum(micros for _, _, micros in found) / 1000 / steps
     yield {

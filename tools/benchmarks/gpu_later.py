@@ -76,6 +76,8 @@ def attentions(setting: Setting) -> dict[str, Callable[[], Callable[..., Tensor]
 def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
     """Terms (b)+(d) by distance, [N, B, T, K+1] with the zero column in front; by key, a view of it, [N, B, T, K]."""
     query, _, _, distance, _, position_bias, _ = terms
+    assert distance is not None
+    assert position_bias is not None
     (B, T, N, H), K = query.shape, distance.shape[0]
     position_query = (query + position_bias).permute(2, 0, 1, 3).reshape(N, B * T, H)
     products = torch.bmm(position_query, F.pad(distance.permute(1, 2, 0), (1, 0))).view(N, B, T * (K + 1))
@@ -90,6 +92,7 @@ def _sdpa(terms: Terms, *, visible: AttentionMask) -> Tensor:
     scale = query.shape[-1] ** -0.5
     hidden_BTK = ~visible.mask()
     bias = (shifted * scale).masked_fill_(hidden_BTK, float("-inf")).transpose(0, 1)
+    assert terms.content_bias_NH is not None
     content_query = (query + terms.content_bias_NH).transpose(1, 2)
     backend = SDPBackend.EFFICIENT_ATTENTION if query.is_cuda else SDPBackend.MATH
     with sdpa_kernel(backend):
@@ -110,7 +113,8 @@ class _Flex:
 
     def __call__(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
         query, key, value = terms[:3]
-        T, K, scale = query.shape[1], key.shape[1], query.shape[-1] ** -0.5
+        T, K = query.shape[1], key.shape[1]
+        scale: float = query.shape[-1] ** -0.5
         products = _shifted_terms(terms)[0]
         if (T, K) not in self.masks:
             near = lambda b, h, i, j: j <= i + K - T  # noqa: E731
@@ -119,6 +123,7 @@ class _Flex:
         def score(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return score + products[h, b, i, torch.clamp(j - i + T, 0, K)] * scale
 
+        assert terms.content_bias_NH is not None
         heads = ((query + terms.content_bias_NH).transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         context: Tensor = self.attend(*heads, score_mod=score, block_mask=self.masks[T, K], scale=scale)
         return context.transpose(1, 2)
@@ -135,7 +140,7 @@ def recipes(setting: Setting) -> dict[str, Job]:
     }
 
 
-KINDS = {
+KINDS: dict[str, dict[str, Any]] = {
     "bf16 graphed": {"precision": "bf16", "cuda_graph": True},
     "fp16": {"precision": "fp16"},
     "fp32": {"precision": "fp32"},

@@ -237,7 +237,7 @@ def twins(setting: Setting) -> dict[str, Job]:
     attention = {f"attention, {s.name}": functools.partial(_attention_twins, setting, s) for s in shapes}
     windows = {"windows": functools.partial(_attention_twins, setting, shapes[0], oldest=1)}
     models = {part: functools.partial(_model_twins, setting, part) for part in ("softmax", "embedding", "model")}
-    return models | {"dropout": functools.partial(_dropout, setting)} | windows | attention
+    return {**models, "dropout": functools.partial(_dropout, setting), **windows, **attention}
 
 
 def _attention_twins(setting: Setting, shape: Shape, *, oldest: int | None = None) -> Found:

@@ -61,7 +61,7 @@ def _events_ms(action: Action, count: int) -> float:
         action()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end) / count
+    return float(begin.elapsed_time(end)) / count
 
 
 def _host_ms(action: Action, count: int) -> float:

@@ -15,8 +15,9 @@ import contextlib
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -75,7 +76,7 @@ def largest_difference(model: torch.nn.Module, values: dict[str, Tensor], *, sta
     """Between our log-probabilities and the library's, over all segments; the memory is carried by the library."""
     ids_BS = values["ids"]
     segment_len, worst = values[f"{start}.0"].shape[1], 0.0
-    config = model.config
+    config: Any = model.config
     memory: list[Tensor] | None = None  # the library begins with zeros that are attended
     if start == "empty":
         memory = [torch.zeros(0, ids_BS.shape[0], config.d_model) for _ in range(config.n_layer)]
@@ -94,16 +95,16 @@ def type_as_a_type() -> Iterator[None]:
     TransfoXLModel.forward of transformers 4.46.3 makes its positions by `torch.arange(...).type_as(dtype=...)` and so
     cannot run; `.to(dtype)` is what is meant. Nothing else of the library is changed.
     """
-    original = torch.Tensor.type_as
+    original: Callable[..., Tensor] = torch.Tensor.type_as
 
     def type_as(self: Tensor, other: Tensor | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         return original(self, other) if dtype is None else self.to(dtype)
 
-    torch.Tensor.type_as = type_as
+    torch.Tensor.type_as = type_as  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        torch.Tensor.type_as = original
+        torch.Tensor.type_as = original  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

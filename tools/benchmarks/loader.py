@@ -18,6 +18,7 @@ memory of a process that reads one gigabyte (`--read-mib`). Timings hold for a w
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import itertools
 import json
@@ -186,7 +187,7 @@ def print_resume(corpus: Corpus, *, rounds: int) -> None:
     """Milliseconds to the first batch at several places of the epoch, webdataset's replay beside it."""
     shares = (0.0, 0.1, 0.5, 0.9)
     actions: dict[str, Callable[[], float]] = {
-        f"at {share:.0%}": (lambda share=share: resume(corpus.folder, share=share)) for share in shares
+        f"at {share:.0%}": functools.partial(resume, corpus.folder, share=share) for share in shares
     }
     for name, value in best_of(rounds, actions).items():
         print(f"resume {name}: {1000 * value:.1f} ms")

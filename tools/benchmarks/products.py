@@ -24,7 +24,7 @@ POOL_NUMBERS = 2**27
 
 def share_of_products(step: Callable[[], object], *, steps: int = 4) -> float:
     """The part of the self time of all operations, by torch's profiler; the best of some steps."""
-    shares = []
+    shares: list[float] = []
     for _ in range(steps):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             step()
@@ -37,7 +37,7 @@ class Products(TorchDispatchMode):
     """The products of a step, ready to be made again."""
 
     def __init__(self, *, pool_numbers: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._operands, self._results = _Pool(pool_numbers), _Pool(pool_numbers)
         self._calls: list[Callable[[], Tensor]] = []
 

@@ -103,7 +103,7 @@ async def run(url: str, bodies: list[dict[str, Any]], *, rate: float, at_once: i
 
         await ask(session, url, bodies[0])
         began = time.perf_counter()
-        tasks = []
+        tasks: list[asyncio.Task[Output]] = []
         for body in bodies:
             if math.isfinite(rate) and tasks:
                 await asyncio.sleep(arrivals.expovariate(rate))
@@ -190,7 +190,7 @@ def cpu_s(process: psutil.Process | None) -> float:
     if process is None:
         return 0.0
     times = process.cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
 def bodies_of(arguments: argparse.Namespace, *, vocab_size: int) -> list[dict[str, Any]]:

@@ -97,7 +97,7 @@ def peer(module: Any, data: Given, *, weight: Tensor, bias: Tensor) -> Variant:
 
 def torchs(data: Given) -> Variant:
     """torch's own; biases of tails it has none."""
-    module = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCAB_SIZE, list(CUTOFFS), div_value=1.0, head_bias=True)
+    module: Any = nn.AdaptiveLogSoftmaxWithLoss(WIDTH, VOCAB_SIZE, list(CUTOFFS), div_value=1.0, head_bias=True)
     with torch.no_grad():
         module.head.weight.copy_(torch.cat([data.weight_VD[: CUTOFFS[0]], data.cluster_weight_CD]))
         module.head.bias.zero_()
@@ -116,9 +116,8 @@ def ours(data: Given, *, fused: bool, multiple: int) -> Variant:
     """Rows of each cluster padded to a multiple."""
     sizes: dict[str, Any] = {"num_layers": 1, "width": WIDTH, "num_heads": 4, "head_width": 64, "ff_width": WIDTH}
     section = ModelSection.model_validate({**sizes, "cutoffs": CUTOFFS})
-    module = AdaptiveSoftmax(
-        section, vocab_size=VOCAB_SIZE, embedding=AdaptiveEmbedding(section, vocab_size=VOCAB_SIZE)
-    )
+    embedding = AdaptiveEmbedding(section, vocab_size=VOCAB_SIZE)
+    module: Any = AdaptiveSoftmax(section, vocab_size=VOCAB_SIZE, embedding=embedding)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
@@ -131,8 +130,9 @@ def ours(data: Given, *, fused: bool, multiple: int) -> Variant:
     def loss(hidden_SD: Tensor) -> Tensor:
         hidden_BTD = hidden_SD.view(*SHAPE, WIDTH)
         if fused:
-            return module(hidden_BTD, targets_BT, partition=partition, weight_BT=weight_BT)
-        return (module(hidden_BTD, targets_BT, partition=partition) * weight_BT).sum()
+            return cast(Tensor, module(hidden_BTD, targets_BT, partition=partition, weight_BT=weight_BT))
+        losses: Tensor = module(hidden_BTD, targets_BT, partition=partition)
+        return (losses * weight_BT).sum()
 
     return Variant(loss, lambda: [module.weight_0.grad, module.cluster_weight.grad], module)
 
@@ -213,7 +213,7 @@ class LogitBytes(TorchDispatchMode):
     """A context that counts the bytes of all tensors of a chunk's shape that operations read or write."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.shape, self.moved = shape, 0
 
     def __torch_dispatch__(

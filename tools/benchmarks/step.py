@@ -35,10 +35,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -116,7 +118,7 @@ class _Counter(TorchDispatchMode):
     """Counts what is dispatched."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops = self.syncs = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -173,6 +175,10 @@ class Older:
         return line
 
 
+def _next_step(step: Callable[[np.ndarray], object], segments: Iterator[np.ndarray]) -> object:
+    return step(next(segments))
+
+
 def measure_switches(*, rounds: int) -> list[dict[str, object]]:
     """A row for the quickstart's step, for each switch alone, and for all that go together."""
     configs = {"adamw": config_with(), **{name: config_with((name,)) for name in SWITCHES}, "whole": config_with(WHOLE)}
@@ -180,7 +186,7 @@ def measure_switches(*, rounds: int) -> list[dict[str, object]]:
     given = itertools.cycle(list(itertools.islice(zipf_segments(sizes), 4)))
     with distributed_context(timeout_s=600, num_threads=1) as ranks:
         steps = {name: EngineStep(config, ranks, vocab_size=sizes.vocab_size) for name, config in configs.items()}
-        timings = interleaved({name: lambda n=name: steps[n](next(given)) for name in steps}, rounds=rounds)
+        timings = interleaved({name: partial(_next_step, step, given) for name, step in steps.items()}, rounds=rounds)
     cost = {name: {"cost": timings[name].min_ms / timings["adamw"].min_ms} for name in steps}
     return rows(
         timings, base="adamw", more={name: cost[name] | {"parameters": steps[name].parameters} for name in steps}
@@ -218,7 +224,7 @@ def main() -> None:
     trainers = {name: making[name]() for name in wanted}
     turns = {name: itertools.cycle(given) for name in trainers}
     steps: dict[str, Callable[[], object]] = {
-        name: lambda n=name: trainers[n].step(next(turns[n])) for name in trainers
+        name: partial(_next_step, trainer.step, turns[name]) for name, trainer in trainers.items()
     }
     with tempfile.TemporaryDirectory() as folder:
         if arguments.against:

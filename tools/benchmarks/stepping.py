@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from txl_dist.distributed.collectives import StepFlags
-from txl_dist.model.transformer_xl import Batch, Memory
+from txl_dist.model.memory import Memory
+from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.step import StepResult, reduce_step
 

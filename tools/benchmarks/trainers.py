@@ -14,7 +14,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -125,7 +125,8 @@ class PeerTrainer:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        return loss.detach()
+        detached: Tensor = loss.detach()
+        return detached
 
     def begin_as(self, theirs: PeerTrainer) -> PeerTrainer:
         """Take the weights of a model of the original's code, whose names NVIDIA changed in the softmax."""
@@ -236,18 +237,20 @@ class OurTrainer:
         if self.masters:
             for master in self.masters:
                 master.grad = torch.empty_like(master) if master.grad is None else master.grad
-            torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.parameters])
+            theirs = [cast(Tensor, parameter.grad) for parameter in self.parameters]
+            torch._foreach_copy_([cast(Tensor, master.grad) for master in self.masters], theirs)
         self.scaler.unscale_(self.optimizer)
         torch.nn.utils.clip_grad_norm_(owners, CLIP_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.masters:
             with torch.no_grad():
-                torch._foreach_copy_(self.parameters, self.masters)
+                torch._foreach_copy_([*self.parameters], [*self.masters])
         self.model.zero_grad(set_to_none=True)
         return loss
 
     def _forward_backward(self, batch: Batch) -> Tensor:
+        loss: Tensor
         loss, self.memory = self.loss_of(batch, self.memory, float(batch.tokens_BT.numel()))
         self.scaler.scale(loss).backward()
         return loss.detach()

@@ -282,7 +282,7 @@ def _make_tokenizers(folder: Path) -> None:
 
     for kind in ("byte", "char", "word", "bpe", "unigram"):
         size = {"vocab_size": 300} if kind in ("bpe", "unigram") else {}
-        tokenizer = train_tokenizer(kind, lambda: iter(texts), **size)  # type: ignore[arg-type]
+        tokenizer = train_tokenizer(kind, lambda: iter(texts), **size)
         tokenizer.save(folder / f"{kind}.json")
 
 
@@ -573,7 +573,7 @@ def _read_lines(folder: Path) -> bool:
         return False
     data = (folder / "texts.jsonl").read_bytes()
     for policy in ("skip", "replace", "refuse"):
-        reading = Reading(encoding_errors=policy)  # type: ignore[arg-type]
+        reading = Reading(encoding_errors=policy)
         for document in documents_of(TextBlock("texts.jsonl", "jsonl", "train", 0, 0, data), reading):
             document.text.encode("utf-8")
     return True

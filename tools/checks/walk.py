@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib
 import itertools
 import json
 import os
@@ -142,6 +144,14 @@ every_steps = 1
     return ["prepare", f"{folder}/text.jsonl", "--tokenizer", "byte", "--out", f"{folder}/corpus"]
 
 
+def _first_module(*names: str) -> Any:
+    """Import the first of the package's modules that this version of it has."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(f"{PACKAGE}.{name}")
+    raise SystemExit(f"{PACKAGE} has no module {' or '.join(names)}.")
+
+
 def record(root: Path) -> list[Place]:
     """Train with the package of a checkout and return the functions on the way."""
     sys.path.insert(0, str(root))
@@ -151,8 +161,7 @@ def record(root: Path) -> list[Place]:
     package = Path(txl_dist.__file__ or "").parent
     if package.resolve() != (root / PACKAGE).resolve():
         raise SystemExit(f"{PACKAGE} was imported from {txl_dist.__file__}, not from {root}.")
-    cli = __import__(f"{PACKAGE}.cli", fromlist=["main"])
-    config = __import__(f"{PACKAGE}.config", fromlist=["Config"])
+    cli, config = _first_module("cli.main", "cli"), _first_module("config.load", "config")
     recorder = Recorder(package, (config.Config.__mro__[1],))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()

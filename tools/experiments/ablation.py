@@ -27,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from tools.benchmarks.measuring import interleaved
 from tools.benchmarks.switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from tools.benchmarks.trainers import Sizes, zipf_segments
@@ -114,9 +116,14 @@ def measure_costs(records: Records, *, rounds: int) -> None:
         base = config_with()
         segments = zipf_segments(Sizes.of(base, vocab_size=VOCAB_SIZE, num_lanes=base.train.num_lanes))
         turns = {name: itertools.cycle(list(itertools.islice(segments, 3))) for name in steps}
-        timings = interleaved({name: lambda n=name: steps[n](next(turns[n])) for name in steps}, rounds=rounds)
+        actions = {name: partial(_step, steps[name], turns[name]) for name in steps}
+        timings = interleaved(actions, rounds=rounds)
     for name, timing in timings.items():
         records.add(kind="cost", variant=name, ms_per_step=f"{timing.min_ms:.2f}")
+
+
+def _step(step: EngineStep, segments: Iterator[np.ndarray]) -> object:
+    return step(next(segments))
 
 
 def train(run: Run, records: Records, *, corpora: dict[str, str], folder: Path, seconds: float) -> None:

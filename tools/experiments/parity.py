@@ -98,8 +98,8 @@ either program, which measures a seed (docs/log.md)."""
 
 def checked_size(size: Size) -> Size:
     """The same without dropout, narrow and 20 steps long, for `--check`."""
-    small = {"num_layers": 2, "num_heads": 2, "head_width": 16, "width": 32, "ff_width": 64}
-    return size._replace(**small, dropout=0.0, attention_dropout=0.0, num_lanes=4, max_steps=20)
+    size = size._replace(num_layers=2, num_heads=2, head_width=16, width=32, ff_width=64)
+    return size._replace(dropout=0.0, attention_dropout=0.0, num_lanes=4, max_steps=20)
 
 
 def points_of(size: Size) -> list[int]:
@@ -140,6 +140,8 @@ def check_batches(batches: Any, config: Config) -> None:
     Raises DataError where ids differ, ConfigError if the steps are more than an epoch.
     """
     steps, theirs = config.train.max_steps, iter(batches)
+    data_TB: Any
+    target_TB: Any
     for step, tokens in zip(range(steps), lane_segments(config), strict=False):
         data_TB, target_TB, length = next(theirs, (None, None, 0))
         if length != config.train.segment_len:
@@ -195,7 +197,8 @@ class LastStep:
 
 def train_theirs(folder: Path, *, place: Path, config: Config) -> None:
     """The process of theirs."""
-    from tools.benchmarks.original_train import load, prepare, run_train
+    from tools.benchmarks.original_train import prepare, run_train
+    from tools.benchmarks.peers import load
 
     job = json.loads((place / "job.json").read_text(encoding="utf-8"))
     size = Size(**job["size"])

@@ -94,6 +94,7 @@ def entry_of(name: str, config: Config) -> Entry:
 def with_flags(config: Config, flags: str) -> Config:
     """With settings as they are given to `txl train`. Raises ConfigError."""
     values: dict[str, list[str]] = {}
+    words: list[str] = []
     for word in shlex.split(flags):
         if word.startswith("--"):
             name, words = word.removeprefix("--"), []

@@ -153,7 +153,7 @@ def measure(name: str, *, variant: str, corpus: Path, seed: int, steps: int, out
         parameters=parameters_outside_tables(config),
         curve=" ".join(f"{row['step']}:{row['loss']:.4f}" for row in evaluated),
         by_position=" ".join(f"{loss:.4f}" for loss in evaluated[-1]["loss_by_position"]),
-        **origin(),
+        **origin(),  # type: ignore[arg-type]
     )
 
 

@@ -42,11 +42,11 @@ SMOKE: dict[str, list[str]] = {
     "experiments/books": ["BOOKS", "books"],
     "checks/plan": [],
     "checks/count_code": ["--files", "3"],
-    "checks/draw": ["--seed", "1"],
+    "checks/draw": ["--root", "CHECKOUT", "--seed", "1"],
     "checks/names": [],
-    "checks/prose": ["--places"],
+    "checks/prose": ["--root", "CHECKOUT", "--places"],
     "checks/same_code": ["--before", ".", "--moves", "NO_MOVES", "--folders", "tools"],
-    "checks/walk": ["--list"],
+    "checks/walk": ["--root", "CHECKOUT", "--list"],
     "experiments/clipping": ["--table"],
     "benchmarks/count_graphs": ["--steps", "2"],
     "experiments/draw_memory": ["RUN", "RUN", "--out", "memory.svg"],
@@ -123,6 +123,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     """Make the input of a program, and return the paths by their words in SMOKE."""
     places = {word: str(folder / word.lower()) for word in ("BOOKS", "FOLDER", "NO_MOVES", "ROWS", "RUN", "TEXT")}
+    places["CHECKOUT"] = str(ROOT)
     if "BUNDLE" in wanted:
         places["BUNDLE"] = str(make(folder / "made").bundle)
     if "BOOKS" in wanted:

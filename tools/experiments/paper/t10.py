@@ -13,6 +13,7 @@ cores, where so short a training gains most by that, they are also compared afte
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from tools.experiments.paper.trials import Job, Size, Trial, config_of, go, options
 from tools.experiments.recording import ROOT
@@ -32,7 +33,7 @@ def needed(config: Config, *, ranks: int, vocab_size: int, on_gpu: bool) -> floa
 
 def longest_segment(size: Size, *, ranks: int, vocab_size: int) -> int:
     """Of a trial without recurrence that needs no more than the recurrent one."""
-    facts = {"ranks": ranks, "vocab_size": vocab_size, "on_gpu": size.on_gpu}
+    facts: dict[str, Any] = {"ranks": ranks, "vocab_size": vocab_size, "on_gpu": size.on_gpu}
     room = needed(config_of(RECURRENT, size), **facts)
 
     def fits(segment_len: int) -> bool:
