@@ -31,7 +31,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "residual_scalars": {"model.residual_scalars": True},
     "value_residual": {"model.value_residual": True},
     "wsd": {"optim.schedule": "wsd", "optim.cooldown_fraction": 0.5},
-    "ema_decay": {"optim.ema_decay": 0.98, "eval.use_ema": True},
+    "ema": {"optim.ema_decay": 0.98, "eval.use_ema": True},
 }
 WHOLE = ("muon", "decay", "short_memory", "zero_init", "value_residual", "wsd")
 
