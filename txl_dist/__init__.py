@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from txl_dist.version import __version__
+
 if TYPE_CHECKING:
     from txl_dist.config.load import Config as Config
     from txl_dist.config.load import configure as configure
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from txl_dist.train.callbacks import Callback as Callback
     from txl_dist.train.callbacks import RunResult as RunResult
     from txl_dist.train.start import pretrain as pretrain
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Callback": "train.callbacks",

@@ -19,7 +19,7 @@ import txl_dist
 
 PACKAGE = Path(txl_dist.__file__).parent
 HOUSE = (
-    "__init__ errors fault_injection rng",
+    "__init__ errors fault_injection rng version",
     "io",
     "console",
     "artifacts config",
@@ -54,7 +54,8 @@ INSIDE = {
 STRANGERS = {("inference", "data")}
 """Who does not know whom although it lies below."""
 LIGHT = {
-    *("__init__", "__main__", "artifacts", "cli", "config", "console", "data", "errors", "io", "rng", "tokenizers"),
+    *("__init__", "__main__", "artifacts", "cli", "config", "console", "data", "errors", "io", "rng"),
+    *("tokenizers", "version"),
     *("distributed/malloc", "distributed/processes", "distributed/rank_environment"),
 }
 """Folders and files that can be imported without torch."""
@@ -195,8 +196,10 @@ def test_only_the_door_names_what_lies_above_it_and_imports_it_on_demand() -> No
     assert [file for file in FILES if "TYPE_CHECKING" in (PACKAGE / file).read_text(encoding="utf-8")] == [LAZY]
     assert {file for file in FILES if "import_module" in (PACKAGE / file).read_text(encoding="utf-8")} >= {LAZY}
     named = [name.removeprefix("txl_dist.") for name in imported_names(ast.walk(tree_of(LAZY))) if "txl_dist" in name]
-    assert sorted(named) == sorted(f"{home}.{name}" for name, home in txl_dist._HOME.items())
-    assert not any(is_within(name, "txl_dist") for name in imported_names(statements_on_import(tree_of(LAZY))))
+    public = [f"{home}.{name}" for name, home in txl_dist._HOME.items()]
+    assert sorted(named) == sorted([*public, "version.__version__"])
+    on_import = set(imported_names(statements_on_import(tree_of(LAZY))))
+    assert {name for name in on_import if is_within(name, "txl_dist")} == {"txl_dist.version.__version__"}
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:

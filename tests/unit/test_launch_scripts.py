@@ -330,7 +330,18 @@ def test_every_variable_has_its_reason_above_it() -> None:
     assert all(block.startswith("#") for block in named)
 
 
-@pytest.mark.parametrize("name", ["multinode.sh", "slurm.sbatch", "cluster.env", "../tools/checks/local_cluster.sh"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lint.sh",
+        "docs.sh",
+        "wheel.sh",
+        "multinode.sh",
+        "slurm.sbatch",
+        "cluster.env",
+        "../tools/checks/local_cluster.sh",
+    ],
+)
 def test_shellcheck_finds_nothing(name: str) -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
     program = str(shellcheck) if shellcheck.exists() else shutil.which("shellcheck")

@@ -3,7 +3,7 @@
     python -m tools.checks.names                   # this checkout
     python -m tools.checks.names --root CHECKOUT
 
-A root entry is a file or a folder of the package's top folder. A file name has two homes if two packages have a file
+A root entry is a module or a package at the top of the package. A file name has two homes if two packages have a file
 of that name. A public name has two homes if two modules define a function or class of that name at their top.
 `__init__.py` and the files that an export copies (convert/huggingface_code) do not count.
 """
@@ -22,9 +22,9 @@ CLI = ("cli", "verbs")
 
 
 def root_entries(root: Path) -> tuple[list[str], list[str]]:
-    """The files and the folders at the top of the package."""
+    """The modules and the packages at the top of the package."""
     entries = sorted((root / PACKAGE).iterdir())
-    files = [path.name for path in entries if path.is_file()]
+    files = [path.name for path in entries if path.suffix == ".py"]
     return files, [path.name for path in entries if path.is_dir() and any(path.rglob("*.py"))]
 
 
