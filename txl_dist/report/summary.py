@@ -1,7 +1,7 @@
-"""A run at a glance: its records, settings and newest checkpoint, and what became of it. Needs neither torch nor a GPU.
+"""Summary of a run: its records, settings, newest checkpoint and state. Needs neither torch nor a GPU.
 
-`read_run` takes a run directory in any state: in progress, crashed, copied from elsewhere, of an older version. What
-cannot be read is left out, and said; only a run without records is an error.
+`read_run` takes a run directory in any state: in progress, crashed, copied, or of an older version. A file that cannot
+be read is left out and reported. Only a run without records is an error. `facts_of` makes the headline of the report.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -36,16 +36,22 @@ from txl_dist.io.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.report.records import BITS, MOST, FloatArray, History, RecordTable, read_history
 
 _LOCK_IS_OLD_AFTER_S = 60.0
-"""A job on another machine touches its lock every few seconds."""
+"""Age of a lock after which a job on another machine is taken for dead. A job touches its lock every few seconds."""
 _RECENT = 100
-"""Records that a present speed is the median of."""
-TROUBLES = {"rewound": "rewound", "spike": "spikes", "skipped": "skipped steps", "straggler": "stragglers",
-            "save_failed": "failed saves"}  # fmt: skip
-"""Events, and what people call them."""
+"""Newest records whose median is the present speed."""
+_IN_PROGRESS = "going on"
+TROUBLES = {
+    "rewound": "rewound",
+    "spike": "spikes",
+    "skipped": "skipped steps",
+    "straggler": "stragglers",
+    "save_failed": "failed saves",
+}
+"""Words of the report for events that mean trouble, by the event's name."""
 
 
 class Fact(NamedTuple):
-    """A line of the summary."""
+    """One line of the summary."""
 
     name: str
     value: str
@@ -54,67 +60,76 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What is known of a run."""
+    """Everything that was read of a run."""
 
     path: Path
     history: History
     settings: dict[str, Any]
-    """By `section.key`, as config.toml has them; empty if it cannot be read."""
+    """Settings of config.toml by `section.key`; empty if it cannot be read."""
     settings_problem: str
-    """Why not."""
+    """Reason why the settings cannot be read; else empty."""
     checkpoint: dict[str, Any]
-    """state.json of the newest checkpoint that has a readable one; else empty."""
+    """Content of the newest readable state.json of a checkpoint; else empty."""
     state: str
-    """done, going on, stopped ..., for people."""
+    """State of the run, for people: done, going on, stopped ..."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the run's folder."""
         return self.path.resolve().name
 
     @property
     def max_steps(self) -> int | None:
-        """Steps that the run is to have."""
+        """Number of steps of the whole run, if its settings say so."""
         value: object = self.settings.get("train.max_steps")
         return value if _is_count(value) else None
 
     @property
     def tokenizer(self) -> str | None:
-        """Fingerprint of its tokenizer, if a checkpoint tells it."""
+        """Fingerprint of the tokenizer, if a checkpoint has it."""
         value = self.checkpoint.get("tokenizer_fingerprint")
         return value if isinstance(value, str) else None
 
     def tokens_at(self, steps: FloatArray) -> FloatArray:
-        """Tokens seen at steps, interpolated between train records."""
+        """Return the tokens seen at steps, interpolated between train records; NaN where they are unknown."""
         train = self.history.train
-        known = np.isfinite(train["tokens_seen"])
-        if not known.any():  # records from before tokens were counted
-            sizes = [self.settings.get(key) for key in ("train.num_lanes", "train.segment_len")]
-            return steps * math.prod(float(size) if _is_count(size) else math.nan for size in sizes)
-        at, tokens = (np.concatenate(([0.0], train[name][known])) for name in ("step", "tokens_seen"))
-        return np.interp(steps, at, tokens)
+        has_tokens = np.isfinite(train["tokens_seen"])
+        if not has_tokens.any():  # records from before tokens were counted
+            return steps * self._tokens_per_step()
+        recorded_steps = np.concatenate(([0.0], train["step"][has_tokens]))
+        recorded_tokens = np.concatenate(([0.0], train["tokens_seen"][has_tokens]))
+        return np.interp(steps, recorded_steps, recorded_tokens)
+
+    def _tokens_per_step(self) -> float:
+        """Return the tokens of a step by the settings; NaN where they are unknown."""
+        num_lanes = self.settings.get("train.num_lanes")
+        segment_len = self.settings.get("train.segment_len")
+        if _is_count(num_lanes) and _is_count(segment_len):
+            return float(num_lanes) * float(segment_len)
+        return math.nan
 
     @property
     def start(self) -> dict[str, Any]:
-        """What the newest start recorded: ranks, device, versions."""
+        """Record of the newest start: ranks, device, versions."""
         starts = [event.fields for event in self.history.events if event.name == "start"]
         return starts[-1] if starts else {}
 
     @property
     def no_bits(self) -> dict[str, str]:
-        """Why losses are not told in bits per byte, by kind of record; those of older programs have no such word."""
-        value = self.start.get("no_bits")
-        known = value.items() if isinstance(value, dict) else ()
-        return {printable(str(kind)): printable(str(reason)) for kind, reason in known}
+        """Reasons why losses are not in bits per byte, by kind of record; empty for runs of older versions."""
+        reasons = self.start.get("no_bits")
+        if not isinstance(reasons, dict):
+            return {}
+        return {printable(str(kind)): printable(str(reason)) for kind, reason in reasons.items()}
 
     @property
     def parameters(self) -> int | None:
-        """Number of weights, if the start or a checkpoint tells it."""
-        found: object = self.start.get("parameters")
-        if found is None:
+        """Number of weights, if the start or a checkpoint has it."""
+        number: object = self.start.get("parameters")
+        if number is None:
             with suppress(KeyError, TypeError, AttributeError):
-                found = sum(math.prod(shape) for shape in self.checkpoint["parameters"].values())
-        return found if _is_count(found) else None
+                number = sum(math.prod(shape) for shape in self.checkpoint["parameters"].values())
+        return number if _is_count(number) else None
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -122,26 +137,33 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def read_run(path: Path) -> RunRecords:
-    """Raises DataError if there are no records."""
+    """Read all that there is of a run. Raises DataError if there are no records."""
     history = read_history(path)
     settings, problem = read_settings(path)
     return RunRecords(path, history, settings, problem, _newest_state(path), _state_of(path, history))
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
-    """(config.toml of a run or checkpoint by `section.key`, why it cannot be read): of any version, so not checked."""
+    """Return the settings of a run or checkpoint by `section.key`, and the reason if they cannot be read.
+
+    The settings may be of any version, so they are not checked.
+    """
     path = folder / SETTINGS
     try:
         sections = parse_toml(read_bytes(path))
     except (OSError, ValueError) as error:
         return {}, f"{path.name} cannot be read ({getattr(error, 'strerror', None) or error})."
-    parts = {section: values if isinstance(values, dict) else {"": values} for section, values in sections.items()}
-    settings = {f"{section}.{key}": value for section, values in parts.items() for key, value in values.items()}
+    settings = {}
+    for section, values in sections.items():
+        if not isinstance(values, dict):
+            values = {"": values}
+        for key, value in values.items():
+            settings[f"{section}.{key}"] = value
     return flat_in_new_names(settings), ""
 
 
 def defaults() -> dict[str, Any]:
-    """Every setting's default by `section.key`, as TOML would have it."""
+    """Return the default of every setting by `section.key`, as a value of TOML."""
     return dict(flat(Config()))
 
 
@@ -155,43 +177,49 @@ def _newest_state(path: Path) -> dict[str, Any]:
 def _state_of(path: Path, history: History) -> str:
     if (path / DONE).exists():
         return "done"
-    lives = _is_locked(path / LOCK)
-    if lives:
-        return "going on"
+    is_alive = _is_locked(path / LOCK)
+    if is_alive:
+        return _IN_PROGRESS
     last = history.events[-1] if history.events else None
     if last is not None and last.name == "stopped":
         reason = last.fields.get("reason")
-        return f"stopped{f' by {reason}' if reason else ''}; the same command goes on"
-    if lives is None:
+        by = f" by {reason}" if reason else ""
+        return f"stopped{by}; the same command goes on"
+    if is_alive is None:
         return "not done, and no job works on it; log.txt tells why, and the same command goes on"
     return "crashed or killed: its job is gone without a word; the same command goes on"
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Whether the job that holds the run lives; None if none holds it."""
+    """Check whether the job that holds the run is alive; None if no job holds it."""
     try:
         age_s = time.time() - path.stat().st_mtime
-        lives = process_of(read_json(path)["process"]).lives()
+        is_alive = process_of(read_json(path)["process"]).lives()
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return age_s < _LOCK_IS_OLD_AFTER_S if lives is None else lives
+    if is_alive is None:  # a process of another machine
+        return age_s < _LOCK_IS_OLD_AFTER_S
+    return is_alive
 
 
 def corpus_name(kind: str) -> str:
-    """`eval` is the held-out split of the first corpus, `eval_NAME` that of another."""
-    return "held-out" if kind == "eval" else f"held-out {kind.removeprefix('eval_')}"
+    """Name a held-out split by its kind of record: `eval` is that of the first corpus, `eval_NAME` that of another."""
+    if kind == "eval":
+        return "held-out"
+    return f"held-out {kind.removeprefix('eval_')}"
 
 
 def recent(table: RecordTable, name: str) -> float | None:
-    """The median of a column's newest numbers."""
-    values = table[name][np.isfinite(table[name])][-_RECENT:]
+    """Return the median of the newest numbers of a column; None if it has none."""
+    column = table[name]
+    values = column[np.isfinite(column)][-_RECENT:]
     return float(np.median(values)) if len(values) else None
 
 
 def best(table: RecordTable, column: str = "loss") -> tuple[float, int] | None:
-    """(lowest value of a column, its step); None if there is none."""
+    """Return the lowest value of a column and its step; None if there is none."""
     if not table.has(column):
         return None
     index = int(np.nanargmin(table[column]))
@@ -203,138 +231,207 @@ def _perplexity(loss: float) -> str:
 
 
 def lead(run: RunRecords) -> str:
-    """The run in a sentence."""
+    """Describe the run in a sentence: its state, and its last held-out loss."""
+    state = f"{run.state[:1].upper()}{run.state[1:]}."
     loss = run.history.held_out.last("loss")
-    last = (
-        "" if loss is None else f" Last held-out loss {bounded(loss)} nats per token, perplexity {_perplexity(loss)}."
-    )
-    return f"{run.state[:1].upper()}{run.state[1:]}.{last}"
+    if loss is None:
+        return state
+    return f"{state} Last held-out loss {bounded(loss)} nats per token, perplexity {_perplexity(loss)}."
 
 
-_TOOLS = ("torch %(torch)s", "DeepSpeed %(deepspeed)s", "ZeRO-%(zero_stage)s", "%(precision)s")
-_SHAPE = ("%(layers)s", "width %(model.width)s", "%(heads)s",
-          "%(model.positions)s positions", "feed-forward width %(model.ff_width)s", "%(softmax)s")  # fmt: skip
-_SEGMENTS = ("segments of %(segment)s", "%(lanes)s")
 _LEAST_ROUNDED = 10_000
 """Parameters from which a rounded number is shorter than the exact one."""
-_Forms = Sequence[tuple[str, str, Sequence[str]]]
-_SUBJECT: _Forms = (
-    ("State", "%(state)s", ()),
-    ("Corpus", "%(corpora)s", ["%(paths)s"]),
-    ("Tokenizer", "%(vocab_size)s ids", ["%(tokenizer)s"]),
-    ("Model", "%(size)s", ["%(exactly)s", *_SHAPE]),
-    ("Memory", "%(memory)s", _SEGMENTS),
-    ("Commit", "%(commit)s", ["txl_dist %(version)s", *_TOOLS]),
-    ("Made by", "txl_dist %(unknown_commit_of)s", _TOOLS),
-    ("Type of the weights", "%(dtype)s", ()),
-    ("Command", "%(command)s", ()),
-    ("Step", "%(step)s", ["of %(train.max_steps)s (%(done)s)"]),
-    ("Tokens seen", "%(tokens)s", ["%(all_tokens)s"]),
-    ("Working time", "%(work)s", ["without pauses between starts"]),
-    ("Time left", "%(left)s", ["at the present speed"]),
-)
-_COURSE: _Forms = (
-    ("Speed", "%(tokens_per_s)s tokens/s", ["median of the last %(recent)s records"]),
-    ("MFU", "%(mfu_pct)s %%", ["of the devices' peak"]),
-    ("Time per step", "%(step_ms)s ms", ["median of the last %(recent)s records"]),
-    ("Waiting for data", "%(data_wait_pct)s %%", ["of the time of the slowest rank"]),
-    ("Peak memory", "%(peak_gib)s GiB", ["of the fullest rank"]),
-    ("Slowest rank", "%(slowest)s", ["in %(slowest_share)s of the records", "there by %(slowest_by)s (median)"]),
-    ("Ranks", "%(ranks)s", ["hosts: %(hosts)s", "%(device)s", "threads per rank: %(threads_per_rank)s"]),
-    ("Resumed", "%(resumed)s", ["%(troubles)s"]),
-    ("Last record", "%(last_record)s", ()),
-)
-"""The tiles: name, value and notes, with what is known (`_known`) in place; one without its value is left out, and of
-the notes those are told whose values are known. Between the two the losses stand."""
 
 
 def facts_of(run: RunRecords) -> list[Fact]:
-    """The headline: what is trained on what, how far it is, how well, how fast, where."""
-    known = {key: f"{value:,}" if type(value) is int else value for key, value in _known(run).items()}
+    """Return the headline of a run, in order: model and data, progress, losses, speed, ranks.
 
-    def told(*forms: str) -> str:
-        texts = []
-        for form in forms:
-            with suppress(KeyError):
-                texts.append(form % known)
-        return ", ".join(texts)
+    A fact whose value is unknown is left out, and so is a note whose value is unknown.
+    """
+    recorded = run.settings | run.checkpoint | run.start
+    facts = [
+        *_subject_facts(run, recorded),
+        *_progress_facts(run),
+        *_loss_facts(run),
+        *_speed_facts(run.history),
+        *_start_facts(run, recorded),
+    ]
+    return [fact for fact in facts if fact.value]
 
-    subject, course = (
-        [Fact(name, told(value), told(*notes)) for name, value, notes in forms] for forms in (_SUBJECT, _COURSE)
+
+def _fact(name: str, value: str | None, *notes: str | None) -> Fact:
+    """Return a fact with its known notes joined by commas; its value is empty where it is unknown."""
+    known_notes = [note for note in notes if note is not None]
+    return Fact(name, value or "", ", ".join(known_notes))
+
+
+def _text(value: object) -> str | None:
+    """Return a recorded value as text, integers with thousands separated; None where it is unknown."""
+    if value is None:
+        return None
+    if type(value) is int:
+        return f"{value:,}"
+    return str(value)
+
+
+def _phrase(form: str, value: object) -> str | None:
+    """Put a recorded value in the place {} of a phrase; None where the value is unknown."""
+    text = _text(value)
+    if text is None:
+        return None
+    return form.format(text)
+
+
+def _subject_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
+    """Yield the facts on the model, its data and the program; recorded values may be of any type."""
+    paths = _data_paths(recorded)
+    corpora = _list_of(run.start.get("corpora")) or [Path(path).name for path in paths]
+    yield _fact("State", run.state)
+    yield _fact("Corpus", ", ".join(map(str, corpora)), ", ".join(paths))
+    yield _fact("Tokenizer", _phrase("{} ids", recorded.get("vocab_size")), _text(recorded.get("tokenizer")))
+    yield _model_fact(run.parameters, recorded)
+    yield _fact(
+        "Memory",
+        _count(recorded.get("train.memory_len"), "token"),
+        _phrase("segments of {}", _count(recorded.get("train.segment_len"), "token")),
+        _count(recorded.get("train.num_lanes"), "lane"),
     )
-    return [fact for fact in (*subject, *_losses(run), *course) if fact.value]
+    yield from _program_facts(recorded)
+    yield _fact("Type of the weights", _text(recorded.get("dtype")))
+    yield _fact("Command", shlex.join(map(str, _list_of(recorded.get("command")))))
+
+
+def _data_paths(recorded: dict[str, Any]) -> list[str]:
+    """List the paths of all corpora that the settings name."""
+    paths = [recorded.get("data.path"), *_list_of(recorded.get("data.more_paths"))]
+    return [str(path) for path in paths if path]
+
+
+def _model_fact(num_parameters: int | None, recorded: dict[str, Any]) -> Fact:
+    """Return the size and shape of the model."""
+    size, exact_size = _sizes(num_parameters)
+    return _fact(
+        "Model",
+        size,
+        exact_size,
+        _count(recorded.get("model.num_layers"), "layer"),
+        _phrase("width {}", recorded.get("model.width")),
+        _count(recorded.get("model.num_heads"), "head"),
+        _phrase("{} positions", recorded.get("model.positions")),
+        _phrase("feed-forward width {}", recorded.get("model.ff_width")),
+        _softmax(recorded.get("model.cutoffs")),
+    )
+
+
+def _program_facts(recorded: dict[str, Any]) -> Iterator[Fact]:
+    """Yield the commit, or where it is unknown the version, and the libraries."""
+    version = recorded.get("txl_dist", recorded.get("code_version"))
+    commit = recorded.get("commit")
+    version_note = _phrase("txl_dist {}", version)
+    libraries = (
+        _phrase("torch {}", recorded.get("torch")),
+        _phrase("DeepSpeed {}", recorded.get("deepspeed")),
+        _phrase("ZeRO-{}", recorded.get("zero_stage")),
+        _text(recorded.get("precision")),
+    )
+    yield _fact("Commit", _text(commit), version_note, *libraries)
+    if not commit:
+        yield _fact("Made by", version_note, *libraries)
+
+
+def _progress_facts(run: RunRecords) -> Iterator[Fact]:
+    """Yield the facts on steps, tokens and time."""
+    history = run.history
+    step = history.step
+    total = run.max_steps
+    share = None
+    if total:
+        share = f"of {_text(run.settings['train.max_steps'])} ({100 * min(step / total, 1):.0f} %)"
+    tokens = float(run.tokens_at(np.array([float(step)]))[0])
+    steps_left = max((total or 0) - step, 0)
+    left_s = steps_left * (recent(history.train, "step_ms") or 0.0) / 1000
+    if history.num_records:
+        yield _fact("Step", _text(step), share)
+        if math.isfinite(tokens):
+            yield _fact("Tokens seen", format_count(tokens), f"{tokens:,.0f}")
+    if history.hours:
+        yield _fact("Working time", format_duration(3600 * history.hours), "without pauses between starts")
+    if left_s and run.state == _IN_PROGRESS:
+        yield _fact("Time left", format_duration(left_s), "at the present speed")
+
+
+def _speed_facts(history: History) -> Iterator[Fact]:
+    """Yield the facts on speed and GPU memory, from the newest train records."""
+    train = history.train
+    median_note = f"median of the last {min(len(train), _RECENT)} records"
+    yield _fact("Speed", _phrase("{} tokens/s", fixed(recent(train, "tokens_per_s"), 0)), median_note)
+    yield _fact("MFU", _phrase("{} %", fixed(recent(train, "mfu_pct"), 1)), "of the devices' peak")
+    yield _fact("Time per step", _phrase("{} ms", fixed(recent(train, "step_ms"), 1)), median_note)
+    data_wait = _phrase("{} %", fixed(recent(train, "data_wait_pct"), 1))
+    yield _fact("Waiting for data", data_wait, "of the time of the slowest rank")
+    yield _fact("Peak memory", _phrase("{} GiB", fixed(train.last("peak_gib"), 2)), "of the fullest rank")
+    yield from _slowest_rank_facts(history)
+
+
+def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
+    """Yield the facts on ranks, restarts and troubles."""
+    history = run.history
+    yield _fact(
+        "Ranks",
+        _text(recorded.get("ranks")),
+        _phrase("hosts: {}", recorded.get("hosts")),
+        _text(recorded.get("device")),
+        _phrase("threads per rank: {}", recorded.get("threads_per_rank")),
+    )
+    events = Counter(event.name for event in history.events)
+    troubles = {name: events[event] for event, name in TROUBLES.items()}
+    troubles["records superseded by later ones"] = history.num_superseded
+    troubles["torn lines in metrics.jsonl"] = history.num_damaged
+    listed = ", ".join(f"{name} {number:,}" for name, number in troubles.items() if number)
+    yield _fact("Resumed", _times_resumed(events["start"]), listed)
+    with suppress(ValueError, OverflowError, OSError):
+        last_record = datetime.fromtimestamp(history.last_time_s, UTC)
+        yield _fact("Last record", f"{last_record:%Y-%m-%d %H:%M} UTC")
+
+
+def _times_resumed(num_starts: int) -> str | None:
+    """Say how often a run was resumed, from its number of starts; None without a recorded start."""
+    if num_starts == 0:
+        return None
+    if num_starts == 1:
+        return "never"
+    if num_starts == 2:
+        return "once"
+    return f"{num_starts - 1} times"
 
 
 def fact_lines(facts: Sequence[Fact]) -> list[str]:
-    """For a terminal."""
-    return format_table([["", ""], *([fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts)])[1:]
+    """Format facts as lines for a terminal."""
+    rows = [["", ""]]
+    rows += [[fact.name, printable(f"{fact.value}  {fact.note}")] for fact in facts]
+    return format_table(rows)[1:]
 
 
-def _known(run: RunRecords) -> dict[str, Any]:
-    """Values of tiles by name; those of the run may be anything, as nothing of it is checked here."""
-    history, total, step = run.history, run.max_steps, run.history.step
-    known = run.settings | run.checkpoint | run.start
-    version = known.get("txl_dist", known.get("code_version"))
-    paths = [str(path) for path in (known.get("data.path"), *_list_of(known.get("data.more_paths"))) if path]
-    corpora = _list_of(run.start.get("corpora")) or [Path(path).name for path in paths]
-    tokens = float(run.tokens_at(np.array([float(step)]))[0])
-    left_s = max((total or 0) - step, 0) * (recent(history.train, "step_ms") or 0.0) / 1000
-    events = Counter(event.name for event in history.events)
-    troubles = {name: events[event] for event, name in TROUBLES.items()} | {
-        "records superseded by later ones": history.num_superseded,
-        "torn lines in metrics.jsonl": history.num_damaged,
-    }
-    found = {
-        "state": run.state,
-        "corpora": ", ".join(map(str, corpora)),
-        "paths": ", ".join(paths),
-        **_parameters(run.parameters),
-        "layers": _some(known.get("model.num_layers"), "layer"),
-        "heads": _some(known.get("model.num_heads"), "head"),
-        "segment": _some(known.get("train.segment_len"), "token"),
-        "memory": _some(known.get("train.memory_len"), "token"),
-        "lanes": _some(known.get("train.num_lanes"), "lane"),
-        "softmax": _softmax(known.get("model.cutoffs")),
-        "version": version,
-        "unknown_commit_of": None if known.get("commit") else version,
-        "command": shlex.join(map(str, _list_of(known.get("command")))),
-        "step": step if history.num_records else None,
-        "recent": min(len(history.train), _RECENT),
-        "done": f"{100 * min(step / total, 1):.0f} %" if total else None,
-        "tokens": format_count(tokens) if math.isfinite(tokens) and history.num_records else None,
-        "all_tokens": f"{tokens:,.0f}",
-        "work": format_duration(3600 * history.hours) if history.hours else None,
-        "left": format_duration(left_s) if left_s and run.state == "going on" else None,
-        "peak_gib": fixed(history.train.last("peak_gib"), 2),
-        "resumed": {0: None, 1: "never", 2: "once"}.get(events["start"], f"{events['start'] - 1} times"),
-        "troubles": ", ".join(f"{name} {number:,}" for name, number in troubles.items() if number),
-        **{name: fixed(recent(history.train, name), 1) for name in ("mfu_pct", "step_ms", "data_wait_pct")},
-        "tokens_per_s": fixed(recent(history.train, "tokens_per_s"), 0),
-        **_slowest(history),
-    }
-    with suppress(ValueError, OverflowError, OSError):
-        found["last_record"] = f"{datetime.fromtimestamp(history.last_time_s, UTC):%Y-%m-%d %H:%M} UTC"
-    return {name: value for name, value in (known | found).items() if value is not None}
+def _sizes(num_parameters: int | None) -> tuple[str | None, str | None]:
+    """Return the number of parameters, rounded and exact; a small one is exact alone."""
+    if not num_parameters:
+        return None, None
+    if num_parameters < _LEAST_ROUNDED:
+        return counted(num_parameters, "parameter"), None
+    return f"{format_count(num_parameters)} parameters", f"{num_parameters:,} exactly"
 
 
-def _parameters(number: int | None) -> dict[str, str]:
-    """The number of parameters, rounded and exact; a small one is exact alone."""
-    if not number:
-        return {}
-    if number < _LEAST_ROUNDED:
-        return {"size": counted(number, "parameter")}
-    return {"size": f"{format_count(number)} parameters", "exactly": f"{number:,} exactly"}
-
-
-def _some(value: object, noun: str) -> str | None:
-    """A count with its noun, and what is no number, as in a damaged file, as it is. None where it is unknown."""
+def _count(value: object, noun: str) -> str | None:
+    """Return a count with its noun; None where it is unknown. A damaged file may hold another type."""
     if value is None:
         return None
-    return counted(value, noun) if type(value) is int else f"{value} {noun}s"
+    if type(value) is int:
+        return counted(value, noun)
+    return f"{value} {noun}s"
 
 
 def _softmax(cutoffs: object) -> str | None:
-    """The kind of softmax by `model.cutoffs`, for people; None where it is unknown."""
+    """Name the kind of softmax by `model.cutoffs`, for people; None where it is unknown."""
     if not isinstance(cutoffs, list):
         return None
     if not cutoffs:
@@ -346,37 +443,50 @@ def _list_of(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _slowest(history: History) -> dict[str, str]:
-    """Which rank was the slowest, how often and by how much."""
-    slowest, behind = history.train["slowest_rank"], history.train["slowest_pct"]
+def _slowest_rank_facts(history: History) -> Iterator[Fact]:
+    """Yield which rank was the slowest most often, how often, and by how much."""
+    slowest = history.train["slowest_rank"]
+    delay_pct = history.train["slowest_pct"]
     ranks, counts = np.unique(slowest[np.isfinite(slowest)], return_counts=True)
     if not len(ranks):
-        return {}
+        return
     rank = int(ranks[counts.argmax()])
     host = f" on {history.hosts[rank]}" if rank in history.hosts else ""
-    pct = behind[(slowest == rank) & np.isfinite(behind)]
-    by = {"slowest_by": f"{np.median(pct):.1f} %"} if len(pct) else {}
-    return {"slowest": f"{rank}{host}", "slowest_share": f"{100 * counts.max() / counts.sum():.0f} %"} | by
+    share = f"in {100 * counts.max() / counts.sum():.0f} % of the records"
+    delays = delay_pct[(slowest == rank) & np.isfinite(delay_pct)]
+    delay = f"there by {np.median(delays):.1f} % (median)" if len(delays) else None
+    yield _fact("Slowest rank", f"{rank}{host}", share, delay)
 
 
-def _losses(run: RunRecords) -> list[Fact]:
-    history, facts = run.history, []
+def _loss_facts(run: RunRecords) -> Iterator[Fact]:
+    """Yield the newest loss of training and of each held-out split, in nats per token."""
+    history = run.history
+    per_word = " per word" if run.start.get("token") == "word" else ""
     for kind, table in {"train": history.train, **history.evals}.items():
         name = "training" if kind == "train" else corpus_name(kind)
-        loss, lowest = table.last("loss"), best(table)
+        loss = table.last("loss")
+        lowest = best(table)
         if loss is None or lowest is None:
             continue
-        per_word = " per word" if run.start.get("token") == "word" else ""
         notes = ["nats per token", f"perplexity {_perplexity(loss)}{per_word}"]
-        notes += [f"{bounded(value)} {unit}" for key, unit in BITS.items() if (value := table.last(key)) is not None]
-        notes += [f"{unknown:.2f} % of the tokens unknown"] if (unknown := table.last("unknown_pct")) else []
-        notes += [f"no bits per byte: {reason}"] if (reason := run.no_bits.get(kind)) else []
-        if table is not history.train and lowest[0] < loss:
-            notes.append(f"best: {bounded(lowest[0])} at step {lowest[1]:,}")
-        facts.append(Fact(f"{name[:1].upper()}{name[1:]} loss", bounded(loss), "; ".join(notes)))
-    return facts
+        for column, unit in BITS.items():
+            bits = table.last(column)
+            if bits is not None:
+                notes.append(f"{bounded(bits)} {unit}")
+        unknown_pct = table.last("unknown_pct")
+        if unknown_pct:
+            notes.append(f"{unknown_pct:.2f} % of the tokens unknown")
+        reason = run.no_bits.get(kind)
+        if reason:
+            notes.append(f"no bits per byte: {reason}")
+        lowest_loss, lowest_step = lowest
+        if table is not history.train and lowest_loss < loss:
+            notes.append(f"best: {bounded(lowest_loss)} at step {lowest_step:,}")
+        yield Fact(f"{name[:1].upper()}{name[1:]} loss", bounded(loss), "; ".join(notes))
 
 
 def fixed(value: float | None, digits: int) -> str | None:
-    """With so many digits behind the point."""
-    return None if value is None else f"{value:,.{digits}f}"
+    """Return a number with so many decimals and thousands separated; None where it is unknown."""
+    if value is None:
+        return None
+    return f"{value:,.{digits}f}"
