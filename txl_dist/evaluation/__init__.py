@@ -1,1 +1,1 @@
-"""A trained model on held-out text: `txl evaluate` and `txl recl`."""
+"""Evaluation of trained models on held-out text: `txl evaluate` and `txl recl`."""

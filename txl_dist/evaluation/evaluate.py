@@ -1,4 +1,7 @@
-"""`txl evaluate`: a trained model on held-out text: with its memory, without, adapting, beside counting baselines."""
+"""`txl evaluate`: scores of a trained model on held-out text.
+
+On request also scores with memory off, of a model that adapts to the text, and of counting baselines.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import math
 from pathlib import Path
 
 from txl_dist.artifacts import ArtifactKind, detect_artifact
+from txl_dist.config.load import Config
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import start_logging
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units, word_count
@@ -14,15 +18,17 @@ from txl_dist.data.loader.corpus import Split
 from txl_dist.distributed.collectives import get_rank
 from txl_dist.evaluation.log_probs import write_log_probs
 from txl_dist.evaluation.options import Adapting, Outputs, Overrides
-from txl_dist.evaluation.scoring import MEMORY_OFF, rows_of, score_baselines, score_model
-from txl_dist.evaluation.tables import part_lines, table
-from txl_dist.evaluation.target import open_target
+from txl_dist.evaluation.scoring import MEMORY_OFF, Scores, rows_of, score_baselines, score_model
+from txl_dist.evaluation.tables import Result, part_lines, table
+from txl_dist.evaluation.target import Target, open_target
 from txl_dist.io.files import write_output
 from txl_dist.report.figures import draw_png
 from txl_dist.report.pictures import sweep
 
 STATIC = Adapting()
-"""Nothing follows the text."""
+"""Settings of an evaluation whose weights do not follow the text."""
+_LARGEST_EXPONENT = 700.0
+"""Bound of exponents, since exp overflows above 709."""
 
 
 def evaluate_trained(
@@ -34,13 +40,13 @@ def evaluate_trained(
     outputs: Outputs,
     adapting: Adapting = STATIC,
 ) -> list[str]:
-    """Score a run, a checkpoint or a bundle; several ranks share the lanes. Returns lines for people.
+    """Score a run, a checkpoint or a bundle and return lines for people; several ranks share the lanes.
 
-    `data` is the corpus; empty takes that of the run.
+    `data` is the corpus; empty means that of the run. Ranks other than rank 0 return no lines.
 
-    Raises ConfigError if the overrides contradict each other or the model, if a file cannot be written, or if there is
-    no memory for them; CheckpointError or DataError if the target or the corpus cannot be read or do not belong
-    together.
+    Raises ConfigError if the overrides contradict each other or the model, if a file cannot be written, or if memory
+    is exhausted. Raises CheckpointError or DataError if the target or the corpus cannot be read, or if the corpus is
+    of another tokenizer.
     """
     start_logging(rank=get_rank())
     overrides.check(path, is_bundle=detect_artifact(path) is ArtifactKind.BUNDLE, data=data)
@@ -54,40 +60,61 @@ def evaluate_trained(
     train = target.train_text(adapting.adapt_train, config) if adapting.adapt == "dynamic" else None
     scores = score_model(target, split, rows, overrides, adapting, outputs, train=train, units=units)
     if get_rank() > 0:
-        return []  # rank 0 speaks
-    results = scores.results | (score_baselines(split, config, units=units) if baselines else {})
-    words = 0 if units.problem else word_count(split)
-    for name, values in results.items():
-        if overrides.peer is not None and name in scores.results:
-            values |= {"protocol": overrides.protocol, "bits_per_token": values["loss"] / math.log(2)}
-        if units.problem:
-            values["no_bits"] = units.problem
-        elif words:
-            values |= {"words": words, "word_ppl": math.exp(min(values["loss"] * split.tokens / words, 700.0))}
-    if outputs.log_probs is not None and scores.log_p_N is not None:
-        write_log_probs(outputs.log_probs, split, scores.log_p_N)
-    lengths = {name: values for name, values in scores.results.items() if name != MEMORY_OFF}
-    if outputs.plot is not None:
-        chart = sweep(lengths)
-        assert chart is not None  # several lengths were scored
-        write_output(outputs.plot, draw_png(chart))
-    if outputs.json is not None:
-        write_output(outputs.json, json.dumps(results, indent=1).encode() + b"\n")
-    num_lanes = config.eval.num_lanes if overrides.peer is not None else min(config.eval.num_lanes, split.tokens - 1)
-    where = f"scored: {target.where}, as {counted(num_lanes, 'lane')}"
+        return []  # rank 0 writes and prints
+    results = dict(scores.results)
+    if baselines:
+        results |= score_baselines(split, config, units=units)
     if overrides.peer is not None:
-        where += f", by the protocol {overrides.protocol} ({overrides.peer.source})"
-    (first, *others) = scores.results.values()
-    lines = [where, *table(results, units), *(part_lines(first) if not others else [])]
+        for values in scores.results.values():
+            values |= {"protocol": overrides.protocol, "bits_per_token": values["loss"] / math.log(2)}
+    _add_words(results, split, units)
+    _write_files(outputs, scores, results, split)
+    lines = [_where_line(target, split, config, overrides), *table(results, units)]
+    if len(scores.results) == 1:
+        (result,) = scores.results.values()
+        lines += part_lines(result)
     if adapting.adapt != "off":
-        lines.append(
-            f"adapted: {', '.join(f'{name} {value}' for name, value in adapting.told().items() if value != '')}"
-        )
+        settings = [f"{name} {value}" for name, value in adapting.told().items() if value != ""]
+        lines.append(f"adapted: {', '.join(settings)}")
     return lines
 
 
 def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextUnits:
+    """Return the units of the split, without bits per byte for a protocol that leaves out a part of the text."""
     units = text_units([split], mask_documents=mask_documents)
     if overrides.peer is None:
         return units
     return units._replace(problem=f"the protocol {overrides.protocol} does not score the whole text")
+
+
+def _add_words(results: dict[str, Result], split: Split, units: TextUnits) -> None:
+    """Add the perplexity per word to each result, or the reason why it has no bits per byte."""
+    num_words = 0 if units.problem else word_count(split)
+    for values in results.values():
+        if units.problem:
+            values["no_bits"] = units.problem
+        elif num_words:
+            nats_per_word = values["loss"] * split.tokens / num_words
+            values |= {"words": num_words, "word_ppl": math.exp(min(nats_per_word, _LARGEST_EXPONENT))}
+
+
+def _write_files(outputs: Outputs, scores: Scores, results: dict[str, Result], split: Split) -> None:
+    """Write the files that the flags ask for. Raises OSError."""
+    if outputs.log_probs is not None and scores.log_p_N is not None:
+        write_log_probs(outputs.log_probs, split, scores.log_p_N)
+    if outputs.plot is not None:
+        with_memory = {name: values for name, values in scores.results.items() if name != MEMORY_OFF}
+        chart = sweep(with_memory)
+        assert chart is not None  # several lengths were scored
+        write_output(outputs.plot, draw_png(chart))
+    if outputs.json is not None:
+        write_output(outputs.json, json.dumps(results, indent=1).encode() + b"\n")
+
+
+def _where_line(target: Target, split: Split, config: Config, overrides: Overrides) -> str:
+    """Say which model was scored, in how many lanes, and by which protocol."""
+    num_lanes = config.eval.num_lanes
+    if overrides.peer is None:
+        return f"scored: {target.where}, as {counted(min(num_lanes, split.tokens - 1), 'lane')}"
+    protocol = f"by the protocol {overrides.protocol} ({overrides.peer.source})"
+    return f"scored: {target.where}, as {counted(num_lanes, 'lane')}, {protocol}"

@@ -1,4 +1,4 @@
-"""The log-probability of each token that an evaluation scored, in the order of the corpus, in a file."""
+"""File of the log-probability of each token that an evaluation scored, in the order of the corpus."""
 
 from __future__ import annotations
 
@@ -20,17 +20,22 @@ _NOT_SCORED = float("inf")
 
 
 class LogProbs:
-    """log p of the targets of a split, filled segment by segment: four bytes for each of them, on every rank."""
+    """Log-probabilities of the targets of a split, filled segment by segment.
+
+    Every rank holds four bytes per target of the whole split.
+    """
 
     def __init__(self, stream: EvalStream) -> None:
-        self._stream, self._position = stream, 0
+        self._stream = stream
+        self._position = 0  # in tokens from the start of each lane
         self._log_p_N = torch.zeros(stream.num_targets)
 
     def add(self, batch: Batch, nll_BT: Tensor) -> None:
-        """The losses of the next segment."""
+        """Take in the losses of the next segment, in nats."""
         stream = self._stream
         length = min(stream.segment_len, stream.stripe_len - self._position)
-        values_BT = torch.where(batch.scored_BT > 0, -nll_BT.float(), _NOT_SCORED)[:, -stream.segment_len :].cpu()
+        values_BT = torch.where(batch.scored_BT > 0, -nll_BT.float(), _NOT_SCORED)
+        values_BT = values_BT[:, -stream.segment_len :].cpu()  # without the overlap that is run again
         for lane, values_T in zip(stream.lanes, values_BT, strict=True):
             begin = lane * stream.stripe_len + self._position
             stop = min(begin + length, (lane + 1) * stream.stripe_len, stream.num_targets)
@@ -39,24 +44,31 @@ class LogProbs:
         self._position += stream.segment_len
 
     def joined(self) -> Tensor:
-        """log_p_N of all ranks, which call it together; inf where a target was not scored."""
-        return all_reduce_sum(self._log_p_N)  # each target belongs to one rank, the others have 0 there
+        """Return log_p_N of all ranks, in nats; inf where a target was not scored. Called on all ranks."""
+        return all_reduce_sum(self._log_p_N)  # each target belongs to one rank, and the others have 0 there
 
 
 def write_log_probs(path: Path, split: Split, log_p_N: Tensor) -> None:
-    """Arrays `token`, `log_p` (nats) and `document` (number in the split) of an .npz file, or a JSON object per line
-    with these keys; a row per scored token. Builds the whole file in memory. Raises OSError.
+    """Write `token`, `log_p` (nats) and `document` (number in the split) of each scored token. Raises OSError.
+
+    An .npz file has them as arrays, another file as a JSON object per line. The whole file is built in memory.
     """
     log_p = log_p_N.numpy()
     is_scored = log_p != _NOT_SCORED
-    documents = np.repeat(np.arange(split.documents), [len(document) for document in split.each_document()])
-    columns = {"token": split.read_all()[1:], "log_p": log_p, "document": documents[1:]}
-    columns = {name: values[is_scored] for name, values in columns.items()}
+    document_lens = [len(document) for document in split.each_document()]
+    documents = np.repeat(np.arange(split.documents), document_lens)
+    columns = {
+        "token": split.read_all()[1:][is_scored],
+        "log_p": log_p[is_scored],
+        "document": documents[1:][is_scored],
+    }
     if path.suffix == ".npz":
         stream = io.BytesIO()
         np.savez(stream, allow_pickle=False, **columns)
         write_output(path, stream.getvalue())
         return
-    rows = zip(*(values.tolist() for values in columns.values()), strict=True)
-    lines = (json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
-    write_output(path, "".join(f"{line}\n" for line in lines).encode())
+    lines = []
+    for row in zip(*(values.tolist() for values in columns.values()), strict=True):
+        values = dict(zip(columns, row, strict=True))
+        lines.append(json.dumps(values) + "\n")
+    write_output(path, "".join(lines).encode())

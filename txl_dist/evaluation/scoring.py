@@ -1,6 +1,9 @@
-"""Scores of one model, beside those of counting tables.
+"""Scores of one model on held-out text, and those of counting tables on the same text.
 
-Each row of the table is one combination of lengths; then, if asked for, one with memory off, and one that adapts.
+Each row of the table is one combination of lengths. On request a row with memory off follows, and one that adapts.
+
+    rows_of      the rows that the flags ask for, with their settings checked
+    score_model  a result per row, on all ranks; rows with equal lengths are scored once
 """
 
 from __future__ import annotations
@@ -33,31 +36,32 @@ from txl_dist.evaluation.target import Target, require_same
 from txl_dist.inference.kv_cache import is_out_of_memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.report.evaluate import ScoredPart, evaluate
+from txl_dist.train.report.evaluate import Evaluation, ScoredPart, evaluate
 
 Result = dict[str, Any]
 """Numbers, and lists of parts, of one score."""
 
 MEMORY_OFF = "memory off"
-"""The row that shows what memory brings."""
+"""Name of the row scored without memory, next to which the gain from memory is seen."""
 TELL_EVERY_S = 30.0
-"""Between two lines of a log that tell how far scoring is."""
+"""Seconds between two lines of progress in a log."""
 
 
 class ScoredRow(NamedTuple):
-    """One evaluation of several."""
+    """One evaluation of a table of several."""
 
     config: Config
     memory_len: int
     name: str = ""
-    """Empty: by what differs from the others."""
+    """Name of the row; empty means a name made of the lengths in which rows differ."""
     adapts: bool = False
+    """Whether the model adapts to the text that it has scored."""
 
 
 def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[ScoredRow]:
-    """The evaluations that are asked for. Raises ConfigError if their settings contradict each other.
+    """List the evaluations that the flags ask for. Raises ConfigError if their settings contradict each other.
 
-    Clamps change slowest: a model is built for each.
+    Rows with equal clamp_len follow each other, since each clamp_len needs a model of its own.
     """
     lengths = itertools.product(overrides.clamp_len, overrides.segment_len, overrides.memory_len)
     configs = [
@@ -75,62 +79,85 @@ def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[Sc
 def _with_overrides(
     target: Target, overrides: Overrides, *, memory_len: int, segment_len: int, clamp_len: int
 ) -> Config:
-    config, peer = target.config, overrides.peer
+    """Return the target's config with the settings of one evaluation, checked. Raises ConfigError."""
+    config = target.config
+    if memory_len < 0:
+        memory_len = config.train.memory_len
+    if overrides.peer is not None and overrides.peer.cut == "crops":
+        memory_len = 0
+    same_length = _same_length(config, overrides, memory_len=memory_len)
     values = config.model_dump(mode="json")
-    memory_len = config.train.memory_len if memory_len < 0 else memory_len
-    same_length = overrides.same_length
-    if peer is not None:
-        if config.data.document_mask:
-            raise ConfigError(
-                f"--protocol {overrides.protocol} runs on over document borders, and this model's queries see their "
-                "own document only (data.document_mask=True). Leave out --protocol."
-            )
-        memory_len = 0 if peer.cut == "crops" else memory_len
-        if same_length == "trained":
-            same_length = peer.same_length if memory_len else "off"
     values["data"]["eval_split"] = overrides.split or config.data.eval_split
-    values["eval"] |= {
-        "memory_len": memory_len,
-        "segment_len": segment_len or config.eval.segment_len,
-        "num_lanes": overrides.num_lanes or (config.eval.num_lanes if peer is None else peer.num_lanes),
-        "accuracy": overrides.accuracy or config.eval.accuracy,
-        "overlap_len": overrides.overlap_len or (0 if memory_len or peer is not None else config.eval.overlap_len),
-        "max_tokens": 0,  # the whole split, as the baselines score it
-    }
-    # So that the rules are held against this evaluation.
-    lens = config.train.memory_lens and memory_of_layers(
+    values["eval"] |= _eval_values(config, overrides, memory_len=memory_len, segment_len=segment_len)
+    # The training lengths too, so that the rules between settings are checked for this evaluation.
+    values["train"]["memory_len"] = memory_len
+    values["train"]["memory_lens"] = config.train.memory_lens and memory_of_layers(
         memory_len, config.train.memory_lens, num_layers=config.model.num_layers
     )
-    values["train"] |= {"memory_len": memory_len, "memory_lens": lens}
     if clamp_len >= 0:
         values["model"]["clamp_len"] = clamp_len
     if same_length != "trained":
         values["model"]["same_length"] = same_length
     changed = config_from_dict(values, source=f"evaluation of {target.path}")
-    is_off = memory_len == 0
-    if changed.model.same_length != "off" and (is_off or overrides.without_memory):
-        raise ConfigError(
-            f"same_length={changed.model.same_length!r} counts its window in memory, which is off here. "
-            "Give --same-length off, or leave out --memory-len 0 and --without-memory."
-        )
-    if overrides.zero_memory and is_off:
-        raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
-    if overrides.zero_memory and changed.data.document_mask:
-        raise ConfigError(
-            "--zero-memory is no document, and this model's queries see their own document only "
-            "(data.document_mask=True). Leave it out."
-        )
+    _check_memory_off(changed, overrides, memory_len=memory_len)
     check_config(changed)
     return changed
 
 
+def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> str:
+    """Return the same_length of an evaluation; that of the protocol where no flag gives one. Raises ConfigError."""
+    peer = overrides.peer
+    if peer is None:
+        return overrides.same_length
+    if config.data.document_mask:
+        raise ConfigError(
+            f"--protocol {overrides.protocol} runs on over document borders, and this model's queries see their "
+            "own document only (data.document_mask=True). Leave out --protocol."
+        )
+    if overrides.same_length != "trained":
+        return overrides.same_length
+    return peer.same_length if memory_len else "off"
+
+
+def _eval_values(config: Config, overrides: Overrides, *, memory_len: int, segment_len: int) -> dict[str, Any]:
+    """Return the settings of section eval that an evaluation changes."""
+    peer = overrides.peer
+    num_lanes = config.eval.num_lanes if peer is None else peer.num_lanes
+    overlap_len = 0 if memory_len or peer is not None else config.eval.overlap_len
+    return {
+        "memory_len": memory_len,
+        "segment_len": segment_len or config.eval.segment_len,
+        "num_lanes": overrides.num_lanes or num_lanes,
+        "accuracy": overrides.accuracy or config.eval.accuracy,
+        "overlap_len": overrides.overlap_len or overlap_len,
+        "max_tokens": 0,  # the whole split, as the baselines score it
+    }
+
+
+def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) -> None:
+    """Raise ConfigError for a setting that needs memory where it is off, and for zeros in a masked memory."""
+    is_off = memory_len == 0
+    if config.model.same_length != "off" and (is_off or overrides.without_memory):
+        raise ConfigError(
+            f"same_length={config.model.same_length!r} counts its window in memory, which is off here. "
+            "Give --same-length off, or leave out --memory-len 0 and --without-memory."
+        )
+    if overrides.zero_memory and is_off:
+        raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
+    if overrides.zero_memory and config.data.document_mask:
+        raise ConfigError(
+            "--zero-memory is no document, and this model's queries see their own document only "
+            "(data.document_mask=True). Leave it out."
+        )
+
+
 class Scores(NamedTuple):
-    """What came out, the same on every rank."""
+    """Results of all rows, the same on every rank."""
 
     results: dict[str, Result]
-    """By the name of the row."""
+    """Results by the name of the row."""
     log_p_N: Tensor | None
-    """Of the targets in the order of the corpus, if they were asked for."""
+    """Log-probabilities of the targets in the order of the corpus; None unless --log-probs asks for them."""
 
 
 def score_model(
@@ -144,64 +171,68 @@ def score_model(
     train: Split | None,
     units: TextUnits,
 ) -> Scores:
-    """A result per row; ranks share the lanes. Rows that come to the same are scored once. `train` is the text that
-    --adapt dynamic measures gradients on.
+    """Score every row on a split; the ranks share the lanes. Called on all ranks.
 
-    Raises ConfigError where a file cannot be written, the split is too short for a protocol, a picture would be of one
-    length only, there is no memory for the evaluation, or weights that follow the text diverge; CheckpointError if the
-    ranks have read different models.
+    Rows that come to the same evaluation are scored once. `train` is the text on which --adapt dynamic measures
+    gradients.
+
+    Raises ConfigError where a file cannot be written, the split is too short for a protocol, --plot has one length
+    only, memory is exhausted, or weights that follow the text diverge. Raises CheckpointError if the ranks have read
+    different models.
     """
-    engine, network, opened = rows[0].config.engine, target.bundle.model, target.bundle.dtype
-    log_probs: LogProbs | None = None
+    engine = rows[0].config.engine
     with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         run_on_rank0(outputs.check_files)
         require_same([target])
-        plans = run_on_all_ranks(
-            lambda: [_planned(row, _cut(split, row, overrides, ranks=ranks), overrides, train=train) for row in rows]
-        )
-        names = dict.fromkeys(plan.name for plan in plans)
-        if outputs.plot is not None and len(names.keys() - {MEMORY_OFF}) < 2:
-            only = f"memory {plans[0].memory_len:,}, segment {plans[0].cut.segment_len:,}"
-            raise raised_everywhere(
-                ConfigError(
-                    "--plot draws losses over several lengths, and those that are given come to one evaluation: "
-                    f"{only}, clamp {plans[0].config.model.clamp_len:,}. Give others, or leave out --plot."
-                )
-            )
-        told = itertools.chain(*(_shortened(row, plan.cut, overrides) for row, plan in zip(rows, plans, strict=True)))
-        for message in dict.fromkeys(told):
-            warn_for_all("%s", message)
-        if num_equal := len(rows) - len(names):
-            warn_for_all("%d of %d rows come to the same as others, and are scored once", num_equal, len(rows))
-        distinct: dict[tuple[int, ...], _Plan] = {}
+
+        def plan_rows() -> list[_Plan]:
+            plans = []
+            for row in rows:
+                cut = _cut(split, row, overrides, ranks=ranks)
+                plans.append(_plan_row(row, cut, overrides, train=train))
+            return plans
+
+        plans = run_on_all_ranks(plan_rows)
+        if outputs.plot is not None:
+            _require_several_lengths(plans)
+        _warn_of_limits(rows, plans, overrides)
+
+        distinct_plans: dict[tuple[int, ...], _Plan] = {}
         for plan in plans:
-            distinct.setdefault(plan.lengths, plan)
-        total = sum(plan.num_passes(adapting) * _pass_tokens(plan.cut, ranks) for plan in distinct.values())
-        scored: dict[tuple[int, ...], Result] = {}
+            distinct_plans.setdefault(plan.lengths, plan)
+        total = 0
+        for plan in distinct_plans.values():
+            total += plan.num_passes(adapting) * _pass_tokens(plan.cut, ranks)
+
+        model_opener = _ModelOpener(target)
+        log_probs: LogProbs | None = None
+        results: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
-            for lengths, plan in distinct.items():
-                # Steps of half precision would be rounded away: weights that follow the text are fp32.
-                dtype = "fp32" if plan.train is not None else target.bundle.dtype
-                if (plan.config.model, dtype) != (network.section, opened):  # built anew: layers took old settings in
-                    changed = dataclasses.replace(target.bundle, section=plan.config.model)
-                    network, opened = changed.open(dtype, where=target.where).model, dtype
-                network.to(ranks.device).eval()
+            for lengths, plan in distinct_plans.items():
+                model = model_opener.open(plan).to(ranks.device).eval()
                 if outputs.log_probs is not None:
                     assert isinstance(plan.cut, EvalStream)
                     log_probs = LogProbs(plan.cut)
-                scored[lengths] = _score(
-                    network, plan, adapting, units=units, ranks=ranks, progress=progress,
-                    log_probs=log_probs, with_zeros=overrides.zero_memory,
-                )  # fmt: skip
-        results = {plan.name: dict(scored[plan.lengths]) for plan in plans}
-        return Scores(results, None if log_probs is None else log_probs.joined())
+                results[lengths] = _score(
+                    model,
+                    plan,
+                    adapting,
+                    units=units,
+                    ranks=ranks,
+                    progress=progress,
+                    log_probs=log_probs,
+                    with_zeros=overrides.zero_memory,
+                )
+        results_by_name = {plan.name: dict(results[plan.lengths]) for plan in plans}
+        log_p_N = None if log_probs is None else log_probs.joined()
+        return Scores(results_by_name, log_p_N)
 
 
 class _Plan(NamedTuple):
     """A row as it is run on a split."""
 
     name: str
-    """By the protocol and what differs from other rows."""
+    """Name of the row: the protocol, and the lengths in which rows differ."""
     config: Config
     memory_len: int
     cut: EvaluationText
@@ -211,46 +242,118 @@ class _Plan(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """In which evaluations of a target may differ, and whether it adapts."""
+        """Key of the evaluation: the lengths in which rows of a target differ, and whether it adapts."""
         return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
 
     def num_passes(self, adapting: Adapting) -> int:
-        """Batches that are run."""
-        return len(self.cut) + (0 if self.train is None else min(adapting.adapt_batches, len(self.train)))
+        """Return the number of batches that are run, those that measure gradients included."""
+        if self.train is None:
+            return len(self.cut)
+        return len(self.cut) + min(adapting.adapt_batches, len(self.train))
 
 
-def _planned(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
-    """With no more memory than the split can fill."""
-    memory_len = min(row.memory_len, _most_memory(cut, overrides))
-    lengths = (
-        ("memory", overrides.memory_len, memory_len),
-        ("segment", overrides.segment_len, cut.segment_len),
-        ("clamp", overrides.clamp_len, row.config.model.clamp_len),
-    )
-    words: list[str] = [overrides.protocol] if overrides.peer is not None else []
-    words += [f"{word} {length}" for word, asked, length in lengths if len(asked) > 1]
+def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
+    """Return a row with its name, its text and no more memory than the split can fill."""
+    memory_len = min(row.memory_len, _largest_memory_len(cut, overrides))
+    words: list[str] = []
+    if overrides.peer is not None:
+        words.append(overrides.protocol)
+    if len(overrides.memory_len) > 1:
+        words.append(f"memory {memory_len}")
+    if len(overrides.segment_len) > 1:
+        words.append(f"segment {cut.segment_len}")
+    if len(overrides.clamp_len) > 1:
+        words.append(f"clamp {row.config.model.clamp_len}")
     name = row.name or ", ".join(words) or "model"
-    text = train_cut(train, cut) if row.adapts and train is not None else None
-    return _Plan(name, row.config, memory_len, cut, row.adapts, text)
+    train_stream = train_cut(train, cut) if row.adapts and train is not None else None
+    return _Plan(name, row.config, memory_len, cut, row.adapts, train_stream)
+
+
+def _require_several_lengths(plans: list[_Plan]) -> None:
+    """Raise ConfigError, on all ranks, if a plot would have one point only."""
+    names = {plan.name for plan in plans}
+    if len(names - {MEMORY_OFF}) >= 2:
+        return
+    first = plans[0]
+    raise raised_everywhere(
+        ConfigError(
+            "--plot draws losses over several lengths, and those that are given come to one evaluation: "
+            f"memory {first.memory_len:,}, segment {first.cut.segment_len:,}, clamp {first.config.model.clamp_len:,}. "
+            "Give others, or leave out --plot."
+        )
+    )
+
+
+def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overrides) -> None:
+    """Warn once of each flag that the split cuts short, and of rows that are scored once for several."""
+    messages: dict[str, None] = {}
+    for row, plan in zip(rows, plans, strict=True):
+        messages |= dict.fromkeys(_limit_messages(row, plan.cut, overrides))
+    for message in messages:
+        warn_for_all("%s", message)
+    num_equal = len(rows) - len({plan.name for plan in plans})
+    if num_equal:
+        warn_for_all("%d of %d rows come to the same as others, and are scored once", num_equal, len(rows))
+
+
+class _ModelOpener:
+    """The target's model with the settings of a plan; it is opened again only where they change."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._model = target.bundle.model
+        self._dtype = target.bundle.dtype
+
+    def open(self, plan: _Plan) -> TransformerXL:
+        """Return the model for a plan. Layers keep the settings they were built with, so others need a new model."""
+        # Weights that follow the text are fp32: half precision would round their steps away.
+        dtype = "fp32" if plan.train is not None else self._target.bundle.dtype
+        section = plan.config.model
+        if section != self._model.section or dtype != self._dtype:
+            bundle = dataclasses.replace(self._target.bundle, section=section)
+            self._model = bundle.open(dtype, where=self._target.where).model
+            self._dtype = dtype
+        return self._model
 
 
 def _pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:
+    """Return the tokens that all ranks score in one batch."""
     return len(cut.lanes) * ranks.world_size * cut.segment_len
 
 
 def _cut(split: Split, row: ScoredRow, overrides: Overrides, *, ranks: RankInfo) -> EvaluationText:
-    evaluation, peer = row.config.eval, overrides.peer
-    num_lanes, segment_len = evaluation.num_lanes, evaluation.segment_len or row.config.train.segment_len
-    place = {"rank": ranks.rank, "world_size": ranks.world_size}
+    """Cut a split into the lanes and segments of a row, by its protocol; the rank gets its share of the lanes."""
+    evaluation = row.config.eval
+    peer = overrides.peer
+    num_lanes = evaluation.num_lanes
+    segment_len = evaluation.segment_len or row.config.train.segment_len
     if peer is None:
         return EvalStream(
-            split, num_lanes=num_lanes, segment_len=segment_len, overlap_len=evaluation.overlap_len, **place
+            split,
+            num_lanes=num_lanes,
+            segment_len=segment_len,
+            overlap_len=evaluation.overlap_len,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
         )
     if peer.cut == "crops":
-        batches = {"num_batches": NUM_CROP_BATCHES, "seed": CROP_SEED}
-        return RandomCrops(split, num_lanes=num_lanes, segment_len=segment_len, **batches, **place)
-    warm_up_len = row.memory_len if peer.cut == "warm rows" else 0
-    return PeerRows(split, num_lanes=num_lanes, segment_len=segment_len, warm_up_len=warm_up_len, **place)
+        return RandomCrops(
+            split,
+            num_lanes=num_lanes,
+            segment_len=segment_len,
+            num_batches=NUM_CROP_BATCHES,
+            seed=CROP_SEED,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+        )
+    return PeerRows(
+        split,
+        num_lanes=num_lanes,
+        segment_len=segment_len,
+        warm_up_len=row.memory_len if peer.cut == "warm rows" else 0,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
 
 
 def _score(
@@ -264,108 +367,134 @@ def _score(
     log_probs: LogProbs | None,
     with_zeros: bool,
 ) -> Result:
-    config, cut = plan.config, plan.cut
+    """Run one evaluation on all ranks and return its result; `log_probs`, if given, is filled."""
+    config = plan.config
     maker = batch_maker(model, mask_documents=config.data.document_mask)
 
     def advance() -> None:
         if ranks.is_rank0:
-            progress.advance(_pass_tokens(cut, ranks))
+            progress.advance(_pass_tokens(plan.cut, ranks))
 
-    def keep(batch: Batch, nll_BT: Tensor) -> None:
+    def keep_log_probs(batch: Batch, nll_BT: Tensor) -> None:
         if log_probs is not None:
             log_probs.add(batch, nll_BT)
 
-    def begin() -> tuple[Losses, Any]:
-        memory_len = plan.memory_len
+    def make_losses() -> tuple[Losses, Any]:
         if plan.train is not None:
             return dynamic(
-                model, cut, plan.train, adapting, maker=maker, memory_len=memory_len, with_zeros=with_zeros,
+                model,
+                plan.cut,
+                plan.train,
+                adapting,
+                maker=maker,
+                memory_len=plan.memory_len,
+                with_zeros=with_zeros,
                 before_segment=advance,
-            )  # fmt: skip
-        core = core_of(model, cut, memory_len=memory_len, with_documents=maker.mask_documents, with_zeros=with_zeros)
-        return with_cache(core, model, cut, adapting) if plan.adapts else static(core, with_hits=config.eval.accuracy)
+            )
+        core = core_of(
+            model,
+            plan.cut,
+            memory_len=plan.memory_len,
+            with_documents=maker.mask_documents,
+            with_zeros=with_zeros,
+        )
+        if plan.adapts:
+            return with_cache(core, model, plan.cut, adapting)
+        return static(core, with_hits=config.eval.accuracy)
 
-    losses, memory = run_on_all_ranks(begin)
+    losses, first_state = run_on_all_ranks(make_losses)
     evaluation = evaluate(
         losses,
-        memory,
-        cut,
+        first_state,
+        plan.cut,
         maker=maker,
         units=units,
         ranks=ranks,
         before_segment=advance,
-        after_segment=keep,
+        after_segment=keep_log_probs,
         is_local=True,
     )
-    means = evaluation.means
+    return _result(evaluation, plan, adapting)
+
+
+def _result(evaluation: Evaluation, plan: _Plan, adapting: Adapting) -> Result:
+    """Return the numbers of an evaluation, its parts, and the lengths that it was made with."""
+    result: Result = evaluation.numbers()
+    result["by_cluster"] = [_part_values(part) for part in evaluation.means.by_cluster]
+    result["by_position"] = [_part_values(part) for part in evaluation.means.by_position]
     lengths = {
         "memory_len": plan.memory_len,
-        "segment_len": cut.segment_len,
-        "clamp_len": config.model.clamp_len,
-    }
-    told = evaluation.numbers() | {
-        "by_cluster": [_told(part) for part in means.by_cluster],
-        "by_position": [_told(part) for part in means.by_position],
+        "segment_len": plan.cut.segment_len,
+        "clamp_len": plan.config.model.clamp_len,
     }
     if not plan.adapts:
-        return told | lengths
+        return result | lengths
     if plan.train is not None:
-        lengths["adapt_batches"] = min(adapting.adapt_batches, len(plan.train))  # of those that there are
-    return told | {"adapted": adapting.told() | lengths}  # apart, so that no picture over lengths takes it for static
+        lengths["adapt_batches"] = min(adapting.adapt_batches, len(plan.train))  # no more than the split has
+    # Under a key of their own, so that a picture over lengths does not take this for a static evaluation.
+    result["adapted"] = adapting.told() | lengths
+    return result
 
 
-def _told(part: ScoredPart) -> Result:
-    return part._asdict() | {"loss": part.loss if part.tokens else None}
+def _part_values(part: ScoredPart) -> Result:
+    """Return a part's numbers for JSON; the loss of no tokens is None."""
+    values: Result = part._asdict()
+    if not part.tokens:
+        values["loss"] = None
+    return values
 
 
 def score_baselines(split: Split, config: Config, *, units: TextUnits) -> dict[str, Result]:
-    """Counting tables of the training split, on the same text."""
+    """Score counting tables of the training split (order 0 and bigram) on the same text."""
     corpus = split.corpus
-    scores = order0_and_bigram(
-        corpus.split(config.data.train_split).read_all(), split.read_all(), vocab_size=corpus.vocab_size
-    )
-    return {
-        name: {"loss": loss, "tokens": float(scores.num_targets), **units.told(loss)}
-        for name, loss in (("order 0", scores.order0), (f"bigram (k = {scores.best_k:g})", scores.bigram))
-    }
+    train_tokens = corpus.split(config.data.train_split).read_all()
+    scores = order0_and_bigram(train_tokens, split.read_all(), vocab_size=corpus.vocab_size)
+    losses = {"order 0": scores.order0, f"bigram (k = {scores.best_k:g})": scores.bigram}
+    results = {}
+    for name, loss in losses.items():
+        results[name] = {"loss": loss, "tokens": float(scores.num_targets), **units.told(loss)}
+    return results
 
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Raises ConfigError where memory could not be allocated."""
+    """Raise ConfigError in place of errors which say that memory is exhausted, on the CPU or a GPU."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        reason = " ".join(str(error).split())
         raise ConfigError(
-            f"not enough memory for this evaluation: {' '.join(str(error).split()):.200}. Give fewer lanes "
+            f"not enough memory for this evaluation: {reason:.200}. Give fewer lanes "
             "(--num-lanes), shorter segments (--segment-len), less memory (--memory-len) or a shorter --cache-window."
         ) from error
 
 
-def _shortened(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
-    """Which flags ask for more than the split has: the same scores come of less work."""
+def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
+    """Yield a message for each flag that asks for more than the split has. The scores stay the same."""
     if not isinstance(cut, EvalStream):
         return
-    name, segment_len, lane_len = cut.split.name, row.config.eval.segment_len, cut.stripe_len
+    split_name = cut.split.name
+    segment_len = row.config.eval.segment_len
+    lane_tokens = counted(cut.stripe_len, "token")
     if overrides.num_lanes > cut.num_lanes:
         yield (
-            f"split {name!r} has {counted(cut.num_targets, 'token')} to score: --num-lanes "
-            f"{overrides.num_lanes:,} is cut to "
-            "that"
+            f"split {split_name!r} has {counted(cut.num_targets, 'token')} to score: --num-lanes "
+            f"{overrides.num_lanes:,} is cut to that"
         )
     if segment_len in overrides.segment_len and segment_len > cut.segment_len:
-        yield f"a lane of split {name!r} has {counted(lane_len, 'token')}: --segment-len {segment_len:,} is cut to that"
-    if row.memory_len > _most_memory(cut, overrides):
+        yield f"a lane of split {split_name!r} has {lane_tokens}: --segment-len {segment_len:,} is cut to that"
+    if row.memory_len > _largest_memory_len(cut, overrides):
         longer = " --num-lanes 1 makes it longer." if cut.num_lanes > 1 else ""
         yield (
-            f"a lane of split {name!r} has {counted(lane_len, 'token')}, and a memory of {row.memory_len:,} "
-            "never holds more: it "
-            f"is cut to that.{longer}"
+            f"a lane of split {split_name!r} has {lane_tokens}, and a memory of {row.memory_len:,} never holds more: "
+            f"it is cut to that.{longer}"
         )
 
 
-def _most_memory(cut: EvaluationText, overrides: Overrides) -> int:
-    """What a lane of the split can put into a memory; zeros are attended, as many as there are."""
-    return cut.stripe_len if isinstance(cut, EvalStream) and not overrides.zero_memory else sys.maxsize
+def _largest_memory_len(cut: EvaluationText, overrides: Overrides) -> int:
+    """Return the most tokens of a lane that memory can hold; unlimited with zeros, all of which are attended."""
+    if isinstance(cut, EvalStream) and not overrides.zero_memory:
+        return cut.stripe_len
+    return sys.maxsize

@@ -1,4 +1,4 @@
-"""Scores for people: a table, and what the parts of the vocabulary and of a segment cost."""
+"""Lines for people: a table of scores, and the loss by cluster of the vocabulary and by position in the segment."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from txl_dist.data.loader.bits_per_byte import TextUnits
 Result = dict[str, Any]
 
 _POSITIONS = 4
-"""Parts of a segment that are shown."""
+"""Parts of a segment whose loss is printed."""
 
 
 def table(results: dict[str, Result], units: TextUnits) -> list[str]:
-    """A row per score: in bits of the text where that is what it costs, else in perplexity, and why."""
-    columns = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "word_ppl": "ppl/word"}
-    if units.problem:
-        columns = {"ppl": f"ppl/{units.token}", "bits_per_token": f"bits/{units.token}"}
-    columns["accuracy_pct"] = "accuracy, %"
-    columns = {key: title for key, title in columns.items() if any(key in values for values in results.values())}
+    """Format a row per score: in bits of text, or in perplexity with the reason why bits are not the cost."""
+    columns = _columns(results, units)
     rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
-        told = [_number(key, values[key]) if key in values else "-" for key in columns]
-        rows.append([name, *told, bounded(values["loss"]), f"{int(values['tokens']):,}"])
+        row = [name]
+        for key in columns:
+            row.append(_number(key, values[key]) if key in values else "-")
+        row.append(bounded(values["loss"]))
+        row.append(f"{int(values['tokens']):,}")
+        rows.append(row)
     lines = format_table(rows)
     if units.problem:
         lines.append(f"no bits per byte: {units.problem}")
@@ -37,37 +37,53 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     return lines
 
 
+def _columns(results: dict[str, Result], units: TextUnits) -> dict[str, str]:
+    """Return the titles of the columns for which some result has a value, by its key."""
+    if units.problem:
+        columns = {"ppl": f"ppl/{units.token}", "bits_per_token": f"bits/{units.token}"}
+    else:
+        columns = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "word_ppl": "ppl/word"}
+    columns["accuracy_pct"] = "accuracy, %"
+    return {key: title for key, title in columns.items() if any(key in values for values in results.values())}
+
+
 def _number(key: str, value: float) -> str:
+    """Format a value of a column, with its number of decimals."""
     if key == "word_ppl":
-        return format_count(value)  # of code, whose words are long, it is in the millions
-    return bounded(value, ".2f" if key in ("ppl", "accuracy_pct") else ".4f")
+        return format_count(value)  # source code has long words, and a perplexity per word in the millions
+    if key in ("ppl", "accuracy_pct"):
+        return bounded(value, ".2f")
+    return bounded(value, ".4f")
 
 
 def part_lines(result: Result) -> list[str]:
-    """Where the loss of one score lies: by cluster of the vocabulary, if it has several, and in the segment."""
+    """Format the loss of one score by cluster of the vocabulary and by position, where there are several."""
+    lines = []
     clusters = result["by_cluster"]
-    lines = [_parts("nats/token by id", clusters)] if len(clusters) > 1 else []
-    positions = _joined(result["by_position"])
-    return [*lines, _parts("nats/token by position in the segment", positions)] if len(positions) > 1 else lines
+    if len(clusters) > 1:
+        lines.append(_parts_line("nats/token by id", clusters))
+    positions = _merged(result["by_position"])
+    if len(positions) > 1:
+        lines.append(_parts_line("nats/token by position in the segment", positions))
+    return lines
 
 
-def _parts(title: str, parts: Sequence[Result]) -> str:
-    told = [
-        f"{part['first']}-{part['last']} {bounded(part['loss'])} ({part['tokens']:,})"
-        for part in parts
-        if part["tokens"]
-    ]
-    return f"{title} (tokens): {', '.join(told)}"
+def _parts_line(title: str, parts: Sequence[Result]) -> str:
+    """Format the loss and tokens of all parts that have tokens."""
+    texts = []
+    for part in parts:
+        if part["tokens"]:
+            texts.append(f"{part['first']}-{part['last']} {bounded(part['loss'])} ({part['tokens']:,})")
+    return f"{title} (tokens): {', '.join(texts)}"
 
 
-def _joined(parts: Sequence[Result]) -> list[Result]:
-    """Neighbours put together, to as many as are shown."""
-    groups = [group.tolist() for group in np.array_split(np.arange(len(parts)), min(_POSITIONS, len(parts)))]
-    joined = []
-    for group in groups:
-        own = [parts[index] for index in group]
-        tokens = sum(part["tokens"] for part in own)
-        nats = sum((part["loss"] or 0.0) * part["tokens"] for part in own)
-        ends = {"first": own[0]["first"], "last": own[-1]["last"]}
-        joined.append({**ends, "loss": nats / tokens if tokens else None, "tokens": tokens})
-    return joined
+def _merged(parts: Sequence[Result]) -> list[Result]:
+    """Merge neighbouring parts, down to as many as are printed."""
+    merged = []
+    for indices in np.array_split(np.arange(len(parts)), min(_POSITIONS, len(parts))):
+        group = [parts[index] for index in indices.tolist()]
+        tokens = sum(part["tokens"] for part in group)
+        nats = sum((part["loss"] or 0.0) * part["tokens"] for part in group)
+        loss = nats / tokens if tokens else None
+        merged.append({"first": group[0]["first"], "last": group[-1]["last"], "loss": loss, "tokens": tokens})
+    return merged

@@ -1,4 +1,4 @@
-"""What is scored: the model of a run, a checkpoint or a bundle, and held-out text of the same tokenizer."""
+"""Target of an evaluation: the model of a run, a checkpoint or a bundle, and text of the same tokenizer."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ from txl_dist.train.checkpoint.read import require_corpus
 
 
 class Target(NamedTuple):
-    """A model that is to be scored."""
+    """A model to score, with its settings."""
 
     path: Path
-    """What was named."""
+    """Path that the user named."""
     bundle: Bundle
     config: Config
     where: str
-    """What it turned out to be, for people."""
+    """Checkpoint or bundle that was read, for people."""
 
     def held_out(self, config: Config) -> Split:
-        """The split that these settings name. Raises DataError if there is none, or if it is of other tokens."""
+        """Return the held-out split of these settings. Raises DataError if it is missing or of another tokenizer."""
         corpus = self._corpus(config.data.path, config)
         if config.data.eval_split not in corpus.split_names:
-            known = ", ".join(corpus.split_names)
+            split_names = ", ".join(corpus.split_names)
             raise DataError(
-                f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {known}. "
+                f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {split_names}. "
                 "Name one with --split; or, with --data, a corpus that has it, prepared with --tokenizer-file and the "
                 f"tokenizer.json of {self.path}."
             )
         return corpus.split(config.data.eval_split)
 
     def train_text(self, path: str, config: Config) -> Split:
-        """The training split of a corpus; empty means that of the settings. Raises DataError as `held_out` does."""
+        """Return the training split of the corpus at a path; an empty path means the corpus of the settings.
+
+        Raises DataError if the split is missing or of another tokenizer.
+        """
         corpus = self._corpus(path or config.data.path, config)
         if config.data.train_split not in corpus.split_names:
             raise DataError(
@@ -50,6 +53,7 @@ class Target(NamedTuple):
         return corpus.split(config.data.train_split)
 
     def _corpus(self, path: str, config: Config) -> Corpus:
+        """Open a corpus. Raises DataError if it is of another tokenizer than the model."""
         corpus = open_corpus(path, config.data)
         if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
             raise DataError(
@@ -61,12 +65,13 @@ class Target(NamedTuple):
 
 
 def open_target(path: Path, *, data: str | Path) -> Target:
-    """A run, a checkpoint or a bundle; `data` is the corpus, empty takes that of the run.
+    """Read a run, a checkpoint or a bundle. `data` is the corpus; empty means that of the run.
 
     Raises CheckpointError or ConfigError if it cannot be read.
     """
     if detect_artifact(path) is ArtifactKind.BUNDLE:
-        bundle, where = load_bundle(path), str(path)
+        bundle = load_bundle(path)
+        where = str(path)
         values = {
             "data": {"path": str(data), "document_mask": bundle.document_border == "mask"},
             "model": bundle.section.model_dump(),
@@ -82,7 +87,8 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         trained = read_trained(path)
         where = str(trained.folder)
         bundle = trained.package.open(where=where)
-        config = changed(trained.config, {"data.path": str(data) or require_corpus(trained.folder, trained.config)})
+        corpus_path = str(data) or require_corpus(trained.folder, trained.config)
+        config = changed(trained.config, {"data.path": corpus_path})
     if bundle.document_border == "mask" and not bundle.begins_documents:
         warn_for_all(
             "this model was trained by an older program, which scored no first token of a document: here they are "
@@ -92,14 +98,21 @@ def open_target(path: Path, *, data: str | Path) -> Target:
 
 
 def require_same(targets: Sequence[Target]) -> None:
-    """All ranks call it: one that reads another checkpoint, of a run that saved between two looks, would add its scores
-    to theirs. Raises CheckpointError."""
-    for found in zip(*gather_objects([target.where for target in targets]), strict=True):
-        if len(chosen := sorted(set(found))) > 1:
+    """Raise CheckpointError, on all ranks, if ranks have read different models. Called on all ranks.
+
+    A run may save between the reads of two ranks. The scores of different checkpoints would then be added.
+    """
+    names_by_rank = gather_objects([target.where for target in targets])
+    for names in zip(*names_by_rank, strict=True):  # of one target on all ranks
+        distinct = sorted(set(names))
+        if len(distinct) > 1:
             raise raised_everywhere(
-                CheckpointError(f"the ranks have read different models: {', '.join(chosen)}. Name one of them.")
+                CheckpointError(f"the ranks have read different models: {', '.join(distinct)}. Name one of them.")
             )
 
 
 def _origin(source: dict[str, Any]) -> str:
-    return f", step {source['step']}" if "step" in source else f", imported from {source.get('file', 'elsewhere')}"
+    """Say where a bundle comes from: a step of training, or a file of another program."""
+    if "step" in source:
+        return f", step {source['step']}"
+    return f", imported from {source.get('file', 'elsewhere')}"
