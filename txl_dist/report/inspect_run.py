@@ -124,7 +124,7 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     segment_len = config.train.segment_len
     if behind:
         saved = read_state(behind[0]).stream
-        state = state.skipping(saved, saved)  # the run may have come back to `before` and left out what went wrong
+        state = state.with_skip(saved, saved)  # the run may have come back to `before` and left out what went wrong
         reached = state.advanced((step_of(behind[0]) - start) * segment_len)
         if [(one.cut(), one.position) for one in reached.corpora] != [
             (one.cut(), one.position) for one in saved.corpora

@@ -37,7 +37,7 @@ def find_rewind(
     if base is None:
         return None
     begin = base.advanced((first_bad - 1 - saved.step) * context.config.train.segment_len)
-    return Rewind(saved, base.skipping(begin, state.stream))
+    return Rewind(saved, base.with_skip(begin, state.stream))
 
 
 def stream_of(
@@ -55,4 +55,4 @@ def stream_of(
         return None  # its steps are not to be counted in segments of today
     if [one.cut() for one in stream.corpora] != [one.cut() for one in now.corpora]:
         return None
-    return stream.skipping(now, now)
+    return stream.with_skip(now, now)

@@ -173,7 +173,7 @@ def test_a_reader_made_from_the_page_alone_leaves_out_what_a_rewind_left_out(fol
         assert target is not None
         assert begin is not None
         assert end is not None
-        ours.state = target.skipping(begin, end)
+        ours.state = target.with_skip(begin, end)
         stranger.load(ours.state.to_dict())
         for ours_LT in islice(ours.steps(segment_len=4, num_ranks=1), generator.randint(0, 5)):
             assert np.array_equal(ours_LT, stranger.rows(4))

@@ -109,9 +109,9 @@ def test_steps_behind_a_rewind_are_shown_without_what_was_left_out(tmp_path: Pat
     run = Run(tmp_path / "run")
     run.train(config_of(corpora, num_lanes=8, segment_len=10), num_steps=5)
     assert run.state is not None
-    run.state = run.state.skipping(run.state.advanced(20), run.state.advanced(50))
+    run.state = run.state.with_skip(run.state.advanced(20), run.state.advanced(50))
     run.train(config_of(corpora, num_lanes=8, segment_len=16), num_steps=6)  # the skip begins within a segment
-    run.state = run.state.skipping(run.state, run.state.advanced(16))  # the skip begins at the checkpoint
+    run.state = run.state.with_skip(run.state, run.state.advanced(16))  # the skip begins at the checkpoint
     run.train(config_of(corpora, num_lanes=8, segment_len=16), num_steps=4)
     run.train(config_of(corpora, num_lanes=4, segment_len=16), num_steps=4)
     for step in range(1, run.step + 1):

@@ -2,7 +2,7 @@
 
 A lane is one row of the global batch: an endless contiguous stream of tokens. In each epoch the shards, and the
 documents inside each shard, come in an order that a frozen hash of (seed, epoch, id) decides. Their concatenation
-of N tokens is cut into stripes of S = N // num_lanes tokens; lane l reads stripe l of epoch 0, of epoch 1, and on.
+of N tokens is cut into stripes of S = N // num_lanes tokens. Lane l reads stripe l of epoch 0, of epoch 1, and so on.
 
     epoch 0    | shard 2        | shard 0              | shard 1     |.    N tokens; "." = N mod num_lanes left out
     stripes    | lane 0      | lane 1      | lane 2      | lane 3    |.    S tokens each
@@ -11,19 +11,19 @@ of N tokens is cut into stripes of S = N // num_lanes tokens; lane l reads strip
     stripes    | lane 0      | lane 1      | lane 2      | lane 3    |.
                        ^ position S + p: all lanes change epoch together
 
-So a position is one integer p, the same for all lanes; (lane, p) is found by two binary searches; every lane has
-the same length, there is no short batch and nothing to agree on between ranks.
+A position is one integer p, the same for all lanes. Two binary searches find the token of (lane, p). Every lane has
+the same length, so there is no short batch and nothing to agree on between ranks.
 
-Cutting anew (another number of lanes in the middle of an epoch): what no lane has read yet is a list of token ranges,
-`rest_of_epoch`. Joined, they are cut into the new stripes; behind these the lanes go on with the next whole epoch.
+Repartitioning (another number of lanes in the middle of an epoch): `rest_of_epoch` lists the token ranges that no lane
+has read yet. Joined, they are cut into the new stripes. After these the lanes continue with the next whole epoch.
 
-    epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, the ranges behind it and "." are the rest
-    cut anew          | lane 0  | lane 1 ...
+    epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, the ranges after it and "." are unread
+    new stripes       | lane 0  | lane 1 ...
 
-Skips (after a rewind, the tokens that went wrong) are ranges of lane positions that no lane reads: the stream of a lane
-is what lies outside them. When lanes are cut anew within an epoch, what they were to skip of it is no part of its rest.
+Skips are ranges of lane positions that no lane reads: after a rewind, the tokens on which training went wrong. A lane's
+stream is what lies outside the skips. Repartitioning within an epoch leaves the skipped tokens of that epoch out too.
 
-What it gives up: a document that spans a stripe's border is cut (at most num_lanes - 1 in an epoch), and fewer than
+What it gives up: a document across a stripe's border is cut, at most num_lanes - 1 of them in an epoch. Fewer than
 num_lanes tokens are left out of an epoch.
 """
 
@@ -48,42 +48,43 @@ _MASK = (1 << 64) - 1
 
 
 class TokenSlice(NamedTuple):
-    """Consecutive tokens of one document that one lane reads, and where they lie."""
+    """Consecutive tokens of one document that one lane reads, and their place in the corpus."""
 
     epoch: int
     shard: int
+    """Index of the shard in its split."""
     document: int
     """Index in the shard, in file order."""
     offset: int
     """First token, counted from the start of the document."""
     length: int
-    """Tokens until the document or the lane's piece of the epoch ends."""
+    """Number of tokens until the document or the lane's piece of the epoch ends."""
     begin: int
-    """Lane position at which the document, or as much of it as this lane reads in one piece, begins."""
+    """Lane position where the document begins, or the part of it that the lane reads in one piece."""
     shard_left: int
-    """Tokens until the shard or the lane's piece of the epoch ends."""
+    """Number of tokens until the shard or the lane's piece of the epoch ends."""
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges [first, behind the last) of tokens of one epoch or of lane positions, ascending and disjoint."""
+"""Half-open ranges [first, end) of tokens of one epoch or of lane positions, ascending and disjoint."""
 
 
 @dataclass(frozen=True)
 class LanePartition:
-    """How the lanes of one corpus lie: in `num_lanes` stripes of one epoch or of its rest, then of whole epochs."""
+    """Partition of a corpus into `num_lanes` stripes: first of one epoch or its unread part, then of whole epochs."""
 
     num_lanes: int
     epoch: int = 0
-    """Epoch that was cut first."""
+    """The first epoch that was partitioned."""
     rest: Ranges = ()
-    """What of that epoch was cut; empty means all of it."""
+    """Token ranges of that epoch that were partitioned. Empty means the whole epoch."""
 
 
 def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
-    """splitmix64 over a tuple of integers, of which the last may be an array.
+    """Compute splitmix64 over a tuple of integers, of which the last may be an array.
 
-    Frozen: the order of documents, and so every resumed run, depends on it. numpy's generators may change their
-    streams between versions (NEP 19).
+    The function is frozen: the order of documents, and so every resumed run, depends on it. numpy's generators may
+    change their streams between versions (NEP 19).
     """
     value: npt.NDArray[np.uint64] = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -97,12 +98,12 @@ def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
 
 
 def hashed_order(count: int, *keys: int) -> Int64s:
-    """A permutation of range(count) that depends on nothing but its arguments."""
+    """Return a permutation of range(count) that depends only on its arguments."""
     return np.argsort(hash64(*keys, np.arange(count)), kind="stable")
 
 
 def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
-    """The lanes that a rank owns. Raises ConfigError if the ranks cannot own equally many."""
+    """Return the lanes that a rank owns. Raises ConfigError if num_lanes is not divisible by world_size."""
     if num_lanes % world_size:
         raise ConfigError(
             f"{counted(num_lanes, 'lane')} cannot be shared equally by {counted(world_size, 'rank')}. "
@@ -113,9 +114,10 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
 
 
 def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str] = ()) -> tuple[int, ...]:
-    """Lanes per corpus in proportion to the weights, by largest remainder: every batch holds the same shares.
+    """Divide the lanes among the corpora in proportion to the weights, by largest remainder.
 
-    Raises ConfigError if no weight is positive, or a positive one is too small for a lane.
+    Returns the number of lanes of each corpus, so that every batch holds the same shares. `names` are the corpora in
+    messages. Raises ConfigError if no weight is positive, or a positive one is too small for a lane.
     """
     total = math.fsum(weights)
     if not total > 0:
@@ -123,22 +125,24 @@ def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str
     shares = [weight / total * num_lanes for weight in weights]
     lanes = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (lanes[i] - shares[i], i))
-    for i in by_remainder[: num_lanes - sum(lanes)]:
+    num_left = num_lanes - sum(lanes)
+    for i in by_remainder[:num_left]:
         lanes[i] += 1
-    for i, (weight, count) in enumerate(zip(weights, lanes, strict=True)):
-        if weight > 0 and not count:
+    for i, weight in enumerate(weights):
+        if weight > 0 and lanes[i] == 0:
+            name = names[i] if names else i
             raise ConfigError(
-                f"corpus {names[i] if names else i} gets none of the {counted(num_lanes, 'lane')}: its share "
-                f"is {shares[i]:.2f} "
-                "lanes. Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
+                f"corpus {name} gets none of the {counted(num_lanes, 'lane')}: its share is {shares[i]:.2f} lanes. "
+                "Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
             )
     return tuple(lanes)
 
 
 def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int64s]:
-    """([lanes] corpus of each lane, [lanes] its number among the lanes of that corpus).
+    """Assign the lanes to the corpora.
 
-    A frozen hash spreads the corpora over the lanes, and so over ranks; one corpus keeps its lanes in order.
+    Returns ([lanes] index of each lane's corpus, [lanes] the lane's number among the lanes of that corpus). A frozen
+    hash spreads the corpora over the lanes, and so over ranks. The lanes of one corpus are numbered in order.
     """
     in_order = np.repeat(np.arange(len(allotted)), allotted)
     owners: Int64s = in_order[hashed_order(len(in_order), seed, 0, _LANE_ORDER)]
@@ -149,18 +153,20 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
 
 
 def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
-    """How often a corpus of so many tokens has been read when its lanes have come to this position."""
-    rest_len = sum(end - first for first, end in cut.rest) or num_tokens
-    first_stripe_len = rest_len // cut.num_lanes if cut.num_lanes else rest_len
+    """Return how often a corpus of `num_tokens` tokens has been read when its lanes are at `position`."""
+    num_unread = sum(end - first for first, end in cut.rest) or num_tokens
+    first_stripe_len = num_unread // max(cut.num_lanes, 1)
     if position < first_stripe_len:
-        return cut.epoch + (num_tokens - rest_len + position * cut.num_lanes) / num_tokens
-    return cut.epoch + 1 + (position - first_stripe_len) / (num_tokens // max(cut.num_lanes, 1))
+        num_read = num_tokens - num_unread + position * cut.num_lanes
+        return cut.epoch + num_read / num_tokens
+    stripe_len = num_tokens // max(cut.num_lanes, 1)
+    return cut.epoch + 1 + (position - first_stripe_len) / stripe_len
 
 
 class LanePlan:
-    """Finds the tokens of every lane in a corpus of shards.
+    """Map from lanes and positions to the tokens of a corpus of shards.
 
-    `document_tokens(shard)` gives the lengths of the shard's documents in file order; it is asked only for shards
+    `document_tokens(shard)` returns the lengths of the shard's documents in file order. It is called only for shards
     that are located, so a rank needs the record files of no others.
     """
 
@@ -173,7 +179,10 @@ class LanePlan:
         document_tokens: Callable[[int], Int64s],
         num_cached: int = 64,
     ) -> None:
-        """Raises DataError if the corpus has fewer tokens than lanes."""
+        """Prepare the partition `cut` of shards of so many tokens. Keeps `num_cached` shards' document orders.
+
+        Raises DataError if the corpus has fewer tokens than lanes.
+        """
         self._shard_tokens = np.asarray(shard_tokens, dtype=np.int64)
         self.num_tokens = int(self._shard_tokens.sum())
         if cut.num_lanes > self.num_tokens:
@@ -182,25 +191,25 @@ class LanePlan:
                 "Prepare more text or lower train.num_lanes."
             )
         self.cut = cut
-        rest = np.array(cut.rest or ((0, self.num_tokens),), dtype=np.int64)
-        self._rest_firsts = rest[:, 0]
-        lengths = rest[:, 1] - rest[:, 0]
-        self._rest_ends = np.cumsum(lengths)
-        self._rest_starts = self._rest_ends - lengths
+        unread = np.array(cut.rest or ((0, self.num_tokens),), dtype=np.int64)
+        lengths = unread[:, 1] - unread[:, 0]
+        self._unread_firsts = unread[:, 0]  # in the epoch; the next two: in the joined unread ranges
+        self._unread_ends = np.cumsum(lengths)
+        self._unread_starts = self._unread_ends - lengths
         self.stripe_len = self.num_tokens // cut.num_lanes
-        """Tokens of a lane in a whole epoch."""
-        self.first_stripe_len = int(self._rest_ends[-1]) // cut.num_lanes
-        """Tokens of a lane in the epoch that was cut first."""
+        """Number of tokens that a lane reads in a whole epoch."""
+        self.first_stripe_len = int(self._unread_ends[-1]) // cut.num_lanes
+        """Number of tokens that a lane reads in the first partitioned epoch."""
         self._seed = seed
         self._document_tokens = document_tokens
         self._num_cached = num_cached
         self._orders: OrderedDict[tuple[int, int], tuple[Int64s, Int64s]] = OrderedDict()
 
     def locate(self, lane: int, position: int) -> TokenSlice:
-        """The stretch of tokens that begins at this position of the lane."""
+        """Find the tokens that a lane reads from a position on, up to the end of their document or piece."""
         epoch, token, in_piece, left = self.token_at(lane, position)
-        shard, in_shard, shard_left = self._find(epoch, None, token)
-        document, offset, document_left = self._find(epoch, shard, in_shard)
+        shard, in_shard, shard_left = self._find_shard(epoch, token)
+        document, offset, document_left = self._find_document(epoch, shard, in_shard)
         return TokenSlice(
             epoch=epoch,
             shard=shard,
@@ -212,79 +221,107 @@ class LanePlan:
         )
 
     def token_at(self, lane: int, position: int) -> tuple[int, int, int, int]:
-        """(epoch, token in its order, tokens of the piece before it, tokens of the piece from it on) of a lane at a
-        position. A piece is contiguous in the epoch."""
-        find = self.token_in_rest if position < self.first_stripe_len else self.token_behind_rest
-        epoch, token, before, left = map(int, find(lane, position))
-        return epoch, token, before, left
+        """Find the token of a lane at a position.
 
-    def token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
-        """The same in the epoch that was cut first, of integers, or of arrays that broadcast."""
-        joined = lane * self.first_stripe_len + position
-        piece = np.minimum(self._rest_ends.searchsorted(joined, side="right"), len(self._rest_ends) - 1)
-        before = np.minimum(joined - self._rest_starts[piece], position)
-        left = np.minimum(self._rest_ends[piece] - joined, self.first_stripe_len - position)
-        return self.cut.epoch, self._rest_firsts[piece] + joined - self._rest_starts[piece], before, left
-
-    def token_behind_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
-        """The same in the whole epochs behind it."""
-        epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
-        return self.cut.epoch + 1 + epochs, lane * self.stripe_len + in_stripe, in_stripe, self.stripe_len - in_stripe
-
-    def rest_of_epoch(self, position: int, skips: Ranges = ()) -> tuple[int, Ranges]:
-        """(epoch, what no lane has read of it) when all lanes have come to this position, which is in no skip.
-
-        No ranges means all of it. What the lanes were to skip of this epoch is left out; what of later ones, forgotten.
+        Returns (epoch, index of the token in the epoch's order, number of tokens of its piece before it, number of
+        tokens of its piece from it on). A piece is contiguous in the epoch.
         """
         if position < self.first_stripe_len:
-            epoch, stripe_len, total = self.cut.epoch, self.first_stripe_len, int(self._rest_ends[-1])
+            place = self.token_in_rest(lane, position)
+        else:
+            place = self.token_behind_rest(lane, position)
+        epoch, token, before, left = place
+        return int(epoch), int(token), int(before), int(left)
+
+    def token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        """Do the same as `token_at` in the first partitioned epoch, for integers or for arrays that broadcast."""
+        joined = lane * self.first_stripe_len + position
+        piece = np.minimum(self._unread_ends.searchsorted(joined, side="right"), len(self._unread_ends) - 1)
+        in_piece = joined - self._unread_starts[piece]
+        before = np.minimum(in_piece, position)
+        left = np.minimum(self._unread_ends[piece] - joined, self.first_stripe_len - position)
+        return self.cut.epoch, self._unread_firsts[piece] + in_piece, before, left
+
+    def token_behind_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+        """Do the same as `token_in_rest` in the whole epochs after the first partitioned one."""
+        epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
+        token = lane * self.stripe_len + in_stripe
+        return self.cut.epoch + 1 + epochs, token, in_stripe, self.stripe_len - in_stripe
+
+    def rest_of_epoch(self, position: int, skips: Ranges = ()) -> tuple[int, Ranges]:
+        """List the token ranges that no lane has read when all lanes are at `position`, which is in no skip.
+
+        Returns (epoch, ranges); no ranges means the whole epoch. Tokens of this epoch in `skips` are left out. Skips of
+        later epochs are forgotten.
+        """
+        is_first = position < self.first_stripe_len
+        if is_first:
+            epoch = self.cut.epoch
+            stripe_len = self.first_stripe_len
+            total = int(self._unread_ends[-1])
             in_stripe = position
         else:
             epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
-            epoch, stripe_len, total = self.cut.epoch + 1 + epochs, self.stripe_len, self.num_tokens
+            epoch = self.cut.epoch + 1 + epochs
+            stripe_len = self.stripe_len
+            total = self.num_tokens
         begin = position - in_stripe  # lane position of the epoch's first token
-        kept = [*outside(skips, position, begin + stripe_len)]
-        starts = [lane * stripe_len - begin for lane in range(self.cut.num_lanes)]
-        unread = [(start + first, start + end) for start in starts for first, end in kept]
-        unread.append((self.cut.num_lanes * stripe_len, total))
-        if position < self.first_stripe_len:
-            unread = [piece for first, end in unread for piece in self._ranges_in_epoch(first, end)]
+        kept = list(outside(skips, position, begin + stripe_len))
+        unread = []
+        for lane in range(self.cut.num_lanes):
+            start = lane * stripe_len - begin
+            unread.extend((start + first, start + end) for first, end in kept)
+        unread.append((self.cut.num_lanes * stripe_len, total))  # the tokens that no stripe holds
+        if is_first:
+            unread = list(self._ranges_in_epoch(unread))
         joined = merged(unread)
-        return epoch, () if joined == ((0, self.num_tokens),) else joined
+        if joined == ((0, self.num_tokens),):
+            return epoch, ()
+        return epoch, joined
 
     def shard_after(self, lane: int, position: int, stretch: TokenSlice) -> int:
-        """The shard that a lane reads behind the one of the stretch at this position."""
+        """Return the shard that a lane reads after the shard of `stretch`, the lane's tokens at `position`."""
         epoch, token, _, _ = self.token_at(lane, position + stretch.shard_left)
-        return self._find(epoch, None, token)[0]
+        shard, _, _ = self._find_shard(epoch, token)
+        return shard
 
-    def _ranges_in_epoch(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """Ranges of the epoch that a range of the joined rest stands for."""
-        while first < end:
-            piece = int(self._rest_ends.searchsorted(first, side="right"))
-            stop = min(end, int(self._rest_ends[piece]))
-            shift = int(self._rest_firsts[piece] - self._rest_starts[piece])
-            yield first + shift, stop + shift
-            first = stop
+    def _ranges_in_epoch(self, joined: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """Map ranges of the joined unread tokens to ranges of the epoch."""
+        for first, end in joined:
+            while first < end:
+                piece = int(self._unread_ends.searchsorted(first, side="right"))
+                stop = min(end, int(self._unread_ends[piece]))
+                shift = int(self._unread_firsts[piece] - self._unread_starts[piece])
+                yield first + shift, stop + shift
+                first = stop
 
-    def _find(self, epoch: int, shard: int | None, token: int) -> tuple[int, int, int]:
-        """(shard or document, tokens of it before this one, tokens of it from this one on)."""
-        order, starts = self._order(epoch, shard)
-        rank = int(starts.searchsorted(token, side="right")) - 1
-        found, before = int(order[rank]), token - int(starts[rank])
-        tokens = self._shard_tokens if shard is None else self._document_tokens(shard)
-        return found, before, int(tokens[found]) - before
+    def _find_shard(self, epoch: int, token: int) -> tuple[int, int, int]:
+        """Find a token of the epoch: (shard, number of its tokens before this one, number from this one on)."""
+        order, starts = self._shard_order(epoch)
+        return _find(token, order, starts, self._shard_tokens)
 
-    def _order(self, epoch: int, shard: int | None) -> tuple[Int64s, Int64s]:
-        """Hashed order of the shards (None) or of one shard's documents, and the first token of each in it."""
-        key = (epoch, -1 if shard is None else shard)
-        tokens = self._shard_tokens if shard is None else self._document_tokens(shard)
-        known = self._orders.get(key)
+    def _find_document(self, epoch: int, shard: int, token: int) -> tuple[int, int, int]:
+        """Find a token of the shard: (document, number of its tokens before this one, number from this one on)."""
+        order, starts = self._document_order(epoch, shard)
+        return _find(token, order, starts, self._document_tokens(shard))
+
+    def _shard_order(self, epoch: int) -> tuple[Int64s, Int64s]:
+        """Return the hashed order of the shards and the first token of each in that order."""
+        return self._cached_order((epoch, -1), self._shard_tokens, SHARD_ORDER)
+
+    def _document_order(self, epoch: int, shard: int) -> tuple[Int64s, Int64s]:
+        """Return the hashed order of a shard's documents and the first token of each in that order."""
+        return self._cached_order((epoch, shard), self._document_tokens(shard), _DOCUMENT_ORDER, shard)
+
+    def _cached_order(self, key: tuple[int, int], tokens: Int64s, *hash_keys: int) -> tuple[Int64s, Int64s]:
+        """Return the order of items of so many tokens, kept for the last `num_cached` (epoch, shard or -1)."""
+        cached = self._orders.get(key)
         # A shard that was lost, or came back, has other documents than it had.
-        if known is not None and len(known[0]) == len(tokens):
+        if cached is not None and len(cached[0]) == len(tokens):
             self._orders.move_to_end(key)
-            return known
-        own = (SHARD_ORDER,) if shard is None else (_DOCUMENT_ORDER, shard)
-        order = hashed_order(len(tokens), self._seed, epoch, *own)
+            return cached
+        epoch, _ = key
+        order = hashed_order(len(tokens), self._seed, epoch, *hash_keys)
         starts = np.cumsum(tokens[order]) - tokens[order]
         self._orders[key] = order, starts
         if len(self._orders) > self._num_cached:
@@ -292,8 +329,16 @@ class LanePlan:
         return order, starts
 
 
+def _find(token: int, order: Int64s, starts: Int64s, tokens: Int64s) -> tuple[int, int, int]:
+    """Find the item that holds a token, of items in this order which start there and have so many tokens."""
+    place = int(starts.searchsorted(token, side="right")) - 1
+    item = int(order[place])
+    before = token - int(starts[place])
+    return item, before, int(tokens[item]) - before
+
+
 def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """The ranges of [first, end) that lie in no skip, ascending."""
+    """Yield the ranges of [first, end) that lie in no skip, ascending."""
     for skip_first, skip_end in skips:
         if first < min(skip_first, end):
             yield first, min(skip_first, end)
@@ -303,13 +348,14 @@ def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Ascending ranges without empty ones; touching or overlapping ones become one."""
+    """Join ascending ranges that touch or overlap, and drop empty ones."""
     joined: list[tuple[int, int]] = []
     for first, end in ranges:
         if first == end:
             continue
         if joined and joined[-1][1] >= first:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+            last_first, last_end = joined[-1]
+            joined[-1] = last_first, max(last_end, end)
         else:
             joined.append((first, end))
     return tuple(joined)

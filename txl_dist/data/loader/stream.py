@@ -1,19 +1,19 @@
-"""Segments for training, each with what is needed to go on behind it.
+"""Segments for training, each with the state from which training continues after it.
 
 Key properties:
-- `LaneStream` yields (segment, state): the state to store once that very segment was trained on. What was
-  prefetched meanwhile does not matter.
-- A segment is a function of (corpora, state, lanes, segment_len): resuming costs milliseconds anywhere, ranks
-  exchange nothing, and any number of ranks together reads the same global batches.
-- Several corpora are mixed by lane: each lane reads one corpus, each corpus has its own position and epochs, and every
-  batch holds them in the same proportion. `position` says where they are.
+- `LaneStream` yields (segment, state). The state is the one to store once that very segment was trained on, however
+  many segments were prefetched meanwhile.
+- A segment is a function of (corpora, state, lanes, segment_len). Resuming costs milliseconds anywhere, ranks exchange
+  nothing, and any number of ranks together reads the same global batches.
+- Several corpora are mixed by lane: each lane reads one corpus, and each corpus has its own position and epochs. Every
+  batch holds the corpora in the same proportion. `stream_state` holds the positions.
 
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
 
-What it gives up: at the border of two pieces (of stripes, of what was dealt out anew, or around a skip) a lane jumps:
-one target in a piece belongs to other text. With document masks it is scored only where an end-of-text stands before a
-document that begins there, which is what a border between two documents is anywhere.
+What it gives up: at the border of two pieces a lane jumps to other text, and one target there is of that other text.
+Borders of pieces are those of stripes, of repartitioned ranges, and of skips. With document masks such a target is
+scored only where an end-of-text stands before the beginning of a document, as at any border between two documents.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from txl_dist.data.format import Tokens
 from txl_dist.data.loader.corpus import Shards, Split
 from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.lanes import LanePartition, LanePlan, TokenSlice, owners_of_lanes
-from txl_dist.data.loader.stream_state import Span, StreamState
+from txl_dist.data.loader.stream_state import PositionRange, StreamState
 from txl_dist.errors import DataError, UnreachableError
 
 Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 STEPS_AT_ONCE = 8
+"""Number of training steps that are read together, unless they have too many tokens."""
 MAX_TOKENS_AT_ONCE = 1 << 20
+"""Number of tokens, over all lanes, that are read together at most, except for one step."""
 
 
 class Segment(NamedTuple):
@@ -45,17 +47,17 @@ class Segment(NamedTuple):
     tokens: Int64s
     """[lanes, T+1]: inputs are [:, :-1], targets [:, 1:]; one token overlaps with the next segment."""
     documents: Int64s
-    """[lanes, T+1]: for each token the lane position at which its document, or the piece of it that the lane reads,
-    begins. Unique in the lane, ascending, and a function of the position: nothing to store."""
+    """[lanes, T+1]: for each token the lane position where its document, or the piece that the lane reads, begins. The
+    number is unique in the lane, ascending, and a function of the position, so nothing has to be stored."""
     opens: Bools
-    """[lanes, T]: the input is an end-of-text, and its target the first token of a document: as an input it belongs to
-    the document that it opens."""
+    """[lanes, T]: whether the input is an end-of-text and its target the first token of a document. As an input, such
+    an end-of-text belongs to the document that it opens."""
     scored: Bools
-    """[lanes, T]: the target counts; not where a damaged document was replaced, nor where an evaluation pads."""
+    """[lanes, T]: whether the target counts. False where a damaged document was replaced, or an evaluation pads."""
 
 
 def plain_segment(tokens: Int64s) -> Segment:
-    """[lanes, T+1] tokens of one document each, all targets counting."""
+    """Make a segment of [lanes, T+1] tokens, one document per lane, in which all targets count."""
     opens = np.zeros((tokens.shape[0], tokens.shape[1] - 1), dtype=bool)
     return Segment(tokens, np.zeros_like(tokens), opens, ~opens)
 
@@ -74,45 +76,53 @@ class LaneStream:
         mark_documents: bool = True,
         num_buffers: int = 0,
     ) -> None:
-        """`splits` are those of `state.corpora`, in the same order. Who masks no documents need not have them marked:
-        then all are 0. With `num_buffers` the segments are views of a ring: each holds until so many more were taken
-        from the iterator. 0: each holds for ever.
+        """Read `splits`, those of `state.corpora` in the same order, from `state` on.
 
-        Raises DataError if a split has fewer tokens than lanes.
+        Without `mark_documents` all `documents` of the segments are 0; only document masks need them. With
+        `num_buffers` segments are views of a ring: each stays valid until so many more were taken from the iterator.
+        With 0 each stays valid for ever. Raises DataError if a split has fewer tokens than lanes.
         """
-        self.segment_len, self.lanes, self.state = segment_len, lanes, state
-        self._num_buffers, self._mark_documents = num_buffers, mark_documents
-        owners, numbers = owners_of_lanes([one.num_lanes for one in state.corpora], seed=state.seed)
-        owners, numbers = owners[lanes.start : lanes.stop], numbers[lanes.start : lanes.stop]
-        readers = {
-            index: _CorpusReader(
+        self.segment_len = segment_len
+        self.lanes = lanes
+        self.state = state
+        self._num_buffers = num_buffers
+        self._mark_documents = mark_documents
+        all_owners, all_numbers = owners_of_lanes([corpus.num_lanes for corpus in state.corpora], seed=state.seed)
+        owners = all_owners[lanes.start : lanes.stop]
+        numbers = all_numbers[lanes.start : lanes.stop]
+        readers = {}
+        for index in np.unique(owners).tolist():
+            readers[index] = _CorpusReader(
                 splits[index],
                 state.corpora[index].cut(),
                 seed=state.seed,
-                num_own_lanes=int((owners == index).sum()),
+                num_local_lanes=int((owners == index).sum()),
                 damage=damage or CorruptionPolicy(),
             )
-            for index in np.unique(owners).tolist()
-        }
         self._corpus_of_row: list[int] = owners.tolist()
-        self._rows = [
-            _LaneReader(readers[owner], number) for owner, number in zip(owners.tolist(), numbers.tolist(), strict=True)
-        ]
+        self._rows = []
+        for owner, number in zip(self._corpus_of_row, numbers.tolist(), strict=True):
+            self._rows.append(_LaneReader(readers[owner], number))
 
     def __iter__(self) -> Iterator[tuple[Segment, StreamState]]:
-        """Endless. The state is that after training on the segment."""
-        state, size = self.state, self.segment_len
-        # Several steps of a lane lie together in its shard: reading them at once is three times faster.
-        steps = max(1, min(STEPS_AT_ONCE, MAX_TOKENS_AT_ONCE // (size * len(self.lanes))))
-        ring = [self._buffer(steps) for _ in range(-(-self._num_buffers // steps) + 1 if self._num_buffers else 0)]
+        """Yield segments without end, each with the state after training on it."""
+        state = self.state
+        # The tokens of several steps are neighbours in a lane's shard: reading them at once is three times faster.
+        tokens_per_step = self.segment_len * len(self.lanes)
+        steps = max(1, min(STEPS_AT_ONCE, MAX_TOKENS_AT_ONCE // tokens_per_step))
+        ring = []
+        if self._num_buffers:
+            num_blocks = -(-self._num_buffers // steps) + 1
+            ring = [self._buffer(steps) for _ in range(num_blocks)]
         for turn in itertools.count():
             block = ring[turn % len(ring)] if ring else self._buffer(steps)
-            for step in range(self._read_steps(state, block, steps)):
-                state = state.advanced(size)
-                yield _steps_of(block, step * size, size), state
+            num_read = self._read_steps(state, block, steps)
+            for step in range(num_read):
+                state = state.advanced(self.segment_len)
+                yield _steps_of(block, step * self.segment_len, self.segment_len), state
 
     def _read_steps(self, state: StreamState, block: Segment, steps: int) -> int:
-        """Fill a block; returns how many of its steps can be trained on. Raises DataError if the first one cannot."""
+        """Fill a block and return how many of its steps can be trained on. Raises DataError if the first cannot."""
         try:
             self._read(state, block)
         except UnreachableError:
@@ -120,44 +130,48 @@ class LaneStream:
         except DataError:
             if steps == 1:
                 raise
-            # The steps before the damage are whole, and come first.
+            # Steps before the damage are whole. Read the first alone; the next call comes closer to the damage.
             self._read(state, _steps_of(block, 0, self.segment_len))
             return 1
         return steps
 
     def segment_at(self, state: StreamState) -> Segment:
-        """The segment that is trained on next at a state of the same cut as ours."""
+        """Read the segment that is trained on next at `state`, a state of the same partition as `self.state`."""
         segment = self._buffer()
         self._read(state, segment)
         return segment
 
     def stretch_at(self, lane: int, state: StreamState) -> tuple[int, TokenSlice]:
-        """(index of the corpus, where in it) of the first token of `segment_at` in one of our lanes, for people."""
+        """Find the first token of `segment_at` in a lane of this rank: (index of the corpus, place in it)."""
         row = self.lanes.index(lane)
         corpus = self._corpus_of_row[row]
-        stretch = self._rows[row].locate(state.corpora[corpus].position)
-        span = next(state.corpora[corpus].spans(stretch.length))
-        return corpus, stretch._replace(length=span.length, begin=max(stretch.begin, span.begin))
+        tokens = self._rows[row].locate(state.corpora[corpus].position)
+        unskipped = next(state.corpora[corpus].next_ranges(tokens.length))
+        return corpus, tokens._replace(length=unskipped.length, begin=max(tokens.begin, unskipped.begin))
 
     def _read(self, state: StreamState, segment: Segment) -> None:
+        """Fill a segment with the tokens at a state."""
         segment.scored.fill(True)
         segment.opens.fill(False)
-        spans = [[*one.spans(segment.tokens.shape[1])] for one in state.corpora]
+        num_tokens = segment.tokens.shape[1]
+        ranges = [list(corpus.next_ranges(num_tokens)) for corpus in state.corpora]
         for row, (reader, corpus) in enumerate(zip(self._rows, self._corpus_of_row, strict=True)):
-            reader.read(spans[corpus], segment, row, mark=self._mark_documents)
+            reader.read(ranges[corpus], segment, row, mark=self._mark_documents)
 
     def _buffer(self, steps: int = 1) -> Segment:
-        shape = len(self.lanes), self.segment_len * steps + 1
+        """Allocate a segment of so many steps."""
+        num_lanes = len(self.lanes)
+        num_inputs = self.segment_len * steps
         return Segment(
-            tokens=np.empty(shape, np.int64),
-            documents=np.zeros(shape, np.int64),
-            opens=np.zeros((shape[0], shape[1] - 1), dtype=bool),
-            scored=np.ones((shape[0], shape[1] - 1), dtype=bool),
+            tokens=np.empty((num_lanes, num_inputs + 1), np.int64),
+            documents=np.zeros((num_lanes, num_inputs + 1), np.int64),
+            opens=np.zeros((num_lanes, num_inputs), dtype=bool),
+            scored=np.ones((num_lanes, num_inputs), dtype=bool),
         )
 
 
 def _steps_of(block: Segment, first: int, count: int) -> Segment:
-    """A view of `count` inputs from the first one on, and of their targets."""
+    """Return a view of `count` inputs from `first` on, and of their targets."""
     end = first + count
     return Segment(
         tokens=block.tokens[:, first : end + 1],
@@ -168,15 +182,15 @@ def _steps_of(block: Segment, first: int, count: int) -> Segment:
 
 
 class _CorpusReader:
-    """What the lanes of one corpus share on a rank: its plan and its open shards."""
+    """Plan and open shards of one corpus, shared by its lanes on a rank."""
 
     def __init__(
-        self, split: Split, cut: LanePartition, *, seed: int, num_own_lanes: int, damage: CorruptionPolicy
+        self, split: Split, cut: LanePartition, *, seed: int, num_local_lanes: int, damage: CorruptionPolicy
     ) -> None:
         self._split = split
         self.end_of_text = split.corpus.end_of_text
-        # A lane's own view keeps its shard mapped; more here would only keep a cache from making room.
-        max_open = num_own_lanes + 1
+        # Each lane's view keeps its shard mapped. More open shards would only keep a cache from making room.
+        max_open = num_local_lanes + 1
         self.shards = Shards(split, max_open=max_open, damage=damage)
         self.plan = LanePlan(
             split.shard_tokens,
@@ -186,70 +200,76 @@ class _CorpusReader:
             num_cached=2 * max_open,
         )
 
-    def prefetch_after(self, lane: int, position: int, stretch: TokenSlice) -> None:
-        """Tell the storage which shard the lane will read next."""
-        self._split.prefetch([self.plan.shard_after(lane, position, stretch)])
+    def prefetch_after(self, lane: int, position: int, tokens: TokenSlice) -> None:
+        """Ask the storage for the shard that the lane will read after the one of `tokens`."""
+        self._split.prefetch([self.plan.shard_after(lane, position, tokens)])
 
 
 class _LaneReader:
-    """One lane. Between calls it keeps the stretch it reads, for speed: what it yields depends on the position only."""
+    """Reader of one lane. It keeps the document of the last call for speed; its result depends on positions only."""
 
     def __init__(self, corpus: _CorpusReader, lane: int) -> None:
         self._corpus = corpus
         self._lane = lane
-        self._start = self._begin = 0
+        self._start = 0  # lane position of the first token of `_tokens`
+        self._begin = 0  # lane position where their document begins
         self._shard = -1
         self._tokens: Tokens = np.empty(0, np.uint16)
         self._is_whole = True
         self._begins_document = False
 
     def locate(self, position: int) -> TokenSlice:
-        """Where the lane is at a position. Raises DataError."""
+        """Find the lane's tokens at a position. Raises DataError if a shard's records cannot be read."""
         return self._corpus.plan.locate(self._lane, position)
 
-    def read(self, spans: Sequence[Span], segment: Segment, row: int, *, mark: bool) -> None:
-        """Fill a row of the segment with these positions. Raises DataError for damage that may not be skipped."""
+    def read(self, ranges: Sequence[PositionRange], segment: Segment, row: int, *, mark: bool) -> None:
+        """Fill a row of the segment with the tokens at these positions; `mark` fills `documents` and `opens` too.
+
+        Raises DataError for damage that may not be skipped.
+        """
         filled = 0
-        for position, length, begin in spans:
-            wanted, before = filled + length, position - filled
-            while filled < wanted:
-                first = before + filled - self._start
+        for position, length, begin in ranges:
+            range_end = filled + length
+            shift = position - filled  # from an index in the row to a lane position
+            while filled < range_end:
+                first = shift + filled - self._start
                 if not 0 <= first < len(self._tokens):
-                    self._move(before + filled)
+                    self._move(shift + filled)
                     first = 0
-                piece = self._tokens[first : first + wanted - filled]
+                piece = self._tokens[first : first + range_end - filled]
                 end = filled + len(piece)
                 segment.tokens[row, filled:end] = piece
                 if mark:
                     segment.documents[row, filled:end] = max(self._begin, begin)
-                    if filled and not first and self._begins_document:
+                    is_document_start = first == 0 and self._begins_document
+                    if filled > 0 and is_document_start:
                         segment.opens[row, filled - 1] = segment.tokens[row, filled - 1] == self._corpus.end_of_text
                 if not self._is_whole:
                     segment.scored[row, max(filled - 1, 0) : end] = False
                 filled = end
 
     def _move(self, position: int) -> None:
-        stretch = self.locate(position)
-        if stretch.shard != self._shard:
-            self._corpus.prefetch_after(self._lane, position, stretch)
-            self._shard = stretch.shard
-        tokens, self._is_whole = self._corpus.shards.document(stretch.shard, stretch.document)
-        self._tokens = tokens[stretch.offset : stretch.offset + stretch.length]
+        """Load the document at a position. Raises DataError."""
+        place = self.locate(position)
+        if place.shard != self._shard:
+            self._corpus.prefetch_after(self._lane, position, place)
+            self._shard = place.shard
+        tokens, self._is_whole = self._corpus.shards.document(place.shard, place.document)
+        self._tokens = tokens[place.offset : place.offset + place.length]
         if not len(self._tokens):
-            raise DataError(f"lane {self._lane}, position {position}: shard {stretch.shard} changed while it was read.")
-        self._start, self._begin = position, stretch.begin
-        self._begins_document = not stretch.offset
+            raise DataError(f"lane {self._lane}, position {position}: shard {place.shard} changed while it was read.")
+        self._start = position
+        self._begin = place.begin
+        self._begins_document = place.offset == 0
 
 
 def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> list[str]:
-    """What lanes read at a state, for people: a document each."""
+    """Describe the document that each lane reads at a state, one line per lane."""
     stream = LaneStream(splits, state, segment_len=1, lanes=lanes)
-    found = []
+    lines = []
     for lane in lanes:
-        number, stretch = stream.stretch_at(lane, state)
+        number, place = stream.stretch_at(lane, state)
         corpus = splits[number].corpus
-        found.append(
-            f"lane {lane}: {splits[number].shards[stretch.shard].name} of {corpus.name}, document {stretch.document}, "
-            f"token {stretch.offset}"
-        )
-    return found
+        shard = splits[number].shards[place.shard]
+        lines.append(f"lane {lane}: {shard.name} of {corpus.name}, document {place.document}, token {place.offset}")
+    return lines

@@ -431,7 +431,7 @@ def test_lanes_read_all_but_the_skips_once_also_with_other_segments_and_resumes(
 def test_a_rewind_leaves_out_what_was_trained_on_between_two_states_and_knows_the_skips_before(corpus: Corpus) -> None:
     saved, *_ = [state for _, _, state in take(stream(corpus), 1)]
     states = [saved, *(state for _, _, state in take(stream(corpus, state=saved), 9))]
-    rewound = saved.skipping(states[3], states[5])
+    rewound = saved.with_skip(states[3], states[5])
     assert rewound.corpora[0].skips == ((4 * 13, 6 * 13),)
     assert rewound.corpora[0].position == saved.corpora[0].position
     plain = take(stream(corpus, state=saved), 9)
@@ -440,17 +440,17 @@ def test_a_rewind_leaves_out_what_was_trained_on_between_two_states_and_knows_th
         assert np.array_equal(again[step][0][:, :-1], plain[expected][0][:, :-1])
     assert again[3][2].corpora[0].position == 7 * 13
     # From the same checkpoint once more, for steps that come behind the first skip.
-    twice = saved.skipping(again[4][2], again[5][2])
+    twice = saved.with_skip(again[4][2], again[5][2])
     assert twice.corpora[0].skips == ((4 * 13, 6 * 13), (8 * 13, 9 * 13))
-    at_once = saved.skipping(saved, states[2])
+    at_once = saved.with_skip(saved, states[2])
     assert at_once.corpora[0].position == 3 * 13, "a skip may begin where the checkpoint is"
-    around = saved.skipping(again[1][2], again[3][2])
+    around = saved.with_skip(again[1][2], again[3][2])
     assert around.corpora[0].skips == ((3 * 13, 7 * 13),), "steps on both sides of a skip"
 
 
 def test_a_new_cut_leaves_out_what_was_to_be_skipped_of_the_epoch(corpus: Corpus) -> None:
     split = corpus.split("train")
-    state = first(corpus, num_lanes=8).skipping(*(first(corpus).advanced(n) for n in (40, 60))).advanced(30)
+    state = first(corpus, num_lanes=8).with_skip(*(first(corpus).advanced(n) for n in (40, 60))).advanced(30)
     anew = continued(state, first(corpus, num_lanes=5), [split]).corpora[0]
     assert anew.skips == ()
     assert sum(end - begin for begin, end in anew.rest) == split.tokens - 8 * (30 + 20)

@@ -77,7 +77,7 @@ def test_masks_train_on_the_same_targets_as_carrying_but_where_a_piece_begins_in
     fresh = first_state([split], num_lanes=num_lanes, seed=seed)
     some = split.tokens // num_lanes // 2
     begin = fresh.advanced(chance.randint(0, some))
-    skipping = begin.skipping(begin.advanced(chance.randint(0, some)), begin.advanced(some + chance.randint(0, some)))
+    skipping = begin.with_skip(begin.advanced(chance.randint(0, some)), begin.advanced(some + chance.randint(0, some)))
     anew = continued(skipping, first_state([split], num_lanes=num_lanes - 1, seed=seed), [split])
     for first in (fresh, skipping, anew):
         for world_size in (1, first.num_lanes):
@@ -98,7 +98,7 @@ def check_against_naive(corpus: Corpus, first: StreamState, *, segment_len: int,
         batch = MASK.batch(segment)
         assert CARRY.batch(segment).scored_BT.all()
         assert batch.document_BT is not None
-        places = [(p, span.begin) for span in state.corpora[0].spans(segment_len + 1)
+        places = [(p, span.begin) for span in state.corpora[0].next_ranges(segment_len + 1)
                   for p in range(span.position, span.position + span.length)]  # fmt: skip
         for row, lane in enumerate(lanes):
             is_end = segment.tokens[row] == corpus.end_of_text
