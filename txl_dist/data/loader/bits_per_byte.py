@@ -1,9 +1,9 @@
-"""What a loss may be called: bits per byte of text only where it is what the text costs.
+"""Units of a loss: bits per byte only where the loss is the cost of the whole text.
 
-Nats per token are a cost of tokens. They are that of the text, and comparable between tokenizers, if every token is
-scored and the tokens spell all of the text, byte for byte: of a held-out split all of it, since a part of it is another
-text, of a size that nobody counted. `text_units` alone decides that; whoever shows, records or
-compares losses asks it, or reads what it had recorded.
+A loss in nats per token is a cost of tokens. It is the cost of the text, and comparable between tokenizers, if every
+token is scored and the tokens spell all of the text, byte for byte. Part of a held-out split is another text, whose
+size nobody counted. `text_units` alone decides which units a loss has. All code that shows, records or compares losses
+uses its result or a record of it.
 """
 
 from __future__ import annotations
@@ -16,32 +16,36 @@ from txl_dist.data.loader.corpus import Split
 
 
 class TextUnits(NamedTuple):
-    """In which units a mean loss in nats per token may be told: it is a cost of the text only if the tokens spell all
-    of the text, and every token is scored."""
+    """Units in which a mean loss in nats per token may be reported."""
 
     bytes_per_token: float
+    """Mean bytes of text per token."""
     characters_per_token: float
+    """Mean characters of text per token."""
     problem: str
-    """Why a loss is no cost of the text in bits, for people; empty where it is."""
+    """Reason why a loss is not the cost of the text in bits, for messages; empty where it is."""
     token: str
-    """What a token is, for people: token or word."""
+    """Unit of a token, for messages: token or word."""
     unknown_pct: float
-    """Share of the tokens that stand for something unknown."""
+    """Percentage of the tokens that stand for something unknown."""
 
     def bits(self, loss: float) -> dict[str, float]:
-        """`bits_per_byte` and `bits_per_character` of the text; nothing where a loss is no cost of it.
+        """Return `bits_per_byte` and `bits_per_character` of the text; nothing where the loss is not its cost.
 
-        Exact when the loss is that of the whole split: the tokens, end-of-text among them, spell all of its text.
-        Its first token, which nothing predicts, counts like an average one. For the loss of the text trained on, a
-        part of its split, it is an estimate: that text may have more or fewer bytes per token.
+        The values are exact for the loss of a whole split, whose tokens, end-of-text included, spell all of its text.
+        Its first token, which nothing predicts, counts like an average one. For a training loss, over a part of the
+        split, they are estimates: that part may have more or fewer bytes per token.
         """
         if self.problem:
             return {}
-        bits = loss / math.log(2)
-        return {"bits_per_byte": bits / self.bytes_per_token, "bits_per_character": bits / self.characters_per_token}
+        bits_per_token = loss / math.log(2)
+        return {
+            "bits_per_byte": bits_per_token / self.bytes_per_token,
+            "bits_per_character": bits_per_token / self.characters_per_token,
+        }
 
     def told(self, loss: float) -> dict[str, float]:
-        """For records: bits, if they are the cost of the text, `ppl` per token, `unknown_pct` if something is."""
+        """Return the values to record: `ppl` per token, `bits` if defined, `unknown_pct` if any token is unknown."""
         unknown = {"unknown_pct": self.unknown_pct} if self.unknown_pct else {}
         return {"ppl": math.exp(min(loss, 700.0)), **self.bits(loss), **unknown}
 
@@ -54,41 +58,46 @@ def text_units(
     max_tokens: int = 0,
     half_loss: bool = False,
 ) -> TextUnits:
-    """For losses over splits of which each has this share of the tokens; one split has all.
+    """Decide the units of losses over splits. `shares` are each split's share of the scored tokens.
 
-    `max_tokens`: no more than so many tokens of a split are scored; 0 means all. `half_loss`: of each segment only the
-    recent half is.
-    Raises DataError if a tokenizer, or counts that are needed, cannot be read.
+    At most `max_tokens` tokens of a split are scored; 0 means all. With `half_loss` only the recent half of each
+    segment is scored. Raises DataError if a tokenizer, or counts that are needed, cannot be read.
     """
     parts = list(zip(splits, shares, strict=True))
     problems = [_problem_of(split, mask_documents=mask_documents, max_tokens=max_tokens) for split in splits]
     if half_loss:
         problems.append("only the recent half of each segment is scored (train.half_loss)")
+    first_problem = next(filter(None, problems), "")
     return TextUnits(
         bytes_per_token=sum(share * split.text_bytes / split.tokens for split, share in parts),
         characters_per_token=sum(share * split.text_characters / split.tokens for split, share in parts),
-        problem=next(filter(None, problems), ""),
+        problem=first_problem,
         token=splits[0].corpus.tokenizer.unit,
         unknown_pct=sum(100 * share * split.num_unknown / split.tokens for split, share in parts),
     )
 
 
 def word_count(split: Split) -> int:
-    """Words of a split's text: its runs of anything but whitespace (`str.split`), and one for each end-of-text, as the
-    field counts <eos>. Only of a split whose text its tokens give back.
+    """Count the words of a split's text, plus one for each end-of-text, as published figures count <eos>.
 
-    The perplexity per word of a model is exp(nats of all tokens / words): it compares tokenizers, as bits per byte do.
-    Reads and decodes the whole split. Raises DataError if it is damaged.
+    A word is a run of anything but whitespace (`str.split`). The tokens must spell the whole text. A model's perplexity
+    per word is exp(nats of all tokens / words), which is comparable between tokenizers, as bits per byte are. Reads and
+    decodes the whole split. Raises DataError if it is damaged.
     """
-    tokenizer, end, words = split.corpus.tokenizer, split.corpus.end_of_text, 0
+    tokenizer = split.corpus.tokenizer
+    end_of_text = split.corpus.end_of_text
+    num_words = 0
     for document in split.each_document():
         ids = document.tolist()
-        is_ended = ids[-1] == end
-        words += len(tokenizer.decode(ids[:-1] if is_ended else ids).split()) + is_ended
-    return words
+        if ids[-1] == end_of_text:
+            ids.pop()
+            num_words += 1
+        num_words += len(tokenizer.decode(ids).split())
+    return num_words
 
 
 def _problem_of(split: Split, *, mask_documents: bool, max_tokens: int) -> str:
+    """Return why losses over a split are not the cost of its text; empty if they are."""
     where = f"{split.corpus.name} ({split.name})"
     if not split.text_bytes or not split.text_characters:
         return f"{where} holds no text"

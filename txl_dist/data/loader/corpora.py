@@ -1,4 +1,4 @@
-"""The corpora of a run: opened together, with what is trained on, what is evaluated and where a new run begins."""
+"""The corpora of a run: opened together, with their training and evaluation splits and a new run's first state."""
 
 from __future__ import annotations
 
@@ -12,45 +12,43 @@ from txl_dist.rng import derive_seed
 
 
 class Corpora(NamedTuple):
-    """All of a run's, that of data.path first."""
+    """The corpora of a run, that of data.path first."""
 
     opened: tuple[Corpus, ...]
     train: tuple[Split, ...]
-    """What is trained on, of each corpus."""
+    """Training split of each corpus."""
     eval: tuple[Split, ...]
-    """What is evaluated: the split of data.path, and of each further corpus that has it. None where evaluation is
-    switched off, or data.path was prepared without the split and the settings name no other."""
+    """Evaluation splits: that of data.path, and of each further corpus that has it. Empty where evaluation is switched
+    off, or data.path was prepared without the split and the settings name no other."""
     begin: StreamState
-    """Where the lanes of a new run begin."""
+    """State of the lanes at the start of a new run."""
 
     @property
     def first(self) -> Corpus:
-        """That of data.path, whose tokenizer is that of all."""
+        """The corpus of data.path. All corpora have its tokenizer."""
         return self.opened[0]
 
 
 def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
-    """Open every corpus of a run of so many lanes.
+    """Open every corpus of a run with `num_lanes` lanes.
 
-    Raises DataError where a corpus cannot be read or lacks a split that is wanted, ConfigError if they do not go
-    together, or the weights leave one without a lane.
+    Raises DataError if a corpus cannot be read or lacks a split that is needed. Raises ConfigError if the corpora do
+    not fit together, or the weights leave one without a lane.
     """
     opened = open_all(data)
     train = tuple(corpus.split(data.train_split) for corpus in opened)
-    has_eval = bool(data.eval_split) and not lacks_eval_split(data, opened[0])
-    further = [corpus for corpus in opened[1:] if data.eval_split in corpus.split_names]
-    return Corpora(
-        opened,
-        train,
-        eval=tuple(corpus.split(data.eval_split) for corpus in (opened[0], *further)) if has_eval else (),
-        begin=first_state(train, weights=data.weights, num_lanes=num_lanes, seed=derive_seed(seed, "documents")),
-    )
+    evaluated: list[Split] = []
+    if data.eval_split and not lacks_eval_split(data, opened[0]):
+        further = [corpus for corpus in opened[1:] if data.eval_split in corpus.split_names]
+        evaluated = [corpus.split(data.eval_split) for corpus in (opened[0], *further)]
+    begin = first_state(train, weights=data.weights, num_lanes=num_lanes, seed=derive_seed(seed, "documents"))
+    return Corpora(opened, train, eval=tuple(evaluated), begin=begin)
 
 
 def open_all(data: DataSection) -> tuple[Corpus, ...]:
-    """The corpora that settings name, that of data.path first.
+    """Open the corpora that the settings name, that of data.path first.
 
-    Raises DataError where one cannot be read, ConfigError if they do not go together.
+    Raises DataError if one cannot be read, ConfigError if they do not fit together.
     """
     opened = tuple(open_corpus(path, data) for path in data.paths)
     for corpus in opened[1:]:
@@ -65,5 +63,5 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
 
 
 def lacks_eval_split(data: DataSection, corpus: Corpus) -> bool:
-    """Whether text was prepared without the split that is evaluated where the settings name none."""
+    """Return whether the settings name no evaluation split and the corpus lacks the default one."""
     return data.eval_split == DataSection().eval_split and data.eval_split not in corpus.split_names

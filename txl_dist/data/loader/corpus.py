@@ -1,15 +1,15 @@
-"""Reading a prepared corpus: the index, its splits, and shards whose documents are found, not parsed.
+"""Reader of a prepared corpus: the index, its splits, and shards whose documents are located without parsing.
 
-Damage is an error that names the file, the document and the remedy, found as early as it is cheap to find:
+Damage is an error that names the file, the document and the remedy. It is detected as early as that is cheap:
 
     opening a corpus     index.json: version, its own hash
     opening a shard      size of the tar (a cut at a member boundary is silent in other readers), hash of its .idx
     touching a document  crc32 of its tokens, ids below the vocabulary size; once per open shard
     `verify` (verify.py) all of that for every document, and sha256 of every file
 
-What it gives up: the sha256 of a whole shard is not checked at each opening; it would cost seconds. A document is
-checked whole when it is first touched, so one of 100 million tokens costs a tenth of a second then. A file that is cut
-while it is mapped ends the process. Where the files lie is the business of storage/.
+What it gives up: the sha256 of a whole shard is not checked at each opening, since that takes seconds. A document is
+checked whole when it is first touched: 100 million tokens take a tenth of a second. A file that is cut while it is
+mapped ends the process. The place of the files is left to storage/.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from txl_dist.tokenizers.tokenizer import read_tokenizer
 
 
 class Shard:
-    """One open shard: documents by their index in file order."""
+    """One open shard, with its documents by their index in file order."""
 
     def __init__(self, storage: Storage, info: ShardInfo, *, dtype: np.dtype[Any], vocab_size: int) -> None:
-        """Raises DataError if the tar or its records are missing or not those that the index describes."""
+        """Open a shard. Raises DataError if the tar or its records are missing or not what the index describes."""
         self.name = storage.name_of(info.name)
         records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
@@ -60,12 +60,13 @@ class Shard:
             raise DataError(f"{self.name}.idx has {len(records)} bytes, no whole number of records. {REMEDY}")
         table = np.frombuffer(records, dtype=RECORD)
         self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
-        """Where the tokens of each document lie in the tar, in bytes."""
+        """[documents] offset in the tar of each document's tokens, in bytes."""
         self.lengths: npt.NDArray[np.int64] = table["tokens"].astype(np.int64)
-        """Tokens of each document."""
-        if (len(table), int(self.lengths.sum())) != (info.documents, info.tokens):
+        """[documents] number of tokens of each document."""
+        num_tokens = int(self.lengths.sum())
+        if (len(table), num_tokens) != (info.documents, info.tokens):
             raise DataError(
-                f"{self.name}.idx lists {len(table)} documents of {int(self.lengths.sum())} tokens, the index says "
+                f"{self.name}.idx lists {len(table)} documents of {num_tokens} tokens, the index says "
                 f"{info.documents} of {info.tokens}. {REMEDY}"
             )
         self.crc32s: npt.NDArray[np.uint32] = table["crc32"]
@@ -75,12 +76,12 @@ class Shard:
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        """First token of each document, counted in the shard."""
+        """[documents] index of each document's first token in the shard."""
         starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
         return starts
 
     def document(self, index: int) -> Tokens:
-        """Tokens of one document, a view into the file. Raises DataError if they are damaged."""
+        """Return the tokens of one document, a view into the file. Raises DataError if they are damaged."""
         num_bytes = int(self.lengths[index]) * self._dtype.itemsize
         raw = self._payload.read(int(self.offsets[index]), num_bytes, crc32=int(self.crc32s[index]))
         if not self._is_checked[index]:
@@ -89,7 +90,7 @@ class Shard:
         return raw.view(self._dtype)
 
     def check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
-        """Raises DataError if these are not the bytes of a document."""
+        """Raise DataError if `raw` is not the bytes of this document."""
         if zlib.crc32(raw.data) != int(self.crc32s[index]):
             raise DataError(f"{self._place(index)}: damaged, its crc32 differs from the record. {self._payload.remedy}")
         largest = int(raw.view(self._dtype).max())
@@ -100,22 +101,30 @@ class Shard:
             )
 
     def _place(self, index: int) -> str:
-        """Shard, document, sample key and bytes, for messages."""
+        """Name a document's shard, index, sample key and bytes, for messages."""
+        size = self._dtype.itemsize
+        begin = int(self.offsets[index])
+        end = int(self.offsets[index] + self.lengths[index] * size)
+        return f"{self.name}, document {index} (sample {self._sample_key(index)!r}, bytes {begin:,} to {end:,})"
+
+    def _sample_key(self, index: int) -> str:
+        """Read the key of the sample that holds a document from the tar; `unknown` if that is damaged."""
         size = self._dtype.itemsize
         first = index
-        # The documents of a sample touch; before the first stand the headers of its array and of the member.
+        # The documents of a sample touch. Before the first one are the headers of its array and of the tar member.
         while first and self.offsets[first - 1] + self.lengths[first - 1] * size == self.offsets[first]:
             first -= 1
-        begin, end = int(self.offsets[index]), int(self.offsets[index] + self.lengths[index] * size)
-        header, key = int(self.offsets[first]) - NPY_HEADER_BYTES - tarfile.BLOCKSIZE, "unknown"
-        with suppress(DataError):  # the damage itself is what has to be told
+        header = int(self.offsets[first]) - NPY_HEADER_BYTES - tarfile.BLOCKSIZE
+        with suppress(DataError):  # the caller reports other damage
             name = self._payload.read(max(header, 0), 100).tobytes()
-            key = name.partition(b".npy\0")[0].decode("ascii", errors="replace") if b".npy\0" in name else key
-        return f"{self.name}, document {index} (sample {key!r}, bytes {begin:,} to {end:,})"
+            key, suffix, _ = name.partition(b".npy\0")
+            if suffix:
+                return key.decode("ascii", errors="replace")
+        return "unknown"
 
 
 class Split:
-    """One split of a corpus. Keeps no file open; `Shards` does."""
+    """One split of a corpus. It keeps no file open; `Shards` does."""
 
     def __init__(self, corpus: Corpus, name: str, info: SplitInfo) -> None:
         self.name = name
@@ -131,21 +140,26 @@ class Split:
 
     @cached_property
     def num_unknown(self) -> int:
-        """Tokens that stand for something unknown."""
+        """Number of tokens that stand for something unknown."""
         if self._info.unknown_tokens is not None:
             return self._info.unknown_tokens
-        unknown = self.corpus.tokenizer.unknown_id
-        return 0 if unknown is None or self.corpus.tokenizer.is_lossless else int(self.counts()[unknown])
+        tokenizer = self.corpus.tokenizer
+        if tokenizer.unknown_id is None or tokenizer.is_lossless:
+            return 0
+        return int(self.counts()[tokenizer.unknown_id])
 
     @cached_property
     def lost(self) -> str:
-        """What of the text its tokens do not give back, for people; empty if they give back all of it."""
-        tokenizer, num_changed = self.corpus.tokenizer, self._info.changed_documents
+        """Description of the text that the tokens do not give back, for messages; empty if they give back all."""
+        tokenizer = self.corpus.tokenizer
+        num_changed = self._info.changed_documents
         if not tokenizer.spells_text:
             return "its ids were made elsewhere, and their names are no text"
-        if num_changed == 0 or (num_changed is None and tokenizer.keeps_text(num_unknown=self.num_unknown)):
+        if num_changed == 0:
             return ""
         if num_changed is None:
+            if tokenizer.keeps_text(num_unknown=self.num_unknown):
+                return ""
             return f"it is not on record whether the tokenizer ({tokenizer.kind}) lost some of the text"
         return (
             f"{num_changed:,} of {self.documents:,} documents do not come back from the tokenizer ({tokenizer.kind}) "
@@ -154,15 +168,15 @@ class Split:
 
     @cached_property
     def is_separated(self) -> bool:
-        """Whether an end-of-text stands before every document but the first."""
+        """Whether there is an end-of-text before every document but the first."""
         if self.corpus.end_of_text is None:
             return self.documents < 2
-        # What was prepared from text is; of tars that an older program indexed it is not known.
+        # A corpus prepared from text is separated. For tars that an older program indexed it is not known.
         statistics = self.corpus.statistics
         return "documents_read" in statistics or statistics.get("unended_documents") == 0
 
     def check_files(self) -> None:
-        """Look at every shard's size, but into none. Raises DataError if one is missing or has another size."""
+        """Check every shard's size, without opening it. Raises DataError if one is missing or has another size."""
         self.corpus.storage.check_sizes(self.shards)
 
     def open_shard(self, index: int) -> Shard:
@@ -171,16 +185,16 @@ class Split:
         return Shard(corpus.storage, self.shards[index], dtype=corpus.dtype, vocab_size=corpus.vocab_size)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """A hint: these shards will be opened soon."""
+        """Hint to the storage that these shards will be opened soon."""
         self.corpus.storage.prefetch([self.shards[index] for index in indices])
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """How often each id occurs. Raises DataError if the file is missing or damaged."""
+        """Read how often each id occurs: [vocab_size] int64. Raises DataError if the file is missing or damaged."""
         content = self.corpus.storage.read(counts_name(self.name), sha256=self._info.counts_sha256)
         try:
             counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
             is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
-        except Exception:  # noqa: BLE001  what reads the header fails in a dozen ways
+        except Exception:  # noqa: BLE001  reading the header fails in a dozen ways
             is_whole = False
         if not is_whole:
             name = self.corpus.storage.name_of(counts_name(self.name))
@@ -188,14 +202,14 @@ class Split:
         return counts
 
     def each_document(self) -> Iterator[Tokens]:
-        """All documents in file order."""
+        """Yield all documents in file order. Raises DataError for a damaged one."""
         for index in range(len(self.shards)):
             shard = self.open_shard(index)
             for document in range(len(shard.lengths)):
                 yield shard.document(document)
 
     def read_all(self) -> Tokens:
-        """All tokens in file order, in memory."""
+        """Read all tokens in file order into memory. Raises DataError for a damaged document."""
         tokens = np.empty(self.tokens, dtype=self.corpus.dtype)
         filled = 0
         for document in self.each_document():
@@ -205,7 +219,7 @@ class Split:
 
 
 class LostShard:
-    """In place of a shard that cannot be opened and may be skipped: one damaged document of as many tokens."""
+    """Stand-in for a shard that cannot be opened and may be skipped: one damaged document of as many tokens."""
 
     def __init__(self, info: ShardInfo) -> None:
         self.lengths = np.array([info.tokens], dtype=np.int64)
@@ -213,7 +227,7 @@ class LostShard:
 
 
 class Shards:
-    """The shards of a split that are in use: opened when asked for, the longest unused one closed."""
+    """Open shards of a split: a shard is opened on demand, and the least recently used one is closed."""
 
     def __init__(self, split: Split, *, max_open: int, damage: CorruptionPolicy | None = None) -> None:
         self._split = split
@@ -223,17 +237,17 @@ class Shards:
         self._filler = np.zeros((), dtype=split.corpus.dtype) + (split.corpus.end_of_text or 0)
 
     def lengths(self, index: int) -> npt.NDArray[np.int64]:
-        """Tokens of each document of a shard. Raises DataError if it cannot be opened, or not be skipped."""
+        """Return the number of tokens of each document. Raises DataError if the shard cannot be opened or skipped."""
         return self._opened(index).lengths
 
     def starts(self, index: int) -> npt.NDArray[np.int64]:
-        """First token of each document, counted in the shard. Raises DataError as `lengths` does."""
+        """Return the index of each document's first token in the shard. Raises DataError as `lengths` does."""
         return self._opened(index).starts
 
     def document(self, index: int, document: int) -> tuple[Tokens, bool]:
-        """(its tokens, whether they are whole); end-of-text in place of a damaged one that may be skipped.
+        """Return (the document's tokens, whether they are intact).
 
-        Raises DataError.
+        A damaged document that may be skipped gives as many end-of-text tokens. Raises DataError if it may not.
         """
         shard = self._opened(index)
         if isinstance(shard, Shard):
@@ -257,9 +271,8 @@ class Shards:
             return self._split.open_shard(index)
         except DataError as error:
             info = self._split.shards[index]
-            self._damage.skip(
-                error, shard=self._split.corpus.storage.name_of(info.name), document=-1, count=info.documents
-            )
+            name = self._split.corpus.storage.name_of(info.name)
+            self._damage.skip(error, shard=name, document=-1, count=info.documents)
             return LostShard(info)
 
 
@@ -267,11 +280,11 @@ class Corpus:
     """A prepared corpus, as its index describes it."""
 
     def __init__(self, storage: Storage, index: dict[str, Any]) -> None:
-        """`index` is what `parse_index` returns."""
+        """Describe the corpus in `storage` by its index, as `parse_index` returns it."""
         self.storage = storage
         self.location = storage.location
         self.name = storage.location.rstrip("/").rpartition("/")[2]
-        """Last part of the location, for people."""
+        """Last part of the location, for messages."""
         self.vocab_size: int = index["vocab_size"]
         self.end_of_text: int | None = index["end_of_text"]
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
@@ -283,16 +296,16 @@ class Corpus:
 
     @property
     def folder(self) -> Path:
-        """Where the files lie, of a corpus that is no URL."""
+        """Folder of the files. Only for a corpus that is not at a URL."""
         return Path(self.location)
 
     @property
     def split_names(self) -> tuple[str, ...]:
-        """Splits that the corpus has."""
+        """Names of the corpus's splits."""
         return tuple(self.splits)
 
     def split(self, name: str) -> Split:
-        """Raises DataError if the corpus has no such split."""
+        """Return a split by its name. Raises DataError if the corpus has no such split."""
         if name not in self.splits:
             raise DataError(
                 f"corpus {self.location} has no split {name!r}; it has {', '.join(self.splits)}. Name one of these, "
@@ -327,7 +340,7 @@ def open_corpus(location: str | Path, settings: DataSection | None = None) -> Co
 
 
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
-    """The values of an index.json, of splits as `SplitInfo`. Raises DataError if it is foreign, damaged or edited."""
+    """Parse an index.json, its splits into `SplitInfo`. Raises DataError if it is foreign, damaged or edited."""
     with translate_errors(DataError, f"{name} is damaged", REMEDY, of=(ValueError,)):
         index = parse_json(content)
     if not isinstance(index, dict) or "self_sha256" not in index:
@@ -341,17 +354,31 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
     try:
         splits = {name: SplitInfo.from_dict(values) for name, values in index["splits"].items()}
-        vocab_size, end_of_text, counted = index["vocab_size"], index["end_of_text"], index["statistics"]
-        is_known = index["dtype"] in ("uint16", "uint32") and type(vocab_size) is int and 0 < vocab_size <= 1 << 32
-        is_known = is_known and (end_of_text is None or (type(end_of_text) is int and 0 <= end_of_text < vocab_size))
-        is_known = is_known and isinstance(index["tokenizer_sha256"], str) and isinstance(counted, dict)
-        is_known = is_known and all(type(count) is int for count in counted.values())
+        is_known = _has_valid_values(index)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
     if not is_known:
         raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
-    files = [*splits, *(shard.name for split in splits.values() for shard in split.shards)]
+    files = list(splits)
+    for split in splits.values():
+        files.extend(shard.name for shard in split.shards)
     strange = [file for file in files if not is_file_name(file) or file.startswith(".")]
     if strange:
         raise DataError(f"{name} names files outside its folder ({strange[0]!r:.80}). Do not use this corpus.")
     return index | {"splits": splits}
+
+
+def _has_valid_values(index: dict[str, Any]) -> bool:
+    """Return whether the values have the types and ranges of an index. Raises KeyError if one is missing."""
+    dtype = index["dtype"]
+    vocab_size = index["vocab_size"]
+    end_of_text = index["end_of_text"]
+    statistics = index["statistics"]
+    tokenizer_sha256 = index["tokenizer_sha256"]
+    if dtype not in ("uint16", "uint32") or not isinstance(tokenizer_sha256, str):
+        return False
+    if type(vocab_size) is not int or not 0 < vocab_size <= 1 << 32:
+        return False
+    if end_of_text is not None and (type(end_of_text) is not int or not 0 <= end_of_text < vocab_size):
+        return False
+    return isinstance(statistics, dict) and all(type(count) is int for count in statistics.values())

@@ -1,4 +1,4 @@
-"""What happens to a document that cannot be read: the run ends, or its tokens are replaced, within a budget."""
+"""Policy for documents that cannot be read: the run ends, or their tokens are replaced, up to a maximum number."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ logger = logging.getLogger("txl_dist")
 
 
 class CorruptionPolicy:
-    """Whether damaged documents may be skipped, and how many this rank has skipped since it started."""
+    """Permission to skip damaged documents, and the number that this rank has skipped since it started."""
 
     def __init__(self, *, skip: bool = False, max_skipped: int = 0) -> None:
         self._skip = skip
         self._max_skipped = max_skipped
         self._skipped: set[tuple[str, int]] = set()
         self.num_skipped = 0
-        """Different documents; those of a shard that cannot be opened all count."""
+        """Number of different documents; those of a shard that cannot be opened all count."""
 
     def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
-        """Count and log a document, or all `count` of a shard (document -1). Raises DataError if it may not be, or it
-        cannot be reached now: that is no damage."""
+        """Count and log a damaged document, or all `count` of a shard (document -1).
+
+        Raises DataError if it may not be skipped. Raises `error` if its file only cannot be reached: that is no damage.
+        """
         if not self._skip or isinstance(error, UnreachableError):
             raise error
         if (shard, document) in self._skipped:

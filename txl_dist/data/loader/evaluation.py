@@ -1,9 +1,10 @@
-"""Segments of a held-out split: read once, in file order, every target scored exactly once, however it is cut.
+"""Segments of a held-out split: read once, in file order, every target scored exactly once with any number of lanes.
 
-With document masks too, where the documents end in end-of-text: as an input it belongs to the document that it opens.
-Else the first token of a document has nothing to be predicted from, in any cut.
+That holds with document masks too where documents end in end-of-text: as an input, an end-of-text belongs to the
+document that it opens. Without end-of-text nothing predicts the first token of a document, with any number of lanes.
 
-Damage always ends an evaluation: a score over other text would pass for the real one.
+What it gives up: skipping damaged documents. Damage always ends an evaluation, since a score of other text would look
+like the real one.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from txl_dist.errors import DataError
 
 
 class EvaluationText(Protocol):
-    """What an evaluation runs over: segments of some lanes, in order, and which of their targets count."""
+    """Text of an evaluation: segments of some lanes, in order, with the targets that count."""
 
     @property
     def lanes(self) -> range:
-        """Those of this rank."""
+        """Lanes of this rank."""
 
     @property
     def segment_len(self) -> int:
-        """Tokens of a segment, without those that are run again before it."""
+        """Number of tokens of a segment, without those that are run again before it."""
 
     @property
     def overlap_len(self) -> int:
-        """Most tokens that are run again before a segment, as context."""
+        """Maximum number of tokens that are run again before a segment, as context."""
 
     def __len__(self) -> int: ...
 
@@ -43,10 +44,10 @@ class EvaluationText(Protocol):
 class EvalStream:
     """A split read once in file order, cut into `num_lanes` stripes of equal length.
 
-    Of N tokens all but the first are targets. Lane l scores the targets of its stripe, beginning with an empty
-    memory; so fewer lanes give more context, more lanes are faster. Short lanes, and lanes added so that every rank
-    has equally many, are padded with id 0 and not scored: every rank makes the same number of forward passes. Lanes
-    beyond the targets, and what of a segment is longer than a lane, would be nothing but padding: they are left out.
+    All tokens but the first are targets. Lane l scores the targets of its stripe and begins with an empty memory. So
+    fewer lanes give more context, and more lanes are faster. Short lanes, and lanes added so that every rank has
+    equally many, are padded with id 0 and not scored: every rank makes the same number of forward passes. Lanes beyond
+    the number of targets, and the part of a segment longer than a lane, would be padding only. They are left out.
     """
 
     def __init__(
@@ -60,50 +61,59 @@ class EvalStream:
         world_size: int = 1,
         max_tokens: int = 0,
     ) -> None:
-        """`max_tokens` reads only the first so many tokens of the split; 0 reads all. Raises DataError if there
-        are fewer than two tokens."""
+        """Cut the split's first `max_tokens` tokens (0: all) for this rank. `overlap_len` tokens are run again.
+
+        Raises DataError if there are fewer than two tokens.
+        """
         num_tokens = min(split.tokens, max_tokens) if max_tokens else split.tokens
         if num_tokens < 2:
             raise DataError(
                 f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to "
-                "evaluate; two are the "
-                "fewest. Prepare more held-out text or raise eval.max_tokens."
+                "evaluate; two are the fewest. Prepare more held-out text or raise eval.max_tokens."
             )
-        self.split, self.num_targets = split, num_tokens - 1
+        self.split = split
+        self.num_targets = num_tokens - 1
         self.num_lanes = min(num_lanes, self.num_targets)
         self.stripe_len = -(-self.num_targets // self.num_lanes)
-        self.segment_len, self.overlap_len = min(segment_len, self.stripe_len), overlap_len
-        self.lanes = lanes_of_rank(-(-self.num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
+        self.segment_len = min(segment_len, self.stripe_len)
+        self.overlap_len = overlap_len
+        num_padded_lanes = -(-self.num_lanes // world_size) * world_size
+        self.lanes = lanes_of_rank(num_padded_lanes, rank=rank, world_size=world_size)
         self._end_of_text = split.corpus.end_of_text
         self._shards = Shards(split, max_open=2 * len(self.lanes) + 2)
         self._shard_starts = np.cumsum(split.shard_tokens) - split.shard_tokens
 
     def __len__(self) -> int:
-        """Forward passes, equal on all ranks."""
+        """Return the number of forward passes, equal on all ranks."""
         return (self.stripe_len + self.segment_len - 1) // self.segment_len
 
     def __iter__(self) -> Iterator[Segment]:
+        """Yield the segments of this rank's lanes in order."""
         for step in range(len(self)):
             yield self._segment_at(step * self.segment_len)
 
     def _segment_at(self, position: int) -> Segment:
+        """Read the segment whose scored targets begin at this position of the lanes."""
         overlap = min(position, self.overlap_len)
-        shape = len(self.lanes), overlap + self.segment_len
-        scored = np.zeros(shape, dtype=bool)
-        tokens = np.zeros((shape[0], shape[1] + 1), dtype=np.int64)
+        num_lanes = len(self.lanes)
+        num_inputs = overlap + self.segment_len
+        scored = np.zeros((num_lanes, num_inputs), dtype=bool)
+        tokens = np.zeros((num_lanes, num_inputs + 1), dtype=np.int64)
         documents = np.zeros_like(tokens)
-        opens = np.zeros(shape, dtype=bool)
+        opens = np.zeros((num_lanes, num_inputs), dtype=bool)
         for row, lane in enumerate(self.lanes):
             lane_len = min(self.stripe_len, self.num_targets - lane * self.stripe_len)
             num_scored = min(self.segment_len, lane_len - position)
             if num_scored <= 0:
                 documents[row] = max(lane_len, 0) + 1
                 continue
-            scored[row, overlap : overlap + num_scored] = True
+            row_len = overlap + num_scored + 1
+            scored[row, overlap : row_len - 1] = True
             filled = 0
-            while filled <= overlap + num_scored:
-                end = slice(filled, overlap + num_scored + 1)
-                count, is_begin = self._copy(lane, position - overlap + filled, tokens[row, end], documents[row, end])
+            while filled < row_len:
+                lane_position = position - overlap + filled
+                unfilled = slice(filled, row_len)
+                count, is_begin = self._copy(lane, lane_position, tokens[row, unfilled], documents[row, unfilled])
                 if filled and is_begin:
                     opens[row, filled - 1] = tokens[row, filled - 1] == self._end_of_text
                 filled += count
@@ -112,17 +122,19 @@ class EvalStream:
         return Segment(tokens=tokens, documents=documents, opens=opens, scored=scored)
 
     def _copy(self, lane: int, position: int, tokens: Int64s, documents: Int64s) -> tuple[int, bool]:
-        """Fill the front of the rows from the document at this position.
+        """Fill the front of the rows with tokens of one document, from this position of the lane on.
 
-        Returns (how many tokens, whether the first one begins the document).
+        Returns (number of tokens, whether the first one begins the document).
         """
         token = lane * self.stripe_len + position
-        index = int(self._shard_starts.searchsorted(token, side="right")) - 1
-        lengths, starts = self._shards.lengths(index), self._shards.starts(index)
-        in_shard = token - int(self._shard_starts[index])
+        shard = int(self._shard_starts.searchsorted(token, side="right")) - 1
+        lengths = self._shards.lengths(shard)
+        starts = self._shards.starts(shard)
+        in_shard = token - int(self._shard_starts[shard])
         document = int(starts.searchsorted(in_shard, side="right")) - 1
         offset = in_shard - int(starts[document])
         count = min(int(lengths[document]) - offset, len(tokens))
-        tokens[:count] = self._shards.document(index, document)[0][offset : offset + count]
+        document_tokens, _ = self._shards.document(shard, document)
+        tokens[:count] = document_tokens[offset : offset + count]
         documents[:count] = position - min(offset, position)
-        return count, not offset
+        return count, offset == 0

@@ -267,7 +267,7 @@ class LanePlan:
             total = self.num_tokens
         begin = position - in_stripe  # lane position of the epoch's first token
         kept = list(outside(skips, position, begin + stripe_len))
-        unread = []
+        unread: list[tuple[int, int]] = []
         for lane in range(self.cut.num_lanes):
             start = lane * stripe_len - begin
             unread.extend((start + first, start + end) for first, end in kept)

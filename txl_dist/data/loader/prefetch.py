@@ -1,4 +1,4 @@
-"""One background thread that makes items ahead: a loader needs no more, and no more keeps the order certain.
+"""One background thread that makes items ahead of their use. With one thread the order is certain.
 
 What it gives up: worker processes. One thread reads far faster than any model trains (tools/benchmarks/loader.py),
 since copying releases the interpreter's lock.
@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 Item = TypeVar("Item")
 
 _POLL_S = 0.1
-_LONGEST_CLOSE_S = 10.0
+_MAX_CLOSE_S = 10.0
 
 
 def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, None]:
-    """The same items, made ahead by one background thread, at most `depth` of them waiting.
+    """Yield the same items, made ahead by one background thread, at most `depth` of them waiting.
 
-    The thread starts with the first `next`. An exception in it is raised here, behind the items made before it.
-    Closing the iterator ends the thread; it waits for the item that is being made, but not for a dead source.
+    The thread starts with the first `next`. An exception in it is raised here, after the items made before it. Closing
+    the iterator ends the thread. It waits up to 10 seconds for the item that is being made.
     """
     waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     stop = threading.Event()
@@ -55,4 +55,4 @@ def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, N
             yield value
     finally:
         stop.set()
-        thread.join(timeout=_LONGEST_CLOSE_S)
+        thread.join(timeout=_MAX_CLOSE_S)

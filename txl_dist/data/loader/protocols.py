@@ -1,9 +1,10 @@
-"""Held-out text as the peers' programs cut it, so that a published number can be set beside ours.
+"""Evaluation protocols of other programs, so that published numbers can be compared with ours.
 
-`PeerRows` is the original's `LMOrderedIterator`, with NVIDIA's warm-up if asked for; `RandomCrops` is nanoGPT's
-`get_batch`. Both hold the split in memory while they run, as the peers do (2 or 4 bytes per token, as it is stored),
-score fewer tokens than there are, and give each row the same text whatever the number of ranks. What our own evaluation
-does instead: `evaluation.py`.
+`PeerRows` is the original's `LMOrderedIterator`, optionally with NVIDIA's warm-up. `RandomCrops` is nanoGPT's
+`get_batch`. Both hold the split in memory while they run, 2 or 4 bytes per token, as those programs do. Each row gets
+the same text whatever the number of ranks.
+
+What they give up: they score fewer tokens than there are. Our own evaluation in `evaluation.py` scores all.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from txl_dist.errors import ConfigError
 
 
 class PeerRows:
-    """A split as `num_lanes` rows of equal length, run side by side from an empty memory.
+    """A split as `num_lanes` rows of equal length, run in parallel from an empty memory.
 
-    N tokens give rows of S = N // num_lanes; the tokens behind num_lanes * S are dropped, and the first of each row is
-    no target: num_lanes * (S - 1) are scored. `warm_up_len` tokens, rounded up to whole segments, are run unscored
-    before each row: the last ones of the row before it, and for the first row those of the last (NVIDIA's data_utils).
-    The last segment may be shorter.
+    N tokens give rows of S = N // num_lanes. The tokens after num_lanes * S are dropped, and the first token of a row
+    is no target, so num_lanes * (S - 1) are scored. Before each row, `warm_up_len` tokens, rounded up to whole
+    segments, are run unscored: the last ones of the row before it (NVIDIA's data_utils). The first row's warm-up is
+    the end of the last row. The last segment may be shorter.
     """
 
     overlap_len = 0
@@ -34,65 +35,91 @@ class PeerRows:
     def __init__(
         self, split: Split, *, num_lanes: int, segment_len: int, warm_up_len: int = 0, rank: int, world_size: int
     ) -> None:
-        """Raises ConfigError if the split is too short for so many rows."""
-        row_len, num_warm = split.tokens // num_lanes, -(-warm_up_len // segment_len) * segment_len
-        if row_len < max(2, num_warm):
+        """Cut the split. Raises ConfigError if it is too short for so many rows."""
+        row_len = split.tokens // num_lanes
+        num_warm = _round_up(warm_up_len, segment_len)
+        min_row_len = max(2, num_warm)
+        if row_len < min_row_len:
+            other_remedy = ", or give less --memory-len." if num_warm > 2 else "."
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, {row_len:,} for each of this protocol's "
-                f"{counted(num_lanes, 'row')}, which need {max(2, num_warm):,}. Score a longer one (--split, --data)"
-                + (", or give less --memory-len." if num_warm > 2 else ".")
+                f"{counted(num_lanes, 'row')}, which need {min_row_len:,}. Score a longer one (--split, --data)"
+                + other_remedy
             )
-        self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
-        self.segment_len, self.num_targets = min(segment_len, row_len - 1 + num_warm), num_lanes * (row_len - 1)
-        self._split, self._num_lanes, self._row_len, self._num_warm = split, num_lanes, row_len, num_warm
+        self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
+        self.segment_len = min(segment_len, row_len - 1 + num_warm)
+        self.num_targets = num_lanes * (row_len - 1)
+        self._split = split
+        self._num_lanes = num_lanes
+        self._row_len = row_len
+        self._num_warm = num_warm
 
     def __len__(self) -> int:
-        """Forward passes, equal on all ranks."""
-        return int(-(-(self._num_warm + self._row_len - 1) // self.segment_len))
+        """Return the number of forward passes, equal on all ranks."""
+        num_inputs = self._num_warm + self._row_len - 1
+        return -(-num_inputs // self.segment_len)
 
     def __iter__(self) -> Iterator[Segment]:
+        """Yield the segments of this rank's rows in order."""
         tokens = self._split.read_all()[: self._num_lanes * self._row_len]
         lane_L1 = np.array(self.lanes)[:, None]
-        first_L1, is_row_L1 = lane_L1 * self._row_len, lane_L1 < self._num_lanes
+        first_L1 = lane_L1 * self._row_len
+        is_row_L1 = lane_L1 < self._num_lanes
         for start in range(-self._num_warm, self._row_len - 1, self.segment_len):
-            places = first_L1 + np.arange(start, min(start + self.segment_len + 1, self._row_len))
-            # A row's warm-up ends where it begins; before the first token of the first row stands the last of all.
-            segment = _segment(tokens.take(places, mode="wrap"), is_row_L1)
+            end = min(start + self.segment_len + 1, self._row_len)
+            places_LT = first_L1 + np.arange(start, end)
+            # A row's warm-up ends where the row begins. The token before the first row's first token is the last one.
+            segment = _segment(tokens.take(places_LT, mode="wrap"), is_row_L1)
             yield segment._replace(scored=segment.scored & (start >= 0))
 
 
 class RandomCrops:
-    """`num_batches` times `num_lanes` pieces of `segment_len` tokens from random places, each alone, all scored."""
+    """`num_batches` batches of `num_lanes` pieces from random places, each of `segment_len` tokens, all scored."""
 
     overlap_len = 0
 
     def __init__(
         self, split: Split, *, num_lanes: int, segment_len: int, num_batches: int, seed: int, rank: int, world_size: int
     ) -> None:
-        """Raises ConfigError if the split is no longer than one of them."""
+        """Take crops of the split. Raises ConfigError if it is no longer than one of them."""
         if split.tokens <= segment_len:
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, and a crop with its last target "
                 f"{segment_len + 1:,}. Give a shorter --segment-len, or score a longer one (--split, --data)."
             )
-        self.lanes = lanes_of_rank(-(-num_lanes // world_size) * world_size, rank=rank, world_size=world_size)
-        self.segment_len, self.num_targets = segment_len, num_batches * num_lanes * segment_len
-        self._split, self._num_lanes, self._num_batches, self._seed = split, num_lanes, num_batches, seed
+        self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
+        self.segment_len = segment_len
+        self.num_targets = num_batches * num_lanes * segment_len
+        self._split = split
+        self._num_lanes = num_lanes
+        self._num_batches = num_batches
+        self._seed = seed
 
     def __len__(self) -> int:
-        """Forward passes, equal on all ranks."""
+        """Return the number of forward passes, equal on all ranks."""
         return self._num_batches
 
     def __iter__(self) -> Iterator[Segment]:
-        tokens, generator = self._split.read_all(), np.random.default_rng(self._seed)
-        lanes, places = np.array(self.lanes), np.arange(self.segment_len + 1)
+        """Yield the batches, with the crops of this rank's lanes."""
+        tokens = self._split.read_all()
+        generator = np.random.default_rng(self._seed)
+        lanes = np.array(self.lanes)
+        steps = np.arange(self.segment_len + 1)
+        is_row_L1 = lanes[:, None] < self._num_lanes
         for _ in range(self._num_batches):
             starts = generator.integers(0, len(tokens) - self.segment_len, self._num_lanes)
-            own = starts.take(lanes, mode="clip")[:, None]
-            yield _segment(tokens[own + places], lanes[:, None] < self._num_lanes)
+            local_starts_L1 = starts.take(lanes, mode="clip")[:, None]
+            yield _segment(tokens[local_starts_L1 + steps], is_row_L1)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def _segment(tokens: npt.NDArray[np.unsignedinteger], is_row_L1: npt.NDArray[np.bool_]) -> Segment:
-    """A rank's rows, all targets counting; behind the last one those that make it as many as others have, of zeros."""
+    """Make a segment of a rank's rows, all targets counting.
+
+    Lanes that are no row, which give every rank equally many, hold zeros and are not scored.
+    """
     segment = plain_segment(np.where(is_row_L1, tokens, 0).astype(np.int64))
     return segment._replace(scored=segment.scored & is_row_L1)
