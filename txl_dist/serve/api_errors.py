@@ -1,4 +1,4 @@
-"""What a client is told that cannot have what it asked for, in OpenAI's form."""
+"""Errors that clients get, in OpenAI's form: status, message, type, field and code."""
 
 from __future__ import annotations
 
@@ -11,79 +11,123 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from starlette.responses import Response
 
+from txl_dist.config.foreign_names import COUNTERPARTS
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import escaped
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-_LONGEST = 1000
-FOREIGN_FIELDS = {
-    "max_completion_tokens": "max_tokens",
-    "max_new_tokens": "max_tokens",
-    "max_length": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "max_tokens_to_sample": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "input": "prompt",
-    "inputs": "prompt",
-    "text": "prompt",
-    "num_return_sequences": "n",
-    "repeat_penalty": "repetition_penalty",
-    "stop_sequences": "stop",
-    "top_logprobs": "logprobs",
+_MAX_MESSAGE_LEN = 1000
+_FIELDS_OF_FLAGS = {
+    "max_tokens": "max_tokens",
+    "num_samples": "n",
+    "prompt": "prompt",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
+    "log_probs": "logprobs",
 }
+"""Flags of `txl generate`, and the fields of a completion that mean the same."""
+
+
+def _foreign_fields() -> dict[str, str]:
+    """Return the table of other programs' names: those of the commands' flags, and those of HTTP APIs."""
+    fields = {
+        "max_output_tokens": "max_tokens",
+        "max_tokens_to_sample": "max_tokens",
+        "inputs": "prompt",
+        "repeat_penalty": "repetition_penalty",
+    }
+    for row in COUNTERPARTS:
+        if row.here in _FIELDS_OF_FLAGS:
+            for name in row.foreign.split():
+                fields.setdefault(name, _FIELDS_OF_FLAGS[row.here])
+    return fields
+
+
+FOREIGN_FIELDS = _foreign_fields()
 """Names that other programs have for a field, and ours."""
 CHAT_FIELDS = {
-    *("messages", "tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format"),
-    *("modalities", "audio", "prediction", "reasoning", "reasoning_effort", "verbosity", "web_search_options"),
-    *("instructions", "conversation", "previous_response_id", "moderation"),
+    "messages",
+    "tools",
+    "tool_choice",
+    "functions",
+    "function_call",
+    "parallel_tool_calls",
+    "response_format",
+    "modalities",
+    "audio",
+    "prediction",
+    "reasoning",
+    "reasoning_effort",
+    "verbosity",
+    "web_search_options",
+    "instructions",
+    "conversation",
+    "previous_response_id",
+    "moderation",
 }
 """Fields of chat completions and responses, which have no meaning for a base model."""
 
 
 class APIError(Exception):
-    """A request cannot be answered: what is wrong, where, and the remedy. `param` is the field that it is about."""
+    """Refusal of a request: what is wrong, where, and the remedy. `param` is the field that it is about."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        message = escaped(self.message)[:_LONGEST]
-        param = None if self.param is None else escaped(self.param)[:_LONGEST]
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+        """Return the JSON object that OpenAI's clients expect."""
+        default_type = "invalid_request_error" if self.status < 500 else "server_error"
+        message = escaped(self.message)[:_MAX_MESSAGE_LEN]
+        param = None if self.param is None else escaped(self.param)[:_MAX_MESSAGE_LEN]
+        return {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(self.status, default_type),
+                "param": param,
+                "code": self.code,
+            }
+        }
 
     def response(self) -> Response:
-        """For HTTP."""
+        """Return the HTTP response, with the headers that its status asks for."""
         headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}, 401: {"WWW-Authenticate": "Bearer"}}
         content = json.dumps(self.body()).encode()
         return Response(content, self.status, headers.get(self.status), media_type="application/json")
 
 
-def of_validation(error: ValidationError, *, known: Mapping[str, FieldInfo]) -> APIError:
-    """Of the first thing that is wrong with a body; `known` are its fields."""
-    found = error.errors(include_url=False)
-    # Where a value may have several forms, of the one that it fits best.
-    first = max((one for one in found if one["loc"][:1] == found[0]["loc"][:1]), key=lambda one: len(one["loc"]))
-    if first["type"] == "json_invalid":
-        return APIError(400, f"the body is no JSON: {first['ctx']['error']}. Mend it.", code="invalid_json")
-    if first["type"] == "value_error" and not first["loc"]:
-        reason = _reason(first)
-        param = reason.partition(" ")[0]
-        return APIError(400, f"{reason}.", param=param if param in known else None, code="invalid_value")
-    if not first["loc"]:
+def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) -> APIError:
+    """Return the API error for the first problem that pydantic found in a body with these `fields`."""
+    problem = _first_problem(error)
+    location = problem["loc"]
+    if problem["type"] == "json_invalid":
+        return APIError(400, f"the body is no JSON: {problem['ctx']['error']}. Mend it.", code="invalid_json")
+    if problem["type"] == "value_error" and not location:
+        reason = _reason(problem)
+        first_word = reason.partition(" ")[0]
+        return APIError(400, f"{reason}.", param=first_word if first_word in fields else None, code="invalid_value")
+    if not location:
         return APIError(400, "the body must be a JSON object, {...}.", code="invalid_json")
-    param = str(first["loc"][0])
-    if first["type"] == "extra_forbidden" and len(first["loc"]) > 1:
-        message = f"{param}: unknown field {str(first['loc'][-1])!r}. Leave it out."
+    param = str(location[0])
+    if problem["type"] == "extra_forbidden":
+        if len(location) > 1:
+            message = f"{param}: unknown field {str(location[-1])!r}. Leave it out."
+        else:
+            message = _unknown_field(param, known=sorted(fields))
         return APIError(400, message, param=param, code="unknown_parameter")
-    if first["type"] == "extra_forbidden":
-        return APIError(400, _unknown_field(param, known=sorted(known)), param=param, code="unknown_parameter")
-    about = known[param].description or "" if param in known else ""
-    reason = f"n{about[1:]} Leave it out" if about.startswith("Not supported") else _reason(first)
+    description = (fields[param].description or "") if param in fields else ""
+    reason = _reason(problem)
+    if description.startswith("Not supported"):
+        reason = f"n{description[1:]} Leave it out"
     return APIError(400, f"{param}: {reason}.", param=param, code="invalid_value")
+
+
+def _first_problem(error: ValidationError) -> ErrorDetails:
+    """Return the first problem; if its field may have several forms, that of the form which fits best."""
+    problems = error.errors(include_url=False)
+    field = problems[0]["loc"][:1]
+    of_field = [problem for problem in problems if problem["loc"][:1] == field]
+    return max(of_field, key=lambda problem: len(problem["loc"]))
 
 
 def _unknown_field(name: str, *, known: list[str]) -> str:
@@ -92,14 +136,18 @@ def _unknown_field(name: str, *, known: list[str]) -> str:
             f"unknown field {name!r}: it is for chat models. A base model continues a text. Leave the field out, "
             "and give the text as `prompt`."
         )
-    meant = FOREIGN_FIELDS.get(name)
-    hint = f" Its name here is {meant}." if meant in known else did_you_mean(name, known)
+    field = FOREIGN_FIELDS.get(name)
+    hint = f" Its name here is {field}." if field in known else did_you_mean(name, known)
     return f"unknown field {name!r}.{hint} There are {', '.join(known)}."
 
 
-def _reason(found: ErrorDetails) -> str:
-    reason = found["msg"].removeprefix("Value error, ").rstrip(".")
-    if found["type"] in ("missing", "value_error"):
-        return reason[:1].lower() + reason[1:]
-    given = repr(found["input"])
-    return f"{reason[:1].lower() + reason[1:]}, not {given if len(given) <= 40 else given[:37] + '...'}"
+def _reason(problem: ErrorDetails) -> str:
+    """Return pydantic's message in our form: lower case, and followed by the value, cut at 40 characters."""
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    message = message[:1].lower() + message[1:]
+    if problem["type"] in ("missing", "value_error"):
+        return message
+    value = repr(problem["input"])
+    if len(value) > 40:
+        value = value[:37] + "..."
+    return f"{message}, not {value}"

@@ -1,4 +1,9 @@
-"""The routes: OpenAI's completions and models, memories, health and metrics."""
+"""Routes of the server: OpenAI's completions and models, memories, tokenizer, health, metrics and a page.
+
+Each route reads its own body (`_read`), so that every error has OpenAI's form and a JSON body may come without its
+content type. The checks that need the model or the server's limits are here and in service.py. The form of requests
+and responses is in schema.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel, ValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -22,9 +27,21 @@ from txl_dist.errors import TxlError
 from txl_dist.inference.language_model import Text
 from txl_dist.inference.options import SamplingParams, check_ids
 from txl_dist.serve import schema
-from txl_dist.serve.api_errors import APIError, of_validation
+from txl_dist.serve.api_errors import APIError, from_validation
+from txl_dist.serve.openapi import (
+    ANY_ERROR,
+    COMPLETION_RESPONSE,
+    FILE_RESPONSE,
+    MEMORY_ERRORS,
+    METRICS_RESPONSE,
+    UPLOAD,
+    describe_requests,
+    json_response,
+    request_body,
+    responses,
+)
 from txl_dist.serve.paths import advice
-from txl_dist.serve.responses import Answer, ClientGoneError, num_tokens_of
+from txl_dist.serve.responses import Answer, ClientGoneError, PreparedPrompt, num_tokens_of
 from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 from txl_dist.serve.service import Service
 
@@ -34,199 +51,250 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""What the page may load and ask: this server alone."""
-MOST_TOLD = 2**17
-"""Log-probabilities of a request: to write more of them would hold up all others."""
-UPLOAD = "application/octet-stream"
+"""Content-Security-Policy of the page: it may load and ask this server only."""
+MAX_LOG_PROBS = 2**17
+"""Maximum number of log-probabilities in a response. Writing more would delay all other requests."""
 UNNAMED_TYPES = {"", "text/plain", "application/x-www-form-urlencoded"}
-"""Content types of a client that did not choose one."""
+"""Content types that a client sends when its user chose none."""
 R = TypeVar("R", bound=BaseModel)
+router = APIRouter()
 
 
 def create_app(service: Service) -> FastAPI:
-    """The routes of a service."""
+    """Return the ASGI application that serves a model."""
     app = FastAPI(
         title="txl serve",
         version=__version__,
         description="A Transformer-XL behind OpenAI's completions, with memories.",
-        docs_url=None,  # their pages load scripts of others
+        docs_url=None,  # FastAPI's pages load scripts from other sites
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={
             APIError: _refuse,
             HTTPException: _refuse_route,
-            ClientGoneError: _nobody_reads,
-            Exception: _say_failed,
+            ClientGoneError: _close_without_answer,
+            Exception: _report_defect,
         },
     )
     app.state.service = service
-    for path, method, route, described in _ROUTES:
-        app.add_api_route(path, route, methods=[method], response_model=None, **described)
-    make_schema = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        described = make_schema()
-        for model in (CompletionRequest, MemoryRequest, TokenizeRequest, DetokenizeRequest):
-            own = model.model_json_schema(ref_template="#/components/schemas/{model}")
-            described["components"]["schemas"] |= {**own.pop("$defs", {}), model.__name__: own}
-        for operations in described["paths"].values():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)
-        return described
-
-    app.openapi = openapi  # type: ignore[method-assign]
+    app.router.routes.extend(router.routes)  # not include_router: `_refuse_route` needs the routes themselves
+    describe_requests(app)
     return app
 
 
+@router.post(
+    "/v1/completions",
+    summary="Continue prompts",
+    responses=responses(*ANY_ERROR, success=COMPLETION_RESPONSE),
+    openapi_extra=request_body(CompletionRequest),
+)
 async def _completions(request: Request) -> Response:
-    """Texts that go on from prompts; with `stream` in pieces, as server-sent events, as they are made."""
+    """Generate texts that continue prompts. With `stream`, send pieces as server-sent events while they are made."""
     service = _service_of(request)
-    order = await _read(request, CompletionRequest)
-    service.check_name(order.model)
-    _check_limits(order, service)
-    memory = service.memory(order.memory).memory if order.memory else None
-    begun = [await service.prompt(text, memory) for text in _texts_of(order)]
-    _check_told(order, num_prompt=sum(len(one.prompt.ids) for one in begun))
-    scores_prompt = order.echo and order.logprobs is not None
+    completion = await _read(request, CompletionRequest)
+    service.check_name(completion.model)
+    _check_limits(completion, service)
+    memory = service.memory(completion.memory).memory if completion.memory else None
+    texts = _texts_of(completion)
+    prompts = [await service.prompt(text, memory) for text in texts]
+    _check_num_log_probs(completion, num_prompt_tokens=sum(len(prepared.prompt.ids) for prepared in prompts))
+    scores_prompt = completion.echo and completion.logprobs is not None
     if scores_prompt:
-        for text, one in zip(_texts_of(order), begun, strict=True):
-            if not isinstance(text, str) and len(one.prompt.ids) - one.prompt.num_led < len(text):
-                raise APIError(
-                    400,
-                    "the prompt holds several documents, of which the model sees the last. Give each "
-                    "as a prompt of its own to have its logprobs.",
-                    param="prompt",
-                    code="invalid_value",
-                )
-    service.metrics.prompt_tokens.inc(sum(num_tokens_of(one.prompt) for one in begun))
-    shared = {"keeps_memory": order.keep_memory, "scores_prompt": scores_prompt}
+        _check_single_documents(texts, prompts)
+    service.metrics.prompt_tokens.inc(sum(num_tokens_of(prepared.prompt) for prepared in prompts))
+    jobs = []
+    for prepared in prompts:
+        job = {"prompt": prepared.prompt, "writing": _sampling_params(completion)}
+        job |= {"keeps_memory": completion.keep_memory, "scores_prompt": scores_prompt}
+        jobs.append(job)
     async with AsyncExitStack() as stack:
-        jobs = [{"prompt": one.prompt, "writing": _writing_of(order), **shared} for one in begun]
-        work = service.at_work(jobs, request.receive)
-        inbox = await stack.enter_async_context(work)
+        outputs = await stack.enter_async_context(service.at_work(jobs, request.receive))
         answer = Answer(
-            order,
-            begun,
-            inbox,
+            completion,
+            prompts,
+            outputs,
             name=service.name,
             tokenizer=service.model.tokenizer,
-            keep=lambda ending, prompt: service.told(service.keep(ending, prompt)),
+            keep=lambda ending, prompt: service.payload(service.keep(ending, prompt)),
             metrics=service.metrics,
         )
-        if not order.stream:
+        if not completion.stream:
             return Response(await answer.whole(), media_type="application/json")
-        await inbox.ready()
+        await outputs.ready()
         return _EventStream(answer.events(), stack.pop_all())
 
 
+@router.post(
+    "/v1/memories",
+    summary="Remember a text",
+    responses=responses(*ANY_ERROR, success=json_response(schema.MemoryObject), status=201),
+    openapi_extra=request_body(MemoryRequest, accepts_file=True),
+)
 async def _make_memory(request: Request) -> Response:
-    """What the model remembers of a text, read once; or of the file that `txl generate --save-memory` wrote."""
+    """Store a memory: of a text, which is read once, or of a file that `txl generate --save-memory` wrote."""
     service = _service_of(request)
     service.check_room(num_memories=1)
     if request.headers.get("content-type", "").startswith(UPLOAD):
-        data = await request.body()
-        try:
-            given = await run_in_threadpool(service.model.read_memory, data, called="the body")
-        except TxlError as error:
-            raise APIError(400, str(error), code="no_memory_of_this_model") from error
-        if given.num_bytes > service.largest_memory:
-            message = (
-                f"this memory has {len(given):,} tokens, more than are seen here. Make it with a shorter --memory-len."
-            )
-            raise APIError(413, message, code="body_too_large")
-        return JSONResponse(service.facts(service.memories.put(given)), 201)
-    order = await _read(request, MemoryRequest)
-    service.check_name(order.model)
-    memory = service.memory(order.memory).memory if order.memory else None
-    begun = await service.prompt(order.prompt, memory)
-    service.metrics.prompt_tokens.inc(num_tokens_of(begun.prompt))
-    job = {"prompt": begun.prompt, "writing": SamplingParams(max_tokens=0), "keeps_memory": True}
-    async with service.at_work([job], request.receive) as inbox:
-        ((_, piece),) = await inbox.take()
-    assert piece.ending is not None
-    return JSONResponse(service.facts(service.keep(piece.ending, begun.prompt)), 201)
+        return await _store_uploaded_memory(request, service)
+    memory_request = await _read(request, MemoryRequest)
+    service.check_name(memory_request.model)
+    memory = service.memory(memory_request.memory).memory if memory_request.memory else None
+    prepared = await service.prompt(memory_request.prompt, memory)
+    service.metrics.prompt_tokens.inc(num_tokens_of(prepared.prompt))
+    job = {"prompt": prepared.prompt, "writing": SamplingParams(max_tokens=0), "keeps_memory": True}
+    async with service.at_work([job], request.receive) as outputs:
+        ((_, chunk),) = await outputs.take()
+    assert chunk.ending is not None
+    stored = service.keep(chunk.ending, prepared.prompt)
+    return JSONResponse(service.metadata(stored), 201)
 
 
+async def _store_uploaded_memory(request: Request, service: Service) -> Response:
+    """Store the memory in a request's body. Raises APIError if it is of another model, or too long."""
+    content = await request.body()
+    try:
+        memory = await run_in_threadpool(service.model.read_memory, content, called="the body")
+    except TxlError as error:
+        raise APIError(400, str(error), code="no_memory_of_this_model") from error
+    if memory.num_bytes > service.largest_memory:
+        message = (
+            f"this memory has {len(memory):,} tokens, more than are seen here. Make it with a shorter --memory-len."
+        )
+        raise APIError(413, message, code="body_too_large")
+    return JSONResponse(service.metadata(service.memories.put(memory)), 201)
+
+
+@router.get(
+    "/v1/memories/{memory}",
+    summary="Facts of a memory",
+    responses=responses(*MEMORY_ERRORS, success=json_response(schema.MemoryObject)),
+)
 async def _show_memory(request: Request, memory: str) -> Response:
-    """Facts of a memory."""
+    """Return the facts of a memory."""
     service = _service_of(request)
-    return JSONResponse(service.facts(service.memory(memory)))
+    return JSONResponse(service.metadata(service.memory(memory)))
 
 
+@router.get(
+    "/v1/memories/{memory}/content",
+    summary="The file of a memory",
+    responses=responses(*MEMORY_ERRORS, success=FILE_RESPONSE),
+)
 async def _send_memory(request: Request, memory: str) -> Response:
-    """Its file, which `txl generate --load-memory` reads, and POST /v1/memories of any server of the same model."""
-    held = _service_of(request).memory(memory)
-    content = await run_in_threadpool(held.memory.to_bytes)
-    return Response(
-        content, media_type=UPLOAD, headers={"Content-Disposition": "attachment; filename=memory.safetensors"}
-    )
+    """Return a memory's file. `txl generate --load-memory`, and POST /v1/memories with the same model, read it."""
+    stored = _service_of(request).memory(memory)
+    content = await run_in_threadpool(stored.memory.to_bytes)
+    headers = {"Content-Disposition": "attachment; filename=memory.safetensors"}
+    return Response(content, media_type=UPLOAD, headers=headers)
 
 
+@router.delete(
+    "/v1/memories/{memory}",
+    summary="Forget a memory",
+    responses=responses(*MEMORY_ERRORS, success=json_response(schema.Deleted)),
+)
 async def _forget_memory(request: Request, memory: str) -> Response:
-    """Forget it now. Texts in work that began from it go on."""
+    """Delete a memory. Texts in work that began from it continue."""
     service = _service_of(request)
     service.memories.remove(service.memory(memory).id)
     return JSONResponse({"id": memory, "object": "memory", "deleted": True})
 
 
+@router.post(
+    "/tokenize",
+    summary="Ids of a text",
+    responses=responses(*ANY_ERROR, success=json_response(schema.Tokens)),
+    openapi_extra=request_body(TokenizeRequest),
+)
 async def _tokenize(request: Request) -> Response:
-    """The ids of a text."""
+    """Return the ids of a text."""
     service = _service_of(request)
-    order = await _read(request, TokenizeRequest)
-    service.check_name(order.model)
+    tokenize_request = await _read(request, TokenizeRequest)
+    service.check_name(tokenize_request.model)
     model = service.model
-    make = (lambda: model.prompt(order.prompt).ids) if order.add_special_tokens else lambda: model.encode(order.prompt)
+
+    def make_ids() -> list[int]:
+        if tokenize_request.add_special_tokens:
+            return list(model.prompt(tokenize_request.prompt).ids)
+        return list(model.encode(tokenize_request.prompt))
+
     try:
-        ids = list(await run_in_threadpool(make))
+        ids = await run_in_threadpool(make_ids)
     except TxlError as error:
         raise APIError(400, str(error), param="prompt", code="invalid_value") from error
     return JSONResponse({"count": len(ids), "max_model_len": _model_of(service)["max_model_len"], "tokens": ids})
 
 
+@router.post(
+    "/detokenize",
+    summary="Text of ids",
+    responses=responses(*ANY_ERROR, success=json_response(schema.Detokenized)),
+    openapi_extra=request_body(DetokenizeRequest),
+)
 async def _detokenize(request: Request) -> Response:
-    """The text of ids."""
+    """Return the text of ids."""
     service = _service_of(request)
-    order = await _read(request, DetokenizeRequest)
-    service.check_name(order.model)
+    detokenize_request = await _read(request, DetokenizeRequest)
+    service.check_name(detokenize_request.model)
     try:
-        check_ids(order.tokens, vocab_size=service.model.tokenizer.vocab_size, what="tokens")
+        check_ids(detokenize_request.tokens, vocab_size=service.model.tokenizer.vocab_size, what="tokens")
     except TxlError as error:
         raise APIError(400, str(error), param="tokens", code="invalid_value") from error
-    return JSONResponse({"prompt": await run_in_threadpool(service.model.decode, order.tokens)})
+    text = await run_in_threadpool(service.model.decode, detokenize_request.tokens)
+    return JSONResponse({"prompt": text})
 
 
+@router.get(
+    "/tokenizer_info",
+    summary="The tokenizer",
+    responses=responses(408, 413, 429, success=json_response(schema.TokenizerInfo)),
+)
 async def _tokenizer_info(request: Request) -> Response:
-    """What harnesses ask of a tokenizer."""
+    """Return the facts that evaluation harnesses ask of a tokenizer."""
     tokenizer = _service_of(request).model.tokenizer
     return JSONResponse({"vocab_size": tokenizer.vocab_size, "eos_token": None, "eos_token_id": tokenizer.end_of_text})
 
 
+@router.get(
+    "/v1/models", summary="Models", responses=responses(408, 413, 429, 503, success=json_response(schema.Models))
+)
 async def _models(request: Request) -> Response:
-    """The model that is served."""
+    """List the one model that this server has."""
     return JSONResponse({"object": "list", "data": [_model_of(_service_of(request))]})
 
 
+@router.get(
+    "/v1/models/{model}",
+    summary="A model",
+    responses=responses(*MEMORY_ERRORS, success=json_response(schema.Model)),
+)
 async def _model(request: Request, model: str) -> Response:
-    """The same, by its name."""
+    """Return the facts of the model with this name."""
     service = _service_of(request)
     service.check_name(model)
     return JSONResponse(_model_of(service))
 
 
+@router.get("/health", summary="Health", responses=responses(408, 413, success=json_response(schema.HealthStatus)))
 async def _health(request: Request) -> Response:
-    """Whether requests are taken; 503 while the server drains."""
+    """Say whether requests are accepted: 200, or 503 while the server drains."""
     service = _service_of(request)
-    status = "draining" if service.is_draining else "ok"
-    return JSONResponse({"status": status, "model": service.name}, 503 if service.is_draining else 200)
+    if service.is_draining:
+        return JSONResponse({"status": "draining", "model": service.name}, 503)
+    return JSONResponse({"status": "ok", "model": service.name}, 200)
 
 
+@router.get("/metrics", summary="Metrics", responses=responses(408, 413, 429, success=METRICS_RESPONSE))
 async def _metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Return the server's metrics in Prometheus' text format."""
     return Response(_service_of(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+@router.get("/", include_in_schema=False)
+@router.get("/page.css", include_in_schema=False)
+@router.get("/page.js", include_in_schema=False)
 async def _show_page(request: Request) -> Response:
-    """A page to try the model on, and its parts."""
+    """Return a file of the page on which to try the model."""
     headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return FileResponse(PAGE / PAGE_FILES[request.url.path], headers=headers)
 
@@ -237,97 +305,124 @@ def _service_of(request: Request) -> Service:
 
 
 async def _read(request: Request, form: type[R]) -> R:
-    """A body. Raises RefusalError for one that cannot be read."""
+    """Read a JSON body into a model. Raises APIError if the body does not fit."""
     body = (await request.body()).removeprefix(codecs.BOM_UTF8)
-    _check_type(request, body)
+    _check_content_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise APIError(415, "bodies are taken as they are. Send it without Content-Encoding.")
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
-        raise of_validation(error, known=form.model_fields) from error
+        raise from_validation(error, fields=form.model_fields) from error
 
 
-def _check_type(request: Request, body: bytes) -> None:
-    """Raises RefusalError for a body that is not JSON by its content type.
+def _check_content_type(request: Request, body: bytes) -> None:
+    """Raise APIError for a body that is not JSON by its content type.
 
-    `curl -d` and other programs send JSON under the type of a form, or without a type. A web page of another site can
-    send such a request too, without asking first, so it counts only where no browser names its page.
+    `curl -d` and other programs send JSON with the content type of a form, or without one. A web page of another site
+    can send such a request too, without a preflight request. So it is accepted only if no browser names its page.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "application/json":
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type == "application/json":
         return
     is_from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
-    if kind in UNNAMED_TYPES and body.lstrip().startswith(b"{") and not is_from_page:
+    if content_type in UNNAMED_TYPES and body.lstrip().startswith(b"{") and not is_from_page:
         return
-    given = f"not {kind}" if kind else "and none is given"
+    received = f"not {content_type}" if content_type else "and none is given"
     remedy = "Send JSON, and the header `Content-Type: application/json`."
-    raise APIError(415, f"the content type must be application/json, {given}. {remedy}")
+    raise APIError(415, f"the content type must be application/json, {received}. {remedy}")
 
 
-def _texts_of(order: CompletionRequest) -> list[Text]:
-    """The prompts of a request."""
-    prompt = order.prompt
+def _texts_of(completion: CompletionRequest) -> list[Text]:
+    """Return a request's prompts: each a text, or a list of ids."""
+    prompt = completion.prompt
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [[i for i in prompt if isinstance(i, int)]]
-    return [one for one in prompt if not isinstance(one, int)]
+    return [text for text in prompt if not isinstance(text, int)]
 
 
-def _check_limits(order: CompletionRequest, service: Service) -> None:
-    """Raises RefusalError for more than this server gives."""
-    serving, texts = service.serving, _texts_of(order)
-    num_texts = len(texts) * order.n
+def _check_limits(completion: CompletionRequest, service: Service) -> None:
+    """Raise APIError for a request beyond the limits of this server."""
+    serving = service.serving
+    num_prompts = len(_texts_of(completion))
+    num_texts = num_prompts * completion.n
     limits = [
-        ("max_tokens", order.max_tokens, serving.max_tokens, "tokens of a text"),
-        ("logprobs", order.logprobs or 0, serving.max_logprobs, "alternatives of a token"),
+        ("max_tokens", completion.max_tokens, serving.max_tokens, "tokens of a text"),
+        ("logprobs", completion.logprobs or 0, serving.max_logprobs, "alternatives of a token"),
         ("n", num_texts, serving.max_texts, "texts of a request, its prompts times n"),
-        ("prompt", len(texts), serving.queue, "prompts of a request"),
+        ("prompt", num_prompts, serving.queue, "prompts of a request"),
     ]
-    for name, asked, most, what in limits:
-        if asked > most:
-            message = f"{name}: {asked:,} are asked for; this server makes at most {most:,} {what}. Ask for fewer."
+    for name, requested, limit, what in limits:
+        if requested > limit:
+            message = f"{name}: {requested:,} are asked for; this server makes at most {limit:,} {what}. Ask for fewer."
             raise APIError(400, message, param=name, code="limit_exceeded")
     if not num_texts:
         raise APIError(400, "prompt: the list is empty. Give a prompt.", param="prompt", code="invalid_value")
-    if order.keep_memory or order.memory:
-        service.check_room(num_memories=num_texts if order.keep_memory else 1)
+    if completion.keep_memory:
+        service.check_room(num_memories=num_texts)
+    elif completion.memory:
+        service.check_room(num_memories=1)
+    vocab_size = service.model.tokenizer.vocab_size
     try:
-        check_ids(order.allowed_token_ids, vocab_size=service.model.tokenizer.vocab_size, what="allowed_token_ids")
+        check_ids(completion.allowed_token_ids, vocab_size=vocab_size, what="allowed_token_ids")
     except TxlError as error:
         raise APIError(400, str(error), param="allowed_token_ids", code="invalid_value") from error
 
 
-def _check_told(order: CompletionRequest, *, num_prompt: int) -> None:
-    """Raises RefusalError for more log-probabilities than may be told, of prompts with so many tokens in all."""
-    if order.logprobs is None:
+def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: int) -> None:
+    """Raise APIError if the response would hold too many log-probabilities.
+
+    Args:
+        num_prompt_tokens: The number of tokens of all prompts together.
+    """
+    if completion.logprobs is None:
         return
-    num_read = num_prompt if order.echo else 0
-    num_told = order.n * (num_read + len(_texts_of(order)) * order.max_tokens) * (1 + order.logprobs)
-    if num_told > MOST_TOLD:
-        message = f"logprobs: up to {num_told:,} would be told; a request may have {MOST_TOLD:,}. Ask for fewer."
-        raise APIError(400, message, param="logprobs", code="limit_exceeded")
+    num_scored = num_prompt_tokens if completion.echo else 0
+    num_generated = len(_texts_of(completion)) * completion.max_tokens
+    num_log_probs = completion.n * (num_scored + num_generated) * (1 + completion.logprobs)
+    if num_log_probs > MAX_LOG_PROBS:
+        message = f"logprobs: up to {num_log_probs:,} would be told; a request may have {MAX_LOG_PROBS:,}. "
+        raise APIError(400, message + "Ask for fewer.", param="logprobs", code="limit_exceeded")
 
 
-def _writing_of(order: CompletionRequest) -> SamplingParams:
-    """Of one prompt: without a seed each has its own, so that equal ones differ."""
+def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) -> None:
+    """Raise APIError if a prompt of ids holds several documents, of which only the last can be scored."""
+    for text, prepared in zip(texts, prompts, strict=True):
+        num_seen = len(prepared.prompt.ids) - prepared.prompt.num_led
+        if not isinstance(text, str) and num_seen < len(text):
+            raise APIError(
+                400,
+                "the prompt holds several documents, of which the model sees the last. Give each "
+                "as a prompt of its own to have its logprobs.",
+                param="prompt",
+                code="invalid_value",
+            )
+
+
+def _sampling_params(completion: CompletionRequest) -> SamplingParams:
+    """Return how one prompt is continued. Called once per prompt: without a seed each gets a random one."""
+    stop = (completion.stop,) if isinstance(completion.stop, str) else tuple(completion.stop)
+    seed = secrets.randbits(63) if completion.seed is None else completion.seed
+    num_log_probs = -1 if completion.logprobs is None else completion.logprobs
     return SamplingParams(
-        max_tokens=order.max_tokens,
-        temperature=order.temperature,
-        top_k=max(0, order.top_k),
-        top_p=order.top_p,
-        min_p=order.min_p,
-        repetition_penalty=order.repetition_penalty,
-        allowed=tuple(order.allowed_token_ids),
-        stop=(order.stop,) if isinstance(order.stop, str) else tuple(order.stop),
-        seed=secrets.randbits(63) if order.seed is None else order.seed,
-        num_samples=order.n,
-        log_probs=-1 if order.logprobs is None else order.logprobs,
+        max_tokens=completion.max_tokens,
+        temperature=completion.temperature,
+        top_k=max(0, completion.top_k),
+        top_p=completion.top_p,
+        min_p=completion.min_p,
+        repetition_penalty=completion.repetition_penalty,
+        allowed=tuple(completion.allowed_token_ids),
+        stop=stop,
+        seed=seed,
+        num_samples=completion.n,
+        log_probs=num_log_probs,
     )
 
 
 def _model_of(service: Service) -> dict[str, Any]:
+    """Return the facts of the served model: OpenAI's, vLLM's `max_model_len`, and our own."""
     serving, model, section = service.serving, service.model, service.model.network.section
     return {
         "id": service.name,
@@ -348,7 +443,7 @@ def _model_of(service: Service) -> dict[str, Any]:
 
 
 class _EventStream(Response):
-    """Server-sent events; `work` ends with them, or with the client."""
+    """Response of server-sent events. It closes `work` after the last event, or when the client has gone."""
 
     media_type = "text/event-stream"
 
@@ -374,140 +469,27 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
+    """Return the error of a path or method that has no route, with advice and, for 405, the methods allowed."""
     assert isinstance(error, HTTPException)
     paths = {route.path for route in request.app.routes if "{" not in route.path}
     remedies = {
         404: f"there is nothing at {request.url.path}. {advice(request.url.path, known=paths)}",
         405: f"{request.method} is not for {request.url.path}. See /openapi.json.",
     }
-    refusal = APIError(error.status_code, remedies.get(error.status_code, str(error.detail)), code="no_route")
-    response = refusal.response()
+    message = remedies.get(error.status_code, str(error.detail))
+    response = APIError(error.status_code, message, code="no_route").response()
     if error.status_code == 405:
-        routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
-        response.headers["Allow"] = ", ".join(sorted({method for route in routes for method in route.methods}))
+        methods: set[str] = set()
+        for route in request.app.routes:
+            if route.matches(request.scope)[0] is not Match.NONE:
+                methods |= route.methods
+        response.headers["Allow"] = ", ".join(sorted(methods))
     return response
 
 
-async def _nobody_reads(request: Request, error: Exception) -> Response:
+async def _close_without_answer(request: Request, error: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def _say_failed(request: Request, error: Exception) -> Response:
+async def _report_defect(request: Request, error: Exception) -> Response:
     return APIError(500, "the server failed; its log says why.", code="defect").response()
-
-
-def _described(
-    summary: str, *statuses: int, answer: type[BaseModel] | None = None, status: int = 200, **more: Any
-) -> dict[str, Any]:
-    """Of a route for its OpenAPI page: what it answers, and what it refuses with."""
-    meanings = {
-        400: "What is asked cannot be done; `param` says which field.",
-        401: "The key is missing or wrong.",
-        404: "There is no such model or memory (any more).",
-        408: "The body came too slowly, or the time of the request was over before a text of it had begun.",
-        413: "The body is too long.",
-        415: "The content type is none that is read here.",
-        429: "Too many wait already; come again after Retry-After seconds.",
-        500: "A defect, or a model whose probabilities are no numbers.",
-        503: "The server is stopping, or has no room for a memory.",
-    }
-    responses: dict[int | str, dict[str, Any]] = {
-        code: {"model": schema.Error, "description": meanings[code]} for code in (401, *statuses)
-    }
-    if answer is not None:
-        responses[status] = {"model": answer, "description": answer.__doc__}
-    return {"summary": summary, "responses": {**responses, **more.pop("responses", {})}, **more}
-
-
-def _body(name: str, *, upload: bool = False) -> dict[str, Any]:
-    content: dict[str, Any] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-    if upload:
-        content[UPLOAD] = {"schema": {"type": "string", "format": "binary"}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-_ALL = (400, 404, 408, 413, 415, 429, 500, 503)
-_OF_MEMORY = (404, 408, 413, 429, 503)
-_TEXT = {"schema": {"type": "string"}}
-_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-_ROUTES: list[tuple[str, str, Any, dict[str, Any]]] = [
-    (
-        "/v1/completions",
-        "POST",
-        _completions,
-        _described(
-            "Continue prompts",
-            *_ALL,
-            openapi_extra=_body("CompletionRequest"),
-            responses={
-                200: {
-                    "model": schema.Completion,
-                    "description": "The texts; with `stream` their pieces, each a Completion in a server-sent event.",
-                    "content": {"text/event-stream": {"schema": _EVENT}},
-                }
-            },
-        ),
-    ),
-    (
-        "/v1/memories",
-        "POST",
-        _make_memory,
-        _described(
-            "Remember a text",
-            *_ALL,
-            answer=schema.MemoryObject,
-            status=201,
-            openapi_extra=_body("MemoryRequest", upload=True),
-        ),
-    ),
-    (
-        "/v1/memories/{memory}",
-        "GET",
-        _show_memory,
-        _described("Facts of a memory", *_OF_MEMORY, answer=schema.MemoryObject),
-    ),
-    (
-        "/v1/memories/{memory}/content",
-        "GET",
-        _send_memory,
-        _described(
-            "The file of a memory",
-            *_OF_MEMORY,
-            responses={200: {"content": {UPLOAD: {"schema": {"type": "string", "format": "binary"}}}}},
-        ),
-    ),
-    (
-        "/v1/memories/{memory}",
-        "DELETE",
-        _forget_memory,
-        _described("Forget a memory", *_OF_MEMORY, answer=schema.Deleted),
-    ),
-    (
-        "/tokenize",
-        "POST",
-        _tokenize,
-        _described("Ids of a text", *_ALL, answer=schema.Tokens, openapi_extra=_body("TokenizeRequest")),
-    ),
-    (
-        "/detokenize",
-        "POST",
-        _detokenize,
-        _described("Text of ids", *_ALL, answer=schema.Detokenized, openapi_extra=_body("DetokenizeRequest")),
-    ),
-    (
-        "/tokenizer_info",
-        "GET",
-        _tokenizer_info,
-        _described("The tokenizer", 408, 413, 429, answer=schema.TokenizerInfo),
-    ),
-    ("/v1/models", "GET", _models, _described("Models", 408, 413, 429, 503, answer=schema.Models)),
-    ("/v1/models/{model}", "GET", _model, _described("A model", *_OF_MEMORY, answer=schema.Model)),
-    ("/health", "GET", _health, _described("Health", 408, 413, answer=schema.HealthStatus)),
-    (
-        "/metrics",
-        "GET",
-        _metrics,
-        _described("Metrics", 408, 413, 429, responses={200: {"content": {"text/plain": _TEXT}}}),
-    ),
-    *((path, "GET", _show_page, {"include_in_schema": False}) for path in PAGE_FILES),
-]

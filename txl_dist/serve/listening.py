@@ -1,4 +1,4 @@
-"""What can be known to fail before a model is loaded: packages that are missing, a port in use. Imports no torch."""
+"""Checks that run before a model is loaded: missing packages, a port in use. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from txl_dist.serve.options import Serving
 
 
 def require_packages() -> None:
-    """Raises ConfigError where the extra is not installed."""
+    """Raise ConfigError if the extra `serve` is not installed."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f'serving needs the package {package}. Install the extra: pip install "txl_dist[serve]"')
 
 
 def listen(serving: Serving) -> socket.socket:
-    """A socket that listens where clients will ask. Raises ConfigError if it cannot."""
+    """Return a socket that listens at the given host and port. Raises ConfigError if it cannot."""
     try:
-        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             serving.host, serving.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )
-        listening = socket.socket(family, kind, protocol)  # with its protocol, or asyncio holds small packets back
+        family, kind, protocol, _, address = addresses[0]
+        # asyncio sets TCP_NODELAY only on sockets that have their protocol; without it small packets are delayed.
+        listening = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"cannot listen on {serving.host}: {error}. Choose another --host.") from error
     try:
@@ -46,7 +48,7 @@ def listen(serving: Serving) -> socket.socket:
 
 
 def _first_free_port() -> int:
-    """The lowest port that needs no privilege on this machine."""
+    """Return the lowest port that needs no privilege on this machine."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text(encoding="ascii"))
     except (OSError, ValueError):
@@ -54,6 +56,8 @@ def _first_free_port() -> int:
 
 
 def url_of(listening: socket.socket) -> str:
-    """What clients of it ask."""
+    """Return the URL at which clients reach a listening socket."""
     host, port, *_ = listening.getsockname()
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if ":" in host:  # IPv6
+        host = f"[{host}]"
+    return f"http://{host}:{port}"

@@ -1,5 +1,7 @@
-"""Memories that clients come back to: bounded in number, bytes and age. Who knows a handle has the memory, so nobody
-can guess one. Of the event loop alone."""
+"""Store of clients' memories, bounded in number, bytes and age. Only the event loop uses it.
+
+A memory's id is its only protection, so it is random and long.
+"""
 
 from __future__ import annotations
 
@@ -13,67 +15,67 @@ from txl_dist.inference.text_memory import TextMemory
 
 @dataclass
 class StoredMemory:
-    """A memory that is kept."""
+    """A memory with its id and times."""
 
     id: str
     memory: TextMemory
     created: float
-    """Unix time."""
+    """Unix time in seconds."""
     used: float
-    """By time.monotonic()."""
+    """Time of the last use by time.monotonic()."""
 
 
 class MemoryStore:
-    """The memory that was not used for longest goes first."""
+    """Store of memories that removes the least recently used one when it is full."""
 
     def __init__(self, *, most: int, most_bytes: int, most_age_s: float) -> None:
         self._most, self._most_bytes, self._most_age_s = most, most_bytes, most_age_s
-        self._held: OrderedDict[str, StoredMemory] = OrderedDict()  # the one that was used last is the last
+        self._by_id: OrderedDict[str, StoredMemory] = OrderedDict()  # the most recently used one is last
         self.num_bytes = 0
-        """Of all that are kept."""
+        """Size in bytes of all stored memories together."""
 
     def __len__(self) -> int:
-        self.forget_old()
-        return len(self._held)
+        self.remove_expired()
+        return len(self._by_id)
 
     def fits(self, num_bytes: int, *, num_memories: int = 1) -> bool:
-        """Whether so many memories of so many bytes together could be kept at all."""
+        """Return whether the empty store has room for this number of memories with this size together."""
         return num_memories <= self._most and num_bytes <= self._most_bytes
 
     def put(self, memory: TextMemory) -> StoredMemory:
-        """Keep a memory that fits, in the place of older ones if need be."""
+        """Store a memory that fits, and remove the least recently used ones if there is no room."""
         assert self.fits(memory.num_bytes)
-        self.forget_old()
-        while len(self._held) >= self._most or self.num_bytes + memory.num_bytes > self._most_bytes:
-            self.remove(next(iter(self._held)))
-        held = StoredMemory(f"mem_{secrets.token_urlsafe(24)}", memory, time.time(), time.monotonic())
-        self._held[held.id] = held
+        self.remove_expired()
+        while len(self._by_id) >= self._most or self.num_bytes + memory.num_bytes > self._most_bytes:
+            self.remove(next(iter(self._by_id)))
+        stored = StoredMemory(f"mem_{secrets.token_urlsafe(24)}", memory, time.time(), time.monotonic())
+        self._by_id[stored.id] = stored
         self.num_bytes += memory.num_bytes
-        return held
+        return stored
 
     def get(self, name: str) -> StoredMemory | None:
-        """A memory, which is used now; None if there is none of that name any more."""
-        self.forget_old()
-        held = self._held.get(name)
-        if held is not None:
-            held.used = time.monotonic()
-            self._held.move_to_end(name)
-        return held
+        """Return the memory with this id, and count that as a use; None if there is none."""
+        self.remove_expired()
+        stored = self._by_id.get(name)
+        if stored is not None:
+            stored.used = time.monotonic()
+            self._by_id.move_to_end(name)
+        return stored
 
-    def expires(self, held: StoredMemory) -> int:
-        """When it would go of age, in Unix time."""
-        return int(time.time() + held.used + self._most_age_s - time.monotonic())
+    def expires(self, stored: StoredMemory) -> int:
+        """Return the Unix time at which a memory expires if nobody uses it before."""
+        return int(time.time() + stored.used + self._most_age_s - time.monotonic())
 
     def remove(self, name: str) -> bool:
-        """Forget one; whether it was there."""
-        held = self._held.pop(name, None)
-        if held is None:
+        """Remove the memory with this id; return whether there was one."""
+        stored = self._by_id.pop(name, None)
+        if stored is None:
             return False
-        self.num_bytes -= held.memory.num_bytes
+        self.num_bytes -= stored.memory.num_bytes
         return True
 
-    def forget_old(self) -> None:
-        """Forget those that are too old."""
+    def remove_expired(self) -> None:
+        """Remove the memories whose last use is too long ago."""
         oldest = time.monotonic() - self._most_age_s
-        while self._held and next(iter(self._held.values())).used < oldest:
-            self.remove(next(iter(self._held)))
+        while self._by_id and next(iter(self._by_id.values())).used < oldest:
+            self.remove(next(iter(self._by_id)))

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus."""
+"""Metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counters and gauges of one server, in a registry of its own."""
+    """Counters, histograms and gauges of one server, in their own registry."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -23,15 +23,15 @@ class Metrics:
         )
         self.per_token_s = Histogram(
             "txl_time_per_output_token_seconds",
-            "Mean of a text, behind the first.",
+            "Mean of a text, after the first.",
             buckets=_SECONDS,
             registry=registry,
         )
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """A gauge that is read when it is asked for."""
+        """Add a gauge whose value is computed at each scrape."""
         Gauge(name, meaning, registry=self._registry).set_function(value)
 
     def page(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)

@@ -1,11 +1,11 @@
-"""Between clients and routes: who may come in, how much they may bring and how long they may take. Plain ASGI.
+"""ASGI middleware between clients and routes: the key, the number of requests, and limits on size and time.
 
-A body is read here, whole and within its bounds, before a route sees it; so what a route receives then is only that its
-client has gone away. Whatever goes wrong is told as JSON, in OpenAI's form.
-
-Many clients send a whole request before they read. A connection that is closed while bytes arrive is reset, and a reset
-discards the answer. So the rest of a request that is answered early is read and discarded, up to DRAIN_BYTES, DRAIN_S.
-Then the connection is closed, whatever else the client would send.
+- A body is read here, whole and within its limit, before a route runs. After that a route receives nothing but the
+  client's disconnection.
+- Every error is a JSON object in OpenAI's form.
+- Many clients send a whole request before they read. Closing a connection while bytes arrive resets it, and a reset
+  discards the response. So after an early response the rest of the request is read and discarded, up to DRAIN_BYTES
+  or DRAIN_S. Then the connection is closed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from txl_dist.serve.api_errors import APIError
 from txl_dist.serve.service import Service
 
 OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
-"""Without a key, and while the server drains."""
+"""Paths that need no key and are served while the server drains."""
 BODY_S = 30.0
 """Seconds for a body to arrive."""
 DRAIN_BYTES = 2**26
-"""Bytes of a body that are read and discarded after an early answer."""
+"""Maximum number of bytes that are read and discarded after an early response."""
 DRAIN_S = 10.0
 """Seconds for these bytes to arrive."""
 SEND_S = 60.0
 """Seconds that a client may leave a full buffer unread."""
 HEADER_BYTES = 2**14
-"""Of a memory's file, more than its tensors."""
+"""Maximum number of bytes of a memory's file besides its tensors."""
 MOST_UPLOADS = 4
-"""Files of memories that come in at a time: each is held whole."""
+"""Maximum number of memory files that arrive at once: each is in host memory as a whole."""
 SPARE_REQUESTS = 64
-"""So many more than there are rows and places in the queue are listened to at a time."""
+"""Number of requests that are accepted at once beyond the rows and the places in the queue."""
 
 
 class Gate:
-    """Wraps an application. A memory's file may be as large as the model makes them, every other body `max_body`."""
+    """Wrapper of an ASGI application. A body has at most `max_body` bytes, a memory's file those of a full memory."""
 
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
         self._app, self._service, self._key = app, service, key.encode()
@@ -48,72 +48,83 @@ class Gate:
         self._max_body, self._max_upload = serving.max_body, service.largest_memory + HEADER_BYTES
         self._max_requests = serving.rows + serving.queue + SPARE_REQUESTS
         self.num_active = 0
-        """Requests that are being answered, but for health."""
+        """Number of requests in work, without those for open paths."""
         self._num_uploads = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Respond to an HTTP request. Other kinds of connection are ignored."""
         if scope["type"] != "http":
             return
-        arriving = _Arriving(scope, receive)
-        answer = _Answer(send, arriving)
-        is_open, is_upload = scope["path"] in OPEN_PATHS, _is_upload(scope)
+        incoming = _RequestBody(scope, receive)
+        response = _Response(send, incoming)
+        is_open = scope["path"] in OPEN_PATHS
+        is_upload = _is_upload(scope)
         self.num_active += not is_open
         self._num_uploads += is_upload
         try:
-            body = b""  # of an open path it is not read: anybody may send one
+            body = b""  # not read for an open path, to which anybody may send one
             if not is_open:
                 self._admit(scope)
-                body = await self._body(scope, arriving, most=self._max_upload if is_upload else self._max_body)
-            await self._app(scope, _replay(body, receive), answer.send)
+                limit = self._max_upload if is_upload else self._max_body
+                body = await self._read_body(scope, incoming, limit=limit)
+            await self._app(scope, _replay(body, receive), response.send)
         except APIError as refusal:
-            await self._refuse(refusal, scope, receive, answer)
-        except TimeoutError:  # of a client that does not read
+            await self._refuse(refusal, scope, receive, response)
+        except TimeoutError:  # the client does not read
             logger.warning("a client left its answer unread, and was cut off")
         except _ClientGoneError:
             pass
-        except Exception:  # noqa: BLE001  a defect: the server goes on
+        except Exception:  # noqa: BLE001  a defect: the server continues
             logger.exception("%s %s failed", scope["method"], scope["path"])
             defect = APIError(500, "the server failed; its log says why.", code="defect")
-            await self._refuse(defect, scope, receive, answer)
+            await self._refuse(defect, scope, receive, response)
         finally:
             self.num_active -= not is_open
             self._num_uploads -= is_upload
-            self._service.metrics.requests.labels(answer.status or 499).inc()
+            self._service.metrics.requests.labels(response.status or 499).inc()
 
     def _admit(self, scope: Scope) -> None:
-        scheme, _, key = _header(scope, b"authorization").partition(b" ")
-        if self._key and not (hmac.compare_digest(key.strip(), self._key) and scheme.lower() == b"bearer"):
-            message = "this server asks for its key. Send the header `Authorization: Bearer KEY`."
-            raise APIError(401, message, code="invalid_api_key")
+        """Raise APIError for a request without the key, while the server drains, or if there are too many."""
+        if self._key:
+            scheme, _, key = _header(scope, b"authorization").partition(b" ")
+            is_right_key = hmac.compare_digest(key.strip(), self._key)
+            if not is_right_key or scheme.lower() != b"bearer":
+                message = "this server asks for its key. Send the header `Authorization: Bearer KEY`."
+                raise APIError(401, message, code="invalid_api_key")
         if self._service.is_draining and scope["path"].startswith("/v1/"):
             raise APIError(503, "the server is stopping. Ask another one, or again later.", code="draining")
         if self.num_active > self._max_requests or self._num_uploads > MOST_UPLOADS:
             raise APIError(429, "the server has too many requests. Come again later.", code="too_many_requests")
 
-    async def _body(self, scope: Scope, arriving: _Arriving, *, most: int) -> bytes:
-        too_long = APIError(413, f"the body has more than {most:,} bytes. Send less.", code="body_too_large")
-        if int(_header(scope, b"content-length") or b"0") > most:
+    async def _read_body(self, scope: Scope, incoming: _RequestBody, *, limit: int) -> bytes:
+        """Read a body. Raises APIError if it has more than `limit` bytes, or takes longer than BODY_S."""
+        too_long = APIError(413, f"the body has more than {limit:,} bytes. Send less.", code="body_too_large")
+        if int(_header(scope, b"content-length") or b"0") > limit:
             raise too_long
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
-                while not arriving.has_ended:
-                    body += await arriving.take()
-                    if len(body) > most:
+                while not incoming.has_ended:
+                    body += await incoming.take()
+                    if len(body) > limit:
                         raise too_long
             return bytes(body)
         except TimeoutError:
             raise APIError(408, "the body did not arrive in time. Send it again, faster.", code="slow_body") from None
 
-    async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, answer: _Answer) -> None:
-        if answer.status is None:
-            await refusal.response()(scope, receive, answer.send)
+    async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, response: _Response) -> None:
+        """Send an error, unless a response has begun already."""
+        if response.status is None:
+            await refusal.response()(scope, receive, response.send)
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """The first of this name, which is the one that routes see; empty without any."""
-    return next((value for key, value in scope["headers"] if key == name), b"")
+    """Return the first header of this name, as routes do; empty if there is none."""
+    for key, value in scope["headers"]:
+        if key == name:
+            content: bytes = value
+            return content
+    return b""
 
 
 def _is_upload(scope: Scope) -> bool:
@@ -122,11 +133,11 @@ def _is_upload(scope: Scope) -> bool:
 
 
 class _ClientGoneError(Exception):
-    """Before its body was there."""
+    """Disconnection of the client before its body had arrived."""
 
 
-class _Arriving:
-    """The body of a request, while it arrives."""
+class _RequestBody:
+    """Body of a request, read in parts as it arrives."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
@@ -134,7 +145,7 @@ class _Arriving:
         self.has_ended = not (has_length or _header(scope, b"transfer-encoding"))
 
     async def take(self) -> bytes:
-        """The next bytes. Raises _ClientGoneError."""
+        """Return the next bytes. Raises _ClientGoneError."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise _ClientGoneError
@@ -143,7 +154,7 @@ class _Arriving:
         return content
 
     async def discard(self) -> None:
-        """Read what is left, within the bounds, as long as the client is there."""
+        """Read and drop the rest of the body, within DRAIN_BYTES and DRAIN_S, or until the client disconnects."""
         num_bytes = 0
         with suppress(TimeoutError, _ClientGoneError):
             async with asyncio.timeout(DRAIN_S):
@@ -151,26 +162,29 @@ class _Arriving:
                     num_bytes += len(await self.take())
 
 
-class _Answer:
-    """What was answered, while it is."""
+class _Response:
+    """Response to a request, as it is sent. `status` is None until it begins."""
 
-    def __init__(self, send: Send, arriving: _Arriving) -> None:
-        self._send, self._arriving = send, arriving
+    def __init__(self, send: Send, incoming: _RequestBody) -> None:
+        self._send, self._incoming = send, incoming
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
-        """Send it. Before the end, discard what still arrives. Raises TimeoutError if the client does not read."""
+        """Send a message of the response. Raises TimeoutError if the client does not read.
+
+        The last message waits until the rest of the request's body has been read and discarded.
+        """
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = message.setdefault("headers", [])
             headers.append((b"x-content-type-options", b"nosniff"))
-            if not self._arriving.has_ended:
+            if not self._incoming.has_ended:
                 headers.append((b"connection", b"close"))
         is_last = message["type"] == "http.response.body" and not message.get("more_body")
-        if is_last and not self._arriving.has_ended:
-            # All of the answer goes out first: a client that reads early need not wait.
+        if is_last and not self._incoming.has_ended:
+            # The whole response is sent first, so that a client which reads early need not wait.
             await self._send_in_time({**message, "more_body": True})
-            await self._arriving.discard()
+            await self._incoming.discard()
             message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send_in_time(message)
 
@@ -180,7 +194,7 @@ class _Answer:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A body that was read, and then what else comes."""
+    """Return a `receive` that yields a body that was read already, and then the messages that follow."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -1,5 +1,4 @@
-"""How a model is served: where, to whom, and within which limits. Imports no torch: the command line makes its flags of
-it."""
+"""Options of `txl serve`: address, key, and limits. Each field is a flag, its docstring the help text. No torch."""
 
 from __future__ import annotations
 
@@ -12,53 +11,53 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import open_text
 
 API_KEY = "TXL_API_KEY"
-"""Variable of the environment that may hold the key."""
+"""Environment variable that may hold the key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """How a model is served."""
+    """Options of a server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on: of this machine alone, unless told otherwise; 0.0.0.0 is all of its addresses."""
+    """Address to listen on. The default accepts clients of this machine only; 0.0.0.0 is all addresses."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one and says which."""
+    """Port to listen on; 0 takes a free one and prints it."""
     name: str = ""
-    """What clients call the model; empty is the name of its folder."""
+    """Name of the model for clients; empty is the name of its folder."""
     api_key: str = ""
-    """Ask clients for this key. Flags are seen by others on this machine: rather --api-key-file, or TXL_API_KEY in the
-    environment."""
+    """Key that clients must send. Other users of this machine can see flags: prefer --api-key-file, or TXL_API_KEY in
+    the environment."""
     api_key_file: Path | None = None
-    """Ask clients for the key in this file."""
+    """File with the key that clients must send."""
     rows: int = 64
-    """Texts that are written at once; each holds a memory."""
+    """Maximum number of texts generated at once; each holds a memory."""
     queue: int = 256
-    """Prompts that may wait for a row; who comes then is told to come again."""
+    """Maximum number of queued prompts. Further requests get HTTP 429."""
     memory_len: int = -1
-    """Tokens of the past that are seen; more than in training is allowed. -1 means as trained."""
+    """Tokens of memory; more than in training is allowed. -1 means as trained."""
     max_prompt: int = 32_768
-    """Most tokens of a prompt."""
+    """Maximum number of tokens of a prompt."""
     max_tokens: int = 4_096
-    """Most tokens to make of a text."""
+    """Maximum number of tokens to generate per text."""
     max_texts: int = 64
-    """Most texts of a request: its prompts times n."""
+    """Maximum number of texts per request: its prompts times n."""
     max_logprobs: int = 20
-    """Most alternatives that are told of a token."""
+    """Maximum number of alternatives per token, with their log-probabilities."""
     max_body: int = 2**20
-    """Most bytes of a request, but of a memory's file."""
+    """Maximum number of bytes of a request's body; a memory's file may be larger."""
     timeout: float = 600.0
-    """Seconds for a request: then its texts end as they are, and one that has not begun is refused."""
+    """Seconds per request. After that its texts end as they are; a request that has not begun gets HTTP 408."""
     grace: float = 30.0
-    """Seconds that texts in work get on SIGTERM, before they end as they are."""
+    """Seconds that running requests get after SIGTERM, before their texts end as they are."""
     memories: int = 1_000
-    """Most memories that are kept for clients; 0 keeps none. The one that was not used for longest goes first."""
+    """Maximum number of stored memories; 0 stores none. The least recently used one is removed first."""
     memory_bytes: int = 2**30
-    """Most bytes of them."""
+    """Maximum number of bytes of all stored memories together."""
     memory_age: float = 3_600.0
-    """Seconds after its last use that a memory is kept."""
+    """Seconds after its last use until a stored memory expires."""
 
     def check(self) -> None:
-        """Raises ConfigError for a setting out of range."""
+        """Raise ConfigError for an option out of range."""
         rules = [
             ("port", 0 <= self.port < 2**16, "0 ... 65535"),
             ("rows", self.rows >= 1, "1 or more texts"),
@@ -80,7 +79,7 @@ class Serving:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be {rule}.")
 
     def key(self) -> str:
-        """The key that clients must give; empty asks for none. Raises ConfigError for one that cannot be used."""
+        """Return the key that clients must send; empty if none is needed. Raises ConfigError for an unusable key."""
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file both give a key. Give one of them.")
         key = self.api_key or os.environ.get(API_KEY, "")

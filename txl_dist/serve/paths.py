@@ -27,15 +27,15 @@ _FOREIGN_PATHS = [
     (r"/(healthz|livez|readyz|ready|live|ping|status)$", "Call GET /health."),
     (r"/(docs|redoc|swagger)\b", "See /openapi.json."),
 ]
-"""Paths of other servers, as regular expressions of how they begin, and what to do here."""
+"""Regular expressions of other servers' paths, matched at the beginning, and what to call here."""
 
 
 def advice(path: str, *, known: Collection[str]) -> str:
     """Return a sentence that says what to call instead of a path that is not `known`."""
     plain = re.sub(r"/+", "/", path).rstrip("/").replace("/v1/v1", "/v1")
-    for meant in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
-        if meant in known:
-            return f"Call {meant}."
+    for candidate in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
+        if candidate in known:
+            return f"Call {candidate}."
     for pattern, sentence in _FOREIGN_PATHS:
         if re.match(pattern, plain):
             return sentence

@@ -1,4 +1,8 @@
-"""From the pieces of texts to OpenAI's objects: whole, or as a stream of server-sent events."""
+"""Responses in OpenAI's form, made of the scheduler's output chunks: whole, or as a stream of server-sent events.
+
+All of this runs in the event loop. A stream sends what came since its last event, so a slow client gets fewer and
+longer events.
+"""
 
 from __future__ import annotations
 
@@ -20,138 +24,162 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 
 PADDED_BYTES = 64
-"""Bytes of which each event is a multiple, in a stream with `include_obfuscation`."""
+"""Number of bytes of which each event's size is a multiple, in a stream with `include_obfuscation`."""
 
 
 class ClientGoneError(Exception):
-    """Nobody reads the answer any more."""
+    """Disconnection of the client before its response was complete."""
 
 
 class PreparedPrompt(NamedTuple):
-    """A prompt of a request."""
+    """A tokenized prompt of a request, with its text."""
 
     prompt: Prompt
     text: str
-    """As it was given, or of the ids that were."""
+    """Text of the prompt; decoded where the client gave ids."""
 
 
 class OutputQueue:
-    """Pieces of the prompts of one request, as the worker makes them. Of the event loop alone."""
+    """Queue of the output chunks of one request's prompts. Only the event loop uses it."""
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[int, OutputChunk]] = []
-        self._came, self._is_gone = asyncio.Event(), False
+        self._chunks: list[tuple[int, OutputChunk]] = []
+        self._has_news = asyncio.Event()
+        self._is_closed = False
 
-    def put(self, number: int, piece: OutputChunk) -> None:
-        """One more, of the prompt of this number."""
-        self._pieces.append((number, piece))
-        self._came.set()
+    def put(self, number: int, chunk: OutputChunk) -> None:
+        """Add a chunk of the request's prompt with this number, counted from 0."""
+        self._chunks.append((number, chunk))
+        self._has_news.set()
 
     def close(self) -> None:
-        """Who waits here need not."""
-        self._is_gone = True
-        self._came.set()
+        """Make every waiting and later `ready` and `take` raise ClientGoneError."""
+        self._is_closed = True
+        self._has_news.set()
 
     async def ready(self) -> None:
-        """Wait for the first piece. Raises RefusalError if it is one, ClientGoneError if nobody waits any more."""
-        await self._came.wait()
-        self._check()
+        """Wait for a chunk. Raises APIError if one holds an error, and ClientGoneError after `close`."""
+        await self._has_news.wait()
+        if self._is_closed:
+            raise ClientGoneError
+        for _, chunk in self._chunks:
+            if chunk.error is not None:
+                raise _api_error(chunk.error)
 
     async def take(self) -> list[tuple[int, OutputChunk]]:
-        """All that has come, once something has. Raises as `ready`."""
+        """Wait for a chunk, and return all that have come, each with its prompt's number. Raises as `ready`."""
         await self.ready()
-        self._came.clear()
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def _check(self) -> None:
-        if self._is_gone:
-            raise ClientGoneError
-        error = next((piece.error for _, piece in self._pieces if piece.error is not None), None)
-        if error is not None:
-            raise _refusal_of(error)
+        self._has_news.clear()
+        chunks, self._chunks = self._chunks, []
+        return chunks
 
 
-def _refusal_of(error: TxlError) -> APIError:
+def _api_error(error: TxlError) -> APIError:
+    """Return the HTTP form of an error that ended a prompt."""
     if isinstance(error, LateError):
         return APIError(408, f"{error} Ask for less, or again when there is less to do.", code="timeout")
     if isinstance(error, StoppingError):
         return APIError(503, f"{error} Ask another one, or again later.", code="draining")
     if isinstance(error, ConfigError):  # no room for a memory
         return APIError(503, str(error), code="no_room")
-    return APIError(500, str(error), code="bad_numbers" if isinstance(error, CheckpointError) else "defect")
+    if isinstance(error, CheckpointError):
+        return APIError(500, str(error), code="bad_numbers")
+    return APIError(500, str(error), code="defect")
 
 
 @dataclass
 class _Choice:
-    """One text of an answer, as far as it has come."""
+    """Choice of a response: one text, as far as it has come."""
 
     index: int
     text: str = ""
-    place: int = 0
-    """Characters before the first token that is made."""
+    """Text that was not sent yet; all of it in a response that is no stream."""
+    start: int = 0
+    """Number of characters before the first generated token."""
     end: int = 0
-    """Characters of the text up to the end of the last token, without those."""
+    """Number of generated characters up to the end of the last token."""
     logprobs: dict[str, list[Any]] | None = None
     finish_reason: str | None = None
     memory: dict[str, Any] | None = None
     has_begun: bool = False
     first_at: float = 0.0
-    """When its first token came, by time.monotonic()."""
+    """Time of the first token by time.monotonic()."""
     num_tokens: int = 0
 
-    def told(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+    def payload(self) -> dict[str, Any]:
+        """Return the choice in OpenAI's form; `memory` is only there if one was kept."""
         values = {"index": self.index, "text": self.text, "logprobs": self.logprobs}
         values["finish_reason"] = self.finish_reason
-        return values if self.memory is None else {**values, "memory": self.memory}
+        if self.memory is not None:
+            values["memory"] = self.memory
+        return values
 
 
 class Answer:
-    """The texts of a request. `keep` keeps what is remembered of one, and gives what its client is told of that."""
+    """Response to a completion request: all choices of all its prompts.
+
+    `keep` stores the memory after a text and returns its description for the client.
+    """
 
     def __init__(
         self,
-        order: CompletionRequest,
-        begun: Sequence[PreparedPrompt],
-        inbox: OutputQueue,
+        request: CompletionRequest,
+        prompts: Sequence[PreparedPrompt],
+        outputs: OutputQueue,
         *,
         name: str,
         tokenizer: Tokenizer,
         keep: Callable[[Completion, Prompt], dict[str, Any]],
         metrics: Metrics,
     ) -> None:
-        self._order, self._begun, self._inbox, self._tokenizer = order, begun, inbox, tokenizer
-        self._keep, self._metrics, self._asked_at = keep, metrics, time.monotonic()
-        identity = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
-        self._head = {**identity, "created": int(time.time()), "model": name}
-        self._choices = [_Choice(index) for index in range(len(begun) * order.n)]
+        self._request, self._prompts, self._outputs = request, prompts, outputs
+        self._tokenizer, self._keep, self._metrics = tokenizer, keep, metrics
+        self._received_at = time.monotonic()
+        self._head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": name,
+        }
+        self._choices = [_Choice(index) for index in range(len(prompts) * request.n)]
         self._has_token = False
 
     async def whole(self) -> bytes:
-        """All texts. Raises RefusalError where one cannot be gone on with, ClientGoneError where nobody waits."""
+        """Return the response as JSON, after all texts have ended.
+
+        Raises APIError if a prompt failed, and ClientGoneError if the client has disconnected.
+        """
         while not self._has_ended:
-            for number, piece in await self._inbox.take():
-                self._add(number, piece)
-        choices = [choice.told() for choice in self._choices]
+            for number, chunk in await self._outputs.take():
+                self._add(number, chunk)
+        choices = [choice.payload() for choice in self._choices]
         return json.dumps({**self._head, "choices": choices, "usage": self._usage()}, allow_nan=False).encode()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Pieces of texts as they come; those of a text that came together are one. Raises ClientGoneError."""
-        options = self._order.stream_options
+        """Yield server-sent events while texts are generated. Raises ClientGoneError if the client has disconnected.
+
+        Chunks of one text that came together are one event. An error becomes the last event before [DONE].
+        """
+        options = self._request.stream_options
         wants_usage = options is not None and options.include_usage
-        make_event = _padded_event if options is not None and options.include_obfuscation else _event
-        beside = {"usage": None} if wants_usage else {}
+        make_event = _event
+        if options is not None and options.include_obfuscation:
+            make_event = _padded_event
+        no_usage = {"usage": None} if wants_usage else {}
         try:
             while not self._has_ended:
-                changed = {id(choice): choice for choice in [self._add(*one) for one in await self._inbox.take()]}
-                chunks = []
+                changed: dict[int, _Choice] = {}  # by index, in the order of their first chunk
+                for number, chunk in await self._outputs.take():
+                    choice = self._add(number, chunk)
+                    changed[choice.index] = choice
+                events = []
                 for choice in changed.values():
-                    if choice.text or choice.finish_reason or (choice.logprobs and choice.logprobs["tokens"]):
-                        chunks.append(make_event({**self._head, "choices": [choice.told()], **beside}))
+                    has_log_probs = choice.logprobs is not None and bool(choice.logprobs["tokens"])
+                    if choice.text or choice.finish_reason or has_log_probs:
+                        events.append(make_event({**self._head, "choices": [choice.payload()], **no_usage}))
                     choice.text, choice.logprobs = "", None
-                if chunks:
-                    yield b"".join(chunks)
+                if events:
+                    yield b"".join(events)
             if wants_usage:
                 yield _event({**self._head, "choices": [], "usage": self._usage()})
         except APIError as refusal:
@@ -162,67 +190,70 @@ class Answer:
     def _has_ended(self) -> bool:
         return all(choice.finish_reason for choice in self._choices)
 
-    def _add(self, number: int, piece: OutputChunk) -> _Choice:
-        """To the choice that it is of."""
-        choice, begun = self._choices[number * self._order.n + piece.sample], self._begun[number]
-        if self._order.logprobs is not None and choice.logprobs is None:
+    def _add(self, number: int, chunk: OutputChunk) -> _Choice:
+        """Add a chunk of the prompt with this number to its choice, and return the choice."""
+        choice = self._choices[number * self._request.n + chunk.sample]
+        prepared = self._prompts[number]
+        if self._request.logprobs is not None and choice.logprobs is None:
             choice.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if not choice.has_begun:  # with what joins the text to its prompt
+        if not choice.has_begun:
             choice.has_begun = True
-            choice.text = begun.text if self._order.echo else ""
-            choice.place = len(choice.text) + len(piece.text)
-            if self._order.echo and choice.logprobs is not None:
-                self._add_prompt(choice.logprobs, begun, piece.scored)
-        choice.text += piece.text
-        self._clock(choice, piece)
-        for token, end in piece.tokens:
+            choice.text = prepared.text if self._request.echo else ""
+            choice.start = len(choice.text) + len(chunk.text)  # the first chunk's text joins prompt and continuation
+            if self._request.echo and choice.logprobs is not None:
+                self._add_prompt(choice.logprobs, prepared, chunk.scored)
+        choice.text += chunk.text
+        self._measure(choice, chunk)
+        for token, end in chunk.tokens:
             choice.num_tokens += 1
             if choice.logprobs is not None:
-                self._add_token(choice.logprobs, token, offset=choice.place + choice.end)
+                self._add_token(choice.logprobs, token, offset=choice.start + choice.end)
             choice.end = end
-        if piece.ending is not None:
-            choice.finish_reason = "length" if piece.ending.finish == "length" else "stop"
-            if piece.ending.past is not None:
-                choice.memory = self._keep(piece.ending, begun.prompt)
+        if chunk.ending is not None:
+            choice.finish_reason = "length" if chunk.ending.finish == "length" else "stop"
+            if chunk.ending.past is not None:
+                choice.memory = self._keep(chunk.ending, prepared.prompt)
         return choice
 
-    def _clock(self, choice: _Choice, piece: OutputChunk) -> None:
+    def _measure(self, choice: _Choice, chunk: OutputChunk) -> None:
+        """Record the time to the request's first token, the choice's time per further token, and their number."""
         now = time.monotonic()
-        if piece.tokens and not self._has_token:
+        if chunk.tokens and not self._has_token:
             self._has_token = True
-            self._metrics.first_token_s.observe(now - self._asked_at)
-        if piece.tokens and not choice.num_tokens:
+            self._metrics.first_token_s.observe(now - self._received_at)
+        if chunk.tokens and not choice.num_tokens:
             choice.first_at = now
-        others = choice.num_tokens + len(piece.tokens) - 1
-        if piece.ending is not None and others > 0:
-            self._metrics.per_token_s.observe((now - choice.first_at) / others)
-        self._metrics.made_tokens.inc(len(piece.tokens))
+        num_further = choice.num_tokens + len(chunk.tokens) - 1
+        if chunk.ending is not None and num_further > 0:
+            self._metrics.per_token_s.observe((now - choice.first_at) / num_further)
+        self._metrics.made_tokens.inc(len(chunk.tokens))
 
-    def _add_prompt(self, logprobs: dict[str, list[Any]], begun: PreparedPrompt, scored: Sequence[Scored]) -> None:
-        """The tokens of a prompt that is told with its text; nothing stands before the first of a text without a
-        beginning."""
-        prompt, decoder, offset = begun.prompt, self._tokenizer.decoder(), 0
+    def _add_prompt(self, logprobs: dict[str, list[Any]], prepared: PreparedPrompt, scored: Sequence[Scored]) -> None:
+        """Add an echoed prompt's tokens. The first one has no log-probability if no token was put before the text."""
+        prompt, decoder = prepared.prompt, self._tokenizer.decoder()
+        offset = 0
         if not prompt.num_led:
-            logprobs["tokens"].append(self._spelt(prompt.ids[0]))
-            for name, value in (("token_logprobs", None), ("top_logprobs", None), ("text_offset", 0)):
-                logprobs[name].append(value)
+            logprobs["tokens"].append(self._token_text(prompt.ids[0]))
+            logprobs["token_logprobs"].append(None)
+            logprobs["top_logprobs"].append(None)
+            logprobs["text_offset"].append(0)
             offset = len(decoder.push(prompt.ids[0]))
         for token in scored:
-            self._add_token(logprobs, token, offset=min(offset, len(begun.text)))
+            self._add_token(logprobs, token, offset=min(offset, len(prepared.text)))
             offset += len(decoder.push(token.id))
 
     def _add_token(self, logprobs: dict[str, list[Any]], token: Any, *, offset: int) -> None:
-        spelt = self._spelt(token.id)
+        text = self._token_text(token.id)
         top: dict[str, float] = {}
-        for i, log_p in token.top[: self._order.logprobs]:
-            top.setdefault(self._spelt(i), log_p)
-        logprobs["tokens"].append(spelt)
+        for i, log_p in token.top[: self._request.logprobs]:
+            top.setdefault(self._token_text(i), log_p)
+        logprobs["tokens"].append(text)
         logprobs["token_logprobs"].append(token.log_p)
-        logprobs["top_logprobs"].append(top | {spelt: token.log_p})
+        logprobs["top_logprobs"].append(top | {text: token.log_p})
         logprobs["text_offset"].append(offset)
 
-    def _spelt(self, i: int) -> str:
-        """A token's text; of one that is part of a character its bytes, as OpenAI writes them."""
+    def _token_text(self, i: int) -> str:
+        r"""Return a token's text; of a part of a character the bytes in OpenAI's form, such as `bytes:\xc3`."""
         if self._tokenizer.spellings is None:
             return self._tokenizer.decode([i])
         spelling = self._tokenizer.spellings[i]
@@ -232,14 +263,19 @@ class Answer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelling)
 
     def _usage(self) -> dict[str, int]:
-        num_prompt = sum(num_tokens_of(begun.prompt) for begun in self._begun)
-        num_made = sum(choice.num_tokens for choice in self._choices)
-        return {"prompt_tokens": num_prompt, "completion_tokens": num_made, "total_tokens": num_prompt + num_made}
+        num_prompt = sum(num_tokens_of(prepared.prompt) for prepared in self._prompts)
+        num_generated = sum(choice.num_tokens for choice in self._choices)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_generated,
+            "total_tokens": num_prompt + num_generated,
+        }
 
 
 def num_tokens_of(prompt: Prompt) -> int:
-    """Tokens that a client is told to have given: with an end-of-text before them, without what a memory held."""
-    return len(prompt.ids) - (prompt.past is not None)
+    """Return a prompt's number of tokens for its client: an end-of-text before it counts, a memory's token does not."""
+    has_token_of_memory = prompt.past is not None
+    return len(prompt.ids) - has_token_of_memory
 
 
 def _event(content: dict[str, Any]) -> bytes:
@@ -247,6 +283,6 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _padded_event(content: dict[str, Any]) -> bytes:
-    """An event with a field `obfuscation` of random characters, so that its size is a multiple of PADDED_BYTES."""
+    """Return an event with random characters in `obfuscation`, so that its size is a multiple of PADDED_BYTES."""
     num_missing = -len(_event({**content, "obfuscation": ""})) % PADDED_BYTES
     return _event({**content, "obfuscation": secrets.token_hex(PADDED_BYTES)[:num_missing]})

@@ -1,6 +1,7 @@
-"""What clients send and get: OpenAI's completions, with vLLM's names for what those lack, and memories.
+"""Requests and responses: OpenAI's completions, with vLLM's names for fields that OpenAI lacks, and memories.
 
-Requests are read strictly: a text is no number, and an unknown field is refused. A field that is null counts as absent.
+Requests are read strictly. A string is not accepted as a number, and an unknown field is refused. A field that is null
+counts as absent. The descriptions are part of /openapi.json.
 """
 
 from __future__ import annotations
@@ -12,31 +13,36 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 Id = Annotated[int, Field(ge=0, lt=2**32)]
 PromptField = str | list[str] | list[Id] | list[list[Id]]
-_PROMPT = "A text, a list of texts, the ids of a text, which are taken as they are, or a list of such."
+_PROMPT = "A text, a list of texts, the ids of a text, which are used as they are, or a list of lists of ids."
 _FORMS = "give a text, a list of texts, a list of ids, or a list of lists of ids"
 
 
-def _nullable(schema: dict[str, Any]) -> None:
-    """Optional fields may be null."""
+def _allow_null(schema: dict[str, Any]) -> None:
+    """Change a model's JSON schema so that each optional field may be null."""
+    required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
-        if name not in schema.get("required", []):
-            kept = {key: field.pop(key) for key in ("description", "title", "default") if key in field}
-            schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **kept}
+        if name in required:
+            continue
+        about = {key: field.pop(key) for key in ("description", "title", "default") if key in field}
+        schema["properties"][name] = {"anyOf": [field, {"type": "null"}], **about}
 
 
 class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_nullable)
+    """Base of all requests: strict, no unknown fields, null as absent."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_null)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, values: Any) -> Any:
-        return (
-            {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
-        )
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if value is not None}
 
     @field_validator("prompt", mode="wrap", check_fields=False)
     @classmethod
     def _one_message(cls, value: Any, check: Any, info: ValidationInfo) -> Any:
+        """Replace pydantic's messages, one for each form that does not fit, by one message."""
         try:
             return check(value)
         except ValueError:
@@ -44,29 +50,33 @@ class _Request(BaseModel):
 
 
 class StreamOptions(_Request):
-    """How a stream ends."""
+    """Options of a stream's chunks."""
 
-    include_usage: bool = Field(False, description="One more chunk at the end, with the usage.")
+    include_usage: bool = Field(False, description="Send one more chunk at the end, with the usage.")
     include_obfuscation: bool = Field(
-        False, description="Random characters in each chunk, so that its size does not give its text away."
+        False, description="Add random characters to each chunk, so that its size does not reveal its text."
     )
 
 
 class CompletionRequest(_Request):
-    """A prompt, or several, and how to go on with it."""
+    """One or several prompts, and how to continue them."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
-    prompt: PromptField = Field("", description=_PROMPT + ' Without it, or for "", a document is begun.')
-    max_tokens: int = Field(16, ge=0, lt=2**31, description="Most tokens to make; 0 makes none.")
+    prompt: PromptField = Field("", description=_PROMPT + ' Without it, or for "", the text begins a document.')
+    max_tokens: int = Field(16, ge=0, lt=2**31, description="Maximum number of tokens to generate; 0 generates none.")
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Keep the fewest likeliest tokens that sum to this.")
-    n: int = Field(1, ge=1, lt=2**31, description="Texts of each prompt.")
-    stream: bool = Field(False, description="Pieces of text as they are made, as server-sent events.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Sample from the fewest likeliest tokens whose probabilities sum to this."
+    )
+    n: int = Field(1, ge=1, lt=2**31, description="Number of texts per prompt.")
+    stream: bool = Field(False, description="Send pieces of text while they are generated, as server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    logprobs: int | None = Field(None, ge=0, lt=2**31, description="Tell so many of the likeliest with each token.")
-    echo: bool = Field(False, description="The text begins with the prompt; with logprobs of its tokens too.")
+    logprobs: int | None = Field(
+        None, ge=0, lt=2**31, description="Return the log-probability of each token, and of this many likeliest ones."
+    )
+    echo: bool = Field(False, description="Begin the text with the prompt; logprobs then include the prompt's tokens.")
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] = Field(
-        [], description="The text ends before the first of these."
+        [], description="End the text before the first of these strings."
     )
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text.")
     user: str = Field("", description="Accepted without effect.")
@@ -78,18 +88,22 @@ class CompletionRequest(_Request):
     prompt_cache_options: dict[str, Any] = Field({}, description="Accepted without effect.")
     prompt_cache_retention: str = Field("", description="Accepted without effect.")
     suffix: str = Field("", max_length=0, description="Not supported: nothing can be put into a text.")
-    best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported, but for the value of n.")
+    best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported, except the value of n.")
     presence_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: there is repetition_penalty.")
     frequency_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: there is repetition_penalty.")
     logit_bias: dict[str, float] = Field({}, max_length=0, description="Not supported: there is allowed_token_ids.")
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Keep so many of the likeliest tokens; 0 or -1 keeps all.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Keep tokens so many times as likely as the likeliest.")
-    repetition_penalty: float = Field(
-        1.0, ge=1, le=1000, description="Multiplies the log-probability of tokens that were there already."
+    top_k: int = Field(0, ge=-1, lt=2**31, description="Sample from this many likeliest tokens; 0 or -1 is all.")
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Sample from tokens at least this many times as likely as the likeliest."
     )
-    allowed_token_ids: list[Id] = Field([], max_length=4096, description="No other tokens are made; none allows all.")
-    memory: str = Field("", max_length=200, description="Begin from this memory; its text is not read again.")
-    keep_memory: bool = Field(False, description="Keep what is remembered of each prompt and its text.")
+    repetition_penalty: float = Field(
+        1.0, ge=1, le=1000, description="Multiplies the log-probability of tokens that have occurred; 1 does nothing."
+    )
+    allowed_token_ids: list[Id] = Field(
+        [], max_length=4096, description="Generate no tokens but these; an empty list allows all."
+    )
+    memory: str = Field("", max_length=200, description="Id of a memory to begin from; its text is not read again.")
+    keep_memory: bool = Field(False, description="Store the memory after each text.")
 
     @model_validator(mode="after")
     def _agree(self) -> CompletionRequest:
@@ -101,47 +115,47 @@ class CompletionRequest(_Request):
 
 
 class MemoryRequest(_Request):
-    """A text to remember."""
+    """A text to make a memory of."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
-    prompt: str | list[Id] = Field(description="A text, or its ids, which are taken as they are.")
-    memory: str = Field("", max_length=200, description="What was read before it.")
+    prompt: str | list[Id] = Field(description="A text, or its ids, which are used as they are.")
+    memory: str = Field("", max_length=200, description="Id of a memory to begin from.")
 
 
 class TokenizeRequest(_Request):
-    """A text whose ids are asked for, by vLLM's names."""
+    """A text to tokenize, with vLLM's field names."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
     prompt: str = Field(description="The text.")
-    add_special_tokens: bool = Field(True, description="With what is put before a text, where a document begins.")
+    add_special_tokens: bool = Field(True, description="Include the token that begins a document, if there is one.")
 
 
 class DetokenizeRequest(_Request):
-    """Ids whose text is asked for."""
+    """Ids to make a text of."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
     tokens: list[Id]
 
 
 class Kept(BaseModel):
-    """A memory that is kept."""
+    """A stored memory, by its id."""
 
     id: str
-    tokens: int = Field(description="So many are remembered; of a longer text the last.")
-    expires: int = Field(description="Unix time in seconds, if nobody uses it before.")
+    tokens: int = Field(description="Number of tokens in the memory: the last ones of a longer text.")
+    expires: int = Field(description="Unix time in seconds at which it expires if nobody uses it before.")
 
 
 class Logprobs(BaseModel):
-    """Of the tokens of a text."""
+    """Log-probabilities of a text's tokens."""
 
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="In nats; null where nothing stands before.")
+    token_logprobs: list[float | None] = Field(description="In nats; null for a token with nothing before it.")
     top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Characters of the text before each token.")
+    text_offset: list[int] = Field(description="Number of characters of the text before each token.")
 
 
 class CompletionChoice(BaseModel):
-    """A text."""
+    """One text of a completion."""
 
     index: int
     text: str
@@ -151,7 +165,7 @@ class CompletionChoice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens that were read and made."""
+    """Number of tokens read and generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -159,7 +173,7 @@ class Usage(BaseModel):
 
 
 class Completion(BaseModel):
-    """The texts of a request; of a stream, a piece of one."""
+    """Texts of a request; in a stream, a piece of one text."""
 
     id: str
     object: Literal["text_completion"]
@@ -170,16 +184,16 @@ class Completion(BaseModel):
 
 
 class Model(BaseModel):
-    """The model that is served."""
+    """Facts of the served model."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int = Field(description="Most tokens of a prompt and its text.")
-    memory_len: int = Field(description="Tokens of the past that are seen.")
+    max_model_len: int = Field(description="Maximum number of tokens of a prompt and its text.")
+    memory_len: int = Field(description="Number of tokens of memory.")
     vocab_size: int
-    parameters: int = Field(description="Number of weights; a weight that is used twice counts once.")
+    parameters: int = Field(description="Number of parameters; tied ones count once.")
     num_layers: int
     width: int
     num_heads: int
@@ -189,14 +203,14 @@ class Model(BaseModel):
 
 
 class Models(BaseModel):
-    """One."""
+    """List with the served model."""
 
     object: Literal["list"]
     data: list[Model]
 
 
 class Tokens(BaseModel):
-    """The ids of a text."""
+    """Ids of a text, with their number."""
 
     count: int
     max_model_len: int
@@ -204,21 +218,21 @@ class Tokens(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """The text of ids."""
+    """Text of a list of ids."""
 
     prompt: str
 
 
 class TokenizerInfo(BaseModel):
-    """What harnesses ask of a tokenizer. No special token has a text that would be read as it."""
+    """Facts that evaluation harnesses ask of a tokenizer. No text is tokenized to a special token."""
 
     vocab_size: int
     eos_token: None
-    eos_token_id: int | None = Field(description="Of the end-of-text, which also begins a document.")
+    eos_token_id: int | None = Field(description="Id of end-of-text, which also begins a document.")
 
 
 class MemoryObject(Kept):
-    """Facts of a memory."""
+    """Facts of a stored memory."""
 
     object: Literal["memory"]
     model: str
@@ -227,7 +241,7 @@ class MemoryObject(Kept):
 
 
 class Deleted(BaseModel):
-    """A memory is gone."""
+    """Confirmation that a memory was deleted."""
 
     id: str
     object: Literal["memory"]
@@ -235,14 +249,14 @@ class Deleted(BaseModel):
 
 
 class HealthStatus(BaseModel):
-    """Whether requests are taken."""
+    """Whether the server accepts requests."""
 
     status: Literal["ok", "draining"]
     model: str
 
 
 class ErrorFacts(BaseModel):
-    """What is wrong, where, and what to do."""
+    """Error: what is wrong, in which field, and what to do."""
 
     message: str
     type: str
@@ -251,6 +265,6 @@ class ErrorFacts(BaseModel):
 
 
 class Error(BaseModel):
-    """In OpenAI's form."""
+    """Error in OpenAI's form."""
 
     error: ErrorFacts

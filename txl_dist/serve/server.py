@@ -1,5 +1,8 @@
-"""A server from its start to its end. On SIGTERM or SIGINT it drains: new requests are refused, those in work get their
-time, and then it is gone, with exit code 0."""
+"""Server process from start to end.
+
+On SIGTERM or SIGINT it drains. New requests are refused, and those in work get up to `--grace` seconds. Then the
+process ends with exit code 0. A second signal ends it at once.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,12 @@ from txl_dist.serve.middleware import Gate
 from txl_dist.serve.options import Serving
 from txl_dist.serve.service import Service
 
-LAST_WORDS_S = 5.0
-"""Seconds for what was made to reach its clients, once all texts have ended."""
+FLUSH_S = 5.0
+"""Seconds for output to reach its clients, after all texts have ended."""
 
 
 class Server:
-    """A model, served on a socket that listens."""
+    """HTTP server of one model on a listening socket."""
 
     def __init__(self, model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
         self.url, self._listening = url_of(listening), listening
@@ -42,7 +45,7 @@ class Server:
             lifespan="off",
             ws="none",
             server_header=False,
-            timeout_graceful_shutdown=round(LAST_WORDS_S),
+            timeout_graceful_shutdown=round(FLUSH_S),
         )
         self._server = _Uvicorn(config)
         self._draining: asyncio.Task[None] | None = None
@@ -54,7 +57,11 @@ class Server:
         return self._server.started
 
     async def run(self, *, heeds_signals: bool) -> None:
-        """Serve until somebody asks to stop. Raises TxlError where nothing can be written any more."""
+        """Serve until a stop is requested. Raises TxlError if the worker failed for good.
+
+        Args:
+            heeds_signals: Whether SIGTERM and SIGINT request a stop.
+        """
         self._loop = loop = asyncio.get_running_loop()
         if heeds_signals:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -68,12 +75,12 @@ class Server:
             raise TxlError("nothing can be written any more; the log says why. Start again, perhaps with fewer --rows.")
 
     def stop(self) -> None:
-        """Drain and end; from any thread."""
+        """Request a stop: drain, then end. May be called from any thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        if self._draining is not None:  # asked twice: now
+        if self._draining is not None:  # the second request ends the server at once
             self._server.should_exit = self._server.force_exit = True
             return
         logger.info("draining: %s in work", counted(self._gate.num_active, "request"))
@@ -85,13 +92,13 @@ class Server:
         while self._gate.num_active and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.service.worker.set_deadline(by=time.monotonic())
-        while self._gate.num_active and time.monotonic() < end + LAST_WORDS_S:
+        while self._gate.num_active and time.monotonic() < end + FLUSH_S:
             await asyncio.sleep(0.05)
         self._server.should_exit = True
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without handlers of signals of its own, which would close the door to those who are to be told 503."""
+    """uvicorn without its signal handlers, which would refuse connections that are to get HTTP 503."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -99,7 +106,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def serve(model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
-    """Serve until a signal asks to stop, and all that was begun has ended."""
+    """Serve a model until SIGTERM or SIGINT, and until the requests in work have ended."""
     for handler in logger.handlers:
         logging.getLogger("uvicorn.error").addHandler(handler)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

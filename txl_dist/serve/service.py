@@ -1,7 +1,7 @@
-"""What all requests to a server share: the model, the thread that owns it, the memories, and the limits.
+"""State that all requests to a server share: the model, the worker thread, the stored memories, and the limits.
 
-Requests are checked here, in the event loop; ids are made of long texts in other threads; the worker does the rest. A
-prompt that nobody waits for any more leaves the worker.
+Requests are checked here, in the event loop. Long texts are tokenized in other threads. The worker generates. When a
+client disconnects, its prompts leave the worker.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from txl_dist.serve.responses import OutputQueue, PreparedPrompt, num_tokens_of
 from txl_dist.serve.worker import GenerationRequest, QueueFullError, Worker
 
 LONG_TEXT = 4_000
-"""Characters of a text whose ids are made in another thread."""
+"""Number of characters above which a text is tokenized in another thread."""
 
 
 class Service:
-    """A model that is served, with all that its requests share."""
+    """A served model, with the state that all its requests share."""
 
     def __init__(self, model: LanguageModel, serving: Serving, *, name: str) -> None:
         self.model, self.serving, self.name = model, serving, name
@@ -44,7 +44,7 @@ class Service:
         )
         self.metrics, self.created = Metrics(), int(time.time())
         self.is_draining = False
-        _ = model.fingerprint  # now, for it reads all weights
+        _ = model.fingerprint  # computed now and cached, because it reads all weights
         self.memory_len = model.window(serving.memory_len)
         self._keys = itertools.count()
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
@@ -58,26 +58,28 @@ class Service:
 
     @property
     def largest_memory(self) -> int:
-        """Bytes of a memory that is full."""
-        section, itemsize = self.model.network.section, self.model.network.embedding.weight(0).itemsize
-        key_value = 2 * section.num_layers * section.num_heads * section.head_width * itemsize
-        return self.memory_len * (key_value + 8)  # and a document
+        """Size in bytes of a memory with `memory_len` tokens."""
+        section = self.model.network.section
+        itemsize = self.model.network.embedding.weight(0).itemsize
+        key_and_value_bytes = 2 * section.num_layers * section.num_heads * section.head_width * itemsize
+        document_bytes = 8
+        return self.memory_len * (key_and_value_bytes + document_bytes)
 
     @property
     def remembers(self) -> bool:
-        """Whether the model's positions know a memory."""
+        """Whether the model's positions scheme allows a memory."""
         return self.model.network.section.scheme.uses_memory
 
     def check_name(self, name: str) -> None:
-        """Raises RefusalError for a model that is not here."""
+        """Raise APIError 404 if the model has another name; an empty name is this model."""
         if name not in ("", self.name):
             message = f"there is no model {name!r} here, but {self.name!r}. Ask for that, or leave `model` out."
             raise APIError(404, message, param="model", code="model_not_found")
 
     def memory(self, name: str) -> StoredMemory:
-        """A memory by its handle. Raises RefusalError."""
-        held = self.memories.get(name)
-        if held is None:
+        """Return a stored memory by its id. Raises APIError 404 if there is none."""
+        stored = self.memories.get(name)
+        if stored is None:
             raise APIError(
                 404,
                 f"there is no memory {name!r}: it expired, gave way to newer ones or was never here. Give the whole "
@@ -85,10 +87,10 @@ class Service:
                 param="memory",
                 code="memory_not_found",
             )
-        return held
+        return stored
 
     def check_room(self, *, num_memories: int) -> None:
-        """Raises RefusalError where so many memories of this model could not be kept."""
+        """Raise APIError if this number of full memories could not be stored, or the model has no memory."""
         if not self.remembers:
             positions = self.model.network.section.positions
             raise APIError(400, f"a model with {positions} positions remembers nothing. Give whole texts.")
@@ -100,20 +102,23 @@ class Service:
             raise APIError(400, message, code="too_many_memories")
 
     async def prompt(self, text: Text, memory: TextMemory | None) -> PreparedPrompt:
-        """A prompt's ids. Raises RefusalError for one that the model cannot begin with, or that is too long."""
+        """Tokenize a prompt. Raises APIError if it is too long, or if the model cannot begin with it."""
 
-        def begin() -> PreparedPrompt:
-            shown = text if isinstance(text, str) else self.model.decode(text)
-            return PreparedPrompt(self.model.prompt(text, memory), shown)
+        def prepare() -> PreparedPrompt:
+            shown_text = text if isinstance(text, str) else self.model.decode(text)
+            return PreparedPrompt(self.model.prompt(text, memory), shown_text)
 
         if not isinstance(text, str):
             self._check_length(len(text))
         try:
-            begun = await run_in_threadpool(begin) if len(text) > LONG_TEXT else begin()
+            if len(text) > LONG_TEXT:
+                prepared = await run_in_threadpool(prepare)
+            else:
+                prepared = prepare()
         except TxlError as error:
             raise APIError(400, str(error), param="prompt", code="invalid_value") from error
-        self._check_length(num_tokens_of(begun.prompt))
-        return begun
+        self._check_length(num_tokens_of(prepared.prompt))
+        return prepared
 
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self.serving.max_prompt:
@@ -127,40 +132,53 @@ class Service:
 
     @asynccontextmanager
     async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[OutputQueue]:
-        """Prompts in work while the block goes on. Raises RefusalError if there are too many."""
-        inbox, deadline = OutputQueue(), time.monotonic() + self.serving.timeout
-        made = [
-            GenerationRequest(next(self._keys), deliver=partial(inbox.put, number), deadline=deadline, **values)
-            for number, values in enumerate(jobs)
-        ]
+        """Run prompts in the worker during the block, and yield the queue of their output.
+
+        The end of the block cancels them. A client that disconnects closes the queue.
+        Raises APIError 429 if the worker's queue is full.
+
+        Args:
+            jobs: Fields of `GenerationRequest`: prompt, writing, and those that are not at their default.
+        """
+        outputs = OutputQueue()
+        deadline = time.monotonic() + self.serving.timeout
+        requests = []
+        for number, values in enumerate(jobs):
+            deliver = partial(outputs.put, number)
+            requests.append(GenerationRequest(next(self._keys), deliver=deliver, deadline=deadline, **values))
         try:
-            self.worker.submit(made)
+            self.worker.submit(requests)
         except QueueFullError:
             raise APIError(429, "too many prompts wait already. Come again later.", code="queue_full") from None
-        watch = asyncio.ensure_future(_until_gone(receive, inbox))
+        watch = asyncio.ensure_future(_close_on_disconnect(receive, outputs))
         try:
-            yield inbox
+            yield outputs
         finally:
             watch.cancel()
-            self.worker.cancel([job.key for job in made])
+            self.worker.cancel([job.key for job in requests])
 
     def keep(self, ending: Completion, prompt: Prompt) -> StoredMemory:
-        """What is remembered behind a text."""
+        """Store the memory after a prompt and its text."""
         memory = self.model.generation("", ending, prompt).memory
         assert memory is not None
         return self.memories.put(memory)
 
-    def told(self, held: StoredMemory) -> dict[str, Any]:
-        """What clients are told of a memory."""
-        return {"id": held.id, "tokens": len(held.memory), "expires": self.memories.expires(held)}
+    def payload(self, stored: StoredMemory) -> dict[str, Any]:
+        """Return the short description of a memory that is part of a completion (`schema.Kept`)."""
+        return {"id": stored.id, "tokens": len(stored.memory), "expires": self.memories.expires(stored)}
 
-    def facts(self, held: StoredMemory) -> dict[str, Any]:
-        """All of it."""
-        facts = {"object": "memory", "model": self.name, "bytes": held.memory.num_bytes, "created": int(held.created)}
-        return {**self.told(held), **facts}
+    def metadata(self, stored: StoredMemory) -> dict[str, Any]:
+        """Return the whole description of a memory (`schema.MemoryObject`)."""
+        return {
+            **self.payload(stored),
+            "object": "memory",
+            "model": self.name,
+            "bytes": stored.memory.num_bytes,
+            "created": int(stored.created),
+        }
 
 
-async def _until_gone(receive: Receive, inbox: OutputQueue) -> None:
+async def _close_on_disconnect(receive: Receive, outputs: OutputQueue) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    inbox.close()
+    outputs.close()

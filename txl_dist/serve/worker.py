@@ -1,11 +1,11 @@
-"""The thread that owns the model: it takes prompts as they come, makes a token of every text at each step, and hands
-the pieces to the event loop, which it never waits for.
+"""Thread that owns the model. Each step generates one token of every running text, and chunks go to the event loop.
 
-    worker.submit([job, ...])       any thread: into the queue, or QueueFullError
-    worker.cancel([key, ...])       any thread: nobody wants these any more
+    worker.submit([job, ...])       any thread: adds prompts to the queue, or raises QueueFullError
+    worker.cancel([key, ...])       any thread: drops prompts that nobody waits for
 
-Between two steps, and only there, prompts come and go: those that wait are begun while there is room, those whose time
-is over end as they are. What a client does not read waits with the client's connection, not here.
+The set of running prompts changes only between two steps. Queued prompts start while there is room. Prompts past
+their deadline end with the text they have. The thread never waits for the event loop. Output that a client does not
+read is buffered in the client's connection, not here.
 """
 
 from __future__ import annotations
@@ -26,83 +26,89 @@ from txl_dist.inference.options import SamplingParams
 from txl_dist.inference.scheduler import OutputChunk, Prompt, Scheduler
 
 PIECE_S = 0.0004
-"""Seconds per text between two times that pieces are handed out. To send a piece takes the event loop half of that, in
-which this thread does not get on; so of one text every token is sent at once, and of 64 those of 25 ms together."""
+"""Seconds between two deliveries to the event loop, per running text. Sending a chunk takes the event loop half of
+that, while this thread cannot run. So one text gets each token at once, and 64 texts get those of 25 ms together."""
 
 
 class QueueFullError(Exception):
-    """There are too many prompts already."""
+    """The queue has no room for these prompts."""
 
 
 class LateError(TxlError):
-    """The time of a request was over before its text had begun."""
+    """Timeout of a request before its text began."""
 
 
 class StoppingError(TxlError):
-    """The server ended before a text had begun."""
+    """Shutdown of the server before a text began."""
 
 
 class DefectError(TxlError):
-    """A defect of ours."""
+    """Error inside the server, not caused by the request."""
 
 
 @dataclass
 class GenerationRequest:
-    """A prompt, how it is gone on with, and who wants to know."""
+    """A prompt, its sampling parameters, and the callback for its output."""
 
     key: int
+    """Unique number of the prompt."""
     prompt: Prompt
     writing: SamplingParams
     deliver: Callable[[OutputChunk], None]
-    """Called in the event loop."""
+    """Callback for each chunk. It runs in the event loop."""
     deadline: float
-    """By time.monotonic()."""
+    """Time by time.monotonic() at which the texts end as they are."""
     keeps_memory: bool = False
+    """Whether the last chunk of each text has the memory after it."""
     scores_prompt: bool = False
+    """Whether the first chunk has log-probabilities of the prompt's tokens."""
     num_left: int = 0
-    """Texts that have not ended."""
+    """Number of texts that have not ended."""
     has_begun: bool = False
-    """Whether anything of it was delivered."""
+    """Whether a chunk was delivered."""
 
 
 class Worker:
-    """A thread that writes. Started by `start`, and ended by `stop`."""
+    """Thread that generates texts, from `start` to `stop`."""
 
     def __init__(self, model: LanguageModel, *, num_rows: int, max_queue: int, memory_len: int = -1) -> None:
         self._model, self._num_rows, self._memory_len = model, num_rows, memory_len
         self._max_queue = max_queue
-        self._changed = threading.Condition()  # guards the three that follow
+        self._changed = threading.Condition()  # guards the next three attributes
         self._waiting: deque[GenerationRequest] = deque()
-        self._unwanted: set[int] = set()
+        self._cancelled: set[int] = set()
         self._is_stopped = False
-        self._end_of_all = math.inf  # by time.monotonic()
-        self._jobs: dict[int, GenerationRequest] = {}  # in work; of the thread alone
-        self._to_hand_out: list[tuple[Callable[[OutputChunk], None], OutputChunk]] = []
-        self._handed_out_at = 0.0
-        self._writer = self._new_writer()
+        self._deadline_of_all = math.inf  # by time.monotonic()
+        self._jobs: dict[int, GenerationRequest] = {}  # running prompts; only the thread uses this
+        self._undelivered: list[tuple[Callable[[OutputChunk], None], OutputChunk]] = []
+        self._delivered_at = 0.0
+        self._scheduler = self._new_scheduler()
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], object] = lambda: None
         self.has_failed = False
-        """Whether nothing can be written any more."""
+        """Whether the worker has ended because it can generate nothing any more."""
 
     @property
     def num_waiting(self) -> int:
-        """Prompts that wait."""
+        """Number of prompts in the queue."""
         return len(self._waiting)
 
     @property
     def num_rows(self) -> int:
-        """Texts that are written."""
-        return self._writer.num_rows
+        """Number of texts that are being generated."""
+        return self._scheduler.num_rows
 
     def start(self, loop: asyncio.AbstractEventLoop, *, on_failure: Callable[[], object]) -> None:
-        """Begin; pieces are delivered in this loop, and where nothing can be written any more it is told so."""
+        """Start the thread. Chunks are delivered in `loop`; `on_failure` is called there if the worker fails for good.
+
+        A failure for good is one after which no new scheduler can be made, for lack of GPU memory for instance.
+        """
         self._loop, self._on_failure = loop, on_failure
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step that is going on."""
+        """Stop the thread after the current step, and wait for it."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -110,7 +116,7 @@ class Worker:
             self._thread.join()
 
     def submit(self, jobs: Sequence[GenerationRequest]) -> None:
-        """Take prompts, all or none. Raises QueueFullError."""
+        """Queue all of these prompts, or none of them. Raises QueueFullError if there is no room for all."""
         with self._changed:
             if len(self._waiting) + len(jobs) > self._max_queue:
                 raise QueueFullError
@@ -118,118 +124,124 @@ class Worker:
             self._changed.notify()
 
     def cancel(self, keys: Sequence[int]) -> None:
-        """Stop work on prompts, if there is any."""
+        """Stop work on the prompts with these keys. Keys of prompts that have ended are ignored."""
         with self._changed:
-            self._unwanted.update(keys)
+            self._cancelled.update(keys)
             self._changed.notify()
 
     def set_deadline(self, *, by: float) -> None:
-        """Nothing takes longer than until then."""
-        self._end_of_all = by
+        """Let no prompt run past this time, by time.monotonic()."""
+        self._deadline_of_all = by
 
-    def _new_writer(self) -> Scheduler:
+    def _new_scheduler(self) -> Scheduler:
         return self._model.writer(num_rows=self._num_rows, memory_len=self._memory_len)
 
     def _run(self) -> None:
         while True:
             try:
-                if not self._take_orders():
+                if not self._update_jobs():
                     return
-                pieces = [*self._cut_late(), *self._writer.step()]
-            except Exception as error:  # noqa: BLE001  a defect, or no memory left: those in work are lost, the next are not
+                chunks = self._end_late_jobs()
+                chunks += self._scheduler.step()
+            except Exception as error:  # noqa: BLE001  a defect, or no memory left: running prompts are lost, later ones not
                 logger.exception("work on %s failed", counted(len(self._jobs), "prompt"))
-                self._fail(error)
+                self._fail_jobs(error)
                 try:
-                    self._writer = self._new_writer()
-                except Exception as why:  # noqa: BLE001  who waits is told; then the server ends
+                    self._scheduler = self._new_scheduler()
+                except Exception as final_error:  # noqa: BLE001  waiting clients get the error; then the server ends
                     logger.exception("nothing can be written any more")
-                    self._end(why)
+                    self._fail_for_good(final_error)
                     return
             else:
-                self._hand_out(pieces)
+                self._deliver_or_collect(chunks)
 
-    def _fail(self, error: Exception) -> None:
-        """Tell those in work."""
+    def _fail_jobs(self, error: Exception) -> None:
+        """Deliver an error to every running prompt."""
         failure = error if isinstance(error, TxlError) else DefectError("the server failed; its log says why.")
-        self._hand_out([OutputChunk(key, 0, "", None, error=failure) for key in self._jobs])
+        self._deliver_or_collect([OutputChunk(key, 0, "", None, error=failure) for key in self._jobs])
 
-    def _end(self, error: Exception) -> None:
+    def _fail_for_good(self, error: Exception) -> None:
+        """Deliver an error to every running and queued prompt, and call `on_failure`."""
         with self._changed:
             self._jobs |= {job.key: job for job in self._waiting}
             self._waiting.clear()
-        self._fail(error)
+        self._fail_jobs(error)
         self.has_failed = True
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._on_failure)
 
-    def _take_orders(self) -> bool:
-        """Wait until there is something to do; whether there is. Who is unwanted leaves, who fits is begun."""
+    def _update_jobs(self) -> bool:
+        """Wait for work, drop cancelled prompts, and start queued ones. Returns False when the thread must stop."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._jobs or self._unwanted)
-            unwanted, self._unwanted = self._unwanted, set()
-            if unwanted:
-                self._waiting = deque(job for job in self._waiting if job.key not in unwanted)
+            self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._jobs or self._cancelled)
+            cancelled, self._cancelled = self._cancelled, set()
+            if cancelled:
+                self._waiting = deque(job for job in self._waiting if job.key not in cancelled)
             if self._is_stopped:
                 return False
-        # Without the lock, for the event loop waits for it: to drop a row may be to copy the others.
-        for key in unwanted & self._jobs.keys():
-            self._writer.remove(key)
+        # Not under the lock, because the event loop may wait for it: removing a row may copy the other rows.
+        for key in cancelled & self._jobs.keys():
+            self._scheduler.remove(key)
             del self._jobs[key]
-        while self._writer.has_room and (job := self._next()) is not None:
-            self._jobs[job.key], job.num_left = job, job.writing.num_samples
-            self._writer.add(
+        while self._scheduler.has_room:
+            job = self._pop_waiting()
+            if job is None:
+                break
+            self._jobs[job.key] = job
+            job.num_left = job.writing.num_samples
+            self._scheduler.add(
                 job.key, job.prompt, job.writing, keeps_memory=job.keeps_memory, scores_prompt=job.scores_prompt
             )
         return True
 
-    def _next(self) -> GenerationRequest | None:
+    def _pop_waiting(self) -> GenerationRequest | None:
         with self._changed:
             return self._waiting.popleft() if self._waiting else None
 
-    def _cut_late(self) -> list[OutputChunk]:
+    def _end_late_jobs(self) -> list[OutputChunk]:
+        """End the prompts past their deadline: with the text they have, or with an error if nothing was delivered."""
         now = time.monotonic()
         with self._changed:
-            late = [job for job in self._waiting if self._is_late(job, now)]
-            if late:
+            late_waiting = [job for job in self._waiting if self._is_late(job, now)]
+            if late_waiting:
                 self._waiting = deque(job for job in self._waiting if not self._is_late(job, now))
-        self._jobs |= {job.key: job for job in late}
-        pieces: list[OutputChunk] = []
-        for job in [job for job in self._jobs.values() if self._is_late(job, now)]:
-            ended = self._writer.cut(job.key)
+        self._jobs |= {job.key: job for job in late_waiting}
+        late_jobs = [job for job in self._jobs.values() if self._is_late(job, now)]
+        chunks: list[OutputChunk] = []
+        for job in late_jobs:
+            last_chunks = self._scheduler.cut(job.key)
             if job.has_begun:
-                pieces += ended
-            else:
-                is_end = self._end_of_all < job.deadline
-                error = (
-                    StoppingError("the server is stopping.")
-                    if is_end
-                    else LateError("the time of this request is over.")
-                )
-                pieces.append(OutputChunk(job.key, 0, "", None, error=error))
-        return pieces
+                chunks += last_chunks
+                continue
+            error: TxlError = LateError("the time of this request is over.")
+            if self._deadline_of_all < job.deadline:
+                error = StoppingError("the server is stopping.")
+            chunks.append(OutputChunk(job.key, 0, "", None, error=error))
+        return chunks
 
     def _is_late(self, job: GenerationRequest, now: float) -> bool:
-        return min(job.deadline, self._end_of_all) < now
+        return min(job.deadline, self._deadline_of_all) < now
 
-    def _hand_out(self, pieces: list[OutputChunk]) -> None:
-        """To the event loop, unless it was given something just now and more is to come."""
+    def _deliver_or_collect(self, chunks: list[OutputChunk]) -> None:
+        """Deliver chunks to the event loop, or collect them for the next step if the last delivery is recent."""
         num_texts = max(1, len(self._jobs))
-        for piece in pieces:
-            job = self._jobs.get(piece.prompt)
+        for chunk in chunks:
+            job = self._jobs.get(chunk.prompt)
             if job is None:
                 continue
             job.has_begun = True
-            job.num_left -= piece.ending is not None
-            if piece.error is not None or job.num_left == 0:
+            job.num_left -= chunk.ending is not None
+            if chunk.error is not None or job.num_left == 0:
                 del self._jobs[job.key]
-            self._to_hand_out.append((job.deliver, piece))
+            self._undelivered.append((job.deliver, chunk))
         now = time.monotonic()
-        if self._to_hand_out and (now >= self._handed_out_at + PIECE_S * num_texts or not self._jobs):
+        is_due = now >= self._delivered_at + PIECE_S * num_texts or not self._jobs
+        if self._undelivered and is_due:
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(_deliver, self._to_hand_out)
-            self._to_hand_out, self._handed_out_at = [], now
+            self._loop.call_soon_threadsafe(_deliver, self._undelivered)
+            self._undelivered, self._delivered_at = [], now
 
 
-def _deliver(pieces: list[tuple[Callable[[OutputChunk], None], OutputChunk]]) -> None:
-    for deliver, piece in pieces:
-        deliver(piece)
+def _deliver(chunks: list[tuple[Callable[[OutputChunk], None], OutputChunk]]) -> None:
+    for deliver, chunk in chunks:
+        deliver(chunk)

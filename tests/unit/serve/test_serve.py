@@ -929,7 +929,7 @@ def test_a_port_in_use_is_told_before_anything_is_loaded() -> None:
 def test_a_defect_costs_those_in_work_their_texts_and_nobody_else(server: Served, monkeypatch: Any) -> None:
     worker = server.service.worker
     with monkeypatch.context() as patch:
-        patch.setattr(worker._writer, "step", lambda: 1 / 0)
+        patch.setattr(worker._scheduler, "step", lambda: 1 / 0)
         reply = server.complete(TEXT)
         assert reply.status == 500
         assert "its log says why" in reply.message
@@ -944,8 +944,8 @@ def test_a_server_that_can_write_nothing_any_more_says_so_and_ends(monkeypatch: 
         running = pool.submit(lambda: asyncio.run(server.run(heeds_signals=False)))
         wait_until(lambda: server.has_started)
         worker = server.service.worker
-        monkeypatch.setattr(worker._writer, "step", lambda: 1 / 0)
-        monkeypatch.setattr(worker, "_new_writer", lambda: 1 / 0)
+        monkeypatch.setattr(worker._scheduler, "step", lambda: 1 / 0)
+        monkeypatch.setattr(worker, "_new_scheduler", lambda: 1 / 0)
         assert Served(server).complete(TEXT).status == 500
         with pytest.raises(TxlError, match="nothing can be written any more"):
             running.result(timeout=30)

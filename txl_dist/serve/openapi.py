@@ -1,0 +1,82 @@
+"""Descriptions of routes for /openapi.json: responses, request bodies, and the schemas of these bodies.
+
+Routes read their bodies themselves, so FastAPI does not know the requests' models. `describe_requests` adds them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from txl_dist.serve import schema
+from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
+
+UPLOAD = "application/octet-stream"
+"""Content type of a memory's file."""
+ANY_ERROR = (400, 404, 408, 413, 415, 429, 500, 503)
+"""Statuses with which a request that runs the model may be refused."""
+MEMORY_ERRORS = (404, 408, 413, 429, 503)
+"""Statuses with which a request for a stored memory may be refused."""
+_MEANINGS = {
+    400: "What is asked cannot be done; `param` says which field.",
+    401: "The key is missing or wrong.",
+    404: "There is no such model or memory (any more).",
+    408: "The body came too slowly, or the time of the request was over before a text of it had begun.",
+    413: "The body is too long.",
+    415: "The content type is none that is read here.",
+    429: "Too many requests wait already; try again after Retry-After seconds.",
+    500: "A defect, or a model whose probabilities are not finite.",
+    503: "The server is stopping, or has no room for a memory.",
+}
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+COMPLETION_RESPONSE: dict[str, Any] = {
+    "model": schema.Completion,
+    "description": "The texts; with `stream` their pieces, each a Completion in a server-sent event.",
+    "content": {"text/event-stream": {"schema": _EVENT}},
+}
+FILE_RESPONSE: dict[str, Any] = {"content": {UPLOAD: _BINARY}}
+METRICS_RESPONSE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type": "string"}}}}
+
+
+def responses(*errors: int, success: dict[str, Any], status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """Return a route's responses by status: 401, the other `errors`, and `success` under its `status`."""
+    by_status: dict[int | str, dict[str, Any]] = {}
+    for code in (401, *errors):
+        by_status[code] = {"model": schema.Error, "description": _MEANINGS[code]}
+    by_status[status] = success
+    return by_status
+
+
+def json_response(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a JSON response; its text is the model's docstring."""
+    return {"model": model, "description": model.__doc__}
+
+
+def request_body(model: type[BaseModel], *, accepts_file: bool = False) -> dict[str, Any]:
+    """Return the `openapi_extra` of a route whose body is this model, or also a memory's file."""
+    reference = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content: dict[str, Any] = {"application/json": {"schema": reference}}
+    if accepts_file:
+        content[UPLOAD] = _BINARY
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def describe_requests(app: FastAPI) -> None:
+    """Make the app's OpenAPI description include the models of request bodies, and leave out status 422."""
+    make_description = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        description = make_description()
+        for model in (CompletionRequest, MemoryRequest, TokenizeRequest, DetokenizeRequest):
+            model_schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+            nested_schemas = model_schema.pop("$defs", {})
+            description["components"]["schemas"] |= {**nested_schemas, model.__name__: model_schema}
+        for operations in description["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]
