@@ -1,8 +1,8 @@
-"""The clusters of the adaptive embedding and softmax: where to cut the vocabulary, and which tokens fall into which.
+"""Clusters of the adaptive embedding and softmax: where to cut the vocabulary, and which tokens are in which cluster.
 
-The tokens are known before the step runs, so nothing on the device needs to wait for a `nonzero()`. Each cluster's
-rows are padded, to a multiple of a fixed number or to sizes that are given, and are never empty: every cluster then
-runs on every step on every rank, which collectives under ZeRO need, and the device sees few different shapes.
+The host partitions the tokens before the step runs, so that nothing on the device waits for a `nonzero()`. Each
+cluster's rows are padded, to a multiple of a fixed number or to given sizes, and are never empty. So every cluster runs
+on every step on every rank, which collectives under ZeRO need, and the device sees few different shapes.
 
     ids         7  0  3  9        edges (0, 2, 8, 10): clusters [0, 2), [2, 8), [8, 10)
     cluster 0   rows 1            ids 0
@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,20 +24,21 @@ import numpy.typing as npt
 from txl_dist.errors import ConfigError, DataError
 
 GRID_LEN = 512
-"""Candidates for a cutoff."""
+"""Maximum number of candidates for a cutoff."""
 ZIPF_EXPONENT = 1.2
+"""Exponent a of typical word frequencies, rank ** -a."""
 RUNG_ROWS = 32
-"""Sizes of a rung are multiples of this: rows of tensor cores' tiles come in such numbers."""
+"""Divisor of every size on the ladder, because tiles of tensor cores have that many rows."""
 LOWEST_SHARE = 0.2
-"""Of the tokens that a tail typically has, on the lowest rung."""
+"""Tokens per tail on the lowest rung, as a share of those that the tail typically has."""
 RUNG_GROWTH = 1.5
-"""From one rung to the next."""
+"""Factor of the number of tokens from one rung to the next."""
 SPREAD = 2.0
-"""Standard deviations of the number of tokens that a rung leaves room for, as if tokens were drawn independently."""
+"""Room on a rung above the mean number of tokens, in standard deviations of independently drawn tokens."""
 
 
 class ClusterRows(NamedTuple):
-    """The tokens of one cluster. The fields are numpy arrays here; the trainer holds the same pair as tensors."""
+    """Tokens of one cluster. The fields are numpy arrays here; the trainer has the same pair as tensors."""
 
     rows: Any
     """[R] int64: positions in the flattened ids, ascending, padded with the number of ids (one past the end)."""
@@ -47,7 +47,10 @@ class ClusterRows(NamedTuple):
 
 
 def cluster_edges(cutoffs: Sequence[int], *, vocab_size: int) -> tuple[int, ...]:
-    """First id of every cluster, then the vocabulary size. Raises ConfigError if they do not increase strictly."""
+    """Return the first id of every cluster, then the vocabulary size.
+
+    Raises ConfigError if they do not increase strictly.
+    """
     edges = (0, *cutoffs, vocab_size)
     if any(low >= high for low, high in itertools.pairwise(edges)):
         raise ConfigError(
@@ -60,11 +63,13 @@ def cluster_edges(cutoffs: Sequence[int], *, vocab_size: int) -> tuple[int, ...]
 def partition_by_cluster(
     ids: npt.NDArray[Any], *, edges: Sequence[int], multiple: int = 128, sizes: Sequence[int] = ()
 ) -> tuple[ClusterRows, ...]:
-    """Split ids by cluster, the most frequent cluster first; together the rows name every token exactly once.
+    """Split ids by cluster, the most frequent cluster first. Together the rows hold every token exactly once.
 
-    A cluster has so many rows as `sizes` say, if they are given, which must hold its tokens.
+    Raises DataError if an id is outside the vocabulary.
 
-    Raises DataError if an id lies outside the vocabulary.
+    Args:
+        multiple: The number of rows of each cluster is a multiple of this, unless there are `sizes`.
+        sizes: The number of rows of each cluster; its tokens must fit.
     """
     flat = np.asarray(ids).reshape(-1)
     if flat.size and (flat.min() < edges[0] or flat.max() >= edges[-1]):
@@ -72,60 +77,79 @@ def partition_by_cluster(
             f"token ids {flat.min()}..{flat.max()} leave the vocabulary [0, {edges[-1]}). "
             "The model and the corpus were made with different tokenizers: prepare the corpus again."
         )
-    pairs = zip(itertools.pairwise(edges), sizes or itertools.repeat(0), strict=False)
-    return tuple(_padded(flat, low=low, high=high, multiple=multiple, size=size) for (low, high), size in pairs)
+    clusters = []
+    for number, (low, high) in enumerate(itertools.pairwise(edges)):
+        positions = np.flatnonzero((flat >= low) & (flat < high))
+        if sizes:
+            size = sizes[number]
+        else:
+            num_blocks = math.ceil(positions.size / multiple)
+            size = max(1, num_blocks) * multiple
+        clusters.append(_pad_cluster(flat, positions, first_id=low, size=size))
+    return tuple(clusters)
 
 
 def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, ...]:
-    """How many ids fall into each cluster."""
+    """Return the number of ids in each cluster."""
     clusters = np.searchsorted(edges[1:-1], np.asarray(ids).reshape(-1), side="right")
     return tuple(np.bincount(clusters, minlength=len(edges) - 1).tolist())
 
 
-def _padded(flat: npt.NDArray[Any], *, low: int, high: int, multiple: int, size: int) -> ClusterRows:
-    members = np.flatnonzero((flat >= low) & (flat < high))
-    size = size or max(1, -(-members.size // multiple)) * multiple
+def _pad_cluster(flat: npt.NDArray[Any], positions: npt.NDArray[np.intp], *, first_id: int, size: int) -> ClusterRows:
+    """Return the rows of the cluster whose tokens are at these positions, padded to `size`."""
     rows = np.full(size, flat.size, dtype=np.int64)
-    rows[: members.size] = members
-    inside = np.zeros(size, dtype=np.int64)
-    inside[: members.size] = flat[members].astype(np.int64) - low
-    return ClusterRows(rows=rows, ids=inside)
+    rows[: positions.size] = positions
+    ids_inside = np.zeros(size, dtype=np.int64)
+    ids_inside[: positions.size] = flat[positions].astype(np.int64) - first_id
+    return ClusterRows(rows=rows, ids=ids_inside)
 
 
 @functools.cache
 def size_ladder(edges: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of each cluster, rung by rung, for so many tokens; the last rung holds any.
+    """Return the rows of each cluster on each rung of a ladder, for `num_tokens` tokens. The last rung fits any text.
 
-    The first cluster always has room for all, which is little more than it needs. The tails, m tokens of each where
-    words have `typical_shares`, have g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
+    The first cluster always has room for all tokens, which is little more than it needs. Let a tail have m tokens if
+    words have `typical_shares`. Then it has g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
     """
     means = [LOWEST_SHARE * num_tokens * share for share in typical_shares(edges)[1:]]
     rungs: list[tuple[int, ...]] = []
     while not rungs or min(rungs[-1]) < num_tokens:
-        rows = (num_tokens, *(min(num_tokens, mean + SPREAD * math.sqrt(mean)) for mean in means))
-        rungs.append(tuple(math.ceil(size / RUNG_ROWS) * RUNG_ROWS for size in rows))
+        rows = [_round_to_rung_rows(num_tokens)]
+        for mean in means:
+            rows.append(_round_to_rung_rows(min(num_tokens, mean + SPREAD * math.sqrt(mean))))
+        rungs.append(tuple(rows))
         means = [RUNG_GROWTH * mean for mean in means]
     return tuple(rungs)
 
 
+def _round_to_rung_rows(size: float) -> int:
+    return math.ceil(size / RUNG_ROWS) * RUNG_ROWS
+
+
 def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """The lowest rung with room for so many tokens in each cluster."""
-    ladder = size_ladder(tuple(edges), num_tokens)
-    return next(rung for rung in ladder if all(map(operator.le, counts, rung)))
+    """Return the lowest rung with room for these numbers of tokens in the clusters."""
+    for rung in size_ladder(tuple(edges), num_tokens):
+        if all(count <= size for count, size in zip(counts, rung, strict=False)):
+            return rung
+    raise AssertionError("the highest rung has room for all tokens in each cluster")
 
 
 def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
-    """Share of the tokens in each cluster, where the frequency of a word falls with the power -1.2 of its rank.
+    """Return each cluster's share of the tokens, if the frequency of a word is rank ** -1.2.
 
     On WikiText-103, cut at 20,000, 40,000 and 200,000: 0.948, 0.017, 0.031, 0.005 (counted: 0.952, 0.022, 0.024,
-    0.002). By the integral between ranks counted from a half, which lies close to the sum.
+    0.002). The sum over ranks is approximated by its integral, with ranks counted from one half.
     """
-    below = [(edge + 0.5) ** (1 - ZIPF_EXPONENT) for edge in edges]
-    return tuple((low - high) / (below[0] - below[-1]) for low, high in itertools.pairwise(below))
+    tails = [(edge + 0.5) ** (1 - ZIPF_EXPONENT) for edge in edges]
+    total = tails[0] - tails[-1]
+    return tuple((low - high) / total for low, high in itertools.pairwise(tails))
 
 
 def cluster_shares(counts: npt.ArrayLike, edges: Sequence[int]) -> tuple[float, ...]:
-    """Share of the tokens in each cluster, from how often each id occurs; they sum to 1. Raises DataError without."""
+    """Return each cluster's share of the tokens, from the count of each id; the shares sum to 1.
+
+    Raises DataError if there are no tokens.
+    """
     below = _shares_below(counts)
     return tuple(float(below[high] - below[low]) for low, high in itertools.pairwise(edges))
 
@@ -140,21 +164,24 @@ def best_cutoffs(
     step_len: int = 1 << 14,
     multiple: int = 128,
 ) -> tuple[int, ...]:
-    """The cutoffs that cost least per token in expectation, for ids in order of frequency.
+    """Return the cutoffs with the lowest expected cost per token, for ids in order of frequency.
 
-    In multiply-adds, after Grave et al. 2017 (Efficient softmax approximation for GPUs, section 4), with n_i the ids
-    of cluster i, p_i its share of the tokens, w_i = width // div_value**i its width and W the width of the model:
+    The cost is in multiply-adds, after Grave et al. 2017 (Efficient softmax approximation for GPUs, section 4). Let n_i
+    be the number of ids of cluster i, p_i its share of the tokens, w_i = width // div_value**i its width, and W the
+    width of the model:
 
         (n_0 + num_clusters - 1) w_0  +  sum over tails i >= 1 of  q_i w_i (n_i + 2 W),     q_i = max(p_i, r / S)
 
-    The first term is the head, which every token pays; 2 W w_i are the projections at the output and at the input.
-    q_i is the floor that their model gives small matrices: of the S = `step_len` tokens on a device, a cluster pays
-    for r = `multiple` even if fewer are its own (see `partition_by_cluster`). Left out: memory, looking up rows, that
-    wide products run faster than narrow ones, and the loss: with div_value > 1 it gives frequent words narrower
-    embeddings than papers do. The optimum is flat: round numbers nearby cost the same.
+    The first term is the head, which runs for every token. 2 W w_i are the projections at the output and at the input.
+    q_i models that small matrices cost more: of the S = `step_len` tokens on a device, a cluster computes
+    r = `multiple` even if it has fewer (see `partition_by_cluster`).
 
-    Found by dynamic programming, exact among 512 ids in geometric progression (all ids of a smaller vocabulary).
-    Raises ConfigError if there cannot be so many clusters.
+    The cost leaves out memory, row look-ups, and that wide products run faster than narrow ones. It also leaves out
+    the loss: with div_value > 1 it gives frequent words narrower embeddings than papers do. The optimum is flat:
+    round numbers nearby cost the same.
+
+    Dynamic programming finds it, exactly among 512 ids in geometric progression, or all ids of a smaller vocabulary.
+    Raises ConfigError if there cannot be that many clusters.
     """
     below = _shares_below(counts)
     vocab_size = len(below) - 1
@@ -164,29 +191,35 @@ def best_cutoffs(
             f"{vocab_size} ids of width {width} cannot be cut into num_clusters={num_clusters} with "
             f"div_value={div_value}: each needs an id and a width. Ask for fewer clusters."
         )
-    grid = np.unique(np.geomspace(1, vocab_size, num=GRID_LEN).astype(np.int64)) if vocab_size > GRID_LEN else None
-    edges_G = np.arange(1, vocab_size + 1) if grid is None else grid
-    shares_GG = np.maximum(below[edges_G][None, :] - below[edges_G][:, None], multiple / step_len)
+    if vocab_size > GRID_LEN:
+        edges_G = np.unique(np.geomspace(1, vocab_size, num=GRID_LEN).astype(np.int64))
+    else:
+        edges_G = np.arange(1, vocab_size + 1)
+    shares_G = below[edges_G]
+    smallest_share = multiple / step_len
+    shares_GG = np.maximum(shares_G[None, :] - shares_G[:, None], smallest_share)
     sizes_GG = edges_G[None, :] - edges_G[:, None]
-    # cost_G[g]: the least for all ids below edges_G[g], with the clusters so far; came_from: their last edges. The
-    # columns of the head that stand for clusters cost the same whatever the cutoffs.
+    # cost_G[g] is the lowest cost of all ids below edges_G[g], with the clusters so far, and last_cutoffs has the last
+    # edge of each. The head's columns that stand for clusters are left out: they cost the same for any cutoffs.
     cost_G = edges_G * float(width)
-    came_from = []
+    last_cutoffs = []
     for i in range(1, num_clusters):
-        table_width = width // div_value**i
-        tail_GG = np.where(sizes_GG > 0, shares_GG * table_width * (sizes_GG + 2 * model_width), np.inf)
-        total_GG = cost_G[:, None] + tail_GG
-        came_from.append(total_GG.argmin(axis=0))
+        cluster_width = width // div_value**i
+        tail_GG = shares_GG * cluster_width * (sizes_GG + 2 * model_width)
+        total_GG = cost_G[:, None] + np.where(sizes_GG > 0, tail_GG, np.inf)
+        last_cutoffs.append(total_GG.argmin(axis=0))
         cost_G = total_GG.min(axis=0)
-    last, cutoffs = len(edges_G) - 1, []
-    for previous in reversed(came_from):
-        last = int(previous[last])
-        cutoffs.append(int(edges_G[last]))
-    return tuple(reversed(cutoffs))
+    cutoffs = []
+    g = len(edges_G) - 1
+    for last_cutoff_G in reversed(last_cutoffs):
+        g = int(last_cutoff_G[g])
+        cutoffs.append(int(edges_G[g]))
+    cutoffs.reverse()
+    return tuple(cutoffs)
 
 
 def _shares_below(counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """[V + 1]: share of the tokens whose id is smaller."""
+    """Return, for each id and the number of ids, the share of the tokens with a smaller id, [V + 1]."""
     sums = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
     if sums[-1] <= 0:
         raise DataError("there are no tokens to count. Check that the corpus is not empty.")

@@ -1,1 +1,1 @@
-"""Text to ids and back, and the cluster partition of given ids. Runs on the host: numpy, no torch."""
+"""Tokenizers: text to ids and back. They run on the host, with numpy and without torch."""

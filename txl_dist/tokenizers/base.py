@@ -1,14 +1,14 @@
-"""What every tokenizer is: text to ids and back, one file, one fingerprint.
+"""Base classes of tokenizers: text to ids and back, one file, one fingerprint.
 
 Key properties:
 - Ids are in order of frequency in the training split, end-of-text included (see training.py).
-- End-of-text is added by whoever joins documents. `encode` never makes it, not even from its literal spelling.
+- The code that joins documents adds end-of-text. `encode` never produces it, not even from its literal spelling.
   A vocabulary may have none: `end_of_text` is None, and documents join without a mark.
-- The file is canonical JSON: its sha256 is the fingerprint, and the order of symbols is the order of ids. Settings
-  are in it where they differ from their defaults.
+- The file is canonical JSON. Its sha256 is the fingerprint, and the order of symbols is the order of ids. It holds
+  only those settings that differ from their defaults.
 
-Our own kinds are `SpelledTokenizer`s: every id stands for a fixed run of bytes, so decoding is one join, for all of
-them, and can be streamed. Tokenizers that others made (foreign.py) need not be.
+Our own kinds are `SpelledTokenizer`s: every id stands for fixed bytes. So decoding joins bytes, and can be streamed.
+This need not hold for the tokenizers of other programs (foreign.py).
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<unk>"
 REFUSED = -1
-"""In place of an id: unknown, and without a symbol."""
+"""Value in place of an id for an unknown symbol, in a vocabulary that has no id for unknown symbols."""
 
 
 class Tokenizer(ABC):
-    """Maps text to ids and back. `symbols` names every id in order, end-of-text included."""
+    """Map from text to ids and back. `symbols` names every id in order, end-of-text included."""
 
     kind: ClassVar[str]
+    """Name of the kind in the tokenizer's file."""
     spellings: Sequence[bytes] | None = None
-    """The bytes of each id, where they do not depend on its neighbours."""
+    """Bytes of each id; None if they depend on neighbouring ids."""
     spells_text: ClassVar[bool] = True
-    """Whether ids stand for text, which has bytes."""
+    """Whether ids stand for text, so that bits per byte have a meaning."""
     unit: ClassVar[str] = "token"
-    """What an id stands for, for people."""
+    """Word for the text of one id, in messages."""
     unknown_id: int | None = None
-    """The id of all that is not known."""
+    """Id that stands for every unknown symbol; None if there is none."""
 
     def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         self.symbols = tuple(symbols)
@@ -59,88 +60,93 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids, end-of-text included where there is one."""
+        """Number of ids, end-of-text included if there is one."""
         return len(self.symbols)
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the canonical JSON, which is also the sha256 of the saved file."""
+        """Hexadecimal sha256 of the canonical JSON, which is also the sha256 of the saved file."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text that is encoded at all comes back byte for byte, by how the tokenizer is made."""
+        """Whether every text that can be encoded decodes to the same bytes, for any text."""
         return False
 
     def keeps_text(self, *, num_unknown: int) -> bool:
-        """Whether a text of which so many ids stand for something unknown is certain to come back byte for byte."""
+        """Return whether a text certainly decodes to the same bytes, if `num_unknown` of its ids are `unknown_id`."""
         return self.is_lossless
 
     @abstractmethod
     def encode(self, text: str) -> Ids:
-        """Ids of a text, without end-of-text."""
+        """Return the ids of a text, without end-of-text."""
 
     def encode_prompt(self, text: str) -> Ids:
-        """Ids of a text that is to be continued: its last line has not ended."""
+        """Return the ids of a text that is to be continued: its last line has not ended."""
         return self.encode(text)
 
     def joint(self, text: str) -> str:
-        """What stands between a prompt and its continuation, for people."""
+        """Return the text to show between a prompt and its continuation."""
         return ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text; the same as `encode` one by one, where possible faster."""
+        """Return the ids of each text: equal to `encode` of each, and faster where possible."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids. Bytes that are not UTF-8 (a character cut in half) become U+FFFD."""
+        """Return the text of the ids. Bytes that are not UTF-8 (half a character) become U+FFFD."""
 
     @abstractmethod
     def decoder(self, *, after: Sequence[int] = ()) -> StreamDecoder:
-        """What decodes one id at a time. `after` are ids whose text was shown already, where the text of an id may
-        depend on the one before it."""
+        """Return a decoder that takes one id at a time.
+
+        Args:
+            after: The ids before, whose text was shown already. The text of the next id may depend on them.
+        """
 
     def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """Pieces of text, each as soon as its last byte is there; joined they equal `decode` of all ids."""
+        """Yield pieces of text, each as soon as its last byte is known; joined they equal `decode` of all ids."""
         decoder = self.decoder(after=after)
         for i in ids:
-            if piece := decoder.push(i):
+            piece = decoder.push(i)
+            if piece:
                 yield piece
-        if piece := decoder.close():
-            yield piece
+        last_piece = decoder.close()
+        if last_piece:
+            yield last_piece
 
     def to_json(self) -> str:
-        """Canonical text of the tokenizer: equal for equal tokenizers."""
+        """Return the canonical text of the file: equal tokenizers have equal texts."""
         values = {"format_version": FORMAT_VERSION, "kind": self.kind, "end_of_text": self.end_of_text}
         return json.dumps(values | self._values(), sort_keys=True, separators=(",", ":"))
 
     def save(self, path: str | Path) -> None:
-        """Write the canonical JSON."""
+        """Write the canonical JSON to a file."""
         write_bytes(Path(path), self.to_json().encode())
 
     @classmethod
     @abstractmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """The tokenizer of the values in its file. Raises ValueError or KeyError if they contradict themselves."""
+        """Build a tokenizer from the values in its file. Raises ValueError or KeyError if they are inconsistent."""
 
     @abstractmethod
     def _values(self) -> dict[str, Any]:
-        """What the file holds besides the version, the kind and end-of-text."""
+        """Return the file's values besides the version, the kind and end-of-text."""
 
 
 class StreamDecoder(Protocol):
-    """Decodes ids as they come: the pieces of all `push`es and of `close`, joined, are the text of all ids."""
+    """Decoder of ids as they come. The results of all `push` calls and of `close`, joined, are the whole text."""
 
     def push(self, i: int) -> str:
-        """The text that is whole with one more id."""
+        """Return the text that is complete with one more id; it may be empty."""
 
     def close(self) -> str:
-        """What was held back, as there is no more."""
+        """Return the text that was held back, because no more ids follow."""
 
 
 class _SpellingDecoder:
-    """Of ids that stand for fixed runs of bytes."""
+    """Stream decoder of ids that stand for fixed bytes."""
 
     def __init__(self, spellings: Sequence[bytes]) -> None:
         self._spellings = spellings
@@ -154,11 +160,11 @@ class _SpellingDecoder:
 
 
 class SpelledTokenizer(Tokenizer):
-    """One whose ids stand for fixed runs of bytes."""
+    """Tokenizer whose ids stand for fixed bytes."""
 
     spellings: Sequence[bytes]
     defaults: ClassVar[dict[str, Any]] = {}
-    """Settings of this kind that may be left out of its file."""
+    """Settings of this kind that are left out of its file at these values."""
 
     def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         super().__init__(symbols, end_of_text=end_of_text)
@@ -168,7 +174,7 @@ class SpelledTokenizer(Tokenizer):
         ]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids. Bytes that are not UTF-8 (a character cut in half) become U+FFFD."""
+        """Return the text of the ids. Bytes that are not UTF-8 (half a character) become U+FFFD."""
         return b"".join([self.spellings[i] for i in ids]).decode("utf-8", errors="replace")
 
     @override
@@ -177,25 +183,30 @@ class SpelledTokenizer(Tokenizer):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """The tokenizer of the values in its file. Raises ValueError or KeyError if they contradict themselves."""
+        """Build a tokenizer from the values in its file. Raises ValueError or KeyError if they are inconsistent."""
         symbols, end_of_text = values["symbols"], values["end_of_text"]
         if end_of_text is not None and (symbols[end_of_text] != END_OF_TEXT or end_of_text < 0):
             raise ValueError(f"id {end_of_text} is not {END_OF_TEXT}")
         if len(set(symbols)) != len(symbols):
             raise ValueError("a symbol occurs twice")
-        settings = {name: values[name] for name in cls.defaults if name in values}
-        return cls(symbols, end_of_text=end_of_text, **settings, **{name: values[name] for name in cls._required})
+        optional = {name: values[name] for name in cls.defaults if name in values}
+        required = {name: values[name] for name in cls._required}
+        return cls(symbols, end_of_text=end_of_text, **optional, **required)
 
     _required: ClassVar[tuple[str, ...]] = ()
-    """What the file of this kind must hold besides its symbols."""
+    """Values that the file of this kind must hold besides its symbols."""
 
     def _spell(self, symbol: str) -> bytes:
         return symbol.encode("utf-8")
 
     def _values(self) -> dict[str, Any]:
-        settings = {name: getattr(self, name) for name in self.defaults}
-        changed = {name: value for name, value in settings.items() if value != self.defaults[name]}
-        return {"symbols": self.symbols} | changed | {name: getattr(self, name) for name in self._required}
+        values: dict[str, Any] = {"symbols": self.symbols}
+        for name, default in self.defaults.items():
+            if getattr(self, name) != default:
+                values[name] = getattr(self, name)
+        for name in self._required:
+            values[name] = getattr(self, name)
+        return values
 
 
 def batches(
@@ -205,38 +216,44 @@ def batches(
     most_items: int = sys.maxsize,
     text_of: Callable[[T], str] = str,
 ) -> Iterator[list[T]]:
-    """Lists of consecutive items, each closed once their texts have so many characters, or there are so many."""
+    """Yield lists of consecutive items. A list ends when it reaches `most_characters` of text or `most_items`."""
     batch: list[T] = []
-    held = 0
+    num_characters = 0
     for item in items:
         batch.append(item)
-        held += len(text_of(item))
-        if held >= most_characters or len(batch) >= most_items:
+        num_characters += len(text_of(item))
+        if num_characters >= most_characters or len(batch) >= most_items:
             yield batch
-            batch, held = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch
 
 
-def unknown_error(what: str, found: str) -> DataError:
-    """For text without an id, in a vocabulary that has no symbol for what is unknown."""
+def unknown_error(what: str, symbol: str) -> DataError:
+    """Return the error for a symbol without an id, in a vocabulary that has no symbol for unknown ones."""
     return DataError(
-        f"the {what} {found!r} is not in the vocabulary, which has no symbol for what is unknown. Take it out of the "
+        f"the {what} {symbol!r} is not in the vocabulary, which has no symbol for what is unknown. Take it out of the "
         "text, or use another tokenizer."
     )
 
 
 @cache
 def byte_symbols() -> tuple[str, ...]:
-    """The printable character that stands for each byte in GPT-2's byte-level alphabet."""
+    """Return the printable character that stands for each byte in GPT-2's byte-level alphabet."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    # The other bytes take the code points from 256 on, in ascending order.
-    others = iter(range(256, 512))
-    return tuple(chr(byte if byte in printable else next(others)) for byte in range(256))
+    next_code_point = 256  # of the other bytes, in ascending order
+    symbols = []
+    for byte in range(256):
+        if byte in printable:
+            symbols.append(chr(byte))
+        else:
+            symbols.append(chr(next_code_point))
+            next_code_point += 1
+    return tuple(symbols)
 
 
 def bytes_of_symbol(symbol: str) -> bytes:
-    """The bytes of a symbol in that alphabet. Raises KeyError for one that is not in it."""
+    """Return the bytes of a symbol of GPT-2's byte-level alphabet. Raises KeyError for another symbol."""
     return bytes(_byte_values()[character] for character in symbol)
 
 

@@ -1,8 +1,8 @@
-"""The smallest alphabets: one id per byte, or one per code point.
+"""Tokenizers with one id per byte, or one per code point.
 
-Both come with everything (all 256 bytes; `<unk>` for unseen characters) or, `only_seen`, with exactly what the
-training split holds, as the character-level benchmarks count: enwik8 has 204 ids, text8 27. What was not seen is
-then refused by name, because there is no id for it.
+By default they encode any text: there are all 256 bytes, and `<unk>` for unseen characters. With `only_seen` they
+have exactly the symbols of the training split, as character-level benchmarks count: enwik8 has 204 ids, text8 27.
+Text with other symbols is then refused, because there is no id for them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from txl_dist.tokenizers.base import (
 
 
 class ByteTokenizer(SpelledTokenizer):
-    """One id per byte of UTF-8: all 256 of them, unless `only_seen`.
+    """Tokenizer with one id per byte of UTF-8: all 256 of them, unless `only_seen`.
 
-    Text that was read with `surrogateescape` is encoded to the very bytes it was read from, be they UTF-8 or not.
+    Text that was read with `surrogateescape` is encoded to the bytes that it was read from, UTF-8 or not.
     """
 
     kind = "byte"
@@ -35,21 +35,24 @@ class ByteTokenizer(SpelledTokenizer):
     def __init__(self, symbols: Sequence[str], *, end_of_text: int | None, only_seen: bool = False) -> None:
         self.only_seen = only_seen
         super().__init__(symbols, end_of_text=end_of_text)
-        self._table = np.array([self._ids.get(symbol, REFUSED) for symbol in byte_symbols()], dtype=np.int32)
-        if not only_seen and (self._table == REFUSED).any():
-            raise ValueError(f"byte {int((self._table == REFUSED).argmax())} has no symbol")
+        self._id_of_byte = np.array([self._ids.get(symbol, REFUSED) for symbol in byte_symbols()], dtype=np.int32)
+        is_missing = self._id_of_byte == REFUSED
+        if not only_seen and is_missing.any():
+            raise ValueError(f"byte {int(is_missing.argmax())} has no symbol")
 
     @property
     def is_lossless(self) -> bool:
-        """Always: what has no id is refused."""
+        """Whether every text decodes to the same bytes: always, because a byte without an id is refused."""
         return True
 
     def encode(self, text: str) -> Ids:
-        """One lookup per byte. Raises DataError for a byte that has no id (`only_seen`)."""
+        """Return one id per byte. Raises DataError for a byte that has no id (`only_seen`)."""
         content = np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
-        ids: Ids = self._table[content]
-        if self.only_seen and (missing := ids == REFUSED).any():
-            raise unknown_error("byte", f"0x{content[missing.argmax()]:02x}")
+        ids: Ids = self._id_of_byte[content]
+        if self.only_seen:
+            is_missing = ids == REFUSED
+            if is_missing.any():
+                raise unknown_error("byte", f"0x{content[is_missing.argmax()]:02x}")
         return ids
 
     def _spell(self, symbol: str) -> bytes:
@@ -57,7 +60,10 @@ class ByteTokenizer(SpelledTokenizer):
 
 
 class CharTokenizer(SpelledTokenizer):
-    """One id per code point; others become the symbol `unknown`, shown as U+FFFD. None: they are refused."""
+    """Tokenizer with one id per code point.
+
+    Other code points become the symbol `unknown`, shown as U+FFFD. With `unknown` None they are refused.
+    """
 
     kind = "char"
     defaults: ClassVar[dict[str, Any]] = {"unknown": UNKNOWN, "lower_case": False}
@@ -74,29 +80,34 @@ class CharTokenizer(SpelledTokenizer):
         self.lower_case = lower_case
         super().__init__(symbols, end_of_text=end_of_text)
         self.unknown_id = None if unknown is None else self._ids[unknown]
-        points = {ord(symbol): i for symbol, i in self._ids.items() if symbol != unknown}
-        # One entry past the highest known code point stands for all above it.
-        missing = REFUSED if self.unknown_id is None else self.unknown_id
-        self._table = np.full(max(points, default=0) + 2, missing, dtype=np.int32)
-        self._table[list(points)] = list(points.values())
+        ids_by_point = {ord(symbol): i for symbol, i in self._ids.items() if symbol != unknown}
+        # The last entry, one past the highest known code point, stands for all code points above it.
+        table_len = max(ids_by_point, default=0) + 2
+        unknown_value = REFUSED if self.unknown_id is None else self.unknown_id
+        self._id_of_point = np.full(table_len, unknown_value, dtype=np.int32)
+        self._id_of_point[list(ids_by_point)] = list(ids_by_point.values())
 
     @property
     def is_lossless(self) -> bool:
-        """If what is unknown is refused, and no case is lost."""
+        """Whether every text decodes to the same bytes: if unknown characters are refused, and case is kept."""
         return self.unknown is None and not self.lower_case
 
     def keeps_text(self, *, num_unknown: int) -> bool:
-        """If nothing of it was unknown, and no case is lost."""
+        """Return whether a text decodes to the same bytes: if none of its characters is unknown, and case is kept."""
         return not self.lower_case and not num_unknown
 
     def encode(self, text: str) -> Ids:
-        """One lookup per code point. Raises DataError for one that is unknown and has no symbol."""
-        text = text.lower() if self.lower_case else text
+        """Return one id per code point. Raises DataError for one that is unknown, if there is no `unknown`."""
+        if self.lower_case:
+            text = text.lower()
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-        ids: Ids = self._table[np.minimum(points, len(self._table) - 1)]
-        if self.unknown is None and (missing := ids == REFUSED).any():
-            raise unknown_error("character", text[int(missing.argmax())])
+        ids: Ids = self._id_of_point[np.minimum(points, len(self._id_of_point) - 1)]
+        if self.unknown is None:
+            is_missing = ids == REFUSED
+            if is_missing.any():
+                raise unknown_error("character", text[int(is_missing.argmax())])
         return ids
 
     def _spell(self, symbol: str) -> bytes:
-        return ("\ufffd" if symbol == self.unknown else symbol).encode("utf-8")
+        shown = "\ufffd" if symbol == self.unknown else symbol
+        return shown.encode("utf-8")

@@ -1,11 +1,11 @@
-"""The tokenizer in a folder, as hubs and `save_pretrained` lay it out.
+"""Reader of the tokenizer in a folder, as hubs and `save_pretrained` lay it out.
 
     tokenizer.json                      of any tokenizer of Hugging Face; ours, of a corpus or a bundle
     *.model                             a sentencepiece model (spiece.model, tokenizer.model)
     vocab.json  merges.txt              GPT-2's byte-level BPE in its older form
     snapshots/COMMIT/                   a model in the cache of huggingface_hub: its newest commit that has one of these
 
-What it gives up: vocab.txt alone, which does not say how text is split and in which case.
+What it gives up: a folder with vocab.txt alone, which does not say how text is split, or whether case is kept.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ VOCABULARY, MERGES = "vocab.json", "merges.txt"
 
 
 def tokenizer_of_folder(folder: Path) -> bytes:
-    """The bytes of the tokenizer file in a folder, or of the one that its vocabulary and merges make.
+    """Return the bytes of the tokenizer file in a folder, or of a file made of its vocabulary and merges.
 
     Raises OSError, and DataError for a folder that has none, several, or one that must be converted first.
     """
-    places = [folder, *_snapshots(folder)]
-    for place in places:
-        if (place / TOKENIZER).is_file():
-            return read_bytes(place / TOKENIZER)
-    for place in places:
-        models = sorted(place.glob("*.model"))
+    candidates = [folder, *_snapshots(folder)]
+    for candidate in candidates:
+        if (candidate / TOKENIZER).is_file():
+            return read_bytes(candidate / TOKENIZER)
+    has_vocabulary = False
+    for candidate in candidates:
+        models = sorted(candidate.glob("*.model"))
         if len(models) > 1:
             names = ", ".join(path.name for path in models)
-            raise DataError(f"{place} holds several sentencepiece models ({names}). Name one of them.")
+            raise DataError(f"{candidate} holds several sentencepiece models ({names}). Name one of them.")
         if models:
             return read_bytes(models[0])
-        if (place / VOCABULARY).is_file() and (place / MERGES).is_file():
-            return _byte_level_bpe(place).encode()
-    if any((place / name).is_file() for place in places for name in ("vocab.txt", VOCABULARY)):
+        if (candidate / VOCABULARY).is_file() and (candidate / MERGES).is_file():
+            return _byte_level_bpe(candidate).encode()
+        has_vocabulary |= (candidate / "vocab.txt").is_file() or (candidate / VOCABULARY).is_file()
+    if has_vocabulary:
         raise DataError(
             f"{folder} holds a vocabulary without {TOKENIZER}, which would say how text is split. Make one: python -c "
             f'\'from transformers import AutoTokenizer as T; T.from_pretrained("{folder}").save_pretrained("NEW")\', '
@@ -52,13 +54,13 @@ def tokenizer_of_folder(folder: Path) -> bytes:
 
 
 def _snapshots(folder: Path) -> list[Path]:
-    """Folders of commits in the cache of huggingface_hub, the newest first; none elsewhere."""
-    found = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
-    return sorted(found, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
+    """Return the folders of commits in a cache of huggingface_hub, newest first; empty for any other folder."""
+    commits = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
+    return sorted(commits, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
 def _byte_level_bpe(folder: Path) -> str:
-    """The text of a tokenizer.json of GPT-2's kind. Raises DataError for another kind, or what is damaged."""
+    """Return the text of a tokenizer.json with GPT-2's pipeline. Raises DataError for damage, or another pipeline."""
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
@@ -76,14 +78,18 @@ def _byte_level_bpe(folder: Path) -> str:
         )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
-    marks = [symbol for symbol in ids if symbol.startswith("<") and symbol.endswith(">") and len(symbol) > 2]
-    made = {"".join(pair) for pair in merges}
-    library.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks if mark not in made])
+    merged = {"".join(pair) for pair in merges}
+    special = []
+    for symbol in ids:
+        looks_special = symbol.startswith("<") and symbol.endswith(">") and len(symbol) > 2
+        if looks_special and symbol not in merged:
+            special.append(AddedToken(symbol, special=True, normalized=False))
+    library.add_special_tokens(special)
     return str(library.to_str())
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Symbol -> id. Raises DataError."""
+    """Read a vocab.json: ids by symbol. Raises DataError."""
     with translate_errors(DataError, f"{path} is no vocabulary", "Copy it again.", of=(OSError, ValueError)):
         values: Any = parse_json(read_bytes(path))
         if not isinstance(values, dict) or not all(type(i) is int and i >= 0 for i in values.values()):
@@ -92,7 +98,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def _merges(text: str) -> list[tuple[str, str]]:
-    """The pairs of a list of merges, without its line of the version. Raises ValueError."""
+    """Return the pairs of symbols in a merges.txt, without its version line. Raises ValueError."""
     pairs = []
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.rstrip("\r").split(" ")

@@ -1,14 +1,14 @@
-"""Tokenizers that others made, with their ids renumbered: a Hugging Face tokenizer.json, a sentencepiece .model.
+"""Tokenizers of other programs, with their ids renumbered: a Hugging Face tokenizer.json, a sentencepiece .model.
 
-Their own library encodes and decodes; here lies only the permutation between their ids and ours, which are in order
-of frequency in the training split (adaptive softmax cuts the vocabulary at ids). Our file is self-contained: it
-holds the foreign file as it was and the foreign id of each of ours, -1 for an end-of-text that had to be added.
+The program's own library encodes and decodes. This module adds the permutation between its ids and ours, which are in
+order of frequency in the training split, because adaptive softmax cuts the vocabulary at ids. Our file is
+self-contained: it holds the foreign file unchanged, and the foreign id of each of ours (-1 for an added end-of-text).
 
-Special tokens are never made from text: none is put around it, and their spelling in a text is encoded as text,
-where necessary in two halves, each by itself. Truncation, padding and dropout are switched off.
+Text is never encoded to special tokens. None is added around it, and their spelling in a text is encoded as text, in
+two separate halves if necessary. Truncation, padding and dropout are switched off.
 
-What they give up: bounded memory (a text is encoded whole, at some hundred bytes per token, but where it can be
-shown that cutting it changes no id); and a stream that equals `decode` where ids make bytes that are no UTF-8.
+What they give up: bounded memory, since a text is encoded whole, at some hundred bytes per token. (It is cut only
+where that provably changes no id.) And a stream may differ from `decode` where ids make bytes that are not UTF-8.
 """
 
 from __future__ import annotations
@@ -29,57 +29,69 @@ from txl_dist.tokenizers.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, T
 from txl_dist.tokenizers.subwords import PIECE_LEN, LibraryTokenizer
 
 ADDED = -1
-"""Stands for the foreign id of an end-of-text that the foreign vocabulary does not have."""
+"""Value in place of the foreign id of an end-of-text that the foreign vocabulary does not have."""
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])")
+"""Pattern of a place where a text may be cut: a Latin letter before a blank and another one."""
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 _LOCAL_SPLITTERS = {"ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation"}
 
 
 class ForeignTokenizer(Tokenizer):
-    """What both kinds share: the permutation. `content` is the foreign file as text, `foreign_ids` in our order."""
+    """Base of both kinds: the permutation of ids.
+
+    `content` is the foreign file as text. `foreign_ids` has the foreign id of each of our ids, in our order.
+    """
 
     def __init__(self, content: str, *, foreign_ids: Sequence[int], end_of_text: int) -> None:
         self.content = content
-        self._library, known = self._open(content)
-        symbols = [END_OF_TEXT if i == ADDED else known[i] for i in foreign_ids]
+        self._library, foreign_symbols = self._open(content)
+        symbols = [END_OF_TEXT if i == ADDED else foreign_symbols[i] for i in foreign_ids]
         super().__init__(symbols, end_of_text=end_of_text)
-        if sorted({*foreign_ids} - {ADDED}) != sorted(known) or len({*foreign_ids}) != len(foreign_ids):
+        distinct = set(foreign_ids)
+        if sorted(distinct - {ADDED}) != sorted(foreign_symbols) or len(distinct) != len(foreign_ids):
             raise ValueError("foreign_ids do not name every foreign id exactly once")
         if end_of_text < 0 or symbols[end_of_text] != END_OF_TEXT:
             raise ValueError(f"id {end_of_text} is not {END_OF_TEXT}")
         self.foreign_ids = np.array(foreign_ids, dtype=np.int32)
-        self._ranks = np.full(max(known) + 1, REFUSED, dtype=np.int32)
-        for i, foreign in enumerate(foreign_ids):
-            if foreign != ADDED:
-                self._ranks[foreign] = i
+        self._our_ids = np.full(max(foreign_symbols) + 1, REFUSED, dtype=np.int32)  # by foreign id
+        for i, foreign_id in enumerate(foreign_ids):
+            if foreign_id != ADDED:
+                self._our_ids[foreign_id] = i
         unknown = self._unknown()
-        if unknown in known and unknown != foreign_ids[end_of_text]:
-            self.unknown_id = int(self._ranks[unknown])
-        special = (self._special() - {unknown} | {foreign_ids[end_of_text]}) - {ADDED}
-        self._is_forbidden = np.isin(np.arange(len(self._ranks)), sorted(special))
-        longest_first = sorted({known[i] for i in special}, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        if unknown in foreign_symbols and unknown != foreign_ids[end_of_text]:
+            self.unknown_id = int(self._our_ids[unknown])
+        special = self._special() - {unknown}
+        special.add(foreign_ids[end_of_text])
+        special.discard(ADDED)
+        self._is_forbidden = np.isin(np.arange(len(self._our_ids)), sorted(special))
+        spellings = sorted({foreign_symbols[i] for i in special}, key=len, reverse=True)
+        matches_nothing = "(?!)"
+        self._special_pattern = re.compile("|".join(map(re.escape, spellings)) or matches_nothing)
 
     @classmethod
     def in_foreign_order(cls, content: str) -> Self:
-        """With the ids as they come, an end-of-text behind them where there is none. Raises as `from_values` does."""
-        known = cls._open(content)[1]
-        ids = sorted(known)
-        found = next((i for i in ids if known[i] == END_OF_TEXT), ADDED)
-        ids += [ADDED] if found == ADDED else []
-        return cls(content, foreign_ids=ids, end_of_text=ids.index(found))
+        """Build a tokenizer that keeps the order of foreign ids; a missing end-of-text is added as the last id.
+
+        Raises as `from_values` does.
+        """
+        foreign_symbols = cls._open(content)[1]
+        ids = sorted(foreign_symbols)
+        for number, i in enumerate(ids):
+            if foreign_symbols[i] == END_OF_TEXT:
+                return cls(content, foreign_ids=ids, end_of_text=number)
+        return cls(content, foreign_ids=[*ids, ADDED], end_of_text=len(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids, as the foreign library has it, each document by itself."""
+        """Return the text of the ids: each document by itself, as the foreign library decodes it."""
         text = ""
-        held: list[int] = []
+        document: list[int] = []
         for i in ids:
             if i == self.end_of_text:
-                text += self._decode(held) + END_OF_TEXT
-                held = []
+                text += self._decode(document) + END_OF_TEXT
+                document = []
             else:
-                held.append(i)
-        return text + self._decode(held)
+                document.append(i)
+        return text + self._decode(document)
 
     @override
     def decoder(self, *, after: Sequence[int] = ()) -> StreamDecoder:
@@ -87,52 +99,64 @@ class ForeignTokenizer(Tokenizer):
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
-        """The tokenizer of the values in its file. Raises ValueError or KeyError if they contradict themselves."""
+        """Build a tokenizer from the values in its file. Raises ValueError or KeyError if they are inconsistent."""
         return cls(values["content"], foreign_ids=values["foreign_ids"], end_of_text=values["end_of_text"])
 
     def _values(self) -> dict[str, Any]:
         return {"content": self.content, "foreign_ids": self.foreign_ids.tolist()}
 
-    def _ours(self, text: str, foreign: Ids) -> Ids:
-        """Our ids of a text, given its foreign ids; encoded once more where it spells a special token."""
-        if self._is_forbidden[foreign].any():
-            middles = [(match.start() + match.end()) // 2 for match in self._spelled.finditer(text)]
-            ends = [*middles, len(text)]
-            halves = [text[first:last] for first, last in zip([0, *middles], ends, strict=True)]
-            foreign = np.concatenate([self._encode(half) for half in halves])
-            if (found := self._is_forbidden[foreign]).any():
-                symbol = self.symbols[self._ranks[foreign[found.argmax()]]]
+    def _renumber(self, text: str, foreign_ids: Ids) -> Ids:
+        """Return our ids of a text, from its foreign ids. A text that spells a special token is encoded again.
+
+        Raises DataError if its ids have a special token even so.
+        """
+        if self._is_forbidden[foreign_ids].any():
+            foreign_ids = self._encode_without_special(text)
+            is_forbidden = self._is_forbidden[foreign_ids]
+            if is_forbidden.any():
+                symbol = self.symbols[self._our_ids[foreign_ids[is_forbidden.argmax()]]]
                 raise DataError(
                     f"this tokenizer makes its special token {symbol!r} out of ordinary text, {text[:60]!r} ... "
                     "Use another one, or train one here."
                 )
-        ids: Ids = self._ranks[foreign]
+        ids: Ids = self._our_ids[foreign_ids]
         return ids
+
+    def _encode_without_special(self, text: str) -> Ids:
+        """Return the foreign ids of a text that is cut in the middle of each special token it spells."""
+        parts = []
+        start = 0
+        for match in self._special_pattern.finditer(text):
+            middle = (match.start() + match.end()) // 2
+            parts.append(text[start:middle])
+            start = middle
+        parts.append(text[start:])
+        return np.concatenate([self._encode(part) for part in parts])
 
     @staticmethod
     @abstractmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
-        """The library's object and the symbol of each foreign id. Raises ValueError if it is no such file."""
+        """Return the library's object, and the symbol of each foreign id. Raises ValueError for another file."""
 
     @abstractmethod
     def _special(self) -> set[int]:
-        """Foreign ids that no text may become, but for the one of what is unknown."""
+        """Return the foreign ids of special tokens, perhaps with that of unknown symbols: no text may become them."""
 
     @abstractmethod
     def _unknown(self) -> int | None:
-        """Foreign id of what is unknown."""
+        """Return the foreign id of unknown symbols; None if there is none."""
 
     @abstractmethod
     def _encode(self, text: str) -> Ids:
-        """Foreign ids of one text."""
+        """Return the foreign ids of one text."""
 
     @abstractmethod
     def _decode(self, ids: Sequence[int]) -> str:
-        """Text of our ids, without end-of-text among them."""
+        """Return the text of our ids, which do not include end-of-text."""
 
 
 class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
-    """Any pipeline of the library `tokenizers`; `content` is the text of its tokenizer.json."""
+    """Tokenizer of any pipeline of the library `tokenizers`; `content` is the text of its tokenizer.json."""
 
     kind = "huggingface"
 
@@ -144,12 +168,13 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """If it is GPT-2's kind, byte-level BPE."""
+        """Whether every text decodes to the same bytes: known of byte-level BPE as in GPT-2 only."""
         return self._is_byte_level
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """All pieces of all texts in few calls of the library."""
-        return [self._ours(text, foreign) for text, foreign in zip(texts, super().encode_batch(texts), strict=True)]
+        """Return our ids of each text, with few calls of the library for all pieces."""
+        batch = super().encode_batch(texts)
+        return [self._renumber(text, foreign_ids) for text, foreign_ids in zip(texts, batch, strict=True)]
 
     @staticmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
@@ -161,7 +186,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
             raise ValueError(f"the library tokenizers does not read it: {error}") from error
         library.no_truncation()
         library.no_padding()
-        library.encode_special_tokens = True  # as any other text
+        library.encode_special_tokens = True  # their spelling is encoded like any other text
         if getattr(library.model, "dropout", None) is not None:
             library.model.dropout = None
         return library, {i: symbol for symbol, i in library.get_vocab(with_added_tokens=True).items()}
@@ -171,17 +196,21 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     def _unknown(self) -> int | None:
         model = parse_object(self.content)["model"]
-        name, found = model.get("unk_token"), model.get("unk_id")
-        found = self._library.token_to_id(name) if isinstance(name, str) else found
-        return None if found is None else int(found)
+        name, unknown = model.get("unk_token"), model.get("unk_id")
+        if isinstance(name, str):
+            unknown = self._library.token_to_id(name)
+        return None if unknown is None else int(unknown)
 
     def _cut(self, text: str) -> list[str]:
+        if not self._can_be_cut:
+            return [text]
         pieces: list[str] = []
         start = 0
-        while self._can_be_cut and (match := _BETWEEN_WORDS.search(text, start + PIECE_LEN)):
+        while match := _BETWEEN_WORDS.search(text, start + PIECE_LEN):
             pieces.append(text[start : match.end()])
             start = match.end()
-        return [*pieces, text[start:]]
+        pieces.append(text[start:])
+        return pieces
 
     def _encode(self, text: str) -> Ids:
         return super().encode_batch([text])[0]
@@ -191,13 +220,13 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
 
 class SentencePieceTokenizer(ForeignTokenizer):
-    """A model of the library `sentencepiece`; `content` is the .model file in base64."""
+    """Tokenizer of the library `sentencepiece`; `content` is the .model file in base64."""
 
     kind = "sentencepiece"
 
     def encode(self, text: str) -> Ids:
-        """Ids of the text, encoded whole."""
-        return self._ours(text, self._encode(text))
+        """Return our ids of the text, which is encoded whole."""
+        return self._renumber(text, self._encode(text))
 
     @staticmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
@@ -225,70 +254,94 @@ class SentencePieceTokenizer(ForeignTokenizer):
 
 
 def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
-    """Whether a text may be cut before a blank between two Latin letters without another id.
+    """Return whether a text may be cut before a blank between two Latin letters without changing any id.
 
-    So it is if the normaliser works in place, the splitter into words always splits there, as it does in samples,
-    and sees nothing beyond (no look-behind, no look-ahead but for blanks), and no added token reaches across.
+    That holds under four conditions. Normalizers change characters in place. Splitters into words always split at
+    such a blank, as they do in samples. Their patterns do not look further (no look-behind, and no look-ahead except
+    for blanks). And no added token extends across such a blank.
     """
-    splitters, normalizers = _stages(pipeline.get("pre_tokenizer")), _stages(pipeline.get("normalizer"))
+    splitters = set(_stages(pipeline.get("pre_tokenizer")))
+    normalizers = set(_stages(pipeline.get("normalizer")))
+    if not splitters or not splitters <= _LOCAL_SPLITTERS or not normalizers <= _LOCAL_NORMALIZERS:
+        return False
+    for token in library.get_added_tokens_decoder().values():
+        if token.rstrip or _BETWEEN_WORDS.search(token.content):
+            return False
     patterns = json.dumps(pipeline.get("pre_tokenizer")).replace("(?!\\\\S)", "")
-    added = library.get_added_tokens_decoder().values()
-    reaches = any(token.rstrip or _BETWEEN_WORDS.search(token.content) for token in added)
-    if not splitters or not set(splitters) <= _LOCAL_SPLITTERS or not set(normalizers) <= _LOCAL_NORMALIZERS:
+    if any(mark in patterns for mark in ("(?<", "(?=", "(?!", "$", "\\\\b", "\\\\z")):
         return False
-    if reaches or any(mark in patterns for mark in ("(?<", "(?=", "(?!", "$", "\\\\b", "\\\\z")):
-        return False
-    words = [library.pre_tokenizer.pre_tokenize_str(sample) for sample in ("ab cd", "AB CD", "aB Cd", "Ab cD")]
-    return not any(first < 2 < last for sample in words for _, (first, last) in sample)
+    for sample in ("ab cd", "AB CD", "aB Cd", "Ab cD"):
+        for _, (start, end) in library.pre_tokenizer.pre_tokenize_str(sample):
+            if start < 2 < end:
+                return False
+    return True
 
 
 def _is_byte_level(pipeline: dict[str, Any], library: Any) -> bool:
-    """Whether it is byte-level BPE as in GPT-2: the bytes of the text as they are, all of which are symbols."""
-    model, splitter = pipeline["model"], pipeline.get("pre_tokenizer") or {}
-    return bool(
-        pipeline.get("normalizer") is None
-        and (splitter.get("type"), splitter.get("add_prefix_space")) == ("ByteLevel", False)
-        and (pipeline.get("decoder") or {}).get("type") == "ByteLevel"
-        and type(library.model).__name__ == "BPE"  # the file need not name the type
-        and not any(model.get(name) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-        and set(byte_symbols()) <= model["vocab"].keys()
-        and all(token.special for token in library.get_added_tokens_decoder().values())
-    )
+    """Return whether it is byte-level BPE as in GPT-2: the text's bytes unchanged, each byte a symbol."""
+    model = pipeline["model"]
+    splitter = pipeline.get("pre_tokenizer") or {}
+    decoder = pipeline.get("decoder") or {}
+    if pipeline.get("normalizer") is not None:
+        return False
+    if splitter.get("type") != "ByteLevel" or splitter.get("add_prefix_space") is not False:
+        return False
+    if decoder.get("type") != "ByteLevel":
+        return False
+    if type(library.model).__name__ != "BPE":  # from the library, because the file need not name the type
+        return False
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        return False
+    if not set(byte_symbols()) <= model["vocab"].keys():
+        return False
+    return all(token.special for token in library.get_added_tokens_decoder().values())
 
 
 def _stages(stage: dict[str, Any] | None) -> list[str]:
-    """Names of the stages of a normalizer or pre_tokenizer, which may be a sequence of them."""
+    """Return the names of a normalizer's or pre_tokenizer's stages, those of nested sequences included."""
     if stage is None:
         return []
     kind = str(stage.get("type"))
-    if kind == "Sequence":
-        inner = stage.get("pretokenizers", stage.get("normalizers", []))
-        return [name for each in inner for name in _stages(each)]
-    return [kind]
+    if kind != "Sequence":
+        return [kind]
+    names = []
+    for inner_stage in stage.get("pretokenizers", stage.get("normalizers", [])):
+        names += _stages(inner_stage)
+    return names
 
 
 class _NeighbourDecoder:
-    """Of ids whose text depends on those before them: the first `shown` of what is held are out. A piece that ends in
-    half a character is held back until the rest is there."""
+    """Stream decoder of ids whose text depends on the ids before them.
+
+    It keeps the ids of the current piece after those of the piece before, whose `_num_shown` ids were shown. A piece
+    that ends in half a character is held back until the rest has come.
+    """
 
     def __init__(self, tokenizer: ForeignTokenizer, after: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        last = max((place for place, i in enumerate(after) if i == tokenizer.end_of_text), default=-1)
-        self._held = list(after[last + 1 :])
-        self._shown = len(self._held)
+        self._ids: list[int] = []
+        for i in after:
+            if i == tokenizer.end_of_text:
+                self._ids = []
+            else:
+                self._ids.append(i)
+        self._num_shown = len(self._ids)
 
     def push(self, i: int) -> str:
         if i == self._tokenizer.end_of_text:
-            rest = self.close()
-            self._held, self._shown = [], 0
-            return rest + END_OF_TEXT
-        self._held.append(i)
-        now, new = self._tokenizer.decode(self._held), self.close()
-        if not new or now.endswith("\ufffd"):
+            last_piece = self.close()
+            self._ids, self._num_shown = [], 0
+            return last_piece + END_OF_TEXT
+        self._ids.append(i)
+        text = self._tokenizer.decode(self._ids)
+        new = self.close()
+        if not new or text.endswith("\ufffd"):
             return ""
-        self._held, self._shown = self._held[self._shown :], len(self._held) - self._shown
+        self._ids = self._ids[self._num_shown :]
+        self._num_shown = len(self._ids)
         return new
 
     def close(self) -> str:
-        decode = self._tokenizer.decode
-        return decode(self._held)[len(decode(self._held[: self._shown])) :]
+        text = self._tokenizer.decode(self._ids)
+        shown_text = self._tokenizer.decode(self._ids[: self._num_shown])
+        return text[len(shown_text) :]

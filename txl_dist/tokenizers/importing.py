@@ -1,4 +1,4 @@
-"""Takes a tokenizer that others made: what the file is, how frequent its ids are here, our numbering."""
+"""Import of existing tokenizers: detects the file's kind, and numbers its ids by their frequency in our texts."""
 
 from __future__ import annotations
 
@@ -13,35 +13,40 @@ from txl_dist.tokenizers.foreign import ForeignTokenizer, HuggingFaceTokenizer, 
 from txl_dist.tokenizers.tokenizer import read_tokenizer, tokenizer_bytes
 from txl_dist.tokenizers.training import CountedTexts, Texts, count_ids
 
-_FIRST_OF_A_MODEL = b"\n"
-"""A sentencepiece model is a protocol buffer, whose first field is a list: field 1, of a length."""
+_SENTENCEPIECE_START = b"\n"
+"""First byte of a sentencepiece model: the protocol buffer's field 1, with a length."""
 
 
 def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
-    """A tokenizer that exists already: Hugging Face's tokenizer.json or sentencepiece's .model, or one of ours.
+    """Read an existing tokenizer: Hugging Face's tokenizer.json, sentencepiece's .model, or one of ours.
 
-    A foreign one is given ids in order of frequency in the texts, equally frequent ones in the foreign order, and an
-    end-of-text if it has no `<|endoftext|>`. One of ours is taken as it is.
-    Raises DataError if the file is neither, or damaged, or needs a package that is missing, or if there is no text.
+    A foreign tokenizer gets ids in order of frequency in the texts, equally frequent ones in the foreign order. It
+    also gets an end-of-text if it has no `<|endoftext|>`. One of ours is not changed.
+    Raises DataError if the file is none of these or damaged, a package is missing, or there is no text.
     """
     content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
         return read_tokenizer(content, name=str(path))
-    first = _open_foreign(content, name=str(path))
+    unordered = _open_foreign(content, name=str(path))
     documents = CountedTexts(texts)
-    counts = count_ids(first, documents)
-    assert first.end_of_text is not None
-    counts[first.end_of_text] = documents.count
+    counts = count_ids(unordered, documents)
+    assert unordered.end_of_text is not None
+    counts[unordered.end_of_text] = documents.count
     order = np.argsort(-counts, kind="stable")
-    foreign_ids = [int(first.foreign_ids[i]) for i in order]
-    return type(first)(first.content, foreign_ids=foreign_ids, end_of_text=order.tolist().index(first.end_of_text))
+    foreign_ids = [int(unordered.foreign_ids[i]) for i in order]
+    end_of_text = order.tolist().index(unordered.end_of_text)
+    return type(unordered)(unordered.content, foreign_ids=foreign_ids, end_of_text=end_of_text)
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """The same without texts: a foreign tokenizer keeps the order of its ids. Raises DataError as above."""
+    """Read an existing tokenizer without texts: a foreign one keeps the order of its ids.
+
+    Raises DataError as `import_tokenizer` does.
+    """
     content = tokenizer_bytes(path, remedy="Check the path.")
-    read = read_tokenizer if _is_ours(content) else _open_foreign
-    return read(content, name=str(path))
+    if _is_ours(content):
+        return read_tokenizer(content, name=str(path))
+    return _open_foreign(content, name=str(path))
 
 
 def _is_ours(content: bytes) -> bool:
@@ -61,6 +66,6 @@ def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
     with translate_errors(DataError, f"{name} is no tokenizer that this program knows", remedy, of=damage):
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
-        if not content.startswith(_FIRST_OF_A_MODEL):
+        if not content.startswith(_SENTENCEPIECE_START):
             raise ValueError("it is neither JSON nor a sentencepiece model")
         return SentencePieceTokenizer.in_foreign_order(base64.b64encode(content).decode())

@@ -1,4 +1,4 @@
-"""What a tokenizer is learnt with. Light to import, since the command line makes its flags of it."""
+"""Options for training a tokenizer. Light to import, because the command line makes flags of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 MOST_IDS = 1 << 24
-"""That may be asked for; a library that learns pieces makes room for as many."""
+"""Largest vocabulary that may be requested; the library `tokenizers` allocates memory for all of it."""
 
 
 class LearntKind(NamedTuple):
-    """Properties of a kind of tokenizer that `txl prepare` can learn; `text.training` learns ours."""
+    """Properties of a kind of tokenizer that `txl prepare` can train. training.py trains our own kinds."""
 
     settings: tuple[str, ...]
     """Fields of `Learning` that it uses, in addition to `end_of_text`."""
     smallest: int
     """Smallest number of ids, special symbols not counted."""
     learn: Callable[[Iterable[str], Learning], Any] | None = None
-    """For a plugin's kind: learns the `Tokenizer` from the texts, which it may read more than once."""
+    """Function of a plugin's kind: trains the `Tokenizer` on texts, which it may read more than once."""
 
 
 LEARNT_KINDS: dict[str, LearntKind] = {
@@ -31,12 +31,12 @@ LEARNT_KINDS: dict[str, LearntKind] = {
     "bpe": LearntKind(("vocab_size", "min_frequency"), 256),
     "unigram": LearntKind(("vocab_size",), 256),
 }
-"""By name; a plugin may add rows (`plugins.register_tokenizer`)."""
+"""Trainable kinds by name; a plugin may add rows (`plugins.register_tokenizer`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """How symbols are chosen, whatever the kind; what a kind does not have stays at its default."""
+    """Options for training a tokenizer of any kind. Options that a kind does not use must be at their defaults."""
 
     vocab_size: int = 0
     """Largest vocabulary of word, bpe and unigram; 0 means 4096, and no limit for word."""
@@ -45,34 +45,37 @@ class Learning:
     lower_case: bool = False
     """Make text lower case (char, word)."""
     end_of_text: bool = True
-    """Put an end-of-text behind each document. Named corpora with the tokenizer of the papers never have one."""
+    """Put an end-of-text after each document. Named corpora with the tokenizer of the papers never have one."""
     only_seen: bool = False
-    """No ids for bytes or characters that do not occur (byte, char)."""
+    """Give no ids to bytes or characters that do not occur (byte, char)."""
     sentence_marks: bool = False
-    """lm1b's marks of lines (word)."""
+    """Mark the start and end of lines as lm1b does (word)."""
 
     def num_marks(self, kind: str) -> int:
-        """Ids that are no pieces of text: end-of-text, and of words the mark of lines and the unknown."""
+        """Return the number of ids that are not text: end-of-text, and for words the line mark and the unknown."""
         return self.end_of_text + (2 if kind == "word" else 0)
 
     def learning(self) -> dict[str, Any]:
-        """These settings alone, by name."""
+        """Return these options by name, without those of a subclass."""
         return {field.name: getattr(self, field.name) for field in fields(Learning)}
 
     def check_kind(self, kind: str) -> None:
-        """Raises ConfigError for an unknown kind, a setting that it does not have, and an impossible size."""
+        """Raise ConfigError for an unknown kind, an option that it does not have, or an impossible size."""
         if kind not in LEARNT_KINDS:
             hint = did_you_mean(kind, LEARNT_KINDS)
             raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(LEARNT_KINDS)}.{hint}")
         for name, least in (("vocab_size", 0), ("min_frequency", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be {least} or more.")
-        conditional = dict.fromkeys(name for row in LEARNT_KINDS.values() for name in row.settings)
-        for name in conditional:
-            known = [other for other, row in LEARNT_KINDS.items() if name in row.settings]
-            if getattr(self, name) != getattr(Learning, name) and kind not in known:
+        kinds_with: dict[str, list[str]] = {}
+        for other_kind, row in LEARNT_KINDS.items():
+            for name in row.settings:
+                kinds_with.setdefault(name, []).append(other_kind)
+        for name, kinds in kinds_with.items():
+            is_set = getattr(self, name) != getattr(Learning, name)
+            if is_set and kind not in kinds:
                 raise ConfigError(
-                    f"{name} has no meaning for a {kind} tokenizer, only for {' and '.join(known)}; leave it out."
+                    f"{name} has no meaning for a {kind} tokenizer, only for {' and '.join(kinds)}; leave it out."
                 )
         smallest = self.num_marks(kind) + LEARNT_KINDS[kind].smallest
         if 0 < self.vocab_size < smallest:

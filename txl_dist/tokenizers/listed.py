@@ -1,10 +1,10 @@
-"""Ids that are there already, each with a name of a list: music events, residues of proteins, lines of logs.
+"""Tokenizer for ids that exist already, each with a name from a list: music events, protein residues, log lines.
 
-A document of such ids is prepared as the text of their names with a blank behind each, so that all that is done with
-text is done with it. The ids stay what they are: the list is the vocabulary in order, and end-of-text stands behind its
-last name. A model writes names, and is asked with names.
+A document of such ids is prepared as the text of their names with a blank after each, so that all code for text works
+with it. The ids do not change: the list is the vocabulary in order, and end-of-text follows its last name. Prompts and
+generated texts consist of names.
 
-What it gives up: cutoffs of adaptive softmax want the most frequent ids first, and whoever makes the list orders it.
+What it gives up: ids in order of frequency, which adaptive softmax needs. The author of the list chooses the order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 
 class ListedTokenizer(WordTokenizer):
-    """One id per name between blanks, no marks of lines; a name that is not in the list is refused."""
+    """Tokenizer with one id per name between blanks, and no marks of lines. A name not in the list is refused."""
 
     kind = "listed"
     unit = "token"
@@ -33,14 +33,16 @@ class ListedTokenizer(WordTokenizer):
 
 
 def listed_tokenizer(names: Sequence[str], *, end_of_text: bool) -> ListedTokenizer:
-    """Of the names of the ids, in order."""
-    return ListedTokenizer([*names, *[END_OF_TEXT] * end_of_text], end_of_text=len(names) if end_of_text else None)
+    """Return the tokenizer for names in the order of their ids, with end-of-text as the last id if asked for."""
+    if end_of_text:
+        return ListedTokenizer([*names, END_OF_TEXT], end_of_text=len(names))
+    return ListedTokenizer(names, end_of_text=None)
 
 
 def read_names(path: str | Path) -> tuple[str, ...]:
-    """The names of a list, one a line, that of id 0 first; a byte order mark is no part of it.
+    """Read a list of names, one per line, that of id 0 first; a byte order mark is skipped.
 
-    Raises DataError naming the line for what is no name.
+    Raises DataError, with the line, for a line that is not a name or repeats one.
     """
     remedy = "Give a UTF-8 file with a token's name in each line, that of id 0 first."
     with translate_errors(

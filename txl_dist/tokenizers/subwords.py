@@ -1,10 +1,10 @@
-"""Byte-level BPE and unigram, both run by the library `tokenizers` and both lossless: any text comes back.
+"""Byte-level BPE and unigram tokenizers, run by the library `tokenizers`. Both are lossless for any text.
 
-Text is first split into words as GPT-2 does, and its bytes are spelled in GPT-2's alphabet of 256 printable
-characters, all of which are symbols, so nothing is unknown and every id is a fixed run of bytes.
+Text is first split into words as GPT-2 does. Its bytes are spelled in GPT-2's alphabet of 256 printable characters,
+all of which are symbols. So no text is unknown, and every id stands for fixed bytes.
 
-What they give up: normalisation, added tokens, and the speed of one encode over a huge text. Texts are cut into
-pieces of about 64 KiB first, by a rule that is part of the tokenizer (`cut_pieces`), so memory stays bounded.
+What they give up: normalisation, added tokens, and the speed of one encode over a huge text. Texts are first cut into
+pieces of about 64 KiB, by a rule that is part of the tokenizer (`cut_pieces`), so memory stays bounded.
 """
 
 from __future__ import annotations
@@ -18,25 +18,29 @@ import numpy as np
 from txl_dist.tokenizers.base import Ids, SpelledTokenizer, Tokenizer, batches, byte_symbols, bytes_of_symbol
 
 PIECE_LEN = 1 << 16
-"""Characters of text that the library sees at once."""
+"""Maximum number of characters that the library encodes as one piece."""
 BATCH_LEN = 32 * PIECE_LEN
-"""Characters of text in one call of the library, which takes some hundred bytes for each token it returns."""
+"""Number of characters per call of the library, which takes some hundred bytes for each token it returns."""
 
 
 class LibraryTokenizer(Tokenizer):
-    """One that the library `tokenizers` runs, piece by piece."""
+    """Tokenizer that the library `tokenizers` runs, piece by piece."""
 
     _library: Any
 
     def encode(self, text: str) -> Ids:
-        """Ids of the pieces of the text, joined."""
+        """Return the ids of the text's pieces, joined."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """All pieces of all texts in few calls of the library."""
-        pieces = [self._cut(text) for text in texts]
-        encoded = self._encode_pieces(list(chain.from_iterable(pieces)))
-        return [np.concatenate([next(encoded) for _ in own] or [np.empty(0, np.int32)]) for own in pieces]
+        """Return the ids of each text, with few calls of the library for all pieces."""
+        pieces_of_texts = [self._cut(text) for text in texts]
+        encoded = self._encode_pieces(list(chain.from_iterable(pieces_of_texts)))
+        ids_of_texts = []
+        for pieces in pieces_of_texts:
+            ids_of_pieces = [next(encoded) for _ in pieces] or [np.empty(0, np.int32)]
+            ids_of_texts.append(np.concatenate(ids_of_pieces))
+        return ids_of_texts
 
     def _cut(self, text: str) -> list[str]:
         return cut_pieces(text)
@@ -44,15 +48,16 @@ class LibraryTokenizer(Tokenizer):
     def _encode_pieces(self, pieces: Sequence[str]) -> Iterator[Ids]:
         for batch in batches(pieces, most_characters=BATCH_LEN):
             encoded = self._library.encode_batch_fast(batch, add_special_tokens=False)
-            yield from (np.array(encoding.ids, dtype=np.int32) for encoding in encoded)
+            for encoding in encoded:
+                yield np.array(encoding.ids, dtype=np.int32)
 
 
 class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):
-    """One whose symbols are pieces of text, spelled in GPT-2's alphabet, all of which it has."""
+    """Tokenizer whose symbols are byte strings spelled in GPT-2's alphabet, among them every single byte."""
 
     @property
     def is_lossless(self) -> bool:
-        """Always."""
+        """Whether every text decodes to the same bytes: always."""
         return True
 
     def _spell(self, symbol: str) -> bytes:
@@ -60,7 +65,7 @@ class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):
 
 
 class BpeTokenizer(ByteLevelTokenizer):
-    """Byte-level BPE as in GPT-2; `merges` in the order they are applied."""
+    """Byte-level BPE as in GPT-2, with `merges` in the order in which they are applied."""
 
     kind = "bpe"
     _required: ClassVar[tuple[str, ...]] = ("merges",)
@@ -70,14 +75,17 @@ class BpeTokenizer(ByteLevelTokenizer):
 
         super().__init__(symbols, end_of_text=end_of_text)
         self.merges = tuple(merges)
-        pairs = [(left, right) for left, right in (merge.split(" ") for merge in self.merges)]
+        pairs = []
+        for merge in self.merges:
+            left, right = merge.split(" ")
+            pairs.append((left, right))
         self._library = byte_level(BPE(vocab=self._ids, merges=pairs))
 
 
 class UnigramTokenizer(ByteLevelTokenizer):
-    """The most probable pieces of each word (Kudo 2018); `scores` are log-probabilities in the order of ids.
+    """Unigram tokenizer: the most probable pieces of each word (Kudo 2018).
 
-    End-of-text has the score None: it is never found in a text.
+    `scores` are log-probabilities in the order of ids. End-of-text has the score None: no text contains it.
     """
 
     kind = "unigram"
@@ -88,23 +96,23 @@ class UnigramTokenizer(ByteLevelTokenizer):
 
         super().__init__(symbols, end_of_text=end_of_text)
         self.scores = tuple(scores)
-        if missing := set(byte_symbols()) - self._ids.keys():
+        missing = set(byte_symbols()) - self._ids.keys()
+        if missing:
             raise ValueError(f"{len(missing)} bytes have no symbol")
-        if [i for i, score in enumerate(self.scores) if score is None] != (
-            [] if end_of_text is None else [end_of_text]
-        ):
+        without_score = [i for i, score in enumerate(self.scores) if score is None]
+        may_lack_score = [] if end_of_text is None else [end_of_text]
+        if without_score != may_lack_score:
             raise ValueError("a symbol has no score, or end-of-text has one")
         lowest = min(score for score in self.scores if score is not None)
-        # GPT-2's words never hold letters and signs together, so no text is ever the end-of-text in its place.
-        pieces = [
-            (symbol, lowest if score is None else score)
-            for symbol, score in zip(self.symbols, self.scores, strict=True)
-        ]
+        # GPT-2's words never mix letters and punctuation, so no text is encoded as end-of-text by its score here.
+        pieces = []
+        for symbol, score in zip(self.symbols, self.scores, strict=True):
+            pieces.append((symbol, lowest if score is None else score))
         self._library = byte_level(Unigram(pieces, unk_id=None, byte_fallback=False))
 
 
 def byte_level(model: Any) -> Any:
-    """A tokenizer of the library for this model over GPT-2's words and alphabet."""
+    """Return the library's tokenizer with this model, over GPT-2's words and alphabet."""
     from tokenizers import Tokenizer as Library
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -116,7 +124,7 @@ def byte_level(model: Any) -> Any:
 def cut_pieces(text: str, *, piece_len: int = PIECE_LEN) -> list[str]:
     """Cut a text into pieces of at most `piece_len` characters that join to the text again.
 
-    Each piece ends behind the last newline that fits; where none fits, before the last blank; else anywhere.
+    Each piece ends after the last newline that fits. If none fits, it ends before the last blank, or else anywhere.
     Ids depend on this rule: changing it needs a new format version.
     """
     pieces: list[str] = []

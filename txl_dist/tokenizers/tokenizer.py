@@ -1,14 +1,14 @@
-"""The door to the tokenizers: what there is, and how one is read from its file.
+"""Table of the kinds of tokenizers, and reading of any tokenizer from its file.
 
     byte, char         one id per byte or code point                      characters.py
-    word               one id per word between blanks, `<eos>`, `<unk>`   words.py
-    listed             ready ids, each with a name                        listed.py
+    word               one id per word between blanks, `<eos>`, `<unk>`   word_tokenizer.py
+    listed             existing ids, each with a name                     listed.py
     bpe, unigram       byte-level pieces learnt from the corpus           subwords.py
-    huggingface,       tokenizers that others made, their ids             foreign.py
+    huggingface,       tokenizers of other programs, their ids            foreign.py
     sentencepiece        renumbered by frequency
 
-byte, bpe and unigram encode any text and give it back exactly; char and word know `<unk>`, or refuse what they do
-not know, as listed does. What all share is in base.py, training in training.py.
+byte, bpe and unigram encode any text, and decode it to the same bytes. char and word have `<unk>`, or refuse unknown
+symbols, as listed does. The base classes are in base.py, and training is in training.py.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _CLASSES: tuple[type[Tokenizer], ...] = (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
 )
-KINDS: dict[str, type[Tokenizer]] = {each.kind: each for each in _CLASSES}
-"""By the `kind` in the file; a plugin may add rows (`plugins.register_tokenizer`)."""
+KINDS: dict[str, type[Tokenizer]] = {tokenizer_class.kind: tokenizer_class for tokenizer_class in _CLASSES}
+"""Classes by the `kind` in the file; a plugin may add rows (`plugins.register_tokenizer`)."""
 _REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus again."
 
 
 class UnknownKindError(ValueError):
-    """A tokenizer of a kind that this process does not know."""
+    """Kind of tokenizer that this process does not know."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -51,17 +51,20 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
-    """Read a tokenizer of any kind, a file or the folder that holds it; text without its byte order mark.
+    """Read the bytes of a tokenizer of any kind, from its file or the folder that holds it.
 
-    Raises DataError.
+    A byte order mark is removed. Raises DataError.
     """
+    path = Path(path)
     with translate_errors(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
-        content = tokenizer_of_folder(Path(path)) if Path(path).is_dir() else read_bytes(Path(path))
-        return decode_text(content).encode() if has_mark(content) else content
+        content = tokenizer_of_folder(path) if path.is_dir() else read_bytes(path)
+        if has_mark(content):
+            return decode_text(content).encode()
+        return content
 
 
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
-    """The tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
+    """Build the tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
     with translate_errors(DataError, f"the tokenizer {name} is not valid JSON", _REMEDY, of=(ValueError,)):
         values = parse_object(content)
     try:
@@ -80,7 +83,7 @@ def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
 
 
 def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
-    """A tokenizer from the values of its file. Raises ValueError or KeyError if they contradict themselves."""
+    """Build a tokenizer from the values of its file. Raises ValueError or KeyError if they are inconsistent."""
     if values["kind"] not in KINDS:
         raise UnknownKindError(
             f"unknown kind {values['kind']!r}, known are {', '.join(KINDS)}; one of a plugin needs the plugin, by "
