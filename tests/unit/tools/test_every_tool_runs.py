@@ -97,6 +97,12 @@ def test_every_program_has_one_entry() -> None:
     assert sorted([*SMOKE, *ELSEWHERE]) == sorted(PROGRAMS)
 
 
+def test_every_file_of_tools_has_one_module_name() -> None:
+    folders = {path.parent for path in (ROOT / "tools").rglob("*.py")}
+    assert [path.name for path in (ROOT / "tools").glob("*.py")] == ["__init__.py"]
+    assert [folder for folder in folders if not (folder / "__init__.py").is_file()] == []
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_shows_its_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
