@@ -1,1 +1,1 @@
-"""The network. It knows torch and `config.ModelSection`; it knows no data, rank or engine."""
+"""The network. It imports torch and `config.schema`, and knows nothing of data, ranks or engines."""

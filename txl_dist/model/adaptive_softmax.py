@@ -1,9 +1,9 @@
 """Adaptive softmax (Grave et al. 2017): the loss over a large vocabulary, per token and in token order.
 
-The head is a softmax over the most frequent words and one column per tail cluster; a tail word's log-probability is
-that of its cluster's column plus that of the word inside the cluster. Column i stands for tail cluster i + 1 (the
-original PyTorch code has them reversed; conversion flips them). Weights may be tied to the input embedding, and
-per cluster the output projection to the input projection; a tied tensor is the same Parameter in both modules.
+The head is a softmax over the most frequent words and one column per tail cluster. A tail word's log-probability is
+that of its cluster's column plus that of the word within the cluster. Column i belongs to tail cluster i + 1. (The
+original PyTorch code has them reversed, and conversion flips them.) Weights may be tied to the input embedding, and
+each cluster's output projection to its input projection. A tied tensor is the same Parameter in both modules.
 
 Every cluster runs in every step (see `adaptive_embedding`). Normalisers and log-probabilities are at least fp32.
 
@@ -27,48 +27,52 @@ from txl_dist.vocabulary_clusters import cluster_edges
 
 
 class Columned(Protocol):
-    """Whoever knows the losses of one cluster."""
+    """Softmax of one cluster, which computes the losses of its columns."""
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """-log p of one column of each row, at least fp32, [R]."""
+        """Return -log p of one column of each row, at least fp32, [R]."""
 
 
 class ClusterTable(NamedTuple):
-    """What the logits of one cluster are made of."""
+    """Weights of one cluster's logits."""
 
     weight_VE: Tensor
     bias_V: Tensor
     projection_DE: Tensor | None
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Of any rows, [R, V]."""
-        projection = self.projection_DE
-        return F.linear(
-            hidden_RD if projection is None else F.linear(hidden_RD, projection.t()), self.weight_VE, self.bias_V
-        )
+        """Compute the logits of any rows, [R, V]."""
+        inner_RE = hidden_RD
+        if self.projection_DE is not None:
+            inner_RE = F.linear(hidden_RD, self.projection_DE.t())
+        return F.linear(inner_RE, self.weight_VE, self.bias_V)
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """-log p of one column of each row, at least fp32, [R]."""
+        """Return -log p of one column of each row, at least fp32, [R]."""
         return column_losses(self.logits(hidden_RD), targets_R)
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Hidden states and targets to losses in nats. Without cutoffs it is a plain softmax."""
+    """Softmax from hidden states and targets to losses in nats. Without cutoffs it is a plain softmax."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding) -> None:
         super().__init__()
         self.edges = cluster_edges(model.cutoffs, vocab_size=vocab_size)
         self.num_tails = len(model.cutoffs)
         self.one_table = model.div_value == 1
-        for i in range(1 if self.one_table else self.num_tails + 1):
-            weight = embedding.weight(i) if model.tie_weights else nn.Parameter(torch.empty_like(embedding.weight(i)))
+        num_tables = 1 if self.one_table else self.num_tails + 1
+        for i in range(num_tables):
+            weight = embedding.weight(i)
+            if not model.tie_weights:
+                weight = nn.Parameter(torch.empty_like(weight))
             self.register_parameter(f"weight_{i}", weight)
             self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(weight.shape[0])))
         ties = model.tie_projections or (False,) * (self.num_tails + 1)
         for i in range(self.num_tails + 1):
-            shared = embedding.projection(0 if self.one_table else i)
-            own = shared if shared is None or ties[i] else nn.Parameter(torch.empty_like(shared))
-            self.register_parameter(f"projection_{i}", own)
+            projection = embedding.projection(0 if self.one_table else i)
+            if projection is not None and not ties[i]:
+                projection = nn.Parameter(torch.empty_like(projection))
+            self.register_parameter(f"projection_{i}", projection)
         if self.num_tails:
             self.cluster_weight = nn.Parameter(torch.empty(self.num_tails, embedding.embed_width))
             self.cluster_bias = nn.Parameter(torch.empty(self.num_tails))
@@ -82,27 +86,35 @@ class AdaptiveSoftmax(nn.Module):
         weight_BT: Tensor | None = None,
         with_top1: bool = False,
     ) -> Tensor:
-        """nll_BT: the loss of each token in nats; or, `with_top1`, score_2BT: these, then 1.0 where the target is the
-        most probable token; or, given `weight_BT`, the sum of weight * loss over all tokens; or, without targets, log p
-        of the whole vocabulary behind each token, [B * T, V].
+        """Compute nll_BT, the loss of each token in nats, or what the arguments ask for instead.
 
-        `partition` is of the targets, by `edges`. The weighted sum is made with its gradients (see `fused_softmax`),
-        where gradients are enabled.
+        With `with_top1`: score_2BT, the losses, then 1.0 where the target is the most probable token. With `weight_BT`:
+        the sum of weight * loss over all tokens. Without targets: log p of the whole vocabulary after each token,
+        [B * T, V].
+
+        `partition` groups the targets into the clusters of `edges`. Where gradients are enabled, the weighted sum is
+        computed together with its gradients (see `fused_softmax`).
         """
         if targets_BT is None:
             return self.log_probabilities(hidden_BTD.flatten(0, 1))
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)
         if weight_BT is not None and torch.is_grad_enabled():
-            hidden_SD, targets_S, tails = hidden_BTD.flatten(0, 1), targets_BT.flatten(), (partition or ())[1:]
-            clusters = [Cluster(None, self._head_columns(targets_S), self._columns(0), self._projection(0))]
-            for i, tail in enumerate(tails, start=1):
-                clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
-            return fused_linear_cross_entropy(hidden_SD, clusters, weight_S=weight_BT.flatten())
+            clusters = self._clusters(targets_BT.flatten(), partition=partition or ())
+            return fused_linear_cross_entropy(hidden_BTD.flatten(0, 1), clusters, weight_S=weight_BT.flatten())
         nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
         if with_top1:
             return torch.stack([nll_BT, self.top1_correct(hidden_BTD, targets_BT)])
-        return nll_BT if weight_BT is None else (nll_BT * weight_BT).sum()
+        if weight_BT is not None:
+            return (nll_BT * weight_BT).sum()
+        return nll_BT
+
+    def _clusters(self, targets_S: Tensor, *, partition: Partition) -> list[Cluster]:
+        """Describe the head and the tails for `fused_linear_cross_entropy`."""
+        clusters = [Cluster(None, self._head_columns(targets_S), self._columns(0), self._projection(0))]
+        for i, tail in enumerate(partition[1:], start=1):
+            clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
+        return clusters
 
     def losses(
         self,
@@ -112,33 +124,38 @@ class AdaptiveSoftmax(nn.Module):
         partition: Partition | None = None,
         tables: Sequence[Columned] | None = None,
     ) -> Tensor:
-        """nll_BT: the loss of each token in nats, the plain twin of `fused_softmax.fused_linear_cross_entropy`.
+        """Compute nll_BT, the loss of each token in nats, without `fused_softmax.fused_linear_cross_entropy`.
 
-        `tables` are `tables()`, kept by whoever has frozen weights: to make them copies those of the head.
+        `tables` is the value of `tables()`, which a caller with frozen weights keeps: making it copies the head.
         """
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)
-        tables = self.tables() if tables is None else tables
-        hidden_SD, targets_S = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        if tables is None:
+            tables = self.tables()
+        hidden_SD = hidden_BTD.flatten(0, 1)
+        targets_S = targets_BT.flatten()
         nll_S = tables[0].losses(hidden_SD, self._head_columns(targets_S))
-        nll_S = F.pad(nll_S, (0, 1))  # padded rows land in the last element
-        for tail, table in zip((partition or ())[1:], tables[1:], strict=True):
+        nll_S = F.pad(nll_S, (0, 1))  # the losses of padded rows are added to the last element
+        tails = (partition or ())[1:]
+        for tail, table in zip(tails, tables[1:], strict=True):
             rows_RD = hidden_SD.index_select(0, tail.rows.clamp(max=hidden_SD.shape[0] - 1))
             nll_S = nll_S.index_add(0, tail.rows, table.losses(rows_RD, tail.ids))
         return nll_S[:-1].view(targets_BT.shape)
 
     def _head_columns(self, targets_S: Tensor) -> Tensor:
-        """Of the head: the target itself, or the column that stands for its cluster."""
+        """Return the target's column in the head: the target itself, or the column of its tail cluster."""
         cluster_S = torch.zeros_like(targets_S)
         for edge in self.edges[1:-1]:
             cluster_S += targets_S >= edge
         return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
     def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
-        """log p of the whole vocabulary, [S, V]: for generation and probes, not for training.
+        """Compute log p of the whole vocabulary, [S, V]: for generation and probes, not for training.
 
-        `tables` as in `losses`."""
-        tables = self.tables() if tables is None else tables
+        `tables` as in `losses`.
+        """
+        if tables is None:
+            tables = self.tables()
         head = _log_softmax(tables[0].logits(hidden_SD))
         if not self.num_tails:
             return head
@@ -151,18 +168,26 @@ class AdaptiveSoftmax(nn.Module):
     def top1_correct(
         self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[ClusterTable] | None = None
     ) -> Tensor:
-        """hit_BT: 1.0 where the target is the most probable token, made of some tokens at a time; `tables` as in
-        `losses`."""
-        tables = self.tables() if tables is None else tables
+        """Return top1_BT, 1.0 where the target is the most probable token, else 0.0.
+
+        Tokens are taken in chunks, to limit the logits in memory. `tables` as in `losses`.
+        """
+        if tables is None:
+            tables = self.tables()
         kind = "cuda" if hidden_BTD.is_cuda else "cpu"
-        columns = max(table.bias_V.shape[0] for table in tables)
-        chunks = hidden_BTD.flatten(0, 1).split(max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // columns))
+        num_columns = max(table.bias_V.shape[0] for table in tables)
+        chunk_len = max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // num_columns)
+        chunks = hidden_BTD.flatten(0, 1).split(chunk_len)
         ids_S = torch.cat([self._most_probable(hidden_cD, tables) for hidden_cD in chunks])
-        return (ids_S.view(targets_BT.shape) == targets_BT).to(at_least_fp32(hidden_BTD.dtype))
+        is_correct_BT = ids_S.view(targets_BT.shape) == targets_BT
+        return is_correct_BT.to(at_least_fp32(hidden_BTD.dtype))
 
     def _most_probable(self, hidden_SD: Tensor, tables: Sequence[ClusterTable]) -> Tensor:
-        """The ids of the most probable tokens, [S]. No word is more probable than its cluster's column, so a tail is
-        looked into only where that is above the best so far; how many tokens these are, a GPU is waited for."""
+        """Return the ids of the most probable tokens, [S]. It waits for the device.
+
+        No word is more probable than its cluster's column. So a tail is computed only for the tokens where its column
+        is more probable than the best word so far.
+        """
         head_SV = _log_softmax(tables[0].logits(hidden_SD))
         best_S, ids_S = head_SV[:, : self.edges[1]].max(1)
         for i, table in enumerate(tables[1:]):
@@ -174,27 +199,29 @@ class AdaptiveSoftmax(nn.Module):
             log_p_R = column_S[rows_R] + inside_R
             is_better_R = log_p_R > best_S[rows_R]
             rows_R = rows_R[is_better_R]
-            best_S[rows_R], ids_S[rows_R] = log_p_R[is_better_R], self.edges[i + 1] + places_R[is_better_R]
+            best_S[rows_R] = log_p_R[is_better_R]
+            ids_S[rows_R] = self.edges[i + 1] + places_R[is_better_R]
         return ids_S
 
     def tables(self) -> list[ClusterTable]:
-        """What each cluster's logits are made of; those of the head, the first, end with a column per tail cluster."""
+        """Return the weights of each cluster's logits. Those of the head, the first, end with a column per tail."""
         tables = []
         for i in range(self.num_tails + 1):
-            weights, biases = zip(
-                *((one.weight_VE[one.low : one.high], one.bias_V[one.low : one.high]) for one in self._columns(i)),
-                strict=True,
-            )
-            joined = (weights[0], biases[0]) if len(weights) == 1 else (torch.cat(weights), torch.cat(biases))
-            tables.append(ClusterTable(joined[0], joined[1], self._projection(i)))
+            slices = self._columns(i)
+            weights = [columns.weight_VE[columns.low : columns.high] for columns in slices]
+            biases = [columns.bias_V[columns.low : columns.high] for columns in slices]
+            weight_VE = weights[0] if len(slices) == 1 else torch.cat(weights)
+            bias_V = biases[0] if len(slices) == 1 else torch.cat(biases)
+            tables.append(ClusterTable(weight_VE, bias_V, self._projection(i)))
         return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:
-        """Where the weights of cluster i's logits stand."""
+        """Return the slices of tables that hold the weights of cluster i's logits."""
         low, high = self.edges[i], self.edges[i + 1]
         table = 0 if self.one_table else i
         offset = 0 if self.one_table else low
-        weight, bias = getattr(self, f"weight_{table}"), getattr(self, f"bias_{table}")
+        weight = getattr(self, f"weight_{table}")
+        bias = getattr(self, f"bias_{table}")
         words = Columns(weight, bias, low - offset, high - offset)
         if i > 0 or not self.num_tails:
             return (words,)
@@ -205,7 +232,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 def column_losses(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """-log p of one column of each row, at least fp32, [R]."""
+    """Return -log p of one column of each row, at least fp32, [R]."""
     return F.nll_loss(_log_softmax(logits_RV), targets_R, reduction="none")
 
 

@@ -1,7 +1,8 @@
-"""The attention layer: projections of queries, keys and values around whatever scores them (`implementation`).
+"""The attention layer: projections of queries, keys and values around the function that scores them.
 
-Keys and values are made apart from queries, so that the past may be kept as keys and values. Parameters stand in the
-module whose `forward` uses them, because ZeRO-3 gathers them there. `positions` builds the layer of each scheme.
+`implementation` chooses that function. Keys and values are projected separately from queries, so that the past can be
+cached as keys and values. Each parameter belongs to the module whose `forward` uses it, because ZeRO-3 gathers it
+there. `positions` builds the layer of each positional scheme.
 
 Shapes: B lanes, T queries, K keys, S any positions, D model width, N heads, H head width.
 """
@@ -26,20 +27,20 @@ from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.rms_norm import rms_norm
 
 QUERY_KEY_GAIN = 1.2
-"""Of normed queries and keys (nanochat): their products would hardly tell one key from another without."""
+"""Gain of normed queries and keys (nanochat): without it their products hardly differ between keys."""
 
 
 class RelativeEncodings(NamedTuple):
-    """What a layer knows of the distances K-1 ... 0, in that order."""
+    """Encodings of the distances K-1 ... 0 in one layer, in that order."""
 
     key_KNH: Tensor
     """The encodings r as the layer sees them."""
     bias_KN: Tensor | None
-    """Learned term (d); None where it is made with the bias v."""
+    """Learned term (d). None where term (d) is computed from the bias v."""
 
 
 class KeyValue(nn.Linear):
-    """The projection to keys and values, with a bias on the values only, where the model has one."""
+    """Projection to keys and values. A bias, where the model has one, is on the values only."""
 
     def __init__(self, model: ModelSection) -> None:
         inner = model.num_heads * model.head_width
@@ -47,15 +48,17 @@ class KeyValue(nn.Linear):
         self.value_bias = nn.Parameter(torch.empty(inner)) if model.value_bias else None
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Keys, then values, of any positions: [B, S, 2 N H]."""
-        bias = None if self.value_bias is None else F.pad(self.value_bias, (self.value_bias.numel(), 0))
+        """Return keys, then values, of any positions: [B, S, 2 N H]."""
+        bias = self.value_bias
+        if bias is not None:
+            bias = F.pad(bias, (bias.numel(), 0))
         return F.linear(hidden_BSD, self.weight, bias)
 
 
 class Attention(nn.Module):
-    """Scores by content and, with a module `distance` that makes `RelativeEncodings`, by distance.
+    """Attention by content and, with a module `distance` that computes `RelativeEncodings`, by distance.
 
-    The biases u (content) and v (position) are given, since layers may share them.
+    The biases u (content) and v (position) are arguments, because layers may share them.
     """
 
     def __init__(
@@ -69,22 +72,28 @@ class Attention(nn.Module):
         kernel: AttentionKernel = "auto",
     ) -> None:
         super().__init__()
-        self.num_heads, self.head_width, self.dropout = model.num_heads, model.head_width, model.attention_dropout
-        self.kernel, self.norm_eps = kernel, model.norm_eps if model.query_key_norm else None
+        self.num_heads = model.num_heads
+        self.head_width = model.head_width
+        self.dropout = model.attention_dropout
+        self.kernel = kernel
+        self.norm_eps = model.norm_eps if model.query_key_norm else None
         inner = model.num_heads * model.head_width
         self.query = nn.Linear(model.width, inner, bias=False)
         self.key_value = KeyValue(model)
         self.distance = distance
         self.output = nn.Linear(inner, model.width, bias=model.output_bias)
         # Registered in every layer that uses them, so that ZeRO-3 gathers them with the layer.
-        self.content_bias, self.position_bias = content_bias_NH, position_bias_NH
+        self.content_bias = content_bias_NH
+        self.position_bias = position_bias_NH
         self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
         self.uses_products = not model.query_key_norm and not mixes_values
-        """Whether nothing happens to queries, keys and values between their products and attention."""
+        """True if attention uses queries, keys and values exactly as the projections return them."""
 
     def supports_fused_qkv(self, hidden: Tensor) -> bool:
-        """Whether, in training, queries, keys and values are attended with as products make them, and are made of
-        hidden states like these by few: the Triton kernels join them as they read."""
+        """Whether training can use the fused projection of queries, keys and values for hidden states like these.
+
+        The Triton kernels read the parts of the product where they are. So nothing may change them in between.
+        """
         if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
             return False
         has_position_bias = self.position_bias is not None
@@ -94,7 +103,10 @@ class Attention(nn.Module):
         return shape_reason is None and launch.unsupported_device_reason(hidden) is None
 
     def project_segment(self, hidden_BTD: Tensor) -> Tensor:
-        """query_key_value_BT3NH of one product, or of two where ZeRO-3 gathers weights for the module that has them."""
+        """Project a segment to query_key_value_BT3NH.
+
+        It is one matrix product, or two under ZeRO-3, which gathers weights for the module that owns them.
+        """
         if hasattr(self.query.weight, "ds_id"):
             products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
         else:
@@ -104,42 +116,53 @@ class Attention(nn.Module):
         return products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
 
     def project_query(self, hidden_BTD: Tensor) -> Tensor:
-        """query_BTNH."""
-        return self.qk_norm(self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width)))
+        """Project to query_BTNH, normed where the model norms queries."""
+        query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
+        return self.qk_norm(query_BTNH)
 
     def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """key_value_BS2NH of any positions, not `prepare_kv`."""
+        """Project any positions to key_value_BS2NH, which `prepare_kv` then makes ready for attention."""
         key_value: Tensor = self.key_value(hidden_BSD)
         return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
 
     def prepare_kv(self, key: Tensor, value: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., H] of any positions as they are attended to: normed, mixed with the values of the first
-        layer there, where the model has it so."""
+        """Make keys and values [..., H] of any positions ready for attention, as the model's settings say.
+
+        Keys are normed. Values are mixed with `first_value`, the first layer's values at the same positions.
+        """
         if self.value_share is not None:
             assert first_value is not None
             value = torch.lerp(value, first_value, self.value_share.to(value.dtype))
         return self.qk_norm(key), value
 
     def prepare_fused_kv(self, key_value_BS2NH: Tensor, first_value_BSNH: Tensor | None) -> Tensor:
-        """The same of both in one tensor."""
+        """Make keys and values in one tensor ready for attention; see `prepare_kv`."""
         if self.norm_eps is None and self.value_share is None:
             return key_value_BS2NH
         key, value = key_value_BS2NH.unbind(-3)
         return torch.stack(self.prepare_kv(key, value, first_value_BSNH), dim=-3)
 
     def qk_norm(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
-        """Queries or keys [..., H], each divided by its root mean square where the model has it so."""
-        return heads if self.norm_eps is None else rms_norm(heads, eps=self.norm_eps, gain=gain)
+        """Divide queries or keys [..., H] by their root mean square, where the model norms them."""
+        if self.norm_eps is None:
+            return heads
+        return rms_norm(heads, eps=self.norm_eps, gain=gain)
 
-    def _check(self, found: object, *, num_distances: int) -> None:
-        """Raises ConfigError for anything but `RelativeEncodings` of so many distances: a plugin may have made it."""
+    def _check_encodings(self, encodings: object, *, num_distances: int) -> None:
+        """Check the value that `distance` returned, which may be a plugin's.
+
+        Raises ConfigError if it is not `RelativeEncodings` of `num_distances` distances.
+        """
         key_shape = (num_distances, self.num_heads, self.head_width)
-        what = type(found).__name__
-        if isinstance(found, RelativeEncodings):
-            key_KNH, bias_KN = found
-            if key_KNH.shape == key_shape and (bias_KN is None or bias_KN.shape == key_shape[:2]):
+        what = type(encodings).__name__
+        if isinstance(encodings, RelativeEncodings):
+            key_KNH, bias_KN = encodings
+            is_key_right = key_KNH.shape == key_shape
+            is_bias_right = bias_KN is None or bias_KN.shape == key_shape[:2]
+            if is_key_right and is_bias_right:
                 return
-            what = f"key_KNH {list(key_KNH.shape)} and bias_KN {None if bias_KN is None else list(bias_KN.shape)}"
+            bias_shape = None if bias_KN is None else list(bias_KN.shape)
+            what = f"key_KNH {list(key_KNH.shape)} and bias_KN {bias_shape}"
         raise raised_everywhere(
             ConfigError(
                 f"positions: {type(self.distance).__name__}.forward({num_distances}, ...) returned "
@@ -149,12 +172,15 @@ class Attention(nn.Module):
         )
 
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> RelativeEncodings | None:
-        """What this layer knows of the distances K-1 ... 0, given their sinusoids where it uses them."""
+        """Encode the distances K-1 ... 0, from their sinusoids `encoding_KD` where the scheme uses them.
+
+        Returns None if the layer does not score by distance.
+        """
         if self.distance is None:
             return None
-        found = self.distance(num_distances, encoding_KD)
-        self._check(found, num_distances=num_distances)
-        key_KNH, bias_KN = found
+        encodings = self.distance(num_distances, encoding_KD)
+        self._check_encodings(encodings, num_distances=num_distances)
+        key_KNH, bias_KN = encodings
         return RelativeEncodings(self.qk_norm(key_KNH, gain=1.0), bias_KN)
 
     def forward(
@@ -167,12 +193,18 @@ class Attention(nn.Module):
         distances: RelativeEncodings | None,
         visible: AttentionMask,
     ) -> Tensor:
-        """Attend from `hidden_BTD` to given keys and values; or, where it `supports_fused_qkv`, to its own and those of
-        `past_BMD`. Returns the projected context_BTD."""
+        """Attend from `hidden_BTD` and return the projected context_BTD.
+
+        Keys and values are `key_BKNH` and `value_BKNH`. With `past_BMD`, which needs `supports_fused_qkv`, they are
+        those of the past and of the segment itself.
+        """
         if past_BMD is not None:
             assert distances is not None
-            products = self.project_segment(hidden_BTD), self.project_key_value(past_BMD)
-            context_BTNH = self.attend_fused_qkv(*products, distance_KNH=distances.key_KNH, visible=visible)
+            segment_BT3NH = self.project_segment(hidden_BTD)
+            past_BM2NH = self.project_key_value(past_BMD)
+            context_BTNH = self.attend_fused_qkv(
+                segment_BT3NH, past_BM2NH, distance_KNH=distances.key_KNH, visible=visible
+            )
             projected: Tensor = self.output(context_BTNH.flatten(2))
             return projected
         assert key_BKNH is not None
@@ -181,14 +213,19 @@ class Attention(nn.Module):
         terms = Terms(query_BTNH, key_BKNH, value_BKNH)
         if distances is not None:
             key_KNH, bias_KN = distances
-            terms = Terms(*terms[:3], key_KNH, self.content_bias, self.position_bias, bias_KN)
+            terms = terms._replace(
+                distance_KNH=key_KNH,
+                content_bias_NH=self.content_bias,
+                position_bias_NH=self.position_bias,
+                distance_bias_KN=bias_KN,
+            )
         output: Tensor = self.output(self.attend(terms, visible=visible).flatten(2))
         return output
 
     def attend_fused_qkv(
         self, segment_BT3NH: Tensor, past_BM2NH: Tensor, *, distance_KNH: Tensor, visible: AttentionMask
     ) -> Tensor:
-        """context_BTNH of what products made, in training, by the Triton kernels."""
+        """Attend over fused projections by the Triton kernels, in training. Returns context_BTNH."""
         assert self.content_bias is not None
         assert self.position_bias is not None
         return launch.triton_attention_of_products(
@@ -202,21 +239,24 @@ class Attention(nn.Module):
         )
 
     def attend(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
-        """context_BTNH."""
+        """Attend by the function that `implementation` chooses. Returns context_BTNH."""
+        attention = implementation(self.kernel, terms)
         dropout = self.dropout if self.training else 0.0
-        return implementation(self.kernel, terms)(terms, visible=visible, dropout=dropout)
+        return attention(terms, visible=visible, dropout=dropout)
 
 
 def joint_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """x [..., D] times matrices [n, D] and [m, D], side by side [..., n + m], of one product, as is each gradient.
+    """Multiply x [..., D] by matrices [n, D] and [m, D] in one product, [..., n + m]; each gradient is one product too.
 
-    Nothing is copied where the second matrix lies behind the first, as in a flat parameter.
+    Nothing is copied where the second matrix follows the first in memory, as in a flat parameter.
     """
     product: Tensor = _JointLinear.apply(x, first, second)  # type: ignore[no-untyped-call]
     return product
 
 
 class _JointLinear(torch.autograd.Function):
+    """Autograd function of `joint_linear`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         ctx.save_for_backward(x, first, second)
@@ -226,29 +266,35 @@ class _JointLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, first, second = ctx.saved_tensors
-        d_product, inputs = (y.flatten(0, -2) for y in (gradients[0], x))
-        d_first, d_second = (d_product.t() @ inputs).split([len(first), len(second)])
-        return (d_product @ _joint(first, second)).view_as(x), d_first, d_second
+        d_product = gradients[0].flatten(0, -2)
+        inputs = x.flatten(0, -2)
+        d_matrices = d_product.t() @ inputs
+        d_first, d_second = d_matrices.split([len(first), len(second)])
+        d_inputs = d_product @ _joint(first, second)
+        return d_inputs.view_as(x), d_first, d_second
 
 
 def _joint(first: Tensor, second: Tensor) -> Tensor:
-    """Both matrices as one, [n + m, D]."""
-    storages = [x.untyped_storage()._cdata for x in (first, second)]
+    """Return both matrices as one, [n + m, D]: a view where they are adjacent in memory."""
+    shares_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
     follows = second.storage_offset() == first.storage_offset() + first.numel()
-    if storages[0] == storages[1] and follows and first.is_contiguous() and second.is_contiguous():
+    if shares_storage and follows and first.is_contiguous() and second.is_contiguous():
         return first.detach().as_strided((len(first) + len(second), first.shape[1]), first.stride())
     return torch.cat([first, second])
 
 
 def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tensor]:
-    """What computes attention of these terms, by the setting `engine.attention`; all are called alike.
+    """Return the function that computes attention of these terms, by the setting `engine.attention`.
 
-    Raises ConfigError if the Triton kernels are asked for and cannot run.
+    All of them have the same signature. Raises ConfigError if the setting asks for the Triton kernels and they cannot
+    run.
     """
     if terms.distance_KNH is None:
         return dot_product_attention
-    if kernel in ("plain", "fused"):
-        return relative_attention if kernel == "plain" else fused_relative_attention
+    if kernel == "plain":
+        return relative_attention
+    if kernel == "fused":
+        return fused_relative_attention
     reason = launch.unsupported_reason(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
     if kernel == "triton" and reason is not None:
         raise ConfigError(f'engine.attention = "triton" cannot run: {reason}. Set it to "auto" or "fused".')
@@ -256,9 +302,11 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
 
 
 def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Scaled dot products of queries and keys alone, by torch. Returns context_BTNH."""
-    query, key, value = (x.transpose(1, 2) for x in terms[:3])
-    # Not cuDNN's, whose backward gives NaN for some lengths with a mask (pytorch #196678), and torch would choose.
+    """Attend by scaled dot products of queries and keys alone, by torch's function. Returns context_BTNH."""
+    query = terms.query_BTNH.transpose(1, 2)
+    key = terms.key_BKNH.transpose(1, 2)
+    value = terms.value_BKNH.transpose(1, 2)
+    # Without cuDNN, which torch might choose: its backward gives NaN for some masked lengths (pytorch #196678).
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]):
         context_BNTH = F.scaled_dot_product_attention(
             query, key, value, attn_mask=visible.mask()[:, None], dropout_p=dropout

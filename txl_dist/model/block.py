@@ -1,14 +1,13 @@
 """One Transformer-XL layer: attention and a feed-forward network, each with dropout and a residual sum.
 
-Layer norm stands after each sum (the paper) or before each sublayer (`pre_norm`). Memories are stored as the
-layer's raw input, so pre-norm normalises them again when they are read, as the original code does.
+Layer norm follows each sum (the paper) or precedes each sublayer (`pre_norm`). A memory stores the layer's raw input,
+so pre-norm normalises it again when it is read, as the original code does.
 
 Shapes: B lanes, T segment, M memory, K = M + T, D model width, N heads, H head width.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,50 +24,55 @@ from txl_dist.model.rms_norm import RmsNorm
 
 
 def build_norm(model: ModelSection) -> nn.Module:
-    """The norm that `model.norm` names."""
+    """Build the norm that `model.norm` names."""
     if model.norm == "rms":
         return RmsNorm(eps=model.norm_eps)
     return nn.LayerNorm(model.width, eps=model.norm_eps)
 
 
 def build_residual_norm(model: ModelSection) -> nn.Module:
-    """The same of a residual sum."""
+    """Build the norm that `model.norm` names, fused with a residual sum."""
     if model.norm == "rms":
         return ResidualRmsNorm(eps=model.norm_eps)
     return ResidualLayerNorm(model.width, eps=model.norm_eps)
 
 
 class ResidualMix(nn.Module):
-    """lambda x + mu x0: what a block is given (`model.residual_scalars`)."""
+    """Input of a block as a learned mix, lambda x + mu x0 (`model.residual_scalars`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scales = nn.Parameter(torch.empty(2))
 
     def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
-        """x and x0 of any shape."""
+        """Mix x and x0, of any shape."""
         scales = self.scales.to(hidden.dtype)
         return scales[0] * hidden + scales[1] * first
 
 
 class Block(nn.Module):
-    """One layer, over a memory of hidden states. `infer.cached` runs its parts over keys and values made before."""
+    """One layer over a memory of hidden states. `inference.kv_cache` runs its parts over cached keys and values."""
 
     def __init__(
         self, model: ModelSection, *, biases: AttentionBiases, is_first: bool = True, kernel: AttentionKernel = "auto"
     ) -> None:
         super().__init__()
-        self.pre_norm, self.activation, self.kernel = model.pre_norm, model.activation, kernel
-        self.projection_dropout, self.ff_dropout = model.rate(model.projection_dropout), model.rate(model.ff_dropout)
+        self.pre_norm = model.pre_norm
+        self.activation = model.activation
+        self.kernel = kernel
+        self.projection_dropout = model.rate(model.projection_dropout)
+        self.ff_dropout = model.rate(model.ff_dropout)
         self.gives_values = model.value_residual and is_first
         mixes_values = model.value_residual and not is_first
         self.attention = build_attention(model, biases=biases, mixes_values=mixes_values, kernel=kernel)
         self.attention_norm = build_norm(model) if model.pre_norm else build_residual_norm(model)
-        is_gated = model.activation == "swiglu"
-        self.ff_in = (nn.Linear if is_gated else partial(ActivatedLinear, activation=model.activation))(
-            model.width, model.ff_width
-        )
-        self.ff_gate = nn.Linear(model.width, model.ff_width) if is_gated else None
+        self.ff_in: nn.Linear
+        self.ff_gate: nn.Linear | None = None
+        if model.activation == "swiglu":
+            self.ff_in = nn.Linear(model.width, model.ff_width)
+            self.ff_gate = nn.Linear(model.width, model.ff_width)
+        else:
+            self.ff_in = ActivatedLinear(model.width, model.ff_width, activation=model.activation)
         self.ff_out = nn.Linear(model.ff_width, model.width)
         self.ff_norm = build_residual_norm(model)
 
@@ -80,70 +84,85 @@ class Block(nn.Module):
         visible: AttentionMask,
         first_value_BKNH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output for a segment, and the first layer's values for the next one, where they are mixed.
-        Positional, because activation checkpointing passes positions.
+        """Return (the layer's output for a segment, the first layer's values where later layers mix them in).
 
-        `encoding_KD` are the sinusoids of the distances K-1 ... 0, where the attention uses them.
+        The arguments are positional, because activation checkpointing passes them so. `encoding_KD` are the sinusoids
+        of the distances K-1 ... 0, where the attention uses them.
         """
         distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
         normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
-        # Memory and segment are projected apart: no gradient is computed for the memory's rows.
+        # Memory and segment are projected separately, so no gradient is computed for the memory's rows.
         normed_past = self.attention_norm(memory_BMD) if self.pre_norm else memory_BMD
         if not self.gives_values and self.attention.supports_fused_qkv(normed):
             context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
             return self.finish(hidden_BTD, context), first_value_BKNH
+        # The products have no names here: they are freed as soon as they are joined.
         key, value = _Joined.apply(  # type: ignore[no-untyped-call]
             self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
         )
         key, value = self.attention.prepare_kv(key, value, _last(first_value_BKNH, key.shape[1]))
         context = self.attention(normed, key_BKNH=key, value_BKNH=value, distances=distances, visible=visible)
-        return self.finish(hidden_BTD, context), value if self.gives_values else first_value_BKNH
+        output = self.finish(hidden_BTD, context)
+        return output, value if self.gives_values else first_value_BKNH
 
     def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
-        """key_value_BS2NH of positions as they are attended to, given the layer's raw inputs there, and the first
-        layer's values."""
+        """Compute key_value_BS2NH of any positions, ready for attention.
+
+        `hidden_BSD` are the layer's raw inputs there, `first_value_BSNH` the first layer's values.
+        """
         normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
         first_value_BSNH = _last(first_value_BSNH, hidden_BSD.shape[1])
         return self.attention.prepare_fused_kv(self.attention.project_key_value(normed), first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
-        """The layer's output, given its input and what its attention made of it."""
-        behind_attention, inside, behind = self._drops(hidden_BTD)
+        """Compute the layer's output from its input and from the output of its attention."""
+        attention_drop, inner_drop, output_drop = self._drops(hidden_BTD)
         if self.pre_norm:
-            hidden, given = self.ff_norm(hidden_BTD, context_BTD, behind_attention)
+            hidden, ff_input = self.ff_norm(hidden_BTD, context_BTD, attention_drop)
         else:
-            hidden = given = self.attention_norm(hidden_BTD, context_BTD, behind_attention)[1]
-        # As a matrix, because what is written in place over a view has a backward pass that copies.
-        given = given.flatten(0, -2)
+            hidden = ff_input = self.attention_norm(hidden_BTD, context_BTD, attention_drop)[1]
+        # As a matrix: an operation in place on a view has a backward pass that copies.
+        ff_input = ff_input.flatten(0, -2)
         if self.ff_gate is None:
-            inner = self.ff_in(given, inside)
+            inner = self.ff_in(ff_input, inner_drop)
         else:
-            inner = dropout(swiglu(self.ff_in(given), self.ff_gate(given)), inside.rate)
+            inner = swiglu(self.ff_in(ff_input), self.ff_gate(ff_input))
+            inner = dropout(inner, inner_drop.rate)
         update = self.ff_out(inner).view_as(hidden)
-        return residual_sum(hidden, update, behind) if self.pre_norm else self.ff_norm(hidden, update, behind)[1]
+        if self.pre_norm:
+            return residual_sum(hidden, update, output_drop)
+        output: Tensor = self.ff_norm(hidden, update, output_drop)[1]
+        return output
 
     def _drops(self, hidden: Tensor) -> list[Drop]:
-        """Behind attention, inside of the feed-forward network and behind it."""
-        places = (self.projection_dropout, self.ff_dropout, self.ff_dropout)
-        rates, by_kernel = places if self.training else (0.0, 0.0, 0.0), rows.runs(self.kernel, hidden)
+        """Return the dropouts after attention, inside the feed-forward network and after it."""
+        rates = (0.0, 0.0, 0.0)
+        if self.training:
+            rates = (self.projection_dropout, self.ff_dropout, self.ff_dropout)
+        by_kernel = rows.runs(self.kernel, hidden)
         if not by_kernel or not any(rates):
             return [Drop(rate, by_kernel) for rate in rates]
-        seeds = rows.draw_seeds(3, like=hidden)
-        return [Drop(rate, True, seed if rate else None) for rate, seed in zip(rates, seeds, strict=True)]
+        drops = []
+        for rate, seed in zip(rates, rows.draw_seeds(3, like=hidden), strict=True):
+            drops.append(Drop(rate, True, seed if rate else None))
+        return drops
 
 
 def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
-    """Of a first layer that remembers more than this one. Where it does not, no slice: its gradient is a copy."""
+    """Return the last positions of the first layer's values, where that layer remembers more than this one.
+
+    Values of the right length are returned as they are: the gradient of a slice is a copy.
+    """
     if first_value_BSNH is None or first_value_BSNH.shape[1] == num_positions:
         return first_value_BSNH
     return first_value_BSNH[:, -num_positions:]
 
 
 class _Joined(torch.autograd.Function):
-    """(key, value) [B, K, N, H] of the memory, then of the segment, laid out as attention will read them, since a copy
-    is made anyway: on a CPU by heads, on a GPU by positions, whose kernels take keys that lie apart.
+    """Keys and values [B, K, N, H] of the memory, then of the segment, in the layout that attention reads.
 
-    Their gradients are copied once, into the order of the products: autograd would join both first.
+    A copy is needed anyway, so it chooses the layout: by heads on a CPU, by positions on a GPU, whose kernels accept
+    strided keys. The gradients are copied once, into the layout of the products. Autograd would join them first.
     """
 
     @staticmethod
@@ -151,10 +170,14 @@ class _Joined(torch.autograd.Function):
         ctx.lengths = past_BM2NH.shape[1], new_BT2NH.shape[1]
         if past_BM2NH.is_cuda:
             return torch.cat([past_BM2NH, new_BT2NH], dim=1).unbind(2)
-        by_heads = torch.cat([x.permute(2, 3, 0, 1, 4) for x in (past_BM2NH, new_BT2NH)], dim=3)
+        past_2NBMH = past_BM2NH.permute(2, 3, 0, 1, 4)
+        new_2NBTH = new_BT2NH.permute(2, 3, 0, 1, 4)
+        by_heads = torch.cat([past_2NBMH, new_2NBTH], dim=3)
         return by_heads.permute(2, 3, 0, 1, 4).unbind(2)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        d_key, d_value = (gradient.split(ctx.lengths, dim=1) for gradient in gradients)
-        return tuple(torch.stack(pair, dim=2) for pair in zip(d_key, d_value, strict=True))
+        d_key, d_value = gradients
+        d_past_key, d_new_key = d_key.split(ctx.lengths, dim=1)
+        d_past_value, d_new_value = d_value.split(ctx.lengths, dim=1)
+        return torch.stack([d_past_key, d_past_value], dim=2), torch.stack([d_new_key, d_new_value], dim=2)

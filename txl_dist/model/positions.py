@@ -1,13 +1,13 @@
-"""The ways to know positions, which `model.positions` names: encodings, learned tables, and the layer that uses them.
+"""The positional schemes that `model.positions` names: encodings, learned tables, and the layer that uses them.
 
     relative           sinusoids of the distance, projected by W_R, biases u and v (the paper)
     learned_relative   a learned vector and number per distance, bias u (Shaw; labml)
     absolute           sinusoids of the position, added to the embedding (Vaswani; vanilla)
 
-What the rest of the program must know of each is a row of `sections.SCHEMES`. Parameters stand in the module whose
-`forward` uses them, because ZeRO-3 gathers them there.
+The properties of each scheme that the rest of the program uses are a row of `config.schema.SCHEMES`. Each parameter
+belongs to the module whose `forward` uses it, because ZeRO-3 gathers it there.
 
-Shapes: K keys, P rows of a table, D model width, N heads, H head width.
+Shapes: K keys, P rows of a table, D model width, N heads, H head width, I = N H.
 """
 
 from __future__ import annotations
@@ -25,74 +25,83 @@ from txl_dist.model.relative_attention import at_least_fp32
 
 
 def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
-    """R_KD: sinusoids of the distances K-1 ... 0, [sin | cos] as in the original code.
+    """Compute R_KD, the sinusoids of the distances K-1 ... 0, [sin | cos] as in the original code.
 
-    Built in at least fp32 and cast last: in bf16 the positions themselves would collapse (1,024 into 513 values).
+    They are computed in at least fp32 and cast last: bf16 has only 513 different values for 1,024 positions.
     `clamp_len` > 0 makes all larger distances share one encoding.
     """
     dtype = at_least_fp32(like.dtype)
     distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
     if clamp_len > 0:
         distance_K = distance_K.clamp(max=clamp_len)
-    # In this order, as the peers have it: in fp32 the angle of a distance of thousands depends on the rounding.
-    frequency_F = 1 / 10000 ** (torch.arange(0, width, 2, dtype=dtype, device=like.device) / width)
+    # In the same order of operations as peers: in fp32 the angle of a distance of thousands depends on rounding.
+    exponent_F = torch.arange(0, width, 2, dtype=dtype, device=like.device) / width
+    frequency_F = 1 / 10000**exponent_F
     angle_KF = distance_K[:, None] * frequency_F[None, :]
     return torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)[:, :width].to(like.dtype)
 
 
 class SinusoidalDistances(nn.Linear):
-    """W_R: the sinusoids of the distances as a layer sees them."""
+    """Projection W_R from sinusoids of the distances to a layer's encodings."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model.width, model.num_heads * model.head_width, bias=False)
         self.head_width = model.head_width
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:  # type: ignore[override]
-        """Of the distances K-1 ... 0, whose sinusoids are given; called as `LearnedDistances` is."""
+        """Project the sinusoids of the distances K-1 ... 0; the same signature as `LearnedDistances.forward`."""
         assert encoding_KD is not None
         assert encoding_KD.shape[0] == num_distances
-        return RelativeEncodings(super().forward(encoding_KD).unflatten(-1, (-1, self.head_width)), None)
+        projected_KI = super().forward(encoding_KD)
+        return RelativeEncodings(projected_KI.unflatten(-1, (-1, self.head_width)), None)
 
 
 class LearnedDistances(nn.Module):
-    """A table with a row per distance, shortest first; larger distances share the last row that may be read."""
+    """Table with a row per distance, shortest first. Larger distances share the last row."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
-        self.num_rows = min(model.num_distances, model.clamp_len + 1) if model.clamp_len else model.num_distances
+        self.num_rows = model.num_distances
+        if model.clamp_len:
+            self.num_rows = min(model.num_distances, model.clamp_len + 1)
         self.weight = nn.Parameter(torch.empty(model.num_distances, model.num_heads, model.head_width))
         self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
-        """The rows of the distances K-1 ... 0; sinusoids are not used."""
+        """Return the rows of the distances K-1 ... 0. The sinusoids are ignored."""
         return RelativeEncodings(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
 
     def _rows(self, table: Tensor, num_distances: int) -> Tensor:
-        known = min(num_distances, self.num_rows)
-        rows = table[:known].flip(0)
-        # Not by index: the gradient of repeated rows would be a scatter, whose order of sums is not fixed on a GPU.
-        far = rows[:1].expand(num_distances - known, *rows.shape[1:])
+        num_own_rows = min(num_distances, self.num_rows)
+        rows = table[:num_own_rows].flip(0)
+        # Without indexing: the gradient of repeated rows is a scatter, whose order of sums is not fixed on a GPU.
+        far = rows[:1].expand(num_distances - num_own_rows, *rows.shape[1:])
         return torch.cat([far, rows])
 
 
 class AttentionBiases(NamedTuple):
-    """The biases that layers may share: u (content), and v (position) where the distances are sinusoids."""
+    """Biases that layers may share: u (content), and v (position) where the distances are sinusoids."""
 
     content_NH: nn.Parameter
     position_NH: nn.Parameter
 
 
 def attention_biases(model: ModelSection) -> AttentionBiases:
-    """Not yet initialised."""
+    """Make the biases u and v, not yet initialised."""
     shape = (model.num_heads, model.head_width)
-    return AttentionBiases(nn.Parameter(torch.empty(shape)), nn.Parameter(torch.empty(shape)))
+    content = nn.Parameter(torch.empty(shape))
+    position = nn.Parameter(torch.empty(shape))
+    return AttentionBiases(content, position)
 
 
 def build_attention(
     model: ModelSection, *, biases: AttentionBiases, mixes_values: bool = False, kernel: AttentionKernel = "auto"
 ) -> Attention:
-    """The attention layer that `model.positions` names; `kernel` computes relative ones. `mixes_values`: with those of
-    the first layer."""
+    """Build the attention layer that `model.positions` names.
+
+    `kernel` is the setting `engine.attention`, for relative positions. `mixes_values`: the layer mixes the first
+    layer's values into its own. Raises ConfigError if a plugin's scheme fails.
+    """
     content, position = biases
     build = partial(Attention, model, mixes_values=mixes_values)
     match model.positions:
@@ -106,7 +115,7 @@ def build_attention(
     scheme = model.scheme
     if not scheme.has_distance_terms:
         return build()
-    assert scheme.build is not None, "register_positions has asked for it"
+    assert scheme.build is not None, "register_positions requires it"
     v = position if scheme.has_position_bias else None
     with plugin_errors(SCHEMES, model.positions, what="positions"):
         module = scheme.build(model)

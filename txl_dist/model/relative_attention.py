@@ -1,16 +1,16 @@
-"""Relative attention (Dai et al. 2019, section 3.3) as a function, in plain torch; `attention` has the layers.
+"""Relative attention (Dai et al. 2019, section 3.3) as a function, in plain torch. `attention` has the layers.
 
 The score of query i for key j, a distance i - j apart (positions counted over memory and segment):
 
     (a) q_i . k_j   +   (b) q_i . r_{i-j}   +   (c) u . k_j   +   (d) v . r_{i-j}
 
 Where the encodings r are learned per distance, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as
-the original code has it).
+in the original code).
 
-(a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances,
-in descending order; row i of it is needed shifted left by T-1-i. If one zero column is put in front, that relative
-shift is a *view* of the same buffer (row stride K, offset T): nothing is copied. What the view wraps around into
-is always masked, being in the future.
+(a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances, in
+descending order. Row i of it must be shifted left by T-1-i. With one zero column in front, that relative shift is a
+*view* of the same buffer (row stride K, offset T): nothing is copied. Where the view wraps around, the keys are in the
+future, so they are always masked.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, D model width, N heads, H head width.
 """
@@ -27,35 +27,36 @@ from txl_dist.model.memory import AttentionMask
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """The type for normalisers, log-probabilities and encodings: fp64 stays, all others become fp32."""
+    """Return the type for normalisers, log-probabilities and encodings: fp64 stays, all others become fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Terms(NamedTuple):
-    """What attention is computed of. The last four are None for plain dot products of queries and keys."""
+    """Inputs of attention. The last four are None for plain dot products of queries and keys."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
     value_BKNH: Tensor
     distance_KNH: Tensor | None = None
-    """The encodings r of the distances K-1 ... 0, as a layer sees them."""
+    """Encodings r of the distances K-1 ... 0, in one layer."""
     content_bias_NH: Tensor | None = None
-    """u."""
+    """Bias u of term (c)."""
     position_bias_NH: Tensor | None = None
-    """v, of which term (d) is made; None where it is learned or missing."""
+    """Bias v of term (d). None where term (d) is learned or missing."""
     distance_bias_KN: Tensor | None = None
     """Learned term (d), s of the distances K-1 ... 0."""
 
 
 def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend. Returns context_BTNH.
+    """Attend by content and distance. Returns context_BTNH.
 
-    Every query must see at least one key; in a Transformer-XL it sees itself.
+    Every query must see at least one key. In a Transformer-XL it sees itself.
     """
     query_BTNH, key_BKNH, value_BKNH, distance_KNH, content_bias_NH, position_bias_NH, distance_bias_KN = terms
     assert distance_KNH is not None
     assert content_bias_NH is not None
-    (B, T, N, H), K = query_BTNH.shape, key_BKNH.shape[1]
+    B, T, N, H = query_BTNH.shape
+    K = key_BKNH.shape[1]
     query_NBTH = query_BTNH.permute(2, 0, 1, 3)
     content_query = (query_NBTH + content_bias_NH[:, None, None]).reshape(N * B, T, H)
     position_query = query_NBTH if position_bias_NH is None else query_NBTH + position_bias_NH[:, None, None]
@@ -71,6 +72,8 @@ def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float =
     scores = torch.baddbmm(shifted_bd, content_query, key, beta=scale, alpha=scale)  # + terms (a), (c)
 
     scores_NBTK = scores.view(N, B, T, K).masked_fill_(~visible.mask(), float("-inf"))
-    probabilities = torch.softmax(scores_NBTK, dim=-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
-    probabilities = F.dropout(probabilities, dropout, training=dropout > 0).view(N * B, T, K)
-    return torch.bmm(probabilities, value).view(N, B, T, H).permute(1, 2, 0, 3)
+    probabilities = torch.softmax(scores_NBTK, dim=-1, dtype=at_least_fp32(scores.dtype))
+    probabilities = probabilities.to(scores.dtype)
+    probabilities = F.dropout(probabilities, dropout, training=dropout > 0)
+    context = torch.bmm(probabilities.view(N * B, T, K), value)
+    return context.view(N, B, T, H).permute(1, 2, 0, 3)

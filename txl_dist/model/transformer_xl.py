@@ -1,8 +1,8 @@
 """Transformer-XL: embedding, blocks, softmax. Memory comes in and goes out as a value.
 
-`TransformerXL.forward` makes hidden states; `TransformerXL.softmax` turns them into losses or log-probabilities.
-`SegmentLoss` is the face that training wraps: one segment in, the loss and the next memory out. With frozen weights
-`infer.cached` gives the same over keys and values of the past, for less work.
+`TransformerXL.forward` computes hidden states. `TransformerXL.softmax` turns them into losses or log-probabilities.
+`SegmentLoss` is the module that training wraps: one segment in, the loss and the next memory out. With frozen weights
+`inference.kv_cache` computes the same from cached keys and values, for less work.
 
 Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N heads, H head width.
 """
@@ -32,10 +32,10 @@ from txl_dist.model.positions import attention_biases, distance_encoding
 class TransformerXL(nn.Module):
     """The network of Dai et al. 2019, initialised from torch's default generator.
 
-    `recompute_every`: every so many-th block is run again in the backward pass instead of keeping its activations; 0
-    keeps all. `attention` and `memory_lens` are the settings of these names.
+    `recompute_every` n: the backward pass runs every n-th block again instead of keeping its activations. 0 keeps all
+    activations. `attention` and `memory_lens` are the settings of these names.
 
-    Raises ConfigError if the cutoffs do not fit `vocab_size`, or for arguments that are something else.
+    Raises ConfigError if the cutoffs do not fit `vocab_size`, or if an argument has the wrong type.
     """
 
     def __init__(
@@ -54,27 +54,33 @@ class TransformerXL(nn.Module):
                 "configuration (config.model), and a whole number of ids."
             )
         check_vocabulary(model, vocab_size=vocab_size)
-        self.section, self.vocab_size, self.recompute_every = model, vocab_size, recompute_every
+        self.section = model
+        self.vocab_size = vocab_size
+        self.recompute_every = recompute_every
         self.memory_lens = tuple(memory_lens)
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
-        biases = [attention_biases(model) for _ in range(1 if model.share_biases else model.num_layers)]
-        self.blocks = nn.ModuleList(
-            Block(model, biases=own, is_first=index == 0, kernel=attention)
-            for index, own in enumerate((biases * model.num_layers)[: model.num_layers])
-        )
-        # Not inside of the blocks: their gradients are there before the blocks' are whole, and ZeRO-3 exchanges those.
-        self.residuals = nn.ModuleList(ResidualMix() for _ in range(model.num_layers if model.residual_scalars else 0))
+        if model.share_biases:
+            layer_biases = [attention_biases(model)] * model.num_layers
+        else:
+            layer_biases = [attention_biases(model) for _ in range(model.num_layers)]
+        self.blocks = nn.ModuleList()
+        for index, biases in enumerate(layer_biases):
+            self.blocks.append(Block(model, biases=biases, is_first=index == 0, kernel=attention))
+        # Outside the blocks: their gradients are ready before the blocks' are complete, and ZeRO-3 exchanges those.
+        num_mixes = model.num_layers if model.residual_scalars else 0
+        self.residuals = nn.ModuleList(ResidualMix() for _ in range(num_mixes))
         self.final_norm = build_norm(model) if model.final_norm else nn.Identity()
         self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
         initialize(self, model)
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """A memory that holds nothing, in this model's compute type and on its device."""
-        lens, like = self.memory_of_layers(memory_len), self.embedding.weight(0)
-        return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=like)
+        """Make a memory that holds nothing, in this model's compute type and on its device."""
+        lens = self.memory_of_layers(memory_len)
+        weight = self.embedding.weight(0)
+        return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=weight)
 
     def memory_of_layers(self, memory_len: int) -> tuple[int, ...]:
-        """Tokens that each layer remembers, where the longest memory is of so many."""
+        """Return the number of tokens that each layer remembers, where the longest memory has `memory_len`."""
         return memory_of_layers(memory_len, self.memory_lens, num_layers=self.section.num_layers)
 
     def forward(
@@ -86,14 +92,15 @@ class TransformerXL(nn.Module):
         partition: Partition | None = None,
         with_loss: bool = False,
     ) -> tuple[Tensor, Memory]:
-        """hidden_BTD of a segment and the memory after it.
+        """Compute hidden_BTD of a segment. Returns it with the memory after the segment.
 
-        `document_BT` (int64, >= 0) confines each query to its own document; None lets it see everything.
-        `partition` is of `tokens_BT` by `embedding.edges`; None makes it here, which waits for the device.
-        `with_loss`: the gradient of the softmax will be there to add that of a tied embedding to.
-        Raises ConfigError if a model whose positions know no memory is given one.
+        `document_BT` (int64, >= 0) confines each query to its own document. None lets a query see all documents.
+        `partition` groups `tokens_BT` into the clusters of `embedding.edges`. None makes it here, which waits for the
+        device. `with_loss`: the softmax will compute a gradient to which a tied embedding can add its own.
+        Raises ConfigError if there is a memory and the model's positions do not support one.
         """
-        section, scheme = self.section, self.section.scheme
+        section = self.section
+        scheme = section.scheme
         if not section.takes_memory and memory.memory_len:
             raise ConfigError(
                 f"a model with {section.positions} positions knows no memory, and was given one of {memory.memory_len} "
@@ -109,10 +116,11 @@ class TransformerXL(nn.Module):
             encoding = self._encoding(visible.num_keys, like=hidden)
             encoding_KD = self._drop(encoding, section.rate(section.distance_dropout))
         elif scheme.sinusoids == "embedding":
-            # Counted from the segment's end; a memory, if there may be one, has those of its own segment in it.
+            # Counted from the segment's end. Hidden states in a memory contain the encodings of their own segment.
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
-        inputs, embedded = [], hidden
+        embedded = hidden
+        inputs: list[Tensor] = []
         first_value_BKNH: Tensor | None = None
         for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden, strict=True)):
             if section.residual_scalars:
@@ -137,20 +145,20 @@ class TransformerXL(nn.Module):
 
 
 class Batch(NamedTuple):
-    """One segment of some lanes, on the device, as `SegmentLoss` takes it."""
+    """One segment of some lanes, on the device: the input of `SegmentLoss`."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
     scored_BT: Tensor
     """1 where the target's loss counts, else 0."""
     document_BT: Tensor | None
-    """Document of each token; None lets memory run over document borders."""
+    """Document of each token. None lets the memory cross document borders."""
     token_partition: Partition | None = None
     target_partition: Partition | None = None
 
 
 class SegmentLoss(nn.Module):
-    """The loss of one segment of some lanes; what an engine wraps."""
+    """Loss of one segment of some lanes: the module that an engine wraps."""
 
     def __init__(self, model: TransformerXL) -> None:
         super().__init__()
@@ -164,10 +172,11 @@ class SegmentLoss(nn.Module):
         predicts: bool = False,
         with_top1: bool = False,
     ) -> tuple[Tensor, Memory]:
-        """(sum of the scored losses in nats / normalizer, memory after the segment); the loss at least fp32.
+        """Return (sum of the scored losses in nats / normalizer, memory after the segment).
 
-        Without a normalizer the losses of all tokens come back unreduced, nll_BT: for evaluation and probes; or,
-        `with_top1`, score_2BT as the softmax gives it. With `predicts` it is log p_BV of the token behind the segment.
+        The loss is at least fp32. Without a normalizer it is not reduced: nll_BT, for evaluation and probes. With
+        `with_top1` it is score_2BT of `AdaptiveSoftmax.forward`. With `predicts` it is log p_BV of the token after the
+        segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,
@@ -178,11 +187,12 @@ class SegmentLoss(nn.Module):
         )
         if predicts:
             return self.model.softmax(hidden_BTD[:, -1:], None), memory
+        weight_BT = None if normalizer is None else batch.scored_BT / normalizer
         loss = self.model.softmax(
             hidden_BTD,
             batch.targets_BT,
             partition=batch.target_partition,
-            weight_BT=None if normalizer is None else batch.scored_BT / normalizer,
+            weight_BT=weight_BT,
             with_top1=with_top1,
         )
         return loss, memory
