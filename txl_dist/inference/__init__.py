@@ -1,1 +1,1 @@
-"""Inference: a trained model, scoring, generation. Imports the model and the text code, never training or data."""
+"""Inference with a trained model: scoring and generation. Imports the model and tokenizers, never training or data."""

@@ -1,4 +1,4 @@
-"""A trained model to hold in one's own program: it scores, writes, remembers and shows its hidden states.
+"""A trained model for use from Python: it scores and generates text, keeps memories and returns hidden states.
 
 import txl_dist
 
@@ -6,14 +6,14 @@ lm = txl_dist.load("bundles/first")                  # a bundle, a run or a chec
 lm.score("def load(path):")                          # log-probability of each token
 lm.generate("def load(", max_tokens=40).text
 memory = lm.memory(a_long_text)                      # read once ...
-lm.generate(" and then", memory=memory).text         # ... and gone on from, as often as one likes
+lm.generate(" and then", memory=memory).text         # ... and continued as often as needed
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,28 +34,28 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tokenizers.base import Tokenizer
 
 Text = str | Sequence[int]
-"""A text, or the ids of its tokens, which are taken as they are."""
+"""A text, or the ids of its tokens, which are used unchanged."""
 
 
 class Generation(NamedTuple):
-    """A text that was generated."""
+    """Generated text, with its tokens and their log-probabilities."""
 
     text: str
-    """What follows the prompt."""
+    """Text that follows the prompt."""
     ids: list[int]
-    """Its tokens; a text that a stop string ended has none beyond its last whole one."""
+    """Tokens of the text. Where a stop string ended it, the last one is the last complete token before that string."""
     finish: FinishReason
-    """Why it ended: `length` (it has `max_tokens`), `stop` or `end_of_text`."""
+    """Reason why it ended: `length` (it has `max_tokens`), `stop` or `end_of_text`."""
     log_probs: list[float]
-    """In nats, of each token, of the model as it is, whatever the temperature."""
+    """Log-probability of each token in nats, by the model itself, whatever the temperature."""
     top: list[list[tuple[int, float]]]
-    """The likeliest ids in each token's place with their log-probabilities, where `log_probs` asked for some."""
+    """Most probable ids at each token's position with their log-probabilities, if `log_probs` asked for them."""
     memory: TextMemory | None
-    """What is remembered of prompt and text, if asked for."""
+    """Memory of the prompt and the text, if asked for."""
 
 
 class LanguageModel:
-    """A bundle that is open, on its device. It holds nothing of the texts it reads: memories come in and go out."""
+    """An open bundle on its device. It keeps no state of texts: memories are arguments and results."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -63,29 +63,32 @@ class LanguageModel:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Text to ids and back."""
+        """Tokenizer between text and ids."""
         return self.bundle.tokenizer
 
     @property
     def network(self) -> TransformerXL:
-        """The model itself, in evaluation mode. Its weights may change between calls, in place or by `load_state_dict`:
-        the next call reads them again, and refuses memories of before."""
+        """The model itself, in evaluation mode.
+
+        Its weights may change between calls, in place or by `load_state_dict`. The next call reads them again, and
+        refuses memories made with the old ones.
+        """
         return self.bundle.model
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return self.network.embedding.weight(0).device
 
     @property
     def frozen(self) -> FrozenModel:
-        """The cached core, of the weights as they are now. Raises ConfigError for a model without a memory."""
+        """Cached core with the weights as they are now. Raises ConfigError for a model without a memory."""
         self._forget_old_weights()
         return self._frozen
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of settings and weights: whose memories this model reads."""
+        """sha256 of settings and weights. The model reads only memories with the same fingerprint."""
         self._forget_old_weights()
         return self._fingerprint
 
@@ -98,37 +101,43 @@ class LanguageModel:
         return fingerprint_of(self.network)
 
     def _forget_old_weights(self) -> None:
-        """What was made of other weights goes. torch counts what is written to a tensor, unless by way of `.data`."""
-        parameters = self.network.parameters()
-        versions = [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters]
+        """Drop the cached core and fingerprint if the weights have changed since the last call.
+
+        torch counts the writes to a tensor, except those through `.data`.
+        """
+        versions = []
+        for parameter in self.network.parameters():
+            version = 0 if parameter.is_inference() else parameter._version
+            versions.append((parameter.data_ptr(), version))
         if versions != self._versions:
             for name in ("_frozen", "_fingerprint"):
                 self.__dict__.pop(name, None)
             self._versions = versions
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without an end-of-text.
+        """Return the ids of a text, without an end-of-text.
 
-        Raises ConfigError for what is no text, DataError for what the vocabulary cannot say.
+        Raises ConfigError if it is no text, DataError if the vocabulary cannot encode it.
         """
         check_text(text)
         return [int(i) for i in self.tokenizer.encode_prompt(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids. Raises ConfigError for an id outside the vocabulary."""
+        """Return the text of ids. Raises ConfigError for an id outside the vocabulary."""
         return self.tokenizer.decode(check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="ids"))
 
     def score(
         self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1, zero_memory: bool = False
     ) -> Tensor:
-        """log p in nats of each token of a text, at least fp32, [tokens].
+        """Return log p in nats of each token of a text, at least fp32, [tokens].
 
-        The first token follows an end-of-text, or the text of `memory`; without either, where a model cannot begin a
-        document, it has no score. Where the training confined tokens to their documents, an end-of-text among the ids
-        opens one that sees nothing of what is before it. `memory_len` may be more than in training; -1 is as trained.
-        `zero_memory` begins with attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
+        The first token follows an end-of-text, or the text of `memory`. Without either, where a model cannot begin a
+        document, it has no score. If training used document masks, an end-of-text among the ids begins a document that
+        sees nothing before it. `memory_len` may be more than in training; -1 is as trained. `zero_memory` begins with
+        attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
 
-        Raises ConfigError for ids outside the vocabulary and a `memory` of another model or beside `zero_memory`.
+        Raises ConfigError for ids outside the vocabulary, for a `memory` of another model, and for a `memory` together
+        with `zero_memory`.
         """
         return self.score_batch([text], memory=memory, memory_len=memory_len, zero_memory=zero_memory)[0]
 
@@ -140,30 +149,32 @@ class LanguageModel:
         memory_len: int = -1,
         zero_memory: bool = False,
     ) -> list[Tensor]:
-        """As `score`, of several texts together."""
-        rows = [self._read(text, memory) for text in _several(texts)]
+        """Score several texts together; see `score`."""
+        prompts = [self._read(text, memory) for text in _several(texts)]
         check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
         if zero_memory and self.bundle.document_border == "mask":
             raise ConfigError("zero_memory is no document, and this model sees its own document only. Leave it out.")
-        memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
+        if memory_len < 0:
+            memory_len = self.bundle.memory_len
         scores: list[Tensor] = []
-        for start in range(0, len(rows), _MOST_ROWS):
-            some = self._score(rows[start : start + _MOST_ROWS], memory_len=memory_len, zero_memory=zero_memory)
-            scores += [one.clone() for one in some]  # outside of inference mode, so that others may compute with them
+        for start in range(0, len(prompts), _MOST_ROWS):
+            batch = prompts[start : start + _MOST_ROWS]
+            for log_p_S in self._score(batch, memory_len=memory_len, zero_memory=zero_memory):
+                scores.append(log_p_S.clone())  # outside inference mode, so that callers may compute with it
         return scores
 
     def generate(
         self, prompt: Text, *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
     ) -> Generation:
-        """The text that continues a prompt; an empty one begins a document.
+        """Generate the text that continues a prompt. An empty prompt begins a document.
 
         `settings` are those of `SamplingParams`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory`
-        is what was read before the prompt. `keep_memory` gives the memory after the text.
+        is the memory of the text before the prompt. With `keep_memory` the result holds the memory after the text.
 
         Raises ConfigError for a setting that is unknown or out of range, ids outside the vocabulary, an empty prompt
-        where the model cannot begin a document, a memory of another model.
+        where the model cannot begin a document, and a memory of another model.
         """
         _refuse_samples(settings)
         return self.generate_batch([prompt], memory=memory, keep_memory=keep_memory, **settings)[0][0]
@@ -171,28 +182,31 @@ class LanguageModel:
     def generate_batch(
         self, prompts: Sequence[Text], *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
     ) -> list[list[Generation]]:
-        """As `generate`, of several prompts together: the `num_samples` texts of each."""
-        writing = SamplingParams.of(settings)
-        begun = [self.prompt(prompt, memory) for prompt in _several(prompts)]
+        """Generate from several prompts together: `num_samples` texts of each; see `generate`."""
+        params = SamplingParams.of(settings)
+        encoded = [self.prompt(prompt, memory) for prompt in _several(prompts)]
         texts: dict[tuple[int, int], str] = defaultdict(str)
-        made: dict[tuple[int, int], Generation] = {}
-        for piece in self.write(begun, writing, keep_memory=keep_memory):
-            key = piece.prompt, piece.sample
-            texts[key] += piece.text
-            if piece.ending:
-                made[key] = self.generation(texts[key], piece.ending, begun[piece.prompt])
-        return [[made[number, sample] for sample in range(writing.num_samples)] for number in range(len(begun))]
+        generations: dict[tuple[int, int], Generation] = {}
+        for chunk in self.write(encoded, params, keep_memory=keep_memory):
+            key = chunk.prompt, chunk.sample
+            texts[key] += chunk.text
+            if chunk.ending:
+                generations[key] = self.generation(texts[key], chunk.ending, encoded[chunk.prompt])
+        results: list[list[Generation]] = []
+        for number in range(len(encoded)):
+            results.append([generations[number, sample] for sample in range(params.num_samples)])
+        return results
 
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
-        """As `generate`, of one prompt: the text in pieces, as they are made."""
+        """Generate from one prompt, yielding pieces of the text as they are made; see `generate`."""
         _refuse_samples(settings)
-        pieces = self.write([self.prompt(prompt, memory)], SamplingParams.of(settings))
-        return (piece.text for piece in pieces if piece.text)
+        chunks = self.write([self.prompt(prompt, memory)], SamplingParams.of(settings))
+        return (chunk.text for chunk in chunks if chunk.text)
 
     def write(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
-        """As `generate`, of many prompts, which are read one by one: pieces of all texts as they come."""
+        """Generate from many prompts, which are read one by one. Yields pieces of all texts as they are made."""
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
@@ -202,22 +216,27 @@ class LanguageModel:
         return write(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
 
     def writer(self, *, num_rows: int, memory_len: int = -1) -> Scheduler:
-        """For prompts that come and go: `num_rows` texts at once, a segment of prompts is read between two tokens."""
+        """Make a scheduler for prompts that are added and removed at any time.
+
+        It generates `num_rows` texts at once, and reads a segment of the waiting prompts between two tokens.
+        """
         return Scheduler(self._decoder(memory_len), self.tokenizer, num_rows=num_rows, read_len=self.bundle.segment_len)
 
     def generation(self, text: str, ending: Completion, prompt: Prompt) -> Generation:
-        """A whole text, of its pieces, its end and its prompt."""
+        """Combine a complete text, its completion and its prompt into a `Generation`."""
         ids = [token.id for token in ending.tokens]
         memory = None
         if ending.past is not None:
-            memory = TextMemory(ending.past, ids[-1] if ids else prompt.ids[-1], self.fingerprint)
-        log_probs, top = [token.log_p for token in ending.tokens], [token.top for token in ending.tokens]
+            last = ids[-1] if ids else prompt.ids[-1]
+            memory = TextMemory(ending.past, last, self.fingerprint)
+        log_probs = [token.log_p for token in ending.tokens]
+        top = [token.top for token in ending.tokens]
         return Generation(text, ids, ending.finish, log_probs, top, memory)
 
     def memory(self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1) -> TextMemory:
-        """What is remembered of a text, behind what `memory` has; `memory_len` tokens of it, -1 as in training.
+        """Read a text after that of `memory`, and return the memory of the last `memory_len` tokens; -1 is as trained.
 
-        Raises ConfigError where the model remembers nothing, and as `generate`.
+        Raises ConfigError if the model has no memory, and for the same inputs as `generate`.
         """
         check_count(memory_len, least=-1, what="memory_len")
         prompt = self.prompt(text, memory)
@@ -225,24 +244,25 @@ class LanguageModel:
         return TextMemory(past, prompt.ids[-1], self.fingerprint)
 
     def load_memory(self, path: str | Path) -> TextMemory:
-        """One that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
+        """Load a memory that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
         return load_memory(path_of(path), self.network, fingerprint=self.fingerprint)
 
     def read_memory(self, data: bytes, *, called: str) -> TextMemory:
-        """As `load_memory`, of the file's content, which messages call so."""
+        """Read a memory from the content of its file; messages name the content `called`. See `load_memory`."""
         return read_memory(data, self.network, fingerprint=self.fingerprint, called=called)
 
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
     ) -> KVCache:
-        """What `hidden` begins with: for so many rows, of at most `chunk_len` positions at a time.
+        """Make an empty memory for `hidden`: of `num_rows` rows, which takes at most `chunk_len` positions per call.
 
-        Raises ConfigError for numbers that are none, and for a model without a memory.
+        Raises ConfigError for an argument that is no whole number in its range, and for a model without a memory.
         """
         check_count(num_rows, least=1, what="num_rows")
         check_count(memory_len, least=-1, what="memory_len")
         check_count(chunk_len, least=1, what="chunk_len")
-        memory_len = self.bundle.memory_len if memory_len < 0 else memory_len
+        if memory_len < 0:
+            memory_len = self.bundle.memory_len
         return self.frozen.ring(
             num_rows=num_rows, memory_len=memory_len, chunk_len=chunk_len, with_documents=with_documents
         )
@@ -250,31 +270,51 @@ class LanguageModel:
     def hidden(
         self, inputs: Tensor, memory: KVCache | None = None, *, document_BT: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
-        """(hidden_LBTD, the memory after them): what enters each layer, and what leaves the last one, normed; L + 1.
+        """Return (hidden_LBTD, the memory after the inputs): the inputs of the L layers, then the normed output; L + 1.
 
-        `inputs` are tokens_BT (int64) or vectors_BTD in their place, in the model's type. `memory` is changed in place,
-        by the keys and values of the inputs; None begins an empty one as long as in training. `document_BT` (int64, >=
-        0) confines each position to its own document, so that a new number forgets what a row had; for a memory that
-        was made `with_documents`.
+        `inputs` are tokens_BT (int64), or vectors_BTD in the model's type that replace embeddings. `memory` is changed
+        in place: the keys and values of the inputs are appended. None begins an empty memory, as long as in training.
+        `document_BT` (int64, >= 0) confines each position to its own document: after a new number a row sees nothing
+        of before. It needs a memory made `with_documents`.
 
-        Raises ConfigError for inputs that are neither, for ids outside the vocabulary, and for more positions than the
-        memory takes at a time.
+        Raises ConfigError for inputs that are neither, for ids outside the vocabulary, for a memory or documents that
+        do not fit, and for more positions than the memory takes per call.
         """
-        width, dtype = self.network.section.width, self.network.embedding.weight(0).dtype
-        what = f"{tuple(inputs.shape)} {inputs.dtype}" if isinstance(inputs, Tensor) else type(inputs).__name__
-        is_tokens = isinstance(inputs, Tensor) and inputs.dtype == torch.int64 and inputs.dim() == 2
-        is_vectors = isinstance(inputs, Tensor) and inputs.dtype == dtype and inputs.shape[2:] == (width,)
-        if not (is_tokens or is_vectors) or not inputs.shape[0] or not inputs.shape[1]:
-            raise ConfigError(
-                f"inputs of {what}: give a tensor of one row and position or more, int64 tokens [rows, positions], or "
-                f"vectors [rows, positions, {width}] of the model's type, {dtype}."
-            )
+        is_tokens = self._check_inputs(inputs)
         inputs = inputs.to(self.device)
         num_rows, num_positions = inputs.shape[:2]
         if memory is None:
-            memory = self.empty_memory(
-                num_rows=num_rows, chunk_len=num_positions, with_documents=document_BT is not None
-            )
+            with_documents = document_BT is not None
+            memory = self.empty_memory(num_rows=num_rows, chunk_len=num_positions, with_documents=with_documents)
+        self._check_cache(memory, num_rows=num_rows, num_positions=num_positions)
+        self._check_documents(document_BT, memory, num_rows=num_rows, num_positions=num_positions)
+        if document_BT is not None:
+            document_BT = document_BT.to(self.device)
+        if is_tokens:
+            check_ids(inputs.flatten().tolist(), vocab_size=self.network.vocab_size, what="inputs")
+        with torch.inference_mode():
+            vectors_BTD = self.network.embedding(inputs) if is_tokens else inputs
+            hiddens_BTD = self.frozen.run_embedded(vectors_BTD, memory, document_BT=document_BT)
+        return torch.stack(hiddens_BTD), memory  # outside inference mode, so that callers may train on them
+
+    def _check_inputs(self, inputs: Tensor) -> bool:
+        """Return whether inputs of `hidden` are tokens; else they are vectors. Raises ConfigError if neither."""
+        width = self.network.section.width
+        dtype = self.network.embedding.weight(0).dtype
+        what = type(inputs).__name__
+        if isinstance(inputs, Tensor):
+            what = f"{tuple(inputs.shape)} {inputs.dtype}"
+            is_tokens = inputs.dtype == torch.int64 and inputs.dim() == 2
+            is_vectors = inputs.dtype == dtype and inputs.shape[2:] == (width,)
+            if (is_tokens or is_vectors) and inputs.shape[0] and inputs.shape[1]:
+                return is_tokens
+        raise ConfigError(
+            f"inputs of {what}: give a tensor of one row and position or more, int64 tokens [rows, positions], or "
+            f"vectors [rows, positions, {width}] of the model's type, {dtype}."
+        )
+
+    def _check_cache(self, memory: KVCache, *, num_rows: int, num_positions: int) -> None:
+        """Check that a memory is this model's and takes inputs of this size. Raises ConfigError."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
                 "this memory is none of this model, as its weights are now, for hidden states. Make it by empty_memory."
@@ -285,28 +325,28 @@ class LanguageModel:
                 f"{counted(memory.num_rows, 'row')} of at most "
                 f"{memory.chunk_len} at a time. Cut the inputs, or make another memory."
             )
+
+    def _check_documents(
+        self, document_BT: Tensor | None, memory: KVCache, *, num_rows: int, num_positions: int
+    ) -> None:
+        """Check that documents fit the memory and the inputs of `hidden`. Raises ConfigError."""
         if (document_BT is None) != (memory.documents is None):
             raise ConfigError("documents are for a memory that was made with_documents, which needs them each time.")
-        if document_BT is not None:
-            if (
-                not isinstance(document_BT, Tensor)
-                or document_BT.dtype != torch.int64
-                or document_BT.shape != (num_rows, num_positions)
-                or bool((document_BT < 0).any())
-            ):
-                raise ConfigError(f"document_BT must be int64, 0 or more, {(num_rows, num_positions)}, as the inputs.")
-            document_BT = document_BT.to(self.device)
-        if is_tokens:
-            check_ids(inputs.flatten().tolist(), vocab_size=self.network.vocab_size, what="inputs")
-        with torch.inference_mode():
-            vectors = self.network.embedding(inputs) if is_tokens else inputs
-            hiddens = self.frozen.run_embedded(vectors, memory, document_BT=document_BT)
-        return torch.stack(hiddens), memory  # outside of inference mode, so that others may train on them
+        if document_BT is None:
+            return
+        shape = (num_rows, num_positions)
+        is_int64 = isinstance(document_BT, Tensor) and document_BT.dtype == torch.int64
+        if not is_int64 or document_BT.shape != shape or bool((document_BT < 0).any()):
+            raise ConfigError(f"document_BT must be int64, 0 or more, {shape}, as the inputs.")
 
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
-        """What a text is for `write` and `generation`: its ids behind a memory; without one, behind an end-of-text,
-        where the model can begin a document and the text is not given as ids. Raises as `generate`."""
-        prompt, end_of_text = self._read(text, memory), self.tokenizer.end_of_text
+        """Encode a text as the prompt that `write` and `generation` take.
+
+        Its ids follow the last token of `memory`. Without a memory they follow an end-of-text, if the model can begin
+        a document and the text is not given as ids. Raises the same errors as `generate`.
+        """
+        prompt = self._read(text, memory)
+        end_of_text = self.tokenizer.end_of_text
         if self.bundle.document_border == "mask" and end_of_text in prompt.ids[1:]:  # nothing before it is seen
             last = len(prompt.ids) - 1 - prompt.ids[::-1].index(end_of_text)
             prompt = prompt._replace(ids=prompt.ids[last:], past=None, num_led=0)
@@ -317,28 +357,39 @@ class LanguageModel:
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
+        """Encode a text after a memory or an end-of-text, also if no ids come of it. Raises ConfigError."""
         if not isinstance(memory, TextMemory | None):
             raise ConfigError(f"{memory!r:.200} is no memory of a text. Make one by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
             raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
-        vocab_size = self.tokenizer.vocab_size
-        ids = self.encode(text) if isinstance(text, str) else check_ids(text, vocab_size=vocab_size, what="the prompt")
-        shown, end_of_text = text if isinstance(text, str) else self.tokenizer.decode(ids), self.tokenizer.end_of_text
-        led: list[int] = []
+        if isinstance(text, str):
+            ids = self.encode(text)
+            decoded = text
+        else:
+            ids = check_ids(text, vocab_size=self.tokenizer.vocab_size, what="the prompt")
+            decoded = self.tokenizer.decode(ids)
+        end_of_text = self.tokenizer.end_of_text
+        can_begin = end_of_text is not None and self.bundle.begins_documents
+        leading_ids: list[int] = []
         if memory is not None:
-            led = [memory.last]
-        elif end_of_text is not None and self.bundle.begins_documents and (isinstance(text, str) or not ids):
-            led = [end_of_text]
+            leading_ids = [memory.last]
+        elif end_of_text is not None and can_begin and (isinstance(text, str) or not ids):
+            leading_ids = [end_of_text]
         past = None if memory is None else memory.past
-        return Prompt((*led, *ids), past, self.tokenizer.joint(shown), num_led=len(led))
+        joint = self.tokenizer.joint(decoded)
+        return Prompt((*leading_ids, *ids), past, joint, num_led=len(leading_ids))
 
     def window(self, memory_len: int = -1) -> int:
-        """Tokens of the past that a text sees: as many as asked for; -1 is no less context than a segment gave in
-        training, and no more than the memory where its length is the window."""
+        """Return how many tokens of the past a text sees: `memory_len`, or for -1 as many as in training.
+
+        In training a token sees its memory, or without `same_length` its segment if that is longer.
+        """
         if memory_len >= 0:
             return memory_len
-        bundle, has_window = self.bundle, self.network.section.same_length != "off"
-        return bundle.memory_len if has_window else max(bundle.memory_len, bundle.segment_len - 1)
+        bundle = self.bundle
+        if self.network.section.same_length != "off":
+            return bundle.memory_len
+        return max(bundle.memory_len, bundle.segment_len - 1)
 
     def _decoder(self, memory_len: int) -> Decoder:
         model = self.frozen if self.network.section.scheme.uses_memory else self.network
@@ -346,18 +397,19 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:
-        """Of some texts; those that the ring takes are read together, each padded to the longest."""
-        segment_len, lengths = self.bundle.segment_len, [len(row.ids) for row in rows]
-        if not self.network.section.scheme.uses_memory or zero_memory:  # whose places may be counted from the end
-            plain = partial(log_probabilities, self.network, segment_len=segment_len, memory_len=memory_len)
-            texts = [torch.tensor([row.ids], dtype=torch.int64, device=self.device) for row in rows]
-            return [plain(one, zero_memory=zero_memory, document_BS=self._documents(one))[0] for one in texts]
+        """Score some texts: together on the KV cache, padded to the longest, or each alone where that cannot be."""
+        # Without relative positions padding would move a text: its positions may be counted from the end.
+        if not self.network.section.scheme.uses_memory or zero_memory:
+            return [self._score_alone(row, memory_len=memory_len, zero_memory=zero_memory) for row in rows]
+        segment_len = self.bundle.segment_len
+        lengths = [len(row.ids) for row in rows]
         tokens_BS = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
         for tokens_S, row in zip(tokens_BS, rows, strict=True):
             tokens_S[: len(row.ids)] = torch.tensor(row.ids)
         tokens_BS = tokens_BS.to(self.device)
         document_BS = self._documents(tokens_BS)
-        longest = max(len(row.ids) + (0 if row.past is None else row.past.document_S.shape[0]) for row in rows)
+        past_lens = [0 if row.past is None else row.past.document_S.shape[0] for row in rows]
+        longest = max(length + past_len for length, past_len in zip(lengths, past_lens, strict=True))
         memory_len = min(memory_len, longest)  # a longer ring would hold no more
         ring = self.frozen.ring(
             num_rows=len(rows),
@@ -377,9 +429,25 @@ class LanguageModel:
         log_p_BS = torch.cat(parts, dim=1)
         return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
 
+    def _score_alone(self, row: Prompt, *, memory_len: int, zero_memory: bool) -> Tensor:
+        """Score one text by the model itself, without a KV cache."""
+        tokens_1S = torch.tensor([row.ids], dtype=torch.int64, device=self.device)
+        log_p_1S = log_probabilities(
+            self.network,
+            tokens_1S,
+            segment_len=self.bundle.segment_len,
+            memory_len=memory_len,
+            zero_memory=zero_memory,
+            document_BS=self._documents(tokens_1S),
+        )
+        return log_p_1S[0]
+
     def _documents(self, tokens_BS: Tensor) -> Tensor | None:
-        """As in training with masks: an end-of-text belongs to the document that it opens, what is before it to that of
-        the memory, 0. None for a model that was trained without masks, or knows no end-of-text."""
+        """Number the documents as training with masks does.
+
+        An end-of-text belongs to the document that it begins. Tokens before the first one belong to document 0, that
+        of the memory. Returns None if the model was trained without masks or has no end-of-text.
+        """
         end_of_text = self.tokenizer.end_of_text
         if self.bundle.document_border != "mask" or end_of_text is None:
             return None
@@ -387,16 +455,17 @@ class LanguageModel:
 
 
 def _several(texts: Iterable[Text]) -> list[Text]:
-    """Raises ConfigError for one text, whose characters are not meant."""
+    """Return a list of texts. Raises ConfigError for a single text, which would be read as a list of characters."""
     if isinstance(texts, str | bytes | Mapping | Set) or not isinstance(texts, Iterable):
         raise ConfigError(f"{texts!r:.200} is no list of texts. Give a list, also of one.")
     return list(texts)
 
 
 def _refuse_samples(settings: dict[str, Any]) -> None:
+    """Raise ConfigError if the settings ask for several texts of one prompt."""
     if settings.get("num_samples", 1) != 1:
         raise ConfigError("this gives one text. Use generate_batch([prompt], num_samples=...) for several.")
 
 
 _MOST_ROWS = 16
-"""Texts that are scored at a time."""
+"""Number of texts that are scored at a time."""
