@@ -49,7 +49,7 @@ class KeyValue(nn.Linear):
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Return keys, then values, of any positions: [B, S, 2 N H]."""
-        bias = self.value_bias
+        bias: Tensor | None = self.value_bias
         if bias is not None:
             bias = F.pad(bias, (bias.numel(), 0))
         return F.linear(hidden_BSD, self.weight, bias)
