@@ -1,11 +1,12 @@
-"""From a segment (numpy, host) to the micro-batches of a rank (tensors, device).
+"""Conversion of a segment (numpy, host) to the micro-batches of a rank (tensors, device).
 
-The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` runs in
-the prefetch thread, `pinned` too; `to_device` is the only part on the training thread.
+The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` and `pinned`
+run in the prefetch thread. Only `to_device` runs in the training thread.
 
-Where micro-batches are CUDA graphs the sizes of a partition are a rung of a ladder, the lowest that holds the batch
-(`text.clusters.size_ladder`). All clusters climb together, so that text, whose numbers of rare words never repeat, has
-a handful of shapes, each a graph. A rung depends on settings and the batch alone: a run that is continued has the same.
+With CUDA graphs the sizes of a partition are a rung of a ladder, the lowest that holds the batch
+(`vocabulary_clusters.size_ladder`). All clusters climb together, so text has a handful of shapes, each a graph, though
+its numbers of rare words never repeat. A rung depends on the settings and the batch alone, so a resumed run has the
+same ones.
 """
 
 from __future__ import annotations
@@ -29,102 +30,118 @@ from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partitio
 
 
 class StepInput(NamedTuple):
-    """What the reader thread prepares for one step of this rank."""
+    """Input of one step of this rank, prepared by the reader thread."""
 
     batches: list[Batch]
+    """One batch per micro-batch, in lane order; pinned host memory if the device is a GPU."""
     num_scored: int
-    """Targets of this rank that count."""
+    """Number of this rank's targets that are scored."""
     stream: StreamState
-    """Where the stream stands once this step is trained on."""
+    """Position of the stream after this step."""
 
 
 class BatchMaker(NamedTuple):
-    """What turns a segment into batches: the cluster edges of the model and the policy at document borders."""
+    """Converter of segments to batches: the cluster edges of the model and the policy at document borders."""
 
     embedding_edges: tuple[int, ...]
     softmax_edges: tuple[int, ...]
     mask_documents: bool
     rows_multiple: int = 0
-    """Each cluster's rows are padded to a multiple of this; 0 pads them to a rung of the ladder."""
+    """Multiple to which each cluster's rows are padded; 0 pads them to a rung of the ladder."""
     half_loss: bool = False
-    """Only the recent half of a segment's targets is scored: of training (`for_training`)."""
+    """Whether only the recent half of a segment's targets is scored; set by `for_training`."""
 
     def for_training(self, train: TrainSection) -> BatchMaker:
-        """The same for text that is trained on, of which less may be scored."""
+        """Return the maker for training text, which may score fewer targets."""
         return self._replace(half_loss=train.half_loss)
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
         """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
-        count = segment.tokens.shape[0]
-        return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, count, lanes)]
+        num_lanes = segment.tokens.shape[0]
+        return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, num_lanes, lanes)]
 
     def batch(self, segment: Segment, *, rows: slice = slice(None)) -> Batch:
-        """One batch of some lanes; it shares the segment's memory where it can.
+        """Make one batch of some lanes. It shares the segment's memory where possible.
 
-        With document masks an end-of-text belongs, as an input, to the document that it opens: it sees itself alone and
-        predicts that document's first token. A target that its input's document does not hold is not scored: where a
-        document begins without an end-of-text before it, or was cut at the border of a lane's piece.
+        With document masks an end-of-text belongs, as an input, to the document that it opens. It attends to itself
+        alone and predicts that document's first token. A target is not scored if it is not in its input's document.
+        That happens where a document begins without an end-of-text, or was cut at the border of a lane's piece.
         """
-        tokens, targets = segment.tokens[rows, :-1], segment.tokens[rows, 1:]
-        counts, document_BT = segment.scored[rows], None
+        tokens = segment.tokens[rows, :-1]
+        targets = segment.tokens[rows, 1:]
+        is_scored = segment.scored[rows]
+        document_BT = None
         if self.mask_documents:
-            begins = segment.documents[rows]
-            documents = np.where(segment.opens[rows], begins[:, 1:], begins[:, :-1])
-            counts, document_BT = counts & (documents == begins[:, 1:]), torch.from_numpy(documents)
+            all_documents = segment.documents[rows]
+            target_documents = all_documents[:, 1:]
+            input_documents = np.where(segment.opens[rows], target_documents, all_documents[:, :-1])
+            is_scored = is_scored & (input_documents == target_documents)
+            document_BT = torch.from_numpy(input_documents)
         if self.half_loss:
-            counts = counts & (np.arange(counts.shape[1]) >= counts.shape[1] // 2)
+            segment_len = is_scored.shape[1]
+            is_scored = is_scored & (np.arange(segment_len) >= segment_len // 2)
         sizes = self._sizes(tokens, targets) if not self.rows_multiple else ()
         return Batch(
             tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
             targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
-            scored_BT=torch.from_numpy(counts.astype(np.float32)),
+            scored_BT=torch.from_numpy(is_scored.astype(np.float32)),
             document_BT=document_BT,
             token_partition=self._partition(tokens, self.embedding_edges, sizes),
             target_partition=self._partition(targets, self.softmax_edges, sizes),
         )
 
     def _sizes(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
-        """Of both partitions: where there are two, they are by the same edges."""
+        """Return the padded size of each cluster, for both partitions: if there are two, their edges are equal."""
         counts = count_by_cluster(targets, self.softmax_edges)
         if len(self.embedding_edges) > 2:
-            counts = tuple(map(max, counts, count_by_cluster(tokens, self.embedding_edges)))
+            input_counts = count_by_cluster(tokens, self.embedding_edges)
+            counts = tuple(map(max, counts, input_counts))
         return sizes_for(counts, edges=self.softmax_edges, num_tokens=targets.size)
 
     def _partition(self, ids: np.ndarray, edges: tuple[int, ...], sizes: tuple[int, ...]) -> Partition | None:
+        """Sort the ids into clusters; None if there is only one."""
         if len(edges) == 2:
-            return None  # one cluster: nothing to part
+            return None
         flat = np.ascontiguousarray(ids).reshape(-1)
         clusters = partition_by_cluster(flat, edges=edges, multiple=self.rows_multiple, sizes=sizes)
-        return tuple(ClusterRows(*(torch.from_numpy(field) for field in cluster)) for cluster in clusters)
+        return tuple(ClusterRows(*map(torch.from_numpy, cluster)) for cluster in clusters)
 
 
 def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool = False) -> BatchMaker:
-    """The maker for a model, whose batches have few different shapes if they are `for_graphs`. Raises nothing; ids out
-    of range are found when a batch is made (DataError)."""
+    """Return the maker for a model; `for_graphs` limits its batches to few different shapes.
+
+    Ids out of range raise DataError when a batch is made, not here.
+    """
     kind = "cpu" if model.embedding.weight(0).device.type == "cpu" else "cuda"
     rows_multiple = 0 if for_graphs else ROWS_MULTIPLE[kind]
     return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents, rows_multiple)
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """A copy in pinned memory, for the reader thread; a no-op on the CPU.
+    """Copy a batch to pinned memory, in the reader thread; a no-op on the CPU.
 
-    torch keeps a ring of such buffers, and gives one out again only when the copy from it has ended.
+    torch keeps a ring of such buffers, and reuses one only after the copy from it has ended.
     """
-    return batch if device.type == "cpu" else _mapped(batch, torch.Tensor.pin_memory)
+    if device.type == "cpu":
+        return batch
+    return _mapped(batch, torch.Tensor.pin_memory)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy without waiting for the device, if the batch is pinned; a no-op on the CPU."""
-    return batch if device.type == "cpu" else _mapped(batch, lambda value: value.to(device, non_blocking=True))
+    """Copy a batch to a device, without waiting for it if the batch is pinned; a no-op on the CPU."""
+    if device.type == "cpu":
+        return batch
+    return _mapped(batch, lambda value: value.to(device, non_blocking=True))
 
 
 def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """With each of its tensors moved, those of its partitions too."""
+    """Return the batch with `move` applied to each of its tensors, those of its partitions too."""
 
     def moved(value: torch.Tensor | Partition | None) -> Any:
-        if value is None or isinstance(value, torch.Tensor):
-            return None if value is None else move(value)
+        if value is None:
+            return None
+        if isinstance(value, torch.Tensor):
+            return move(value)
         return tuple(ClusterRows(*map(move, cluster)) for cluster in value)
 
     return Batch(*map(moved, batch))
@@ -133,7 +150,7 @@ def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch
 def read_inputs(
     context: RunContext, stream: StreamState, *, maker: BatchMaker, damage: CorruptionPolicy
 ) -> Iterator[StepInput]:
-    """The steps of this rank behind a position. Runs in the reader thread."""
+    """Yield the input of each step of this rank, from a position of the stream. Runs in the reader thread."""
     config, device = context.config, context.ranks.device
     maker = maker.for_training(config.train)
     if device.type == "cuda":
@@ -145,7 +162,7 @@ def read_inputs(
         lanes=context.lanes,
         damage=damage,
         mark_documents=maker.mask_documents,
-        # Those that wait, the one that is trained on and the one that is being filled.
+        # The prefetched ones, the one being trained on and the one being filled.
         num_buffers=config.data.prefetch_depth + 2,
     )
     for segment, state in segments:
@@ -155,9 +172,10 @@ def read_inputs(
 
 
 def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
-    """The endless batches of all lanes that a run of one process trains on, from its first step: for one's own loop.
+    """Yield, without end, the batches that a run of one process trains on: for a training loop of your own.
 
-    Raises DataError where the corpus of `data.path` cannot be read.
+    Each batch has all lanes; the first one is that of the first step. Raises DataError if the corpus of `data.path`
+    cannot be read.
     """
     train, mask_documents = config.train, config.data.document_mask
     corpora = open_corpora(config.data, num_lanes=train.num_lanes, seed=config.run.seed)

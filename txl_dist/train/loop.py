@@ -1,10 +1,12 @@
-"""The training loop, which reads like the procedure it is; `start` puts a run together.
+"""The training loop of one rank, written as the procedure that it is. `start` puts a run together.
 
-    for each segment: step, decide together, report, save, evaluate; until the end, or somebody asks to stop
+    for each segment: step, decide together, report, save, evaluate; until the end, or until asked to stop
 
-Whatever touches clock or disk is decided on rank 0 and broadcast; whatever one rank notices (a signal, a loss that is
-not finite, a checkpoint that is written) all ranks learn in the one reduction of a step. Dropout is seeded per
+Whatever touches the clock or the disk is decided on rank 0 and broadcast. What one rank notices (a signal, a loss that
+is not finite, a checkpoint that is written) reaches all ranks by the one reduction of a step. Dropout is seeded per
 micro-batch from (seed, step, first lane), so a resumed run continues bit for bit without any generator state.
+
+It gives up: a step waits for the slowest rank, and nothing that one rank notices takes effect before the step ends.
 """
 
 from __future__ import annotations
@@ -52,26 +54,28 @@ from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.step import Stepper
 
 _PATIENCE_S = {"stopped": 15.0, "stage": 900.0, "done": 900.0}
-"""How long the last save is tried: who asked to stop will not wait, but who finds a full disk in the morning may."""
+"""Seconds to retry the final checkpoint: short after a stop request, long at the end of a stage or of the run."""
 _GROUP_GRACE_S = 30
-"""Collectives give up after the watchdog, which knows more."""
+"""Seconds by which collectives time out later than the watchdog, whose message is more exact."""
 
 
 class Start(NamedTuple):
-    """What was decided before anything was built; the same on every rank."""
+    """Decisions made before anything was built; the same on every rank."""
 
     saved: SavedState | None
-    """The checkpoint to go on from."""
+    """Checkpoint to resume from; None for a new run."""
     stream: StreamState
-    """Where the lanes begin, or go on."""
+    """Position in the text at which the lanes begin or continue."""
     tokenizer_json: str
+    """Content of tokenizer.json, read by rank 0 for all ranks."""
     evaluated: dict[int, float]
-    """Loss of each evaluation that the run directory knows, by step."""
+    """Loss of each evaluation recorded in the run directory, in nats per token, by step."""
     warnings: list[str]
+    """Sentences for the log, one per warning."""
 
     @property
     def step(self) -> int:
-        """Finished steps."""
+        """Number of finished optimizer steps."""
         return self.saved.step if self.saved else 0
 
 
@@ -121,8 +125,10 @@ class TrainingRun:
         )
 
     def go(self) -> TrainState:
-        """Train from a checkpoint, or from the beginning, to the end of the stage or until `stopped`. The last state is
-        saved."""
+        """Train to the end of the stage, or until `stopped`, from a checkpoint or from the beginning.
+
+        Returns the last state, which is saved. Raises TxlError on all ranks.
+        """
         try:
             state = self._first_state()
             self._report_start(state)
@@ -130,20 +136,27 @@ class TrainingRun:
                 warn_for_all("the run is at step %d already, past train.max_steps=%d", state.step, self.max_steps)
             self._start_callbacks(state)
             if state.step and self.observer.should_evaluate(state.step) and state.step not in self.evaluated:
-                self._observe(state)  # a process before this one ended before it was done
+                self._observe(state)  # an earlier process ended before this evaluation did
             self._repeat_validation(state)
             while not self.stopped and state.step < self.last_step:
                 state = self._train_from(state)
-            how = "stopped" if self.stopped else "done" if state.step >= self.max_steps else "stage"
+            ending = self._ending(state)
             if state.step > 0:
-                self.saving.finish_last(state, patience_s=_PATIENCE_S[how], stopped=self.stopped)
+                self.saving.finish_last(state, patience_s=_PATIENCE_S[ending], stopped=self.stopped)
             self._report_clipping(step=state.step)
-            self.reporter.write("event", {"event": how, "step": state.step})
+            self.reporter.write("event", {"event": ending, "step": state.step})
         finally:
             self.reporter.close()
         return state
 
+    def _ending(self, state: TrainState) -> str:
+        """Return the name of the event that ends this stage: stopped, done or stage."""
+        if self.stopped:
+            return "stopped"
+        return "done" if state.step >= self.max_steps else "stage"
+
     def _first_state(self) -> TrainState:
+        """Return the state of the checkpoint to resume from, or that of a new run."""
         start = self.start
         self.watch.watchdog.beat("load", step=start.step)
         if start.saved is not None:
@@ -152,17 +165,19 @@ class TrainingRun:
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
+        """Load a checkpoint into the engine and the callbacks, and check that it reproduces its probe."""
         state = load_checkpoint(saved, self.engine, self.context, stream=stream)
-        shown = check_probe(self.engine, self.maker, saved.folder, precision=self.context.config.engine.dtype)
-        logger.info("%s: %s", saved.folder.name, shown)
-        kept = run_on_all_ranks(lambda: read_states(saved.folder))
-        self.callbacks.load(kept.states, step=saved.step, validated_step=kept.validated_step)
+        outcome = check_probe(self.engine, self.maker, saved.folder, precision=self.context.config.engine.dtype)
+        logger.info("%s: %s", saved.folder.name, outcome)
+        callback_states = run_on_all_ranks(lambda: read_states(saved.folder))
+        self.callbacks.load(callback_states.states, step=saved.step, validated_step=callback_states.validated_step)
         return state
 
     def _start_callbacks(self, state: TrainState) -> None:
-        context, ranks = self.context, self.context.ranks
+        """Call `on_train_start` of the callbacks."""
         if not self.callbacks.handles("on_train_start"):
             return
+        context, ranks = self.context, self.context.ranks
         self.watch.beat("callbacks")
         num_parameters = sum(math.prod(shape) for shape in self.engine.shapes.values())
         self.callbacks.start(
@@ -178,27 +193,30 @@ class TrainingRun:
         )
 
     def _repeat_validation(self, state: TrainState) -> None:
-        """Where a checkpoint is from before the validation of its step, so are the states of its callbacks: give them
-        the result, which the run directory knows."""
-        if state.step in self.evaluated and self.callbacks.validated_step != state.step:
-            self._tell_validation(state.step, {"eval": self.evaluated[state.step]})
+        """Give the callbacks a validation result that their saved states lack.
 
-    def _tell_validation(self, step: int, losses: dict[str, float]) -> None:
-        """`losses` by name of the record, that of the first corpus among them."""
+        A checkpoint may be older than the validation of its own step; the run directory has the result.
+        """
+        if state.step in self.evaluated and self.callbacks.validated_step != state.step:
+            self._end_validation(state.step, {"eval": self.evaluated[state.step]})
+
+    def _end_validation(self, step: int, losses: dict[str, float]) -> None:
+        """Call `on_validation_end` of the callbacks.
+
+        `losses` are in nats per token, by name of the record. `eval`, that of the first corpus, is among them.
+        """
         loss = losses["eval"]
-        earlier = [known for at, known in self.evaluated.items() if at < step]
+        earlier_losses = [earlier_loss for at, earlier_loss in self.evaluated.items() if at < step]
         self.watch.beat("callbacks")
-        is_best = loss < min(earlier, default=math.inf)
+        is_best = loss < min(earlier_losses, default=math.inf)
         self.callbacks.end_validation(ValidationEnd(step, loss, MappingProxyType(losses), is_best))
 
     def _train_from(self, state: TrainState) -> TrainState:
-        """Steps until the end, a stop or a rewind."""
+        """Make steps until the end of the stage, a stop request or a rewind. Returns the state after the last one."""
         config = self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
-        inputs = prefetch(
-            read_inputs(self.context, state.stream, maker=self.maker, damage=self.damage),
-            depth=config.data.prefetch_depth,
-        )
+        step_inputs = read_inputs(self.context, state.stream, maker=self.maker, damage=self.damage)
+        inputs = prefetch(step_inputs, depth=config.data.prefetch_depth)
         try:
             while not self.stopped and state.step < self.last_step:
                 step = state.step + 1
@@ -214,10 +232,12 @@ class TrainingRun:
                 if votes.written:
                     with interval.paused():
                         self.saving.finish(step)
-                if self.guard.should_rewind(state.health) and (rewound := self._rewound(state)) is not None:
-                    return rewound
+                if self.guard.should_rewind(state.health):
+                    rewound_state = self._rewind(state)
+                    if rewound_state is not None:
+                        return rewound_state
                 is_last = step == self.last_step
-                # A sign of life, and how long the rest will take.
+                # The first report shows that the run works, and how long it will take.
                 is_first = step == self.start.step + 1 and interval.has_valid_steps()
                 if is_first or is_last or step % config.metrics.log_every_steps == 0:
                     self._report(state, interval)
@@ -233,27 +253,31 @@ class TrainingRun:
         return state
 
     def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, StepFlags]:
-        """Returns (the next state, what all ranks have to say)."""
+        """Make one step: forward, backward, decision, update, checks and callbacks.
+
+        Returns (the state after it, the flags of all ranks). Raises TrainingError if `guard` ends the run.
+        """
         self.watch.check_lock()
-        step, config = state.step + 1, self.context.config
+        config = self.context.config
+        step = state.step + 1
         self.watch.beat("step")
         lr = learning_rate(state.step, config.optim, max_steps=self.max_steps)
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
         self.guard.check_replicas(self.engine.named_values(), step=step)
         with interval.paused():
-            seen = signals(self.engine, self.context, step_input.batches, state.memories, step=step)
-        if seen.layers is not None:
-            self.reporter.write("layers", seen.layers)
+            layer_stats = signals(self.engine, self.context, step_input.batches, state.memories, step=step)
+        if layer_stats.layers is not None:
+            self.reporter.write("layers", layer_stats.layers)
         with record_function("update"):
             self.engine.step(lr=lr, grad_norm=decision.grad_norm)
-        if step == self.start.step + 1:  # no step will take as long as the first
+        if step == self.start.step + 1:  # no later step takes as long as the first
             set_timeout(timeout_s=config.engine.timeout_s + _GROUP_GRACE_S)
             self.watch.watchdog.limit(config.engine.timeout_s)
         skipped = not math.isfinite(decision.grad_norm)
         try:
             health = self.guard.judge(state, decision, step=step)
         except TrainingError:
-            self.saving.finish(step)  # what is in flight is from before the trouble
+            self.saving.finish(step)  # the save in flight is of a step before the trouble
             raise
         interval.add(
             loss=decision.loss,
@@ -262,13 +286,14 @@ class TrainingRun:
             num_scored=step_input.num_scored,
             skipped=skipped,
             own_ms=self.clock.local_ms(),
-            accuracy=seen.accuracy,
+            accuracy=layer_stats.accuracy,
         )
         self.loss = decision.loss
         self.clipping.add(decision.grad_norm)
+        new_tokens = 0 if skipped else self.context.plan.tokens_per_step
         after = TrainState(
             step=step,
-            tokens_seen=state.tokens_seen + (0 if skipped else self.context.plan.tokens_per_step),
+            tokens_seen=state.tokens_seen + new_tokens,
             health=health,
             stream=step_input.stream,
             memories=memories,
@@ -289,11 +314,14 @@ class TrainingRun:
         return after, decision.votes
 
     def _votes(self) -> StepFlags:
-        """Of this rank."""
+        """Return the flags of this rank alone."""
         return StepFlags(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
 
-    def _rewound(self, state: TrainState) -> TrainState | None:
-        """Back to the last checkpoint before the spike, whose text is left out from now on; None if there is none."""
+    def _rewind(self, state: TrainState) -> TrainState | None:
+        """Load the last checkpoint before the spike; the text of the spike is left out from now on.
+
+        Returns the state to continue from; None if there is no such checkpoint.
+        """
         self.saving.finish(state.step)
         first_bad = state.step - state.health.spikes_in_row + 1
         target = find_rewind(self.context, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
@@ -311,6 +339,7 @@ class TrainingRun:
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
+        """Write the record of the start: hardware, versions and the text that is read."""
         context, corpora, config = self.context, self.context.corpora, self.context.config
         facts = run_on_all_ranks(
             lambda: text_facts(
@@ -327,27 +356,35 @@ class TrainingRun:
         self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:
-        num_skipped, tokens_per_step = self.damage.num_skipped, self.context.plan.tokens_per_step
-        values = interval.report(step=state.step, tokens_per_step=tokens_per_step, num_skipped=num_skipped)
+        """Write the record of a logging interval. All ranks call it together."""
+        values = interval.report(
+            step=state.step,
+            tokens_per_step=self.context.plan.tokens_per_step,
+            num_skipped=self.damage.num_skipped,
+        )
         values |= self.stragglers(values["rank_ms"], step=state.step)
         self.reporter.write("train", train_record(self.context, state, values, waited=self.saving.seconds()))
 
     def _report_clipping(self, *, step: int) -> None:
-        """Say that nearly all steps were clipped, by a norm that the settings do not name."""
-        found = self.clipping.record()
-        if found is None:
+        """Warn if nearly all steps were clipped and the settings do not name the norm."""
+        clipped = self.clipping.record()
+        if clipped is None:
             return
         if self.context.ranks.is_rank0:
             logger.warning(
                 "%.0f %% of %d steps were clipped: optim.clip_norm=%g is the default, the gradients' norm was %.3g on "
                 "average. Such steps all have one length; set optim.clip_norm (1.0 suits most models, 0 switches it "
                 "off), or write %g into the file to keep it",
-                *(found["clipped_pct"], found["steps"], found["clip_norm"], found["grad_norm"], found["clip_norm"]),
+                clipped["clipped_pct"],
+                clipped["steps"],
+                clipped["clip_norm"],
+                clipped["grad_norm"],
+                clipped["clip_norm"],
             )
-        self.reporter.write("event", {"event": "clipped", "step": step, **found})
+        self.reporter.write("event", {"event": "clipped", "step": step, **clipped})
 
     def _observe(self, state: TrainState) -> None:
-        """Evaluate and sample where that is due, until asked to stop; the best is saved where that is wanted."""
+        """Sample and evaluate if that is due, until asked to stop. Save the best state if `checkpoint.keep_best`."""
         try:
             if self.observer.should_sample(state.step):
                 self._before_segment(state.step)
@@ -358,23 +395,26 @@ class TrainingRun:
         except StopAskedError:
             self.stopped = True
             return
-        self._tell_validation(state.step, losses)
+        self._end_validation(state.step, losses)
         if self.context.config.checkpoint.keep_best and is_best:
             self.saving.begin(state)
 
     def _before_segment(self, step: int) -> None:
-        """Of an evaluation, on all ranks."""
+        """Send a heartbeat, finish a pending save, and stop if asked.
+
+        Called on every rank before each evaluation segment. Raises StopAskedError on all ranks.
+        """
         self.watch.beat("evaluate")
         failpoint("evaluate", step=step)
         votes = all_reduce_flags(self._votes(), world_size=self.context.ranks.world_size)
-        if votes.written:  # a checkpoint is not to wait for the end of an evaluation
+        if votes.written:  # a checkpoint does not wait for the end of an evaluation
             self.saving.finish(step)
         if votes.stop:
             raise StopAskedError
 
 
 def _input_ids(step_input: StepInput) -> npt.NDArray[np.int64]:
-    """tokens_BT of this rank's lanes, a copy that cannot be written."""
+    """Return tokens_BT of this rank's lanes, as a read-only copy."""
     tokens_BT = np.concatenate([batch.tokens_BT.numpy() for batch in step_input.batches]).astype(np.int64)
     tokens_BT.setflags(write=False)
     return tokens_BT

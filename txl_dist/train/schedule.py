@@ -1,4 +1,4 @@
-"""Step to learning rate, as pure functions. `step` counts finished optimizer steps, so the first update has step 0."""
+"""The learning rate as a pure function of the step. `step` counts finished steps, so the first update has step 0."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from txl_dist.config.schema import OptimSection
 
 
 def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
-    """Rate of the update that follows `step` finished ones.
+    """Return the learning rate of the update that follows `step` finished ones.
 
     Linear warm-up reaches `lr` at update number `warmup_steps`. Then, with x the share of the remaining steps done:
 
@@ -22,18 +22,31 @@ def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
                            lr + (min - lr) y, y the share of these steps done
         constant           lr
     """
-    if step < optim.warmup_steps:
-        return optim.lr * (step + 1) / optim.warmup_steps
-    done = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
-    if optim.schedule == "cosine_from_start":
-        done = min(1.0, step / max_steps)
-    if optim.schedule in ("cosine", "cosine_from_start"):
-        return optim.min_lr + (optim.lr - optim.min_lr) * (1 + math.cos(math.pi * done)) / 2
-    if optim.schedule == "wsd":
-        begin = max(optim.warmup_steps, max_steps * (1 - optim.cooldown_fraction))
-        done = min(1.0, max(0.0, step - begin) / max(1, max_steps - begin))
-    if optim.schedule in ("linear", "wsd"):
-        return optim.lr + (optim.min_lr - optim.lr) * done
-    if optim.schedule == "inverse_sqrt":
-        return max(optim.min_lr, optim.lr * math.sqrt(max(1, optim.warmup_steps) / (step + 1)))
-    return optim.lr
+    lr, min_lr, warmup_steps = optim.lr, optim.min_lr, optim.warmup_steps
+    if step < warmup_steps:
+        return lr * (step + 1) / warmup_steps
+    match optim.schedule:
+        case "cosine":
+            share = _share_done(step, begin=warmup_steps, end=max_steps)
+            return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * share)) / 2
+        case "cosine_from_start":
+            share = min(1.0, step / max_steps)
+            return min_lr + (lr - min_lr) * (1 + math.cos(math.pi * share)) / 2
+        case "linear":
+            share = _share_done(step, begin=warmup_steps, end=max_steps)
+            return lr + (min_lr - lr) * share
+        case "wsd":
+            cooldown_start = max_steps * (1 - optim.cooldown_fraction)
+            share = _share_done(step, begin=max(warmup_steps, cooldown_start), end=max_steps)
+            return lr + (min_lr - lr) * share
+        case "inverse_sqrt":
+            decay = math.sqrt(max(1, warmup_steps) / (step + 1))
+            return max(min_lr, lr * decay)
+    return lr
+
+
+def _share_done(step: int, *, begin: float, end: int) -> float:
+    """Return the share of the steps from `begin` to `end` that are finished, between 0 and 1."""
+    num_steps = max(1, end - begin)
+    num_done = max(0.0, step - begin)
+    return min(1.0, num_done / num_steps)

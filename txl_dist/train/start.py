@@ -1,14 +1,14 @@
 """The composition site of a training run: what is checked, locked and built, in which order, before the first step.
 
-    join ranks -> check the job -> lock the run -> choose a checkpoint -> open the run -> build the engine -> `loop`
+    join ranks -> check the run -> lock the run -> choose a checkpoint -> open the run -> build the engine -> `loop`
 
-Until the run is opened nothing is written but its lock: a job that is refused leaves no trace.
+Until the run is opened nothing is written but its lock, so a run that is refused leaves no trace.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from txl_dist.artifacts import CHECKPOINTS, DONE, LOG, PROFILE, STACKS, STOP
 from txl_dist.config.load import Config, configure
-from txl_dist.config.registry import loaded_plugins
+from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
 from txl_dist.distributed.collectives import (
@@ -67,20 +67,20 @@ def pretrain(
     max_time_s: float = 0.0,
     profile: range = range(0),
 ) -> RunResult:
-    """Train until `train.max_steps`, continuing what the run directory holds. `txl train` is this function.
+    """Train until `train.max_steps`, and resume from the run directory if it has a checkpoint. `txl train` calls this.
 
         result = txl_dist.pretrain("configs/quickstart.toml", callbacks=[MyCallback()])
         sys.exit(result.exit_code)
 
-    All ranks call it, in their main thread: a script under `deepspeed` or `torchrun`, or one process alone.
+    All ranks call it, in their main thread. A rank is a script under `deepspeed` or `torchrun`, or one process alone.
 
     Args:
         config: A `Config`, the path of a TOML file, or settings by section, as `configure` takes them:
             `{"data": {"path": "data/first"}, "train": {"max_steps": 100}}`.
         callbacks: The caller's own code at the events of the run; the same on every rank. Objects with some of the
             methods of `Callback`.
-        resume: auto continues the newest whole checkpoint if there is one, must insists on one, never refuses one. Or
-            the path of a checkpoint folder.
+        resume: auto resumes the newest undamaged checkpoint if there is one, must requires one, never refuses one. The
+            path of a checkpoint folder resumes that one.
         max_time_s: Age of the process in seconds after which the run saves and stops; 0 means no limit.
         profile: Steps that rank 0 traces (see `profile`).
 
@@ -118,7 +118,7 @@ def pretrain(
             called.fail(error)
             if cause is None:
                 raise
-            raise LostRankError(cause) from error  # an empty one is not printed: another rank says it
+            raise LostRankError(cause) from error  # an empty message is not printed: another rank prints it
 
 
 def _train(
@@ -132,6 +132,7 @@ def _train(
     *,
     resume: str,
 ) -> RunResult:
+    """Check and lock the run, then train one stage after another. Raises TxlError on all ranks."""
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
@@ -153,14 +154,14 @@ def _train(
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
-        # As a process of its own would: what the next stage needs is built anew, and goes on from what was saved.
+        # The next stage starts as a process of its own would: it builds everything again and resumes the checkpoint.
         resume = "must"
         del run, state
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         watchdog.limit(config.engine.start_timeout_s)
-    reasons = {reason: None for reason in gather_objects(stops.reason) if reason}
+    reasons = dict.fromkeys(reason for reason in gather_objects(stops.reason) if reason)
     result = RunResult(
         steps=state.step,
         tokens_seen=state.tokens_seen,
@@ -179,32 +180,36 @@ def _train(
 
 @contextmanager
 def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
-    """Close the engine at the end of the block, also after an error; not on a GPU after one of this rank alone, where
-    the device may wait for ranks that are gone, and closing for the device."""
+    """Close the engine at the end of the block, also after an error.
+
+    It stays open on a GPU after an error of this rank alone. Closing waits for the device, which may wait for ranks
+    that are gone.
+    """
     try:
         yield
     except Exception as error:
         if ranks.device.type == "cpu" or isinstance(error, TxlError):
-            with suppress(Exception):  # that error counts
+            with suppress(Exception):  # the error of the block is the one to report
                 engine.close()
         raise
     engine.close()
 
 
 def _begin(contexts: list[tuple[range, RunContext]], watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
-    """Return (the job of the stage in which the run continues; how it starts there; an engine for it)."""
-    _, last = contexts[-1]
-    run_dir, ranks = last.run_dir, last.ranks
+    """Start the stage in which the run continues. Returns (its context, its start, an engine for it)."""
+    _, last_context = contexts[-1]
+    run_dir, ranks = last_context.run_dir, last_context.ranks
     checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
     step = run_on_rank0(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
-    context = next((context for steps, context in contexts if step < steps.stop), last)
+    context = next((context for steps, context in contexts if step < steps.stop), last_context)
     config = context.config
     start = run_on_rank0(lambda: _check_run(context, checkpoint, chosen_because))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
     for corpus in context.corpora.opened:
-        corpus.tokenizer = tokenizer  # rank 0 has read it for all: no rank asks the storage, and fails alone
-    begins_with = config.run.init and checkpoint is None
-    weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first)) if begins_with else None
+        corpus.tokenizer = tokenizer  # rank 0 has read it for all, so no rank reads the storage and fails alone
+    weights = None
+    if config.run.init and checkpoint is None:
+        weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
     run_on_rank0(lambda: _open_run(context, start))
     watch.watchdog.write_stacks_to(run_dir / STACKS)
     for line in (*describe_batch(context), *describe_data(context, start.stream, step=start.step)):
@@ -216,7 +221,7 @@ def _begin(contexts: list[tuple[range, RunContext]], watch: Watch, *, resume: st
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
-    """Raises ConfigError for what is no configuration."""
+    """Read a configuration from what `pretrain` was given. Raises ConfigError if it is none."""
     if isinstance(config, Config):
         return config
     if isinstance(config, str | Path):
@@ -230,31 +235,37 @@ def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) ->
 
 
 def _check_plugins() -> None:
-    """Raises ConfigError on all ranks if a rank has loaded other plugins, or other versions of them, than rank 0."""
+    """Check that all ranks have loaded the same plugins in the same versions. Raises ConfigError on all ranks."""
     gathered = gather_objects(loaded_plugins())
     for rank, plugins in enumerate(gathered):
         if plugins != gathered[0]:
-            here, there = (
-                ", ".join(f"{one.name} {one.version} ({one.sha256[:12]})".replace("  ", " ") for one in each) or "none"
-                for each in (gathered[0], plugins)
-            )
             raise raised_everywhere(
                 ConfigError(
-                    f"plugins differ between ranks: rank 0 has {here}, rank {rank} has {there}. Install the same "
-                    "version on every node."
+                    f"plugins differ between ranks: rank 0 has {_describe_plugins(gathered[0])}, rank {rank} has "
+                    f"{_describe_plugins(plugins)}. Install the same version on every node."
                 )
             )
 
 
+def _describe_plugins(plugins: Iterable[Plugin]) -> str:
+    """List names, versions and hashes of plugins; "none" if there are none."""
+    described = [f"{plugin.name} {plugin.version} ({plugin.sha256[:12]})".replace("  ", " ") for plugin in plugins]
+    return ", ".join(described) or "none"
+
+
 def _check_fits(contexts: list[tuple[range, RunContext]]) -> None:
-    """Raises ConfigError, as `check_fits`, for the first stage that does not fit."""
+    """Check that every stage fits into memory. Raises ConfigError, as `check_fits`, for the first that does not."""
     for _, context in contexts:
         check_fits(context.config, plan=context.plan, vocab_size=context.vocab_size, device=context.ranks.device)
 
 
 def _check_run(context: RunContext, checkpoint: Path | None, chosen_because: list[str]) -> Start:
-    """On rank 0: check shards, tokenizer and the chosen checkpoint; nothing is written. Raises TxlError."""
-    config, warnings = context.config, []
+    """Check shards, tokenizer and the chosen checkpoint, on rank 0; nothing is written.
+
+    `chosen_because` are sentences on the choice. Returns how the run starts. Raises TxlError.
+    """
+    config = context.config
+    warnings: list[str] = []
     for split in (*context.corpora.train, *context.corpora.eval):
         try:
             split.check_files()
@@ -263,7 +274,10 @@ def _check_run(context: RunContext, checkpoint: Path | None, chosen_because: lis
             if split not in context.corpora.train or config.data.on_corrupt == "raise" or not is_damage:
                 raise
             warnings.append(str(error))
-    tokenizer_json, stream, saved, step = context.tokenizer.to_json(), context.corpora.begin, None, 0
+    tokenizer_json = context.tokenizer.to_json()
+    stream = context.corpora.begin
+    saved = None
+    step = 0
     warnings += [f"resume: {sentence}" for sentence in chosen_because]
     warnings += warnings_on_cache(config, context.corpora.train, lanes_per_rank=context.plan.lanes_per_rank)
     warnings += warnings_on_evaluation(config, context.corpora.first)
@@ -275,17 +289,19 @@ def _check_run(context: RunContext, checkpoint: Path | None, chosen_because: lis
         warnings += lane_warnings
     warnings += warnings_on_repetition(config, context.corpora.train, stream, step=step)
     parameters = count_parameters(config.model, vocab_size=context.vocab_size)
-    warnings += warnings_on_size(parameters, tokens=sum(split.tokens for split in context.corpora.train))
+    num_tokens = sum(split.tokens for split in context.corpora.train)
+    warnings += warnings_on_size(parameters, tokens=num_tokens)
     warnings += warnings_on_settings(config, plan=context.plan)
     return Start(saved, stream, tokenizer_json, evaluated_losses(context.run_dir, up_to=step), warnings)
 
 
 def _open_run(context: RunContext, start: Start) -> None:
-    """On rank 0, once nothing is left that could be refused: make or continue the run directory. Raises ConfigError."""
-    run_dir, checkpoint = context.run_dir, start.saved.folder if start.saved else None
+    """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError."""
+    run_dir = context.run_dir
+    checkpoint = start.saved.folder if start.saved else None
     open_run_dir(run_dir, context.config)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
-        # Those that were passed over: they are not to count among the ones that are kept.
+        # Newer ones were passed over as damaged: they must not count among the checkpoints to keep.
         quarantine(run_dir, newer_than=checkpoint, word="damaged")
     start_logging(rank=0, file=run_dir / LOG)
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
@@ -294,7 +310,7 @@ def _open_run(context: RunContext, start: Start) -> None:
 
 
 def _leave(context: RunContext, state: TrainState, watch: Watch, result: RunResult) -> None:
-    """Say how the run ended, and meet: the launcher kills the siblings of the first rank to leave."""
+    """Log how the run ended, then wait for all ranks: the launcher kills the others when the first rank leaves."""
     stopped = result.ended == "stopped"
     if stopped:
         warn_for_all("stopped at step %d by %s; the same command goes on", state.step, result.reason)
@@ -313,6 +329,6 @@ def _leave(context: RunContext, state: TrainState, watch: Watch, result: RunResu
 
 
 def _remove_if_empty(run_dir: Path) -> None:
-    """A run that was refused leaves no folder behind."""
+    """Remove the folder of a run that was refused."""
     with suppress(OSError):
         run_dir.rmdir()

@@ -1,6 +1,6 @@
-"""What a run is: a `RunContext`, which stays the same while it goes on, and a `TrainState`, which each step makes anew.
+"""The two values that describe a run: a constant `RunContext`, and a `TrainState` that each step replaces.
 
-All that follows from the settings alone is derived once, for the context, and handed on with it.
+All that follows from the settings alone is derived once, in the context, and handed on with it.
 """
 
 from __future__ import annotations
@@ -21,52 +21,51 @@ from txl_dist.train.stability import Health
 
 @dataclass(frozen=True)
 class RunContext:
-    """What stays the same while a run goes on."""
+    """Everything that stays the same during one stage of a run."""
 
     config: Config
     plan: BatchPlan
     ranks: RankInfo
     corpora: Corpora
-    """With what is trained on, what is evaluated, and where the lanes of a new run begin."""
+    """The splits to train on and to evaluate, and where the lanes of a new run begin."""
 
     @property
     def run_dir(self) -> Path:
-        """Where the run lies."""
+        """Folder of the run."""
         return Path(self.config.run.dir)
 
     @cached_property
     def lanes(self) -> range:
-        """Of this rank."""
+        """Global ids of this rank's lanes."""
         return lanes_of_rank(self.config.train.num_lanes, rank=self.ranks.rank, world_size=self.ranks.world_size)
 
     @property
     def masks_documents(self) -> bool:
-        """Whether a query sees its own document only."""
+        """Whether a token attends only within its own document."""
         return self.config.data.document_mask
 
     @property
     def vocab_size(self) -> int:
-        """Of all corpora."""
+        """Vocabulary size, the same for all corpora."""
         return self.corpora.first.vocab_size
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Of all corpora. Raises DataError if it cannot be read."""
+        """Tokenizer of all corpora. Raises DataError if it cannot be read."""
         return self.corpora.first.tokenizer
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything of a run, besides weights and optimizer, that survives a crash; nothing else may. A value: each step
-    makes the next one."""
+    """Everything that survives a crash, apart from weights and optimizer state. Each step makes a new value."""
 
     step: int
     """Finished optimizer steps."""
     tokens_seen: int
-    """Tokens trained on, over all lanes; those of skipped steps are not."""
+    """Tokens trained on, over all lanes, without those of skipped steps."""
     health: Health
-    """Steps skipped, and what a spike is measured by."""
+    """Counts of skipped steps, and the recent losses that a spike is compared with."""
     stream: StreamState
-    """Position after the segment that was trained on last, whatever the reader has prefetched."""
+    """Position after the last segment trained on; what the reader has prefetched does not count."""
     memories: tuple[Memory, ...]
-    """One memory per micro-batch of this rank, in lane order. A skipped step leaves it as it was."""
+    """One memory per micro-batch of this rank, in lane order. A skipped step does not change it."""

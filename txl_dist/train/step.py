@@ -1,8 +1,8 @@
-"""One training step of this rank, up to its update: its micro-batches, and the decision that all ranks take together.
+"""One training step of this rank, up to its update: the micro-batches, and a decision that all ranks take together.
 
-Nothing in a step waits for the device but that decision (`reduce_step`): one small reduction tells every rank whether
-loss and gradient are finite everywhere, whether anybody was asked to stop, and whether a checkpoint is written. All
-ranks skip a step that is not finite: weights, moments and memories stay as they were, its text is passed over.
+Only that decision (`reduce_step`) waits for the device. One small reduction shows every rank whether loss and gradient
+are finite everywhere, whether a stop was asked for, and whether a checkpoint is written. All ranks skip a step that is
+not finite: weights, moments and memories stay as they were, and its text is passed over.
 """
 
 from __future__ import annotations
@@ -26,34 +26,36 @@ from txl_dist.train.state import RunContext
 
 
 class StepResult(NamedTuple):
-    """What all ranks know after a step; the same on each."""
+    """Result of a step; the same on every rank, except `local_loss`."""
 
     loss: float
     """Mean over the tokens of all ranks, in nats."""
     grad_norm: float
-    """Before clipping; infinite if the step is to be skipped."""
+    """Global gradient norm before clipping; infinite if the step is to be skipped."""
     votes: StepFlags
+    """Flags raised on any rank; `written` only if it is set on all."""
     local_loss: float
-    """Mean over the tokens of this rank, the one field that is not the same on all."""
+    """Mean over the tokens of this rank, in nats."""
 
 
 class Stepper:
-    """Makes steps; holds nothing that changes but the engine."""
+    """Makes training steps. Only the engine that it holds changes."""
 
     def __init__(self, engine: Engine, context: RunContext, clock: StepClock) -> None:
-        """`clock` began before the data of a step were asked for."""
+        """`clock` is started by the caller, before the data of a step are asked for."""
         self._engine, self._context, self._clock = engine, context, clock
 
     def __call__(
         self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags
     ) -> tuple[tuple[Memory, ...], StepResult]:
-        """Make step number `step`, counted from 1, but for its update. `votes` are this rank's.
+        """Make step number `step`, counted from 1, without its update. `votes` are the flags of this rank.
 
-        Returns (the memories after it, or those given if it is skipped; what was decided).
+        Returns (the memories after the step, or the given ones if it is skipped; the common decision).
         """
         fault = failpoint("step", step=step)
         if fault == "flip":
-            _flip_bit(next(iter(self._engine.named_values()))[1])
+            _, first_parameter = next(iter(self._engine.named_values()))
+            _flip_bit(first_parameter)
         self._clock.mark_prepared()
         context = self._context
         normalizer = self._normalizer(step_input, fault)
@@ -72,7 +74,7 @@ class Stepper:
             with record_function("backward"):
                 self._engine.backward(loss)
             losses.append(loss.detach())
-            del loss  # and what its passes have kept
+            del loss  # frees the activations of its passes
             after.append(memory)
         with record_function("exchange"):
             grad_norm = self._engine.grad_norm()
@@ -83,45 +85,57 @@ class Stepper:
             votes=votes,
             world_size=context.ranks.world_size,
         )
-        return (tuple(after) if math.isfinite(decision.grad_norm) else tuple(memories)), decision
+        is_skipped = not math.isfinite(decision.grad_norm)
+        return tuple(memories if is_skipped else after), decision
 
     def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:
-        """What a micro-batch's summed loss is divided by, so that the mean over micro-batches and ranks is the mean
-        over all scored tokens. With document masks, or damage skipped, ranks score different numbers of tokens."""
-        wrong = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
+        """Return the divisor of a micro-batch's summed loss.
+
+        With it, the mean over micro-batches and ranks is the mean over all scored tokens. Ranks score different
+        numbers of tokens with document masks, or when damaged text is skipped.
+        """
+        fault_factor = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
         config, plan = self._context.config, self._context.plan
         if not self._context.masks_documents and config.data.on_corrupt != "skip":
-            return wrong * plan.microbatch_lanes * config.train.scored_len
+            return fault_factor * plan.microbatch_lanes * config.train.scored_len
         scored = torch.full((), float(step_input.num_scored), device=self._context.ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size
-        return wrong * all_reduce_sum(scored).clamp(min=1.0) / parts
+        return fault_factor * all_reduce_sum(scored).clamp(min=1.0) / parts
 
 
 def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags, world_size: int) -> StepResult:
-    """The one point of a step that waits for the device. `loss` is this rank's mean, `grad_norm` that of all."""
-    with waiting():  # on a GPU for what was issued before, and the others with it
-        own = loss.double()
-        # Filled in on the device: a copy from the host would wait for it.
-        says = (loss.new_full((), value, dtype=torch.float64) for value in (skip, *votes))
-        sums = torch.stack([own, loss.isfinite().logical_not().double(), *says])
-        known = torch.cat([all_reduce_sum(sums), torch.stack([grad_norm.double(), own])])
-        total, bad, skips, stops, writtens, saves, norm, own_loss = known.tolist()
-    is_sound = not bad and not skips
+    """Combine the results and flags of all ranks. This is the one point of a step that waits for the device.
+
+    `loss` is the mean of this rank, `grad_norm` that of all ranks. `skip` asks all ranks to skip the step.
+    """
+    with waiting():  # on a GPU also for the kernels issued before, and for those of the other ranks
+        local_loss = loss.double()
+        # Filled on the device: a copy from the host would wait for it.
+        flags = [loss.new_full((), value, dtype=torch.float64) for value in (skip, *votes)]
+        not_finite = loss.isfinite().logical_not().double()
+        sums = all_reduce_sum(torch.stack([local_loss, not_finite, *flags]))
+        numbers = torch.cat([sums, torch.stack([grad_norm.double(), local_loss])])
+        total, num_bad, num_skips, num_stops, num_written, num_saves, norm, local_value = numbers.tolist()
+    is_valid = not num_bad and not num_skips and math.isfinite(norm)
     return StepResult(
         loss=total / world_size,
-        grad_norm=norm if is_sound and math.isfinite(norm) else math.inf,
-        votes=StepFlags(stop=stops > 0, written=writtens == world_size, save=saves > 0),
-        local_loss=own_loss,
+        grad_norm=norm if is_valid else math.inf,
+        votes=StepFlags(stop=num_stops > 0, written=num_written == world_size, save=num_saves > 0),
+        local_loss=local_value,
     )
 
 
 def _corrupted(memory: Memory, fault: str) -> Memory:
-    """For faults on purpose: a rank whose activations go wrong has them in its memory too."""
-    return memory._replace(hidden=tuple(one * math.nan for one in memory.hidden)) if fault == "nan" else memory
+    """Make a memory NaN if the injected fault is "nan": wrong activations reach the memory too."""
+    if fault != "nan":
+        return memory
+    return memory._replace(hidden=tuple(hidden_BMD * math.nan for hidden_BMD in memory.hidden))
 
 
 def _flip_bit(parameter: Tensor) -> None:
-    """For faults on purpose: silent corruption of what this rank computes with, by about a tenth of one value: the last
-    bit could be rounded away again by the next update."""
+    """Inject silent corruption into one value of this rank's weights, by about a tenth of the value.
+
+    The last bit would not do: the next update could round it away.
+    """
     place = parameter.element_size() - 2
     parameter.detach().view(-1).view(torch.uint8)[place : place + 1] ^= 0x10
