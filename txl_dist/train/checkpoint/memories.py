@@ -1,7 +1,7 @@
-"""The memories of a run as it begins, and those in a checkpoint, by global lanes, whichever ranks saved them.
+"""The memories with which a run begins, and those in a checkpoint, by global lane, whichever ranks saved them.
 
-A file holds those of some lanes: `hidden` [L, B, M, D], or `hidden.0` [B, M_0, D], `hidden.1` ... where the layers
-remember differently, and `document` [B, M].
+A file holds the memories of some lanes: `hidden` [L, B, M, D] and `document` [B, M]. If the layers' memories differ in
+length, `hidden.0` [B, M_0, D], `hidden.1` and so on take the place of `hidden`.
 """
 
 from __future__ import annotations
@@ -22,47 +22,53 @@ from txl_dist.train.state import RunContext
 
 
 def first_memories(engine: Engine, context: RunContext) -> tuple[Memory, ...]:
-    """What the lanes of this rank remember before their first token, per micro-batch (`train.initial_memory`)."""
+    """Return the memories of this rank's lanes before their first token, per micro-batch (`train.initial_memory`)."""
     train = context.config.train
-    first = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
-    return (attended(first) if train.initial_memory == "zeros" else first,) * context.plan.num_microbatches
+    memory = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
+    if train.initial_memory == "zeros":
+        memory = attended(memory)
+    return (memory,) * context.plan.num_microbatches
 
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
-    """The content of a file: the lanes of these memories, one after the other."""
+    """Return the tensors of a file: the lanes of these memories, in order."""
     hidden = [torch.cat(parts) for parts in zip(*(memory.hidden for memory in memories), strict=True)]
-    document = {"document": torch.cat([memory.document_BM for memory in memories])}
-    if len({hidden_BMD.shape for hidden_BMD in hidden}) == 1:
-        return {"hidden": torch.stack(hidden), **document}
-    return {f"hidden.{layer}": hidden_BMD for layer, hidden_BMD in enumerate(hidden)} | document
+    document_BM = torch.cat([memory.document_BM for memory in memories])
+    shapes = {hidden_BMD.shape for hidden_BMD in hidden}
+    if len(shapes) == 1:
+        tensors = {"hidden": torch.stack(hidden)}
+    else:
+        tensors = {f"hidden.{layer}": hidden_BMD for layer, hidden_BMD in enumerate(hidden)}
+    return tensors | {"document": document_BM}
 
 
 def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
-    """The memories of these lanes per micro-batch, of the lengths, type and device of `like`."""
-    whole = resized(load_memory(folder, lanes=lanes), [hidden_BMD.shape[1] for hidden_BMD in like.hidden])
-    size = like.document_BM.shape[0]
-    return tuple(
-        Memory(
-            tuple(
-                hidden_BMD[start : start + size].contiguous().to(own_BMD)
-                for hidden_BMD, own_BMD in zip(whole.hidden, like.hidden, strict=True)
-            ),
-            whole.document_BM[start : start + size].contiguous().to(like.document_BM),
-        )
-        for start in range(0, len(lanes), size)
-    )
+    """Return the memories of these lanes per micro-batch, with the lengths, type and device of `like`."""
+    memory_lens = [hidden_BMD.shape[1] for hidden_BMD in like.hidden]
+    memory = resized(load_memory(folder, lanes=lanes), memory_lens)
+    microbatch_lanes = like.document_BM.shape[0]
+    memories = []
+    for start in range(0, len(lanes), microbatch_lanes):
+        rows = slice(start, start + microbatch_lanes)
+        hidden = []
+        for hidden_BMD, like_BMD in zip(memory.hidden, like.hidden, strict=True):
+            hidden.append(hidden_BMD[rows].contiguous().to(like_BMD))
+        document_BM = memory.document_BM[rows].contiguous().to(like.document_BM)
+        memories.append(Memory(tuple(hidden), document_BM))
+    return tuple(memories)
 
 
 def load_memory(folder: Path, *, lanes: range) -> Memory:
-    """The memory of any range of lanes of a checkpoint. Raises CheckpointError if one is missing."""
+    """Read the memory of any range of lanes of a checkpoint. Raises CheckpointError if a lane is missing."""
     hidden: list[list[Tensor]] = []
     document: list[Tensor] = []
-    wanted = lanes.start
+    next_lane = lanes.start
     for path in lane_files(folder):
-        held = lanes_of(path)
-        if wanted >= lanes.stop or wanted not in held:
+        file_lanes = lanes_of(path)
+        if next_lane >= lanes.stop or next_lane not in file_lanes:
             continue
-        rows = slice(wanted - held.start, min(lanes.stop, held.stop) - held.start)
+        stop = min(lanes.stop, file_lanes.stop)
+        rows = slice(next_lane - file_lanes.start, stop - file_lanes.start)
         with reading("the memories", path) as file:
             names = hidden_names(file.keys())
             if names:
@@ -70,29 +76,32 @@ def load_memory(folder: Path, *, lanes: range) -> Memory:
             else:
                 hidden.append(list(file.get_slice("hidden")[:, rows]))
             document.append(file.get_slice("document")[rows])
-        wanted = min(lanes.stop, held.stop)
-    if wanted < lanes.stop:
-        raise CheckpointError(f"{folder}/lanes has no memory of lane {wanted}. Use another checkpoint.")
+        next_lane = stop
+    if next_lane < lanes.stop:
+        raise CheckpointError(f"{folder}/lanes has no memory of lane {next_lane}. Use another checkpoint.")
     return Memory(tuple(torch.cat(parts) for parts in zip(*hidden, strict=True)), torch.cat(document))
 
 
 def resized(memory: Memory, memory_lens: Sequence[int]) -> Memory:
-    """The newest positions of a memory, so many per layer. What it lacks in front is empty; and since a position is
-    empty in all layers or in none, so is what one layer lacks of what it must have."""
-    lacking = [
-        hidden_BMD.shape[1]
-        for hidden_BMD, length in zip(memory.hidden, memory_lens, strict=True)
-        if hidden_BMD.shape[1] < length
-    ]
-    known = min(lacking, default=memory.memory_len)
-    return Memory(
-        tuple(_newest(hidden_BMD, length) for hidden_BMD, length in zip(memory.hidden, memory_lens, strict=True)),
-        _newest(_newest(memory.document_BM, known), max(memory_lens), missing=EMPTY),
-    )
+    """Return the newest positions of a memory, `memory_lens` per layer; missing ones are empty.
+
+    A position is empty in all layers or in none. So a position that one layer lacks is empty in all.
+    """
+    num_known = memory.memory_len
+    hidden = []
+    for hidden_BMD, length in zip(memory.hidden, memory_lens, strict=True):
+        layer_len = hidden_BMD.shape[1]
+        if layer_len < length:
+            num_known = min(num_known, layer_len)
+        hidden.append(_newest(hidden_BMD, length))
+    document_BM = _newest(memory.document_BM, num_known)
+    return Memory(tuple(hidden), _newest(document_BM, max(memory_lens), missing=EMPTY))
 
 
 def _newest(positions: Tensor, length: int, *, missing: float = 0.0) -> Tensor:
-    """So many along the second axis; in front of them what stands for missing ones."""
-    held = min(length, positions.shape[1])
-    in_front = (*(0, 0) * (positions.dim() - 2), length - held, 0)
-    return F.pad(positions[:, positions.shape[1] - held :], in_front, value=missing)
+    """Return the last `length` positions along the second axis, with `missing` in front if there are fewer."""
+    num_kept = min(length, positions.shape[1])
+    num_missing = length - num_kept
+    newest = positions[:, positions.shape[1] - num_kept :]
+    later_axes = [0, 0] * (positions.dim() - 2)
+    return F.pad(newest, [*later_axes, num_missing, 0], value=missing)

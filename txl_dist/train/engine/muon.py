@@ -7,18 +7,20 @@ With G the clipped gradient of a matrix [m, n] and B its momentum (Jordan et al.
     X = a X + (b A + c A A) X with A = X X^T
     W = W - lr decay W - 0.2 sqrt(max(m, n)) lr X                     as large as AdamW's step (arXiv 2502.16982)
 
-The momentum is a moment like Adam's: each rank keeps it for the values that ZeRO gives it, which know nothing of
-matrices. But X is made of whole ones. So each matrix has one rank that makes its X: the others send it what they have
-of U, and get back what they need of X. That is two exchanges per update at any ZeRO stage; what is sent is fixed when
-the engine is built. Keys and values are two matrices, although one tensor holds both.
+The momentum is a moment like Adam's: each rank keeps it for the values that ZeRO gives it, whatever matrix they belong
+to. But X is computed from a whole matrix. So each matrix has an owner, the rank that computes its X. The other ranks
+send the owner their values of U and receive the values of X that they need. That is two exchanges per update at any
+ZeRO stage; what is sent is fixed when the engine is built. Keys and values are two matrices, although one tensor holds
+both.
 
-What it gives up: a matrix is never cut, so no more ranks share the work than there are matrices.
+It gives up: a matrix is never cut, so no more ranks share the work than there are matrices.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +30,9 @@ from torch.optim.adamw import adamw
 
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c above: they raise small singular values fast, and leave all of them between 0.7 and 1.2."""
+"""Coefficients a, b, c above: they raise small singular values fast, and leave all of them between 0.7 and 1.2."""
 STACKED = {"key_value": 2}
-"""Layers whose weight is more than one matrix, one below the other."""
+"""Number of matrices, one below the other, in the weight of such layers; 1 for all others."""
 
 
 class Matrix(NamedTuple):
@@ -38,18 +40,18 @@ class Matrix(NamedTuple):
 
     parameter: str
     start: int
-    """First value, counted in the whole parameter."""
+    """Place of the first value in the flattened parameter."""
     rows: int
     columns: int
 
     @property
     def length(self) -> int:
-        """Values."""
+        """Number of values in it."""
         return self.rows * self.columns
 
     @property
     def multiplications(self) -> int:
-        """Of one Newton-Schulz iteration."""
+        """Number of multiplications in one Newton-Schulz iteration."""
         short, long = sorted((self.rows, self.columns))
         return 2 * short * short * long + short**3
 
@@ -60,98 +62,113 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool:
 
 
 def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
-    """What is orthogonalized of a parameter, each by itself."""
+    """List the matrices of a parameter that are orthogonalized, each by itself; none for most parameters."""
     if not is_matrix(name, shape):
         return []
-    count = STACKED.get(name.split(".")[-2], 1)
+    layer = name.split(".")[-2]
+    count = STACKED.get(layer, 1)
     rows, columns = shape[0] // count, shape[1]
     return [Matrix(name, index * rows * columns, rows, columns) for index in range(count)]
 
 
 class Range(NamedTuple):
-    """Values of a matrix where a rank holds them."""
+    """Consecutive values of a matrix, and the place where a rank holds them."""
 
     matrix: int
+    """Index of the matrix."""
     start: int
-    """Counted in the matrix."""
+    """Place of the first value in the flattened matrix."""
     length: int
+    """Number of values in it."""
     tensor: int
-    """Which of the tensors that are updated together."""
+    """Index of the tensor, among those that are updated together."""
     offset: int
-    """In that tensor."""
+    """Place of the first value in that tensor."""
 
 
-Held = list[list[tuple[str, int, int, int]]]
-"""Of a rank: per tensor, the `partitions.Piece`s in it."""
+RankPieces = list[list[tuple[str, int, int, int]]]
+"""Pieces that one rank holds, per tensor: the fields of each `partitions.PartitionPiece`."""
 
 
 class MatrixAssignment:
-    """Of the matrices of tensors that are updated together: which rank makes which, of what, and for whom."""
+    """Assignment of matrices to ranks, for tensors that are updated together, and what the ranks exchange for it.
 
-    def __init__(self, matrices: list[Matrix], held: list[Held], *, rank: int, is_replicated: bool) -> None:
-        """`held` is of every rank; where all hold the same (`is_replicated`) nothing needs to be sent before."""
-        found = [list(_ranges(matrices, own)) for own in held]
-        present = sorted({one.matrix for own in found for one in own})
-        owners = _owners({index: matrices[index].multiplications for index in present}, num_ranks=len(held))
+    Each list of ranges below has one entry per rank.
+    """
+
+    def __init__(
+        self, matrices: list[Matrix], rank_pieces: list[RankPieces], *, rank: int, is_replicated: bool
+    ) -> None:
+        """Assign the matrices. `rank_pieces` has one entry per rank; `rank` is this one.
+
+        `is_replicated`: all ranks hold the same values, so an owner needs no values of other ranks.
+        """
+        num_ranks = len(rank_pieces)
+        ranges_by_rank = [list(_ranges(matrices, pieces)) for pieces in rank_pieces]
+        present = {part.matrix for ranges in ranges_by_rank for part in ranges}
+        costs = {index: matrices[index].multiplications for index in sorted(present)}
+        owners = _owners(costs, num_ranks=num_ranks)
+        local_ranges = ranges_by_rank[rank]
         self.matrices = matrices
-        self.own = [index for index in present if owners[index] == rank]
-        """Of `matrices`, what this rank makes."""
-        sources = {index: [owners[index]] if is_replicated else range(len(held)) for index in present}
-        self.sent = [
-            [one for one in found[rank] if owners[one.matrix] == other and rank in sources[one.matrix]]
-            for other in range(len(held))
-        ]
-        """By rank: what it needs of this rank."""
-        self.received = [
-            [one for one in found[other] if one.matrix in self.own and other in sources[one.matrix]]
-            for other in range(len(held))
-        ]
-        """By rank: what it sends this one."""
-        self.wanted = [[one for one in found[rank] if owners[one.matrix] == other] for other in range(len(held))]
-        """By rank: what it makes for this one."""
-        self.made = [[one for one in own if one.matrix in self.own] for own in found]
-        """By rank: what this one makes for it."""
+        self.local_matrices = [index for index in sorted(present) if owners[index] == rank]
+        """Indices of the matrices that this rank owns."""
+        self.send_ranges: list[list[Range]] = []
+        """Values of U that this rank sends to the owner."""
+        self.recv_ranges: list[list[Range]] = []
+        """Values of U that this rank, as an owner, receives."""
+        self.result_send_ranges: list[list[Range]] = []
+        """Values of X that this rank, as an owner, sends back."""
+        self.result_recv_ranges: list[list[Range]] = []
+        """Values of X that this rank receives from the owner."""
+        for other in range(num_ranks):
+            for_other = [part for part in local_ranges if owners[part.matrix] == other]
+            from_other = [part for part in ranges_by_rank[other] if owners[part.matrix] == rank]
+            # Replicated values are the owner's already: it sends them to itself alone.
+            has_to_send = other == rank or not is_replicated
+            self.send_ranges.append(for_other if has_to_send else [])
+            self.recv_ranges.append(from_other if has_to_send else [])
+            self.result_send_ranges.append(from_other)
+            self.result_recv_ranges.append(for_other)
 
-    def orthogonalized(self, updates: list[Tensor], *, dtype: torch.dtype) -> list[tuple[Range, Tensor]]:
-        """Where in the tensors of this rank which values of X belong, of the U in `updates`; computed in `dtype`."""
-        values = _exchanged(
-            [[_part(updates[one.tensor], one.offset, one) for one in ranges] for ranges in self.sent],
-            [[one.length for one in ranges] for ranges in self.received],
-            like=updates[0],
-        )
-        pieces: dict[int, list[tuple[int, Tensor]]] = {index: [] for index in self.own}
-        for one, value in zip((one for ranges in self.received for one in ranges), values, strict=True):
-            pieces[one.matrix].append((one.start, value))
-        made = self._made({index: _joined(parts) for index, parts in pieces.items()}, dtype=dtype)
-        values = _exchanged(
-            [[_part(made[one.matrix], one.start, one) for one in ranges] for ranges in self.made],
-            [[one.length for one in ranges] for ranges in self.wanted],
-            like=updates[0],
-        )
-        return list(zip((one for ranges in self.wanted for one in ranges), values, strict=True))
+    def orthogonalize(self, updates: list[Tensor], *, dtype: torch.dtype) -> list[tuple[Range, Tensor]]:
+        """Exchange U, compute X in `dtype`, and exchange X. All ranks call it together.
 
-    def _made(self, updates: dict[int, Tensor], *, dtype: torch.dtype) -> dict[int, Tensor]:
-        """X, flat, of each matrix of this rank; those of one shape at once."""
+        `updates` are the flat tensors of U on this rank. Returns the values of X for each range of this rank.
+        """
+        values = _exchange(_values_of_updates(updates, self.send_ranges), self.recv_ranges, like=updates[0])
+        parts: dict[int, list[tuple[int, Tensor]]] = {index: [] for index in self.local_matrices}
+        for part, value in zip(_flat(self.recv_ranges), values, strict=True):
+            parts[part.matrix].append((part.start, value))
+        whole_updates = {index: _joined(matrix_parts) for index, matrix_parts in parts.items()}
+        results = self._orthogonalize_local(whole_updates, dtype=dtype)
+        result_values = _values_of_results(results, self.result_send_ranges)
+        values = _exchange(result_values, self.result_recv_ranges, like=updates[0])
+        return list(zip(_flat(self.result_recv_ranges), values, strict=True))
+
+    def _orthogonalize_local(self, updates: dict[int, Tensor], *, dtype: torch.dtype) -> dict[int, Tensor]:
+        """Compute X, flat, of each matrix that this rank owns. Matrices of one shape are computed at once."""
         shapes: dict[tuple[int, int], list[int]] = {}
         for index in updates:
-            rows, columns = self.matrices[index][2:]
-            shapes.setdefault((min(rows, columns), max(rows, columns)), []).append(index)
-        made = {}
+            matrix = self.matrices[index]
+            short, long = sorted((matrix.rows, matrix.columns))
+            shapes.setdefault((short, long), []).append(index)
+        results = {}
         for indices in shapes.values():
-            turned = [self.matrices[index].rows > self.matrices[index].columns for index in indices]
-            wide = [
-                matrix.t() if turn else matrix
-                for index, turn in zip(indices, turned, strict=True)
-                for matrix in [updates.pop(index).view(self.matrices[index][2:])]
-            ]
-            results = newton_schulz(torch.stack(wide).to(dtype)).to(wide[0].dtype)
-            for index, turn, result in zip(indices, turned, results, strict=True):
-                made[index] = (result.t() if turn else result).reshape(-1)
-        return made
+            wide_updates = []
+            for index in indices:
+                matrix = self.matrices[index]
+                update = updates.pop(index).view(matrix.rows, matrix.columns)
+                wide_updates.append(update.t() if matrix.rows > matrix.columns else update)
+            wide_results = newton_schulz(torch.stack(wide_updates).to(dtype)).to(wide_updates[0].dtype)
+            for index, wide_result in zip(indices, wide_results, strict=True):
+                matrix = self.matrices[index]
+                result = wide_result.t() if matrix.rows > matrix.columns else wide_result
+                results[index] = result.reshape(-1)
+        return results
 
 
 def newton_schulz(update_BMN: Tensor) -> Tensor:
-    """The nearest matrices with orthonormal rows, about, of matrices with no more rows than columns."""
+    """Return, for each matrix, about the nearest one with orthonormal rows. M must not exceed N."""
     a, b, c = COEFFICIENTS
     x: Tensor = update_BMN / (torch.linalg.matrix_norm(update_BMN, keepdim=True) + 1e-7)
     for _ in range(NUM_ITERATIONS):
@@ -165,17 +182,23 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
-        self._divisions: dict[int, MatrixAssignment] | None = None
-        self._dtype, self._device = torch.float32, torch.device("cpu")
+        self._assignments: dict[int, MatrixAssignment] | None = None
+        self._dtype = torch.float32
+        self._device = torch.device("cpu")
 
-    def divide(self, divisions: dict[int, MatrixAssignment], *, dtype: torch.dtype, device: torch.device) -> None:
-        """Settle who makes what, by the id of the first of tensors that are updated together, and in which type and
-        where that is computed. Before any update."""
-        self._divisions, self._dtype, self._device = divisions, dtype, device
+    def assign(self, assignments: dict[int, MatrixAssignment], *, dtype: torch.dtype, device: torch.device) -> None:
+        """Set which rank computes which matrix, before the first update.
+
+        `assignments` are by the id of the first of the tensors that are updated together. X is computed in `dtype` on
+        `device`.
+        """
+        self._assignments = assignments
+        self._dtype = dtype
+        self._device = device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update. With matrices all ranks call it together."""
+        """Update all parameters. If any of them is a matrix, all ranks call it together."""
         del closure
         for group in self.param_groups:
             tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -185,8 +208,9 @@ class Muon(torch.optim.Optimizer):
                 self._step_others(tensors, group)
 
     def _step_matrices(self, tensors: list[Tensor], group: dict[str, Any]) -> None:
+        """Make Muon's step for tensors that hold matrices."""
         lr, momentum = group["lr"], group["muon_momentum"]
-        if self._divisions is None:  # DeepSpeed takes a step of zeros when it wraps half precision at stage 0
+        if self._assignments is None:  # DeepSpeed makes a step of zeros when it wraps half precision at stage 0
             assert lr == 0.0
             return
         updates = []
@@ -198,21 +222,23 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"].lerp_(tensor.grad, 1 - momentum)
             update = tensor.grad.lerp_(state["momentum_buffer"], momentum)
             updates.append(update.view(-1).to(self._device))  # with offload it is on the host
-        division = self._divisions[id(tensors[0])]
+        assignment = self._assignments[id(tensors[0])]
         if group["weight_decay"]:
             torch._foreach_mul_(tensors, 1 - lr * group["weight_decay"])
-        for one, x in division.orthogonalized(updates, dtype=self._dtype):
-            matrix = division.matrices[one.matrix]
+        for part, x in assignment.orthogonalize(updates, dtype=self._dtype):
+            matrix = assignment.matrices[part.matrix]
             rate = 0.2 * math.sqrt(max(matrix.rows, matrix.columns)) * lr
-            weight = tensors[one.tensor].view(-1)
-            _part(weight, one.offset, one).add_(x.to(weight.device), alpha=-rate)
+            weight = tensors[part.tensor].view(-1)
+            weight[part.offset : part.offset + part.length].add_(x.to(weight.device), alpha=-rate)
 
     def _step_others(self, tensors: list[Tensor], group: dict[str, Any]) -> None:
+        """Make AdamW's step, by torch's fused kernel."""
         states = [self.state[tensor] for tensor in tensors]
         for tensor, state in zip(tensors, states, strict=True):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(tensor), torch.zeros_like(tensor)
+                state["exp_avg"] = torch.zeros_like(tensor)
+                state["exp_avg_sq"] = torch.zeros_like(tensor)
         adamw(
             tensors,
             [tensor.grad for tensor in tensors],  # type: ignore[misc]
@@ -231,46 +257,69 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def _ranges(matrices: list[Matrix], held: Held) -> Iterable[Range]:
-    """What a rank holds of matrices."""
+def _ranges(matrices: list[Matrix], pieces_by_tensor: RankPieces) -> Iterator[Range]:
+    """Yield the values of matrices that a rank holds."""
     by_parameter: dict[str, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_parameter.setdefault(matrix.parameter, []).append(index)
-    for tensor, pieces in enumerate(held):
+    for tensor, pieces in enumerate(pieces_by_tensor):
         for parameter, start, offset, length in pieces:
             for index in by_parameter.get(parameter, []):
                 matrix = matrices[index]
-                begin, end = max(start, matrix.start), min(start + length, matrix.start + matrix.length)
+                begin = max(start, matrix.start)
+                end = min(start + length, matrix.start + matrix.length)
                 if begin < end:
                     yield Range(index, begin - matrix.start, end - begin, tensor, offset + begin - start)
 
 
 def _owners(costs: dict[int, int], *, num_ranks: int) -> dict[int, int]:
-    """The rank of each matrix: the dearest first, each to the rank that has the least to do."""
-    loads, owners = [0] * num_ranks, {}
+    """Assign each matrix to a rank: the costliest first, each to the rank with the smallest load so far."""
+    loads = [0] * num_ranks
+    owners = {}
     for index in sorted(costs, key=lambda index: (-costs[index], index)):
-        owners[index] = min(range(num_ranks), key=loads.__getitem__)
-        loads[owners[index]] += costs[index]
+        owner = min(range(num_ranks), key=loads.__getitem__)
+        owners[index] = owner
+        loads[owner] += costs[index]
     return owners
 
 
-def _part(flat: Tensor, start: int, one: Range) -> Tensor:
-    return flat[start : start + one.length]
+def _flat(ranges_by_rank: list[list[Range]]) -> list[Range]:
+    """Join the ranges of all ranks, in order of ranks."""
+    return [part for ranges in ranges_by_rank for part in ranges]
+
+
+def _values_of_updates(updates: list[Tensor], ranges_by_rank: list[list[Range]]) -> list[list[Tensor]]:
+    """Return views of the ranges in the tensors of U, per rank."""
+    views: list[list[Tensor]] = []
+    for ranges in ranges_by_rank:
+        views.append([updates[part.tensor][part.offset : part.offset + part.length] for part in ranges])
+    return views
+
+
+def _values_of_results(results: dict[int, Tensor], ranges_by_rank: list[list[Range]]) -> list[list[Tensor]]:
+    """Return views of the ranges in the whole matrices of X, per rank."""
+    views: list[list[Tensor]] = []
+    for ranges in ranges_by_rank:
+        views.append([results[part.matrix][part.start : part.start + part.length] for part in ranges])
+    return views
 
 
 def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
-    """The pieces of a matrix, in order."""
+    """Join the parts of a matrix, given with their start, in order."""
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
     return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
 
 
-def _exchanged(sent: list[list[Tensor]], received: list[list[int]], *, like: Tensor) -> list[Tensor]:
-    """Give every rank its values, flat and of the type of `like`. Returns what this one is given, of these lengths, in
-    order of ranks."""
-    if len(sent) == 1:
-        return sent[0]
-    given = torch.cat([like[:0], *(values for parts in sent for values in parts)])
-    got = torch.empty(sum(map(sum, received)), dtype=like.dtype, device=like.device)
-    send_lens = [sum(values.numel() for values in parts) for parts in sent]
-    dist.all_to_all_single(got, given, [sum(lengths) for lengths in received], send_lens)
-    return list(got.split([length for lengths in received for length in lengths]))
+def _exchange(send_values: list[list[Tensor]], recv_ranges: list[list[Range]], *, like: Tensor) -> list[Tensor]:
+    """Send every rank its values, flat and of the type of `like`. All ranks call it together.
+
+    Returns the values received, one tensor per range of `recv_ranges`, in order of ranks.
+    """
+    if len(send_values) == 1:
+        return send_values[0]
+    send_lens = [sum(values.numel() for values in parts) for parts in send_values]
+    recv_lens = [sum(part.length for part in ranges) for ranges in recv_ranges]
+    send_buffer = torch.cat([like[:0], *itertools.chain.from_iterable(send_values)])
+    recv_buffer = torch.empty(sum(recv_lens), dtype=like.dtype, device=like.device)
+    dist.all_to_all_single(recv_buffer, send_buffer, recv_lens, send_lens)
+    return list(recv_buffer.split([part.length for part in _flat(recv_ranges)]))

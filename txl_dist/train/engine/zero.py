@@ -1,11 +1,14 @@
-"""The engine: forward, backward, gradient exchange and update. The only file that imports DeepSpeed.
+"""The engine: forward, backward, gradient exchange and update. The only file that imports DeepSpeed's engine.
 
-The loop speaks to the `Engine` protocol. `ZeroEngine` fulfils it with DeepSpeed's ZeRO stages 0 to 3. What DeepSpeed
-would do in secret is either set explicitly in `deepspeed_config` or done here: the learning rate is set by the loop,
-gradients are averaged over micro-batches and ranks by DeepSpeed. Their norm is taken before the step and decides, once,
-whether it is made: DeepSpeed's own checks are given that norm, or infinity, and clean up as they do after an overflow.
-Clipping and the loss scale are one number, known on the host; on a GPU torch's fused optimizers divide by it. Its
-checkpoint files are not used: weights and optimizer state go out and in as named fragments (`partitions`).
+The loop uses the `Engine` protocol. `ZeroEngine` implements it with DeepSpeed's ZeRO stages 0 to 3. DeepSpeed's hidden
+defaults are set explicitly in `deepspeed_config` or replaced here:
+
+    learning rate          set by the loop
+    gradients              averaged over micro-batches and ranks by DeepSpeed
+    norm                   computed before the step; it decides, once, whether the step is made
+    DeepSpeed's checks     are given that norm, or infinity, and clean up as they do after an overflow
+    clipping, loss scale   one number, known on the host; on a GPU torch's fused optimizers divide by it
+    checkpoints            named fragments of weights and optimizer state (`partitions`), not DeepSpeed's files
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from txl_dist.rng import derive_seed
 from txl_dist.train.engine.cuda_graph import GraphedModule
 from txl_dist.train.engine.deepspeed_config import deepspeed_config
 from txl_dist.train.engine.flat import FlatModule, named_values, stored_whole
-from txl_dist.train.engine.muon import Matrix, MatrixAssignment, Muon, matrices_of
+from txl_dist.train.engine.muon import Matrix, MatrixAssignment, Muon, RankPieces, matrices_of
 from txl_dist.train.engine.optimizer import build_optimizer
 from txl_dist.train.engine.partitions import (
     Fragment,
@@ -73,89 +76,113 @@ class ZeroEngine(Engine):
         ranks: RankInfo,
         weights: dict[str, Tensor] | None = None,
     ) -> None:
-        """`weights` to begin with, the same on every rank; None draws them."""
+        """Build the model, DeepSpeed's engine and the optimizer. All ranks call it together.
+
+        `weights` to begin with are the same on every rank; None draws them. Raises TxlError.
+        """
         deepspeed = import_deepspeed()
+        on_gpu = ranks.device.type == "cuda"
         self._is_closed = False
-        # Of products of fp32 alone; containers for GPUs may allow TF32 where nobody has asked for it.
-        torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
-        # Every rank draws the same weights; at stage 3 each keeps its part of them.
-        torch.manual_seed(derive_seed(config.run.seed, "init"))
-        model = TransformerXL(
-            config.model,
-            vocab_size=vocab_size,
-            recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
-            attention=config.engine.attention,
-            memory_lens=config.train.memory_lens,
-        )
-        if weights is not None:
-            copy_weights(model, weights)
-        self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        # Of what the optimizer treats apart; with others none.
-        matrices = [one for name, shape in self.shapes.items() for one in matrices_of(name, shape)]
-        apart = {one.parameter for one in matrices} if config.optim.kind.orthogonalizes else set()
-        block_len = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-        module: nn.Module = SegmentLoss(model).to(ranks.device)
-        # At stage 3 views would keep gathered layers alive.
-        if config.engine.zero_stage == 3 or config.optim.kind.needs_whole_tensors:
-            self.stored = stored_whole(module, prefix=_PREFIX)
-        else:
-            module = FlatModule(module, prefix=_PREFIX, matrices=apart)
-            self.stored = module.stored
-        if config.engine.replays(on_gpu=ranks.device.type == "cuda"):
-            module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
-        self._clip_norm, self._decay = config.optim.clip_norm, config.optim.ema_decay
-        self._plugin_optimizer = config.optim.name if config.optim.kind.build is not None else ""
+        self._device = ranks.device
         self._stage = config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer
+        self._clip_norm = config.optim.clip_norm
+        self._decay = config.optim.ema
+        self._plugin_optimizer = config.optim.name if config.optim.kind.build is not None else ""
+        # This is about products of fp32 alone. Containers for GPUs may allow TF32 though nobody has asked for it.
+        torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
+        self.model = _build_model(config, vocab_size=vocab_size, weights=weights)
+        self.shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
+        matrices = [matrix for name, shape in self.shapes.items() for matrix in matrices_of(name, shape)]
+        matrix_names = {matrix.parameter for matrix in matrices} if config.optim.kind.orthogonalizes else set()
+        block_len = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
+        module = self._store_parameters(config, matrix_names)
+        if config.engine.replays(on_gpu=on_gpu):
+            module = GraphedModule(module, scale=lambda: self._scale() / plan.num_microbatches)
         if self._stage == 3:
-            deepspeed.utils.set_z3_leaf_modules(module, [Block])  # one gathering per block, not one per layer in it
+            deepspeed.utils.set_z3_leaf_modules(module, [Block])  # gathers once per block, not once per layer in it
+        named_tensors = ((stored.slots[0].name, stored.tensor) for stored in self.stored)
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
-            optimizer=build_optimizer(
-                ((one.slots[0].name, one.tensor) for one in self.stored), config.optim, matrices=apart
-            ),
-            config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=ranks.device.type == "cuda"),
+            optimizer=build_optimizer(named_tensors, config.optim, matrices=matrix_names),
+            config=deepspeed_config(config.engine, plan=plan, block_len=block_len, on_gpu=on_gpu),
         )
         set_timeout(timeout_s=config.engine.start_timeout_s)
-        self.model, self._device = model, ranks.device
-        if self._stage == 3:
-            _reduce_with_first(self._optimizer.leaf_parameters, list(model.blocks))
         self._base_optimizer = getattr(self._optimizer, "optimizer", self._optimizer)
-        # On a CPU steps stay the product with a factor that they were: a quotient differs in the last bits.
-        on_gpu, is_fused = ranks.device.type == "cuda", self._base_optimizer.defaults.get("fused", False)
-        self._update_divides = on_gpu and is_fused and not self._offloads
         self._partitions = partitions_of(self._optimizer, self.stored, stage=self._stage)
+        # On a CPU gradients are multiplied by a factor, as in earlier versions: a quotient differs in the last bits.
+        is_fused = self._base_optimizer.defaults.get("fused", False)
+        self._update_divides = on_gpu and is_fused and not self._offloads
         if isinstance(self._base_optimizer, Muon):
-            self._divide(self._base_optimizer, matrices, ranks, in_half=on_gpu and config.engine.precision == "bf16")
+            in_half = on_gpu and config.engine.precision == "bf16"
+            self._assign_matrices(self._base_optimizer, matrices, ranks, in_half=in_half)
         self._take_over_checks()
+        self._correct_deepspeed(ranks)
+
+    def _store_parameters(self, config: Config, matrix_names: set[str]) -> nn.Module:
+        """Move the model to the device, in flat parameters where possible. Sets `stored`; returns the module to train.
+
+        At stage 3 parameters stay as they are: views of flat ones would keep gathered layers alive.
+        """
+        module = SegmentLoss(self.model).to(self._device)
+        if self._stage == 3 or config.optim.kind.needs_whole_tensors:
+            self.stored = stored_whole(module, prefix=_PREFIX)
+            return module
+        flat_module = FlatModule(module, prefix=_PREFIX, matrices=matrix_names)
+        self.stored = flat_module.stored
+        return flat_module
+
+    def _assign_matrices(self, optimizer: Muon, matrices: list[Matrix], ranks: RankInfo, *, in_half: bool) -> None:
+        """Exchange which rank holds which values of the matrices, and give the optimizer the assignment.
+
+        At stage 0 all partitions are updated together, at other stages each by itself.
+        """
+        local_pieces: RankPieces = []
+        for partition in self._partitions:
+            local_pieces.append(
+                [(piece.parameter, piece.start, piece.offset, piece.length) for piece in partition.pieces]
+            )
+        pieces_by_rank = gather_objects(local_pieces)
+        names = {matrix.parameter for matrix in matrices}
+        with_matrices = []
+        for index in range(len(self._partitions)):
+            pieces = [piece for partitions in pieces_by_rank for piece in partitions[index]]
+            if any(parameter in names for parameter, *_ in pieces):
+                with_matrices.append(index)
+        groups = [with_matrices] if self._stage == 0 else [[index] for index in with_matrices]
+        assignments = {}
+        for group in groups:
+            group_pieces = []
+            for partitions in pieces_by_rank:
+                group_pieces.append([partitions[index] for index in group])
+            first_tensor = self._partitions[group[0]].tensor
+            assignments[id(first_tensor)] = MatrixAssignment(
+                matrices, group_pieces, rank=ranks.rank, is_replicated=self._stage == 0
+            )
+        optimizer.assign(assignments, dtype=torch.bfloat16 if in_half else torch.float32, device=ranks.device)
+
+    def _correct_deepspeed(self, ranks: RankInfo) -> None:
+        """Undo what DeepSpeed's initialization leaves behind that would change results or cost time."""
+        if self._stage == 3:
+            _reduce_with_first(self._optimizer.leaf_parameters, list(self.model.blocks))
         if hasattr(self._optimizer, "fp32_groups"):
-            # Stage 0 in half precision took a step of zeros, which Adam would count as its first.
+            # Stage 0 in half precision made a step of zeros, which Adam would count as its first.
             self._base_optimizer.state.clear()
             for group in self._base_optimizer.param_groups:
                 group.pop("step", None)
         if self._stage == 0 and ranks.world_size == 1:
-            # DeepSpeed would join all gradients, exchange them with nobody and part them.
+            # DeepSpeed would join all gradients, exchange them with no other rank, and split them again.
             self._engine.enable_backward_allreduce = False
 
-    def _divide(self, optimizer: Muon, matrices: list[Matrix], ranks: RankInfo, *, in_half: bool) -> None:
-        """Tell all ranks which of them holds what of the matrices. At stage 0 all are updated together."""
-        held = gather_objects([[(*piece,) for piece in one.pieces] for one in self._partitions])
-        names = {matrix.parameter for matrix in matrices}
-        apart = [i for i in range(len(self._partitions)) if any(piece[0] in names for own in held for piece in own[i])]
-        divisions = {
-            id(self._partitions[unit[0]].tensor): MatrixAssignment(
-                matrices, [[own[i] for i in unit] for own in held], rank=ranks.rank, is_replicated=self._stage == 0
-            )
-            for unit in ([apart] if self._stage == 0 else [[i] for i in apart])
-        }
-        optimizer.divide(divisions, dtype=torch.bfloat16 if in_half else torch.float32, device=ranks.device)
-
     def _take_over_checks(self) -> None:
-        """Let DeepSpeed's optimizers ask us, not all gradients once more, for the norm and whether it is finite, and
-        leave the scaling of gradients to us: all of it is known on the host."""
+        """Make DeepSpeed's optimizers use the norm known on the host, and leave the scaling of gradients to this class.
+
+        They would otherwise read all gradients again, for the norm and for whether it is finite.
+        """
         optimizer = self._optimizer
-        self._given_norm, self._factor = 0.0, 1.0
-        if hasattr(optimizer, "check_overflow"):  # stages 1 to 3; they go on to look at the norm
+        self._given_norm = 0.0
+        self._factor = 1.0
+        if hasattr(optimizer, "check_overflow"):  # stages 1 to 3, which look at the norm next
             _replace(optimizer, "check_overflow", lambda partition_gradients=True: None)
         if self._stage in (1, 2):
             self._compute_norm = _replace(optimizer, "scaled_global_norm", lambda: self._given_norm)
@@ -169,29 +196,37 @@ class ZeroEngine(Engine):
             _replace(optimizer, "step", self._step_masters)
         if self._stage and self._device.type == "cuda" and not self._offloads:
             self._take_over_gradients()
-        if hasattr(scaler := _loss_scaler(optimizer), "raise_error_at_min_scale"):
+        scaler = _loss_scaler(optimizer)
+        if hasattr(scaler, "raise_error_at_min_scale"):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
     def _take_over_gradients(self) -> None:
-        """On a GPU DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group, and it joins
-        gradients before it converts them. On a CPU that stays: where steps are clipped, losses would differ in the last
-        bits from those of earlier versions."""
-        self._compute_norm = lambda: norm_over_ranks(
-            [part for group in self._optimizer.averaged_gradients.values() for part in group]
-        )
+        """Replace DeepSpeed's norm and its joining of gradients on a GPU.
+
+        Its norm copies each gradient in fp64 and waits for the device in every group, and it joins gradients before it
+        converts them. On a CPU both stay: with clipped steps, losses would differ in the last bits from those of
+        earlier versions.
+        """
+        self._compute_norm = self._norm_over_ranks
         if self._stage in (1, 2):
             self._joined = _replace(self._optimizer, "_get_preflattened_grad_partition", self._join_gradients)
 
+    def _norm_over_ranks(self) -> Tensor:
+        """Return the norm of the gradients of all groups and ranks."""
+        groups = self._optimizer.averaged_gradients.values()
+        return norm_over_ranks([part for group in groups for part in group])
+
     def _join_gradients(self, index: int) -> Tensor:
-        """This rank's gradients of a group of parameters as one tensor in fp32."""
+        """Return this rank's gradients of a group of parameters as one tensor in fp32."""
         joined: Tensor | None = self._joined(index)
-        if joined is None:
-            joined = torch.empty_like(self._optimizer.single_partition_of_fp32_groups[index].detach())
-            pieces = [piece.view(-1) for piece in self._optimizer.averaged_gradients[index]]
-            lengths = [piece.numel() for piece in pieces]
-            *parts, padding = joined.split([*lengths, joined.numel() - sum(lengths)])
-            torch._foreach_copy_(parts, pieces)
-            padding.zero_()
+        if joined is not None:
+            return joined
+        joined = torch.empty_like(self._optimizer.single_partition_of_fp32_groups[index].detach())
+        pieces = [piece.view(-1) for piece in self._optimizer.averaged_gradients[index]]
+        lengths = [piece.numel() for piece in pieces]
+        *parts, padding = joined.split([*lengths, joined.numel() - sum(lengths)])
+        torch._foreach_copy_(parts, pieces)
+        padding.zero_()
         return joined
 
     @override
@@ -206,8 +241,9 @@ class ZeroEngine(Engine):
 
     @override
     def backward(self, loss: Tensor) -> None:
-        # In fp16 DeepSpeed multiplies the loss by its scale from stage 1 on only. A recorded micro-step has done it.
-        if self._stage == 0 and (scale := self._scale()) != 1.0:
+        # In fp16 DeepSpeed multiplies the loss by its scale at stages 1 to 3 only. A recorded micro-step has done it.
+        scale = self._scale()
+        if self._stage == 0 and scale != 1.0:
             loss = loss * scale
         self._engine.backward(loss)
         if not self._engine.is_gradient_accumulation_boundary():
@@ -216,29 +252,38 @@ class ZeroEngine(Engine):
     @override
     def grad_norm(self) -> Tensor:
         if self._stage == 0:
-            norm = torch.linalg.vector_norm(norms_of([p.grad for p in self._parameters() if p.grad is not None]))
+            norm = torch.linalg.vector_norm(norms_of(self._whole_gradients()))
         else:
             if hasattr(self._optimizer, "_wait_for_offload_copies"):
                 self._optimizer._wait_for_offload_copies()
             norm = self._compute_norm()
         norm = norm.detach().float().to(self._device) / self._scale()  # with offload it is on the host
-        # DeepSpeed writes -1 for what is not finite.
+        # DeepSpeed writes -1 for a norm that is not finite.
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
+
+    def _whole_gradients(self) -> list[Tensor]:
+        """Return the gradient of each parameter that has one, at stage 0."""
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     @override
     def squared_norms(self) -> dict[str, list[float]]:
-        sums = squared_norms(self._partitions, [self._gradients(i) for i in range(len(self._partitions))], self.shapes)
+        gradients = [self._gradients(index) for index in range(len(self._partitions))]
+        sums = squared_norms(self._partitions, gradients, self.shapes)
         sums[0] /= self._scale() ** 2
         sums = sums.to(self._device)  # with offload they are on the host
-        return dict(zip(self.shapes, (all_reduce_sum(sums) if self._stage else sums).t().tolist(), strict=True))
+        if self._stage:
+            sums = all_reduce_sum(sums)
+        return dict(zip(self.shapes, sums.t().tolist(), strict=True))
 
     def _gradients(self, index: int) -> list[Tensor]:
-        """Of a partition: what its values' gradients are in, one tensor behind the other."""
-        optimizer, tensor = self._optimizer, self._partitions[index].tensor
+        """Return the gradients of a partition's values: flat tensors, in the order of its values."""
+        optimizer = self._optimizer
+        tensor = self._partitions[index].tensor
         if self._stage == 0:
-            masters = hasattr(optimizer, "fp32_groups")
-            of = next(p for m, p in _masters(optimizer) if m is tensor) if masters else tensor
-            return [] if of.grad is None else [of.grad.view(-1)]
+            parameter = tensor
+            if hasattr(optimizer, "fp32_groups"):
+                parameter = next(parameter for master, parameter in _masters(optimizer) if master is tensor)
+            return [] if parameter.grad is None else [parameter.grad.view(-1)]
         if self._offloads:
             return [] if tensor.grad is None else [tensor.grad.view(-1)]
         return [part.view(-1) for part in optimizer.averaged_gradients[index]]
@@ -247,16 +292,16 @@ class ZeroEngine(Engine):
     def step(self, *, lr: float, grad_norm: float) -> None:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        # On the host: no check of DeepSpeed's waits for the device again.
+        # A number on the host, so that no check of DeepSpeed's waits for the device again.
         self._given_norm = grad_norm * self._scale()
         clip = max(1.0, (grad_norm + 1e-6) / self._clip_norm) if self._clip_norm else 1.0
         self._divide_gradients(clip * self._scale())
         if self._optimizer is self._base_optimizer:  # stage 0 in fp32
             if math.isfinite(grad_norm):
-                self._rescale([p.grad for p in self._parameters() if p.grad is not None])
+                self._rescale(self._whole_gradients())
             else:
                 for parameter in self._parameters():
-                    parameter.grad = None  # the optimizer passes over what has none
+                    parameter.grad = None  # the optimizer passes over parameters without a gradient
         if self._plugin_optimizer:
             self._step_plugin(self._plugin_optimizer)
         else:
@@ -265,13 +310,12 @@ class ZeroEngine(Engine):
             update_averages(self._partitions, self._base_optimizer, decay=self._decay)
 
     def _step_plugin(self, name: str) -> None:
-        """The update by a plugin's optimizer. Raises TrainingError for state that a checkpoint would lose."""
+        """Update by a plugin's optimizer. Raises TrainingError for state that a checkpoint would lose."""
         before = group_values(self._base_optimizer)
         with plugin_errors(OPTIMIZERS, name, what="optimizer", kind=TrainingError):
             self._engine.step()
-        lost = unkept_state(self._partitions, self._base_optimizer)
-        for old, new in zip(before, group_values(self._base_optimizer), strict=True):
-            lost = lost or next((f"group[{key!r}]" for key in new if old.get(key) != new[key]), "")
+        after = group_values(self._base_optimizer)
+        lost = unkept_state(self._partitions, self._base_optimizer) or _changed_value(before, after)
         if lost:
             raise raised_everywhere(
                 TrainingError(
@@ -282,28 +326,31 @@ class ZeroEngine(Engine):
             )
 
     def _divide_gradients(self, divisor: float) -> None:
-        """In the update to come: clip, and take the loss scale out. torch's fused optimizers do it as they read the
-        gradients, which saves a pass over them."""
+        """Set the divisor of the gradients in the next update, which holds the clipping and the loss scale.
+
+        torch's fused optimizers divide as they read the gradients, which saves a pass over them.
+        """
         if self._update_divides:
             scale = None if divisor == 1.0 else torch.full((), divisor, dtype=torch.float32, device=self._device)
-            self._base_optimizer.grad_scale, self._factor = scale, 1.0
+            self._base_optimizer.grad_scale = scale
+            self._factor = 1.0
         else:
             self._factor = 1.0 / divisor
 
     def _rescale(self, gradients: list[Tensor]) -> None:
-        """Multiply by what the optimizer does not divide by."""
+        """Multiply gradients by the factor that the optimizer does not apply itself."""
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
 
     def _step_masters(self) -> None:
-        """The update at stage 0 in half precision; DeepSpeed's would wait for the device four times more."""
+        """Update at stage 0 in half precision; DeepSpeed's own method waits for the device four times more."""
         optimizer = self._optimizer
         optimizer.overflow = not math.isfinite(self._given_norm)
         if optimizer.overflow:
             optimizer._skip_invalid_grad_norm()
             return
         optimizer._update_scale(False)
-        pairs = [(m, p) for m, p in _masters(optimizer) if p.grad is not None]
+        pairs = [(master, parameter) for master, parameter in _masters(optimizer) if parameter.grad is not None]
         for master, parameter in pairs:
             master.grad = parameter.grad.to(master.dtype)
         self._rescale([master.grad for master, _ in pairs])
@@ -313,10 +360,11 @@ class ZeroEngine(Engine):
             master.grad = None
 
     def _parameters(self) -> list[Tensor]:
-        return [one.tensor for one in self.stored]
+        """Return the parameters that DeepSpeed sees, flat ones among them."""
+        return [stored.tensor for stored in self.stored]
 
     def _scale(self) -> float:
-        """What fp16 multiplies the loss by."""
+        """Return the factor of the loss in fp16; 1 in other precisions."""
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
     @override
@@ -328,6 +376,7 @@ class ZeroEngine(Engine):
         return self._infer(batch, memory, None, True)
 
     def _infer(self, *arguments: Any) -> tuple[Tensor, Memory]:
+        """Call the module without gradients or dropout."""
         self._engine.module.eval()
         try:
             with torch.no_grad():
@@ -366,7 +415,7 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
-        """Of the fp32 weights, which are changed within, the ones are made that the model computes with."""
+        """Copy the fp32 weights, after the block has changed them, to the weights that the model computes with."""
         optimizer = self._optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
@@ -389,9 +438,9 @@ class ZeroEngine(Engine):
         module = self._engine.module
         self._engine.destroy()  # removes the hooks through which gradients keep it alive
         # At stage 3 DeepSpeed keeps the module (in FWD_MODULE_STACK and the cache of __params_to_release), and with it
-        # the rest, until the process ends. So that this costs no memory, everything that holds values is emptied.
+        # the rest, until the process ends. So everything that holds values is emptied, and costs no memory.
         vars(module).pop("ds_inflight_param_registry", None)
-        for part in module.modules():  # a flat module has given its parts views
+        for part in module.modules():  # a flat module leaves views in its parts
             views = [name for name, value in vars(part).items() if isinstance(value, Tensor)]
             for name in views:
                 del vars(part)[name]
@@ -401,31 +450,57 @@ class ZeroEngine(Engine):
             vars(parameter).clear()
         offload = getattr(self._optimizer, "parameter_offload", None)
         coordinator = getattr(offload, "param_coordinator", None)
-        for held in (coordinator, offload, self._optimizer, self._base_optimizer, self._engine):
-            if held is not None:
-                vars(held).clear()
-        self.stored, self._partitions = [], []
+        for part_of_deepspeed in (coordinator, offload, self._optimizer, self._base_optimizer, self._engine):
+            if part_of_deepspeed is not None:
+                vars(part_of_deepspeed).clear()
+        self.stored = []
+        self._partitions = []
 
 
 _PREFIX = "model."
-"""Of the names of parameters in a `SegmentLoss`."""
+"""Prefix of the names of parameters in a `SegmentLoss`."""
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
+def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] | None) -> TransformerXL:
+    """Build the model on the host. Every rank draws the same weights; at stage 3 each keeps its part of them."""
+    torch.manual_seed(derive_seed(config.run.seed, "init"))
+    model = TransformerXL(
+        config.model,
+        vocab_size=vocab_size,
+        recompute_every=config.engine.recompute_every if config.engine.activation_checkpointing else 0,
+        attention=config.engine.attention,
+        memory_lens=config.train.memory_lens,
+    )
+    if weights is not None:
+        copy_weights(model, weights)
+    return model
+
+
+def _changed_value(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
+    """Return the name of a value of the parameter groups that has changed; empty if there is none."""
+    for old, new in zip(before, after, strict=True):
+        for key in new:
+            if old.get(key) != new[key]:
+                return f"group[{key!r}]"
+    return ""
+
+
 def _masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """(fp32 weight, the parameter made of it) at stage 0 in half precision."""
+    """Yield (fp32 weight, the parameter in half precision made from it), at stage 0."""
     for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         yield from zip(masters, parameters, strict=True)
 
 
 def _loss_scaler(optimizer: Any) -> Any:
-    """What keeps the loss scale in fp16, or None: under one name in ZeRO, another at stage 0."""
+    """Return the object that adapts the loss scale in fp16, else None. ZeRO and stage 0 name it differently."""
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-    return scaler if getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False) else None
+    is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
+    return scaler if is_dynamic else None
 
 
 def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Put a method of ours in the place of DeepSpeed's, and return that. Raises TrainingError if it has none."""
+    """Replace a method of DeepSpeed's optimizer. Returns the original; raises TrainingError if there is none."""
     original: Callable[..., Any] | None = getattr(optimizer, name, None)
     if original is None:
         raise TrainingError(
@@ -437,9 +512,12 @@ def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[
 
 
 def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blocks: list[nn.Module]) -> None:
-    """At stage 3 the gradients of a block are exchanged by a hook behind its backward pass. DeepSpeed puts parameters
-    that blocks share into the list of the last one, whose pass is the first to end: their gradients, which are whole
-    only behind the first block, would be exchanged too early, and lost. Its hooks read these lists when they run."""
+    """Make DeepSpeed exchange gradients of shared parameters after the backward pass of the first block, at stage 3.
+
+    The gradients of a block are exchanged by a hook after its backward pass. DeepSpeed puts parameters that blocks
+    share into the list of the last block, whose pass ends first. Their gradients are complete only after the first
+    block, so they would be exchanged too early, and lost. The hooks read these lists when they run.
+    """
     shared = {id(parameter) for parameter in blocks[0].parameters()}
     late = [parameter for block in blocks[1:] for parameter in leaf_parameters[block] if id(parameter) in shared]
     for block in blocks[1:]:
@@ -450,24 +528,25 @@ def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blo
 
 
 def norm_over_ranks(parts: list[Tensor]) -> Tensor:
-    """The norm, in fp32, of what all ranks have parts of; each value lies on one rank alone, or is 0 of a padding.
+    """Return the norm, in fp32, of values that are spread over the ranks: each on one rank alone, or padding of 0.
 
-    One reduction; nothing waits, nothing of the size of a gradient is made. Infinite from 1.8e19 on.
+    It takes one reduction. Nothing waits, and nothing of the size of a gradient is made. Infinite from 1.8e19 on.
     """
-    return all_reduce_sum(torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()).sqrt()
+    norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32))
+    return all_reduce_sum(norms.square().sum()).sqrt()
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
-    """The norm of all groups; infinite if DeepSpeed wrote -1 for one of them."""
+    """Return the norm over all groups; infinite if DeepSpeed wrote -1 for one of them."""
     stacked = torch.stack(norms)
     return torch.where((stacked < 0).any(), torch.inf, torch.linalg.vector_norm(stacked))
 
 
 def import_deepspeed() -> Any:
-    """Import on first use (it takes seconds), on the right accelerator and without its chatter."""
+    """Import DeepSpeed on first use, which takes seconds, for the right accelerator and with a quiet log."""
     if not uses_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # Unless a launcher says how many ranks this node has, DeepSpeed would start a program in every step to count.
+        # DeepSpeed would start a program in every step to count the node's ranks, unless a launcher names the number.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
     import deepspeed
     from deepspeed.utils import logger as deepspeed_logger
@@ -475,13 +554,13 @@ def import_deepspeed() -> Any:
 
     nvtx.enable_nvtx = False  # a range around each of a thousand calls per step
 
-    # None of its extensions, which are probed, by compilers and on GPUs, when they are first asked for: only one is,
-    # for inference on CPUs: compiled for half a minute at the first start, 67 MB of shared memory per rank that outlive
-    # a killed job, and over several machines a wait without end.
+    # Disable its extensions, which are probed by compilers and on GPUs when one is first asked for. Only one ever is,
+    # for inference on CPUs. It compiles for half a minute at the first start, and its 67 MB of shared memory per rank
+    # outlive a killed job. Over several machines it waits without end.
     deepspeed.ops.__compatible_ops__ = {}
 
     deepspeed_logger.setLevel(logging.WARNING)
-    # Ours that it does not know are tested by us.
+    # The optimizers that it does not know are tested here.
     deepspeed_logger.addFilter(lambda record: "untested optimizer" not in record.getMessage())
     # DeepSpeed still calls collectives by names that the newest torch renames; users can do nothing about it.
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

@@ -1,13 +1,14 @@
-"""Bytes that a rank will hold, predicted without allocating them (`txl train --dry-run`, `txl plan`).
+"""Prediction of the bytes that a rank will hold, without allocating them (`txl train --dry-run`, `txl plan`).
 
-A step has phases, and the fullest one is the peak: forward and backward of a micro-batch (`footprint_step` follows them
-on tensors without storage), the exchange of what they left, the norm, the update. Weights, optimizer state, memories
-and the copy that a checkpoint is written from are counted; they only depend on the ZeRO stage.
+A step has phases, and the fullest one is the peak: forward and backward of a micro-batch (`footprint.step` follows them
+on tensors without storage), the exchange of gradients, the norm, the update. Weights, optimizer state, memories and the
+copy that a checkpoint is written from are added; they only depend on the ZeRO stage.
 
-On a CPU that is host memory besides what a process holds once it has imported everything, and the C library must be
-told to give memory back (`allocator`; training does). On a GPU it is device memory, where a CUDA graph keeps what a
-micro-batch needs from everything else. Not predicted: fragmentation, on a
-GPU the CUDA context, with offload what then lies in host memory, and evaluation larger than training.
+On a CPU the prediction is of host memory, without what a process holds after its imports. The C library must return
+freed memory (`distributed.malloc`; training sees to it). On a GPU it is of device memory, where a CUDA graph keeps what
+a micro-batch needs apart from everything else.
+
+It gives up: fragmentation, the CUDA context of a GPU, host memory of offloading, and evaluation larger than training.
 """
 
 from __future__ import annotations
@@ -27,42 +28,42 @@ from txl_dist.vocabulary_clusters import typical_shares
 
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
-"""Host memory of what torch and DeepSpeed import and start only when an optimizer is built, and of the reader."""
+"""Host memory of the reader, and of what torch and DeepSpeed import and start only when an optimizer is built."""
 
 HEAP_FACTOR = 2.0
-"""Heap of the C library over the most bytes of small storages alive at once in it."""
+"""Size of the C library's heap, relative to the most bytes of small storages alive at once in it."""
 
 
 def bytes_per_rank(
     config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool, cluster_shares: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Bytes of the fullest rank at its fullest, by what holds them; the sum is the peak.
+    """Return the most bytes of the fullest rank, by what holds them; the sum is the peak.
 
-    `cluster_shares` are those of the tokens, one per cluster of the vocabulary; without them `typical_shares`. With
-    offload the optimizer is left out. Temporary copies of gradients and weights are counted as activations; so is a
-    start that is fuller than any step.
+    `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary; without them `typical_shares`.
+    With offload the optimizer is left out. Temporary copies of gradients and weights are counted as activations. So is
+    the start, if it is fuller than any step.
     """
-    engine, world, stage = config.engine, plan.world_size, config.engine.zero_stage
-    size, shapes = DTYPES[engine.dtype].itemsize, _parameter_shapes(config, vocab_size=vocab_size)
+    engine, stage, world = config.engine, config.engine.zero_stage, plan.world_size
+    size = DTYPES[engine.dtype].itemsize
+    shapes = _parameter_shapes(config, vocab_size=vocab_size)
     lengths = [shape.numel() for shape in shapes.values()]
-    owners = world if stage >= 1 else 1
-    parameters, own = sum(lengths), sum(lengths) / owners
+    parameters = sum(lengths)
     matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
-    gradients = gradient_size(engine) * (own if stage >= 2 else parameters)
+    owners = world if stage >= 1 else 1
+    local = parameters / owners
+    gradients = gradient_size(engine) * (local if stage >= 2 else parameters)
     has_masters = stage >= 1 or engine.dtype != "fp32"
     lane_memory = sum(config.train.memory_per_layer(config.model.num_layers)) * config.model.width * size
-    moments = (
-        config.optim.state_bytes() * (parameters - matrices) + config.optim.state_bytes(of_matrices=True) * matrices
-    )
-    state = moments / owners + own * (4 if has_masters else 0)
-    # A GPU's are allocated whole, one more for the exchange behind the backward pass; a CPU's hold what is touched.
-    bucket = BUCKET_LEN * (1 + (world > 1)) if on_gpu else min(BUCKET_LEN, parameters)
+    moments_of_others = config.optim.state_bytes() * (parameters - matrices)
+    moments_of_matrices = config.optim.state_bytes(of_matrices=True) * matrices
+    masters = 4 * local if has_masters else 0
+    state = (moments_of_others + moments_of_matrices) / owners + masters
     held = {
-        "weights": size * (own if stage == 3 else parameters),
+        "weights": size * (local if stage == 3 else parameters),
         "gradients": gradients,
         "optimizer": 0.0 if on_gpu and engine.offload_optimizer else state,
-        "buckets": float(size * bucket) if stage else 0.0,
-        # Of all lanes before the step, and after it but for the micro-batch at work.
+        "buckets": float(size * _bucket_len(parameters, world=world, on_gpu=on_gpu)) if stage else 0.0,
+        # Memories of all lanes before the step, and after it without those of the current micro-batch.
         "memories": float(lane_memory * (2 * plan.lanes_per_rank - plan.microbatch_lanes)),
     }
     if not on_gpu:
@@ -73,31 +74,44 @@ def bytes_per_rank(
     peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
     recorded = 0.0
     if engine.replays(on_gpu=on_gpu):
-        # All that it needs stays reserved, with the memory that it is given; gradients are handed on as copies.
+        # A graph keeps all that it needs reserved, its input memory included. Gradients leave it as copies.
         recorded = peak.alive + lane_memory * plan.microbatch_lanes
-        at_once = max(lengths) + min(BUCKET_LEN, parameters)  # at stage 2: what is handed on, and the bucket's copy
-        copies = size * (at_once if stage == 2 else parameters * (plan.num_microbatches == 1))
+        if stage == 2:  # the largest copy, and the bucket's flat copy
+            copies = size * (max(lengths) + min(BUCKET_LEN, parameters))
+        else:
+            copies = size * parameters if plan.num_microbatches == 1 else 0
         peak = peak._replace(alive=copies, large=copies, small=0.0)
-    extra = _orthogonalizing(matrices, world=world, stage=stage) if config.optim.kind.orthogonalizes else 0.0
-    fullest = max(
-        recorded
-        + _fullest_phase(plan, peak, lengths, engine=engine, buckets=held["buckets"], in_update=extra, on_gpu=on_gpu),
-        # Before the first step: each rank draws all weights, and they are copied into flat tensors.
-        (4 + size) * parameters + 4 * own - sum(held.values()) + held["gradients"] + held["buckets"],
+    in_update = _orthogonalizing(matrices, world=world, stage=stage) if config.optim.kind.orthogonalizes else 0.0
+    in_step = recorded + _fullest_phase(
+        plan, peak, lengths, engine=engine, buckets=held["buckets"], in_update=in_update, on_gpu=on_gpu
     )
-    rest = max(0.0, fullest - held["gradients"] - held["buckets"])
-    held["scores"] = min(rest, peak.scores)
-    held["activations"] = rest - held["scores"]
+    # Before the first step each rank draws all weights, and copies them into flat tensors.
+    drawn = (4 + size) * parameters + 4 * local
+    at_start = drawn - sum(held.values()) + held["gradients"] + held["buckets"]
+    fullest = max(in_step, at_start)
+    temporary = max(0.0, fullest - held["gradients"] - held["buckets"])
+    held["scores"] = min(temporary, peak.scores)
+    held["activations"] = temporary - held["scores"]
     return held
 
 
+def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
+    """Return how many values DeepSpeed's buckets hold.
+
+    A GPU's are allocated whole, one more for the exchange during the backward pass. A CPU's hold only what is touched.
+    """
+    if not on_gpu:
+        return min(BUCKET_LEN, parameters)
+    return 2 * BUCKET_LEN if world > 1 else BUCKET_LEN
+
+
 def sums_in_fp32(engine: EngineSection) -> bool:
-    """Whether gradients of micro-batches are summed in a wider type than they have; see `deepspeed_config`."""
+    """Whether gradients of micro-batches are summed in a wider type than their own; see `deepspeed_config`."""
     return engine.precision == "bf16" and engine.zero_stage >= 2
 
 
 def gradient_size(engine: EngineSection) -> int:
-    """Bytes of a value of the gradients that a rank keeps."""
+    """Return the bytes of one value of the gradients that a rank keeps."""
     return 4 if sums_in_fp32(engine) else DTYPES[engine.dtype].itemsize
 
 
@@ -111,34 +125,43 @@ def _fullest_phase(
     in_update: float,
     on_gpu: bool,
 ) -> float:
-    """Bytes of gradients, buckets and all that is temporary, in the phase of a step that has most of them. `in_update`
-    is what the optimizer makes for itself."""
-    stage, size, kept_size = engine.zero_stage, DTYPES[engine.dtype].itemsize, gradient_size(engine)
-    # A CPU's heap lets nothing go that small storages had, nor what lies between them.
-    kept = 0.0 if on_gpu else HEAP_FACTOR * peak.small
-    micro_step = peak.alive if on_gpu else peak.large + kept
-    accumulates, gradients = plan.num_microbatches > 1, size * sum(lengths)
+    """Return the bytes of gradients, buckets and temporary tensors, in the fullest phase of a step.
+
+    `in_update` are the bytes that the optimizer takes for itself.
+    """
+    stage = engine.zero_stage
+    size = DTYPES[engine.dtype].itemsize
+    kept_size = gradient_size(engine)
+    # A CPU's heap returns neither what small storages had nor what lies between them.
+    heap = 0.0 if on_gpu else HEAP_FACTOR * peak.small
+    micro_step = peak.alive if on_gpu else peak.large + heap
+    accumulates = plan.num_microbatches > 1
+    gradients = size * sum(lengths)
+    accumulated = gradients if accumulates else 0
     if stage == 0:  # the exchange takes a flat copy, the update of half precision one in fp32
         copied = 4 * sum(lengths) if plan.world_size > 1 or size < 4 else 0
-        updated = in_update + (copied if size < 4 else 0)
-        return max(micro_step + accumulates * gradients, kept + gradients + max(copied, updated))
-    own = sum(lengths) / plan.world_size
-    standing = buckets if stage == 3 or on_gpu else 0.0
-    # The norm: DeepSpeed copies a gradient in fp32, or in fp64 where it is in fp32; on a GPU nothing is copied.
-    norm = 0.0 if on_gpu else 2 * kept_size * min(max(lengths), own)
-    # The update of a flat copy in fp32. At stage 2 there are flat sums in fp32 from the first micro-batch on.
+        updated = in_update + copied if size < 4 else in_update
+        return max(micro_step + accumulated, heap + gradients + max(copied, updated))
+    local = sum(lengths) / plan.world_size
+    standing_buckets = buckets if stage == 3 or on_gpu else 0.0
+    # For the norm DeepSpeed copies a gradient in fp32, or in fp64 if it is in fp32. On a GPU nothing is copied.
+    norm = 0.0 if on_gpu else 2 * kept_size * min(max(lengths), local)
+    # The update takes a flat copy in fp32. At stage 2 there are flat sums in fp32 from the first micro-batch on.
     is_flat = stage == 2 and sums_in_fp32(engine)
-    copies = 0 if is_flat else 4 + kept_size * (kept_size < 4)
-    after = kept + standing + kept_size * own + max(norm, copies * own + in_update)
+    copy_size = 4 + kept_size if kept_size < 4 else 4
+    if is_flat:
+        copy_size = 0
+    after = heap + standing_buckets + kept_size * local + max(norm, copy_size * local + in_update)
     if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
-        return max(micro_step + accumulates * gradients + standing, kept + gradients + buckets, after)
-    before = kept_size * own if stage == 3 or accumulates or is_flat else 0.0
+        return max(micro_step + accumulated + standing_buckets, heap + gradients + buckets, after)
+    before = kept_size * local if stage == 3 or accumulates or is_flat else 0.0
     return max(micro_step + before + buckets, after)
 
 
 def _micro_step_peak(
     config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
 ) -> Peak:
+    """Return the peak of forward and backward of one micro-batch, with the gradients that its stage keeps."""
     train, engine, stage = config.train, config.engine, config.engine.zero_stage
     step = MicroStep(
         model=config.model,
@@ -155,22 +178,38 @@ def _micro_step_peak(
         on_gpu=on_gpu,
         for_graphs=engine.replays(on_gpu=on_gpu),
     )
-    whole: Exchange = "dropped" if plan.num_microbatches > 1 else "stays"
-    exchanges: tuple[Exchange, ...] = (whole, whole, "sharded", "gathered")
-    exchange = "stays" if engine.replays(on_gpu=on_gpu) else exchanges[stage]
-    if exchange == "sharded" and sums_in_fp32(engine):
-        exchange = "added"
+    exchange = _exchange_of(engine, plan=plan, on_gpu=on_gpu)
     return replay(follow(step), exchange=exchange, num_owners=plan.world_size if stage == 2 else 1)
 
 
+def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exchange:
+    """Return what becomes of a complete gradient."""
+    if engine.replays(on_gpu=on_gpu):
+        return "stays"
+    if engine.zero_stage == 3:
+        return "gathered"
+    if engine.zero_stage == 2:
+        return "added" if sums_in_fp32(engine) else "sharded"
+    return "dropped" if plan.num_microbatches > 1 else "stays"
+
+
 def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
-    """Bytes of what `muon` makes of so many values of matrices: a rank's share of them is put together, multiplied and
-    made fp32, and with others it is sent around before and behind."""
-    sent = 0 if world == 1 else 8 * matrices if stage == 0 else 8 * matrices / world
-    return 12 * matrices / world + sent
+    """Return the bytes that `muon` takes for so many values of matrices.
+
+    A rank joins its share of them, multiplies it and converts it to fp32. With other ranks it sends values around
+    before and after.
+    """
+    if world == 1:
+        exchanged = 0.0
+    elif stage == 0:
+        exchanged = 8.0 * matrices
+    else:
+        exchanged = 8 * matrices / world
+    return 12 * matrices / world + exchanged
 
 
 def _parameter_shapes(config: Config, *, vocab_size: int) -> dict[str, torch.Size]:
+    """Return the shape of each parameter, by name."""
     with torch.device("meta"):
         network = TransformerXL(config.model, vocab_size=vocab_size)
     return {name: parameter.shape for name, parameter in network.named_parameters()}

@@ -1,24 +1,25 @@
 """Bytes alive in forward and backward of one micro-batch, followed on tensors without storage.
 
-The step itself runs on torch's meta tensors, so no formula has to follow the code. Around it lies what DeepSpeed does
-with each gradient: kept to the end (`stays`), or put into a bucket of `BUCKET_LEN` that is exchanged when it is full,
-behind a flat copy of it, while the backward pass goes on (`sharded` at stage 2, `gathered` at stage 3). At stage 3 also
-the weights count that are gathered: those of one block and those of none.
+The step itself runs on torch's meta tensors, so no formula has to follow the code. Added to it is what DeepSpeed does
+with each gradient. It stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full bucket is copied flat
+and exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At stage 3 the gathered
+weights count too: those of one block, and those outside the blocks.
 
-    follow   runs the step and notes each storage that is made or freed, each gradient that is complete; slow, kept
-    replay   adds the bytes up, by what becomes of the gradients; so stages share what was followed
+    follow   runs the step and notes each storage made or freed, and each complete gradient; slow, so it is cached
+    replay   adds the bytes up, by what becomes of the gradients; so several stages share one trace
 
-Two pools are added up apart, as the C library has them (`allocator`): large storages go back when freed, small ones
-stay in its heap. The Triton kernels do not run here. Those of rows are left out between what they are given and what
-they make; for attention stands something that keeps what its kernels keep.
+Two pools are summed separately, as the C library has them (`distributed.malloc`): large storages are returned when
+freed, small ones stay in its heap. The Triton kernels do not run here. Kernels of rows only make their results. A
+substitute for the attention kernels keeps what they keep for the backward pass.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
@@ -41,11 +42,12 @@ from txl_dist.train.engine.flat import FlatModule
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
-"""What becomes of a gradient. dropped: it is added to others, which the caller counts; added: that, once exchanged."""
+"""Use of a complete gradient. dropped: it is added to others, which the caller counts. added: the same, after the
+exchange of its bucket."""
 
 
 class MicroStep(NamedTuple):
-    """All that the bytes of a micro-batch depend on; stages and plans that share it are followed once."""
+    """Everything that the bytes of a micro-batch depend on. Stages and plans that share it are followed once."""
 
     model: ModelSection
     vocab_size: int
@@ -57,27 +59,27 @@ class MicroStep(NamedTuple):
     attention: AttentionKernel
     recompute_every: int
     is_flat: bool
-    """Blocks lie in flat parameters (`FlatModule`)."""
+    """Whether blocks lie in flat parameters (`FlatModule`)."""
     on_gpu: bool
     for_graphs: bool = False
-    """Batches have few different shapes (`text.clusters.size_ladder`)."""
+    """Whether batches have few different shapes (`vocabulary_clusters.size_ladder`)."""
     memory_lens: tuple[int, ...] = ()
 
 
 class Peak(NamedTuple):
-    """Most bytes alive at once, besides parameters, buckets and the memory given."""
+    """Most bytes alive at once, without parameters, buckets and the memory given."""
 
     alive: float
     scores: float
-    """What attention keeps for the backward pass, scores foremost, at that time."""
+    """Bytes that attention keeps for the backward pass at that time, mostly scores."""
     large: float
-    """The most of the large storages alone."""
+    """Most bytes of large storages alone."""
     small: float
-    """The most of the small ones alone."""
+    """Most bytes of small storages alone."""
 
 
 class Made(NamedTuple):
-    """A storage; `key` is its own among all events."""
+    """Event: a storage is made. `key` is unique among all events."""
 
     key: int
     size: int
@@ -85,13 +87,13 @@ class Made(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """A storage that was made before."""
+    """Event: a storage made before is freed."""
 
     key: int
 
 
 class Complete(NamedTuple):
-    """The gradient of a parameter, in a storage that is freed thereafter."""
+    """Event: the gradient of a parameter is complete. Its storage is freed afterwards."""
 
     key: int
     length: int
@@ -101,26 +103,25 @@ Event = Made | Freed | Complete
 
 
 class Trace(NamedTuple):
-    """A step that was followed."""
+    """Record of a step that was followed."""
 
     events: tuple[Event, ...]
     num_values: int
-    """Of all parameters, alignment included."""
+    """Number of values of all parameters, alignment included."""
     gathered_bytes: float
-    """Of weights that a rank has whole at stage 3."""
+    """Bytes of the weights that a rank has whole at stage 3."""
     value_bytes: int
     on_gpu: bool
 
 
 @lru_cache(maxsize=16)
 def follow(step: MicroStep) -> Trace:
-    """Run a step whose gradients are dropped when they are complete. Allocates nothing."""
-    has_position_bias = step.model.scheme.has_position_bias
-    shape_reason = unsupported_shape_reason(
-        step.dtype, head_width=step.model.head_width, has_position_bias=has_position_bias
-    )
-    uses_kernels = step.attention in ("auto", "triton") and step.on_gpu and shape_reason is None
-    with _without_storage(step.model), _made_in(step.dtype), _as_on_gpu(step) if step.on_gpu else nullcontext():
+    """Run a step, without storage, and drop each gradient when it is complete. Allocates nothing."""
+    with ExitStack() as stack:
+        stack.enter_context(_without_storage(step.model))
+        stack.enter_context(_default_dtype(step.dtype))
+        if step.on_gpu:
+            stack.enter_context(_as_on_gpu(step))
         model = TransformerXL(
             step.model,
             vocab_size=step.vocab_size,
@@ -130,11 +131,7 @@ def follow(step: MicroStep) -> Trace:
         )
         events = _Events()
         for block in model.blocks:
-            attention: Any = block.attention
-            attention.attend = events.as_scores(_KernelLike.attend if uses_kernels else attention.attend)
-            if uses_kernels:
-                attention.supports_fused_qkv = lambda hidden, takes=attention.uses_products: takes
-                attention.attend_fused_qkv = events.as_scores(_KernelLike.attend_fused_qkv)
+            _watch_scores(block.attention, events, with_kernels=_uses_kernels(step))
         memory = model.empty_memory(num_lanes=step.lanes, memory_len=step.memory_len)
         batch = _batch(model, step)
         module: nn.Module = SegmentLoss(model)
@@ -151,29 +148,52 @@ def follow(step: MicroStep) -> Trace:
         return Trace(tuple(events.noted), num_values, _gathered_bytes(model), step.dtype.itemsize, step.on_gpu)
 
 
-def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
-    """Add the bytes up. Gradients are cut up for `num_owners` ranks where they are sharded.
+def _uses_kernels(step: MicroStep) -> bool:
+    """Whether the Triton kernels compute attention in this step."""
+    if step.attention not in ("auto", "triton") or not step.on_gpu:
+        return False
+    model = step.model
+    reason = mismatch(step.dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
+    return reason is None
 
-    A rank keeps its part of the gradients, those exchanged first at worst. At stage 3 that is a buffer which is there
-    from the start, so it is not counted.
+
+def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> None:
+    """Count what an attention layer makes as scores. `with_kernels` replaces it by what the Triton kernels make."""
+    if not with_kernels:
+        attention.attend = events.as_scores(attention.attend)
+        return
+    uses_products = attention.uses_products
+    attention.attend = events.as_scores(_KernelLike.attend)
+    attention.supports_fused_qkv = lambda hidden: uses_products
+    attention.attend_fused_qkv = events.as_scores(_KernelLike.attend_fused_qkv)
+
+
+def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
+    """Add the bytes up. Gradients are divided among `num_owners` ranks if they are sharded.
+
+    A rank keeps its part of the gradients, at worst those exchanged first. At stage 3 that is a buffer that exists from
+    the start, so it is not counted.
     """
-    live, alive, size = _Sum(), dict[int, Made](), trace.value_bytes
+    live = _Sum()
+    alive: dict[int, Made] = {}
+    kept: set[int] = set()
+    size = trace.value_bytes
     stays = exchange == "stays"
     if exchange == "gathered":
         live.add(trace.gathered_bytes)
-    # gloo's reduce-scatter, which stage 3 calls, takes a copy of what it is given; its reduce does not.
+    # gloo's reduce-scatter, which stage 3 calls, copies its input; its reduce does not.
     num_copies = 2 if exchange == "gathered" and not trace.on_gpu else 1
-    own_left = trace.num_values / num_owners if exchange == "sharded" else 0.0
-    filled, kept = 0, set[int]()
+    local_left = trace.num_values / num_owners if exchange == "sharded" else 0.0
+    filled = 0
 
     def flush() -> None:
-        nonlocal filled, own_left
+        nonlocal filled, local_left
         copies = num_copies * filled * size
         live.add(copies)
         live.add(-copies)
-        own = min(filled, own_left)
-        live.add(own * size)
-        own_left -= own
+        local = min(filled, local_left)
+        live.add(local * size)
+        local_left -= local
         filled = 0
 
     for event in trace.events:
@@ -196,14 +216,14 @@ def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
 
 
 class _Sum:
-    """Bytes alive, and the most of them so far."""
+    """Bytes alive now, and the most of them so far."""
 
     def __init__(self) -> None:
         self.large = self.small = self.scores = 0.0
         self.peak = Peak(0.0, 0.0, 0.0, 0.0)
 
     def add(self, size: float, *, is_large: bool = True, is_score: bool = False) -> None:
-        """So many bytes more; negative if less."""
+        """Add bytes that are made; a negative size means that they are freed."""
         if is_large:
             self.large += size
         else:
@@ -218,13 +238,13 @@ class _Sum:
 
 
 class _Events(TorchDispatchMode):
-    """Notes the storages that operations make."""
+    """Recorder of the storages that operations make."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.noted: list[Event] = []
         self._keys: dict[int, int] = {}
-        """Of the storages that are alive, by where torch has them."""
+        """Keys of the storages that are alive, by their address."""
         self._next_key = 0
         self._makes_scores = False
 
@@ -233,13 +253,17 @@ class _Events(TorchDispatchMode):
             result = torch.empty_like(args[0] if _has_storage(args[0]) else args[1])  # meta lacks dense + sparse
         else:
             result = func(*args, **(kwargs or {}))
-        for value in (result,) if isinstance(result, Tensor) else tree_iter(result):
-            if _has_storage(value) and (storage := value.untyped_storage())._cdata not in self._keys:
+        values = (result,) if isinstance(result, Tensor) else tree_iter(result)
+        for value in values:
+            if not _has_storage(value):
+                continue
+            storage = value.untyped_storage()
+            if storage._cdata not in self._keys:
                 self._note(storage)
         return result
 
     def as_scores(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What it makes is counted as scores, but for its result."""
+        """Wrap a function so that the storages that it makes are counted as scores."""
 
         def called(*arguments: Any, **named: Any) -> Tensor:
             self._makes_scores = True
@@ -250,14 +274,14 @@ class _Events(TorchDispatchMode):
 
         return called
 
-    def ignore(self, given: Iterable[object]) -> None:
-        """What was there before."""
-        for value in given:
+    def ignore(self, existing: Iterable[object]) -> None:
+        """Do not count storages that existed before the step."""
+        for value in existing:
             if _has_storage(value):
                 self._keys[value.untyped_storage()._cdata] = -1
 
     def complete(self, parameter: Tensor) -> None:
-        """The gradient of a parameter: note and drop it."""
+        """Note that the gradient of a parameter is complete, and drop it."""
         assert parameter.grad is not None
         key = self._keys[parameter.grad.untyped_storage()._cdata]
         self.noted.append(Complete(key, parameter.numel()))
@@ -276,24 +300,38 @@ class _Events(TorchDispatchMode):
 
 
 def _gathered_bytes(model: TransformerXL) -> float:
-    """Stage 3: the weights that a rank has whole. A block is gathered into a flat tensor, and copied out of it."""
-    of_blocks = {id(parameter) for parameter in model.blocks.parameters()}
-    others = (p.nbytes for p in model.parameters() if id(p) not in of_blocks and p.numel() > PERSISTENT_LEN)
-    return float(2 * sum(p.nbytes for p in model.blocks[0].parameters()) + sum(others))
+    """Return the bytes of weights that a rank has whole at stage 3.
+
+    A block is gathered into a flat tensor and copied out of it, so its weights count twice.
+    """
+    in_blocks = {id(parameter) for parameter in model.blocks.parameters()}
+    others = 0
+    for parameter in model.parameters():
+        if id(parameter) not in in_blocks and parameter.numel() > PERSISTENT_LEN:
+            others += parameter.nbytes
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    return float(2 * block + others)
 
 
 @contextmanager
 def _without_storage(model: ModelSection) -> Iterator[None]:
-    """Meta tensors, or fake ones, which take four times as long, where torch chooses the function by the device: its
-    own attention would keep the scores of meta tensors."""
+    """Make tensors without storage in the block.
+
+    They are meta tensors, or fake ones, which take four times as long, if torch computes attention. Torch chooses the
+    function by the device, and would keep the scores of meta tensors.
+    """
     calls_torch = not model.scheme.has_distance_terms
-    with FakeTensorMode() if calls_torch else nullcontext(), torch.device("cpu" if calls_torch else "meta"):
-        yield
+    if calls_torch:
+        with FakeTensorMode(), torch.device("cpu"):
+            yield
+    else:
+        with torch.device("meta"):
+            yield
 
 
 @contextmanager
-def _made_in(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters in that type from the start: fake ones cannot be converted."""
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make parameters in a type from the start, since fake ones cannot be converted."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -304,29 +342,39 @@ def _made_in(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _as_on_gpu(step: MicroStep) -> Iterator[None]:
-    """Logits in as large chunks as on a GPU, torch's dropout, and what the kernels of rows make, though not by them:
-    tensors without storage are on none."""
-    sizes = (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS, fused_softmax.CACHED_LOGITS)
-    before, draws, runs, start = [size["cpu"] for size in sizes], dropout.torch_draws, rows.runs, rows.start
+    """Make the block allocate as on a GPU, though tensors without storage are on none.
+
+    fused_softmax   logits are computed in chunks as large as on a GPU
+    dropout         torch draws the masks
+    rows            the Triton kernels of rows make their results, but are not started
+    """
+    with ExitStack() as stack:
+        for size_by_device in (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS, fused_softmax.CACHED_LOGITS):
+            stack.callback(size_by_device.__setitem__, "cpu", size_by_device["cpu"])
+            size_by_device["cpu"] = size_by_device["cuda"]
+        stack.enter_context(_replaced(dropout, "torch_draws", lambda x: True))
+        stack.enter_context(_replaced(rows, "runs", lambda setting, x: rows.fits(step.attention, x)))
+        stack.enter_context(_replaced(rows, "start", lambda *arguments, **constants: None))
+        yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a module in the block."""
+    original = getattr(module, name)
+    setattr(module, name, function)
     try:
-        for size in sizes:
-            size["cpu"] = size["cuda"]
-        dropout.torch_draws = lambda x: True
-        rows.runs = lambda setting, x: rows.fits(step.attention, x)
-        rows.start = lambda *arguments, **constants: None
         yield
     finally:
-        dropout.torch_draws, rows.runs, rows.start = draws, runs, start
-        for size, value in zip(sizes, before, strict=True):
-            size["cpu"] = value
+        setattr(module, name, original)
 
 
 class _KernelLike(torch.autograd.Function):
-    """Makes what the Triton kernels make, and keeps what they keep for the backward pass."""
+    """Substitute for the Triton kernels: makes what they make, and keeps what they keep for the backward pass."""
 
     @staticmethod
     def attend(terms: Terms, *, visible: AttentionMask) -> Tensor:
-        """Called as `Attention.attend`."""
+        """Compute attention's result; called as `Attention.attend`."""
         key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
@@ -335,7 +383,7 @@ class _KernelLike(torch.autograd.Function):
 
     @staticmethod
     def attend_fused_qkv(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: AttentionMask) -> Tensor:
-        """Called as `Attention.attend_fused_qkv`."""
+        """Compute attention's result; called as `Attention.attend_fused_qkv`."""
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, segment, past, distance_KNH
         )
@@ -344,7 +392,8 @@ class _KernelLike(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, num_keys: int, segment: Tensor, keys: Tensor, distance: Tensor) -> Tensor:
         query = segment[:, :, 0]
-        context, _scores = query.new_empty(query.shape), _score_buffer(query, num_keys)
+        context = query.new_empty(query.shape)
+        _scores = _score_buffer(query, num_keys)
         normalizers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(segment, keys, distance, context, normalizers)
         ctx.num_keys = num_keys
@@ -354,20 +403,24 @@ class _KernelLike(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         segment, keys, distance, context, _ = ctx.saved_tensors
         # Queries with either bias, the scores of a chunk, and eight sums of the distances' gradient in fp32.
-        _temporary = torch.empty_like(context), torch.empty_like(context), _score_buffer(context, ctx.num_keys)
+        _queries = torch.empty_like(context), torch.empty_like(context)
+        _scores = _score_buffer(context, ctx.num_keys)
         _sums = distance.new_empty(8, *distance.shape, dtype=torch.float32)
         return None, *(torch.empty_like(tensor) for tensor in (segment, keys, distance))
 
 
 def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
-    rows = query_BTNH[..., 0].numel()
-    length = min(rows * -(-num_keys // 16) * 16, SCORE_BUFFER_BYTES // query_BTNH.element_size())
-    return query_BTNH.new_empty(length)
+    """Make the buffer of scores that the kernels use, of limited size."""
+    num_queries = query_BTNH[..., 0].numel()
+    padded_keys = -(-num_keys // 16) * 16
+    largest_len = SCORE_BUFFER_BYTES // query_BTNH.element_size()
+    return query_BTNH.new_empty(min(num_queries * padded_keys, largest_len))
 
 
 def _batch(model: TransformerXL, step: MicroStep) -> Batch:
-    """Ids without values, and partitions of the size that these shares make."""
-    shape, num_tokens = (step.lanes, step.segment_len), step.lanes * step.segment_len
+    """Make a batch of ids without values, with partitions of the sizes that `cluster_shares` give."""
+    shape = (step.lanes, step.segment_len)
+    num_tokens = step.lanes * step.segment_len
     counts = [int(num_tokens * share) for share in step.cluster_shares]
     multiple = ROWS_MULTIPLE["cuda" if step.on_gpu else "cpu"]
 
@@ -378,7 +431,12 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
             sizes = sizes_for(counts, edges=model.softmax.edges, num_tokens=num_tokens)
         else:
             sizes = tuple(multiple * max(1, -(-count // multiple)) for count in counts)
-        return tuple(ClusterRows(*(torch.empty(size, dtype=torch.int64) for _ in range(2))) for size in sizes)
+        clusters = []
+        for size in sizes:
+            positions = torch.empty(size, dtype=torch.int64)
+            ids = torch.empty(size, dtype=torch.int64)
+            clusters.append(ClusterRows(positions, ids))
+        return tuple(clusters)
 
     ids_BT = torch.empty(shape, dtype=torch.int64)
     return Batch(
@@ -392,5 +450,5 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
 
 
 def _has_storage(value: object) -> TypeGuard[Tensor]:
-    """A sparse tensor's parts were seen when they were made."""
+    """Whether a value is a dense tensor. The parts of a sparse tensor were noted when they were made."""
     return isinstance(value, Tensor) and value.layout == torch.strided

@@ -1,10 +1,10 @@
-"""Silent corruption: do the parameters that all ranks hold alike still agree, bit for bit?
+"""A check for silent corruption: whether the parameters that all ranks replicate still agree, bit for bit.
 
-Each rank hashes its copy on its device: the bits of every element, read as an integer, times an odd number that belongs
-to its place, summed modulo 2**64. Any single changed bit changes the sum for certain, and further changes undo it only
-by a chance of about 2**-32. Ranks exchange 16 bytes; only if these differ, a number per parameter.
+Each rank hashes its copy on its device. The hash is a sum modulo 2**64 of the bits of every element, read as an
+integer, times an odd number that belongs to its place. Any single changed bit changes the sum for certain, and further
+changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes; only if these differ, a number per parameter.
 
-What it gives up: a corruption that all ranks made together, and where parameters are partitioned (ZeRO-3) there is
+It gives up: a corruption that all ranks made together, and parameters that are partitioned (ZeRO-3), where there is
 nothing to compare.
 """
 
@@ -21,23 +21,23 @@ from torch import Tensor
 from txl_dist.distributed.collectives import gather_objects
 
 CHUNK_LEN = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements hashed at once, by kind of device: what a cache holds, and what keeps a GPU busy in little memory."""
+"""Elements hashed at once, by kind of device: as many as a cache holds, or as keep a GPU busy in little memory."""
 GOLDEN = 0x9E3779B97F4A7C15
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Deviation(NamedTuple):
-    """That ranks hold different parameters."""
+    """Finding that ranks hold different parameters."""
 
     ranks: tuple[int, ...]
-    """Those that differ from the majority; without a majority, all of them."""
+    """Ranks that differ from the majority; without a majority, all of them."""
     parameter: str
-    """The first that is not the same everywhere."""
+    """First parameter that is not the same on all ranks."""
     has_majority: bool
-    """More than half of the ranks agree, so that the others are known to be wrong."""
+    """Whether more than half of the ranks agree, so that the others must be wrong."""
 
     def sentence(self) -> str:
-        """For people, without the remedy."""
+        """Describe the deviation for people, without the remedy."""
         ranks = ", ".join(map(str, self.ranks))
         if self.has_majority:
             return f"parameter {self.parameter} of rank(s) {ranks} is not that of the other ranks"
@@ -47,43 +47,53 @@ class Deviation(NamedTuple):
 def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | None:
     """Compare (name, values) pairs over all ranks; None if they are bitwise the same.
 
-    All ranks call it, with the same names in the same order, of any floating type and device; all get the same answer.
+    All ranks call it, with the same names in the same order, and get the same answer. Values are of any floating type
+    and device.
     """
     named = list(parameters)
     hashes = hash_parameters([values for _, values in named])
-    digests = gather_objects(hashlib.blake2b(repr(hashes).encode(), digest_size=16).digest())
+    digest = hashlib.blake2b(repr(hashes).encode(), digest_size=16).digest()
+    digests = gather_objects(digest)
     if len(set(digests)) == 1:
         return None
-    of_ranks = gather_objects(hashes)
-    digest, count = Counter(digests).most_common(1)[0]
+    hashes_by_rank = gather_objects(hashes)
+    most_common_digest, count = Counter(digests).most_common(1)[0]
     has_majority = 2 * count > len(digests)
-    ranks = tuple(rank for rank, other in enumerate(digests) if not has_majority or other != digest)
-    first = next(i for i, values in enumerate(zip(*of_ranks, strict=True)) if len(set(values)) > 1)
-    return Deviation(ranks, named[first][0], has_majority)
+    if has_majority:
+        ranks = [rank for rank, rank_digest in enumerate(digests) if rank_digest != most_common_digest]
+    else:
+        ranks = list(range(len(digests)))
+    for (name, _), rank_hashes in zip(named, zip(*hashes_by_rank, strict=True), strict=True):
+        if len(set(rank_hashes)) > 1:
+            return Deviation(tuple(ranks), name, has_majority)
+    raise AssertionError("digests differ, but no hash does")
 
 
 def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:
-    """A 64-bit number for the bits of each. Waits for the device, once."""
+    """Return a 64-bit number for the bits of each parameter. Waits for the device, once."""
     with torch.no_grad():
         hashes = [_hash(values) for values in parameters]
         return torch.stack(hashes).tolist() if hashes else []
 
 
 def _hash(values: Tensor) -> Tensor:
+    """Hash the bits of a tensor, on its device: a scalar of int64."""
     bits = values.detach().reshape(-1).view(INTEGERS[values.element_size()])
     chunk_len = CHUNK_LEN[bits.device.type]
     weights = _weights(min(chunk_len, len(bits)), device=bits.device)
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for number, chunk in enumerate(bits.split(chunk_len)):
         # Integer products and sums are modulo a power of two, in which no odd factor loses a bit.
-        total += (weights[: len(chunk)] * chunk).sum(dtype=torch.int64) * (GOLDEN * (2 * number + 1) % 2**63 | 1)
+        chunk_sum = (weights[: len(chunk)] * chunk).sum(dtype=torch.int64)
+        chunk_factor = GOLDEN * (2 * number + 1) % 2**63 | 1
+        total += chunk_sum * chunk_factor
     return total
 
 
 def _weights(count: int, *, device: torch.device) -> Tensor:
-    """[count] odd int32, without a pattern."""
+    """Return [count] odd int32 numbers without a pattern."""
     values = torch.arange(1, count + 1, dtype=torch.int32, device=device)
-    for factor in (-1640531535, -2048144789, -1028477379):  # of murmur and xxhash
+    for factor in (-1640531535, -2048144789, -1028477379):  # constants of murmur and xxhash
         values = values * factor
         values = values ^ (values >> 15)
     return values | 1

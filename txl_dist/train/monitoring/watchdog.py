@@ -1,13 +1,16 @@
-"""Finds the rank that hangs or was lost, says so in one line, and ends the job. One daemon thread per rank.
+"""The watchdog: finds the rank that hangs or was lost, names it in one line, and ends the run. One thread per rank.
 
-The main thread calls `beat` at every step and phase; the thread tells rank 0's thread about it (heartbeats.py).
-    hangs    no beat for the limit: who is silent, else behind, else outside the collective that others wait in, is it
-    is lost  its connection closes without a goodbye: the others end at once, not at the time-out of a collective
-    fails    it says so by `report`, prints its own error, and the others leave without a word
-Rank 0 judges and prints; if it does not answer, rank 1 does, and the first process of every other node. All write the
-stacks of all their threads, abort a frozen rank beside them (which writes its own, if it can), and leave by
-os._exit(HANG), for a stuck main thread cannot. Below this is a net in C: a process whose interpreter lock is held past
-the limit, so that no thread runs, writes its stacks and ends by itself, with exit code 1.
+The main thread calls `beat` at every step and phase. The thread sends it to rank 0's thread (`heartbeats`).
+
+    hang     no beat for the limit: the silent rank, else the one at the lowest step, else the one outside the
+             collective that the others wait in
+    lost     the connection closes without a goodbye: the others end at once, not when a collective times out
+    failed   the rank calls `report` and prints its own error; the others leave without a message
+
+Rank 0 judges and prints. If it does not answer, rank 1 does, and the first process of every other node. All ranks write
+the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can. They
+leave by os._exit(HANG), since a stuck main thread cannot. Below this is a safety net in C. If no thread can run past
+the limit, because the interpreter lock is held, the process writes its stacks and exits with code 1.
 """
 
 from __future__ import annotations
@@ -35,40 +38,40 @@ from txl_dist.io.files import open_to_append
 from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
 
 SILENT_AFTER_S = 3.0
-"""Seconds without a word after which a rank counts as frozen, once another one is stuck."""
+"""Seconds without a beat after which a rank counts as frozen, once another one is stuck."""
 LOST_AFTER_S = 2.0
-"""Seconds that a rank of another node has to connect again."""
+"""Seconds within which a rank of another node must connect again."""
 DEAD_AFTER_S = 0.3
-"""The same for a rank whose process is seen to be dead: time for the others to get to where they wait for it."""
+"""Seconds to wait after a process is seen to be dead, so that other ranks reach the place where they wait for it."""
 NET_S = 4.0
-"""The net in C comes so much later than the limit."""
+"""Seconds after the limit at which the safety net in C takes effect."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
-"""By the kind of verdict: what the main thread has, to come by itself for the first cause and leave in its own way."""
+"""Seconds, by the kind of verdict, that the main thread has to ask for the first cause and leave by itself."""
 WRITES_S = 2.0
-"""What a frozen rank has to write its stacks."""
+"""Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
-"""No verdict within so many seconds after an error: no other rank has caused it."""
+"""Seconds to wait for a verdict after an error. Without one, no other rank has caused the error."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
-"""Whose functions are collectives, or wait for one. What else waits for other ranks says so (`dist.waiting`)."""
+"""Modules whose functions are collectives, or wait for one. Other code that waits for ranks marks it by `waiting`."""
 STDERR = 2
 
 
 class Verdict(NamedTuple):
-    """Who did it. JSON keeps it as a list."""
+    """Ranks at fault, and what they did. JSON keeps it as a list."""
 
     kind: str
-    """hang, lost or failed."""
+    """Kind of the failure: hang, lost or failed."""
     ranks: list[int]
     line: str
-    """For people; empty if the rank itself has said it."""
+    """Message for people; empty if the rank itself has printed it."""
     frozen: list[ProcessId]
-    """To be killed by who runs beside them: they cannot end by themselves."""
+    """Processes that cannot end by themselves, and are killed by a rank of the same node."""
 
 
 class Watchdog:
-    """Watches over this rank's main thread, and with the others over all. Every rank makes one, together.
+    """Watcher of this rank's main thread and, together with the other ranks, of all. Every rank makes one, together.
 
-    `limit_s`: seconds without a beat after which a rank hangs.
+    `limit_s`: seconds without a beat after which a rank hangs. `stacks`: folder for files of stacks.
     """
 
     def __init__(self, ranks: RankInfo, *, limit_s: float, stacks: Path | None = None) -> None:
@@ -81,7 +84,9 @@ class Watchdog:
         self._notices: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._verdict: Verdict | None = None
         self._line = ""
-        self._asked, self._answered, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._asked = threading.Event()
+        self._answered = threading.Event()
+        self._closing = threading.Event()
         hub = Hub() if ranks.is_rank0 else None
         key, port = broadcast_object((hub.key, hub.port) if hub else ("", 0))
         self._link: Hub | Spoke = hub or Spoke(rank=ranks.rank, key=key, port=port)
@@ -90,11 +95,12 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, phase: str, *, step: int | None = None) -> None:
-        """The main thread has begun this phase, of the same step as before if none is named. Costs nothing."""
-        self._last = (time.monotonic(), self._last[1] if step is None else step, phase)
+        """Note that the main thread has begun a phase, of the same step as before without `step`. Costs nothing."""
+        _, last_step, _ = self._last
+        self._last = (time.monotonic(), last_step if step is None else step, phase)
 
     def limit(self, limit_s: float) -> None:
-        """Another limit from now on: long for the start, shorter once a step has been made."""
+        """Change the limit, in seconds: long for the start, shorter after the first step."""
         self._limit_s = limit_s
         self._arm()
 
@@ -103,17 +109,19 @@ class Watchdog:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
-            # Opened now: the net in C can open nothing. Appended to: the next start must not erase what was found.
+            # Opened now, since the net in C can open nothing. Appended to, so that the next start erases no stacks.
             self._stacks_fd = open_to_append(self._stacks)
         self._arm()
         faulthandler.enable(file=self._stacks_fd, all_threads=True)
 
     def first_cause(self, error: BaseException) -> str | None:
-        """After an error: None if it is this rank's own, else what came first, in one line; empty if others say it.
+        """Find out whether another rank has caused an error of this one.
 
-        Waits a few seconds where another rank may be behind it.
+        Waits a few seconds if that is possible. Returns None if the error is this rank's own. Otherwise returns what
+        came first, in one line, which is empty if another rank prints it.
         """
-        if not isinstance(error, RuntimeError) or isinstance(error, TxlError) or self._ranks.world_size == 1:
+        may_be_caused = isinstance(error, RuntimeError) and not isinstance(error, TxlError)
+        if not may_be_caused or self._ranks.world_size == 1:
             return None
         self._asked.set()
         self._answered.wait(ANSWER_S)
@@ -123,21 +131,22 @@ class Watchdog:
         return self._line
 
     def report(self, error: BaseException) -> None:
-        """Before this rank leaves because of an error of its own, which it prints: the others leave silently then."""
+        """Announce that this rank leaves because of its own error, which it prints. The others then leave silently."""
         self._notices.put({"failed": self._ranks.rank})
         self._leave()
 
     def close(self) -> None:
-        """Before this rank leaves because all do."""
+        """Announce that this rank leaves because all ranks do, and end the thread."""
         self._notices.put({"left": True})
         self._leave()
         if self._stacks is not None:
-            with suppress(OSError):  # others' may be in the folder
+            with suppress(OSError):  # files of other ranks may be in the folder
                 if self._stacks.stat().st_size == 0:
                     self._stacks.unlink()
                 self._stacks.parent.rmdir()
 
     def _leave(self) -> None:
+        """End the thread and the safety net."""
         self._closing.set()
         self._asked.set()  # the thread need not wait for the main thread, which is here
         self._thread.join(ANSWER_S)
@@ -145,9 +154,10 @@ class Watchdog:
         faulthandler.enable(file=STDERR)
 
     def _run(self) -> None:
+        """Exchange beats and judge them, in the thread, until this rank leaves or a verdict is reached."""
         while not self._closing.is_set():
             self._arm()
-            for notice in self._link.exchange(self._own_beat()):
+            for notice in self._link.exchange(self._local_beat()):
                 if "left" in notice:
                     self._link.seen[0].has_left = True
                 elif "verdict" in notice:
@@ -163,64 +173,104 @@ class Watchdog:
                 notice = {"verdict": Verdict("failed", [0], "", [])}
             self._link.tell(notice)
 
-    def _own_beat(self) -> Beat:
+    def _local_beat(self) -> Beat:
+        """Return what this rank says of itself."""
         when_s, step, phase = self._last
         frame = sys._current_frames().get(self._main)
-        where, waits = _line(frame), is_waiting(self._main) or _is_in_collective(frame)
         idle_s = time.monotonic() - when_s
-        # Who asks for the first cause is about to leave.
-        is_stalled = idle_s > self._limit_s and not self._asked.is_set()
+        asks = self._asked.is_set()
         return Beat(
-            self._process, step, phase, where, waits, is_stalled, self._asked.is_set(), idle_s > self._limit_s / 2
+            self._process,
+            step,
+            phase,
+            where=_line(frame),
+            is_waiting=is_waiting(self._main) or _is_in_collective(frame),
+            is_stalled=idle_s > self._limit_s and not asks,  # a rank that asks for the first cause is about to leave
+            asks=asks,
+            is_idle=idle_s > self._limit_s / 2,
         )
 
     def _judge(self, now_s: float) -> Verdict | None:
-        """What can be said with what this rank knows: the hub knows all ranks, others only rank 0 and themselves."""
-        seen = {rank: one for rank, one in self._link.seen.items() if not one.has_left}
-        lost = [rank for rank, one in seen.items() if _is_lost(one, now_s)]
+        """Return the verdict of the first row that applies. The hub knows all ranks, a spoke only rank 0 and itself.
+
+        a rank is lost                                          lost: these ranks
+        no rank is stalled, and none asks for the first cause   no verdict: all is well
+        a rank is silent                                        hang: the silent ranks
+        a rank's beat is late                                   no verdict yet: it may be about to count as silent
+        a rank is stalled, and rank 0 cannot judge instead      hang: the ranks that the others wait for
+        otherwise                                               no verdict: no other rank has caused the error
+        """
+        seen = {rank: rank_seen for rank, rank_seen in self._link.seen.items() if not rank_seen.has_left}
+        lost = [rank for rank, rank_seen in seen.items() if _is_lost(rank_seen, now_s)]
         if lost:
-            line = f"{self._name(lost)} was lost at {self._position(seen[lost[0]].beat)}: killed, crashed or cut off."
-            return Verdict("lost", lost, f"{line} The same command goes on from the last checkpoint.", [])
-        is_stalled = any(one.beat.is_stalled for one in seen.values())
-        if not is_stalled and not any(one.beat.asks for one in seen.values()):
+            return self._lost_verdict(lost, seen)
+        is_stalled = any(rank_seen.beat.is_stalled for rank_seen in seen.values())
+        if not is_stalled and not any(rank_seen.beat.asks for rank_seen in seen.values()):
             return None
-        silent_s = {rank: now_s - one.heard_s for rank, one in seen.items()}
-        silent = [rank for rank in seen if silent_s[rank] > SILENT_AFTER_S]
-        if not silent and max(silent_s.values()) > 1.5 * EXCHANGE_EVERY_S:
-            return None  # one is about to count as frozen
-        if not silent and (not is_stalled or (isinstance(self._link, Spoke) and 0 in seen)):
-            return None
-        culprits = silent or behind({rank: one.beat for rank, one in seen.items() if one.beat.is_idle})
-        first, have = seen[culprits[0]].beat, "have" if len(culprits) > 1 else "has"
+        silence_s = {rank: now_s - rank_seen.heard_s for rank, rank_seen in seen.items()}
+        silent = [rank for rank in seen if silence_s[rank] > SILENT_AFTER_S]
         if silent:
-            since_s = silent_s[culprits[0]]
-            where = f"{self._position(first)}; a process or host stands still, or the link to it is cut"
-            how = f"{have} not answered for {since_s:.0f} s: {where}"
-        else:
-            how = f"{have} made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
+            return self._silent_verdict(silent, seen, silence_s=silence_s[silent[0]])
+        if max(silence_s.values()) > 1.5 * EXCHANGE_EVERY_S:
+            return None
+        rank0_judges = isinstance(self._link, Spoke) and 0 in seen
+        if is_stalled and not rank0_judges:
+            return self._stalled_verdict(seen)
+        return None
+
+    def _lost_verdict(self, lost: list[int], seen: dict[int, Seen]) -> Verdict:
+        """Name ranks whose connection broke."""
+        line = f"{self._name(lost)} was lost at {self._position(seen[lost[0]].beat)}: killed, crashed or cut off."
+        return Verdict("lost", lost, f"{line} The same command goes on from the last checkpoint.", [])
+
+    def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
+        """Name ranks that do not answer, the first of them for `silence_s`."""
+        have = "have" if len(silent) > 1 else "has"
+        where = f"{self._position(seen[silent[0]].beat)}; a process or host stands still, or the link to it is cut"
+        line = self._hang_line(silent, f"{have} not answered for {silence_s:.0f} s: {where}")
+        return Verdict("hang", silent, line, [seen[rank].beat.process for rank in silent])
+
+    def _stalled_verdict(self, seen: dict[int, Seen]) -> Verdict:
+        """Name the ranks that the others wait for, of those that answer and make no progress."""
+        culprits = behind({rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle})
+        first = seen[culprits[0]].beat
+        have = "have" if len(culprits) > 1 else "has"
+        how = f"{have} made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
+        return Verdict("hang", culprits, self._hang_line(culprits, how), [])
+
+    def _hang_line(self, culprits: list[int], how: str) -> str:
+        """Make the message of a hang: which ranks, how they hang, where stacks are, and the remedy."""
         stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""
-        line = (
+        return (
             f"{self._name(culprits)} {how}.{stacks} The same command goes on from the last checkpoint; if a step may "
             "take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
         )
-        return Verdict("hang", culprits, line, [seen[rank].beat.process for rank in silent])
 
     def _name(self, ranks: list[int]) -> str:
-        names = [
-            f"rank {rank} on {process.host} (pid {process.pid})"
-            for rank, process in ((rank, self._link.seen[rank].beat.process) for rank in ranks[:3])
-        ]
-        return " and ".join(names) + (f" and {counted(len(ranks) - 3, 'other')}" if len(ranks) > 3 else "")
+        """Name the first three ranks with host and process, and count the others."""
+        names = []
+        for rank in ranks[:3]:
+            process = self._link.seen[rank].beat.process
+            names.append(f"rank {rank} on {process.host} (pid {process.pid})")
+        if len(ranks) > 3:
+            names.append(counted(len(ranks) - 3, "other"))
+        return " and ".join(names)
 
     def _position(self, beat: Beat) -> str:
-        """Where the job stood: what a silent rank said last may be a second old, but nobody gets far without it."""
+        """Say which step and phase the run had reached.
+
+        The last beat of a silent rank may be a second old, but other ranks do not get far without it.
+        """
         _, step, phase = self._last
         if step <= beat.step:
             step, phase = beat.step, beat.phase
         return f"step {step}, in phase `{phase}`"
 
     def _pass_on(self, verdict: Verdict) -> None:
-        """This rank has judged, so it speaks. Without rank 0 nobody knows who else is there: one per node does then."""
+        """Send this rank's verdict to the others, or print it, and carry it out.
+
+        Without rank 0 no rank knows which others are left, so one per node prints it.
+        """
         if isinstance(self._link, Hub):
             self._link.tell({"verdict": verdict})
             self._line = verdict.line
@@ -229,26 +279,29 @@ class Watchdog:
         self._carry_out(verdict)
 
     def _carry_out(self, verdict: Verdict) -> None:
-        """Leave it to the main thread if that asks for the first cause; else end this process."""
+        """End this process, unless the main thread asks for the first cause and leaves by itself."""
         self._verdict = verdict
         if verdict.kind == "hang":
             self._dump()
-            ranks = self._ranks
-            beside = range(ranks.rank - ranks.local_rank, ranks.rank + 1)
-            end_frozen(verdict.frozen, asks=ranks.rank == min(set(beside) - set(verdict.ranks), default=None))
+            first_of_node = self._ranks.rank - self._ranks.local_rank
+            up_to_this = range(first_of_node, self._ranks.rank + 1)
+            first_alive = min(set(up_to_this) - set(verdict.ranks), default=None)
+            end_frozen(verdict.frozen, asks=self._ranks.rank == first_alive)
         if self._asked.wait(GRACE_S[verdict.kind]):
             self._answered.set()
             return
-        faulthandler.dump_traceback_later(NET_S, exit=True, file=self._stacks_fd)  # should even this get stuck
+        faulthandler.dump_traceback_later(NET_S, exit=True, file=self._stacks_fd)  # in case even this gets stuck
         if self._line:
             logger.error(self._line)
             logging.shutdown()
         os._exit(HANG)
 
     def _arm(self) -> None:
+        """Start the countdown of the safety net again."""
         faulthandler.dump_traceback_later(self._limit_s + NET_S, exit=True, file=self._stacks_fd)
 
     def _dump(self) -> None:
+        """Write the stacks of all threads."""
         with suppress(OSError):
             title = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._ranks.rank}\n"
             os.write(self._stacks_fd, title.encode())
@@ -256,28 +309,31 @@ class Watchdog:
 
 
 def behind(beats: dict[int, Beat]) -> list[int]:
-    """The ranks that the others wait for: the lowest step, and of these who is not inside a collective, if any is."""
+    """Return the ranks that the others wait for: at the lowest step, those in no collective, or else all."""
     lowest = min(beat.step for beat in beats.values())
     late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
-    return sorted(rank for rank, beat in late.items() if not beat.is_waiting) or sorted(late)
+    not_waiting = sorted(rank for rank, beat in late.items() if not beat.is_waiting)
+    return not_waiting or sorted(late)
 
 
 def _is_lost(seen: Seen, now_s: float) -> bool:
+    """Whether a rank's connection broke so long ago that it will not come back."""
     if seen.closed_s is None:
         return False
     is_dead = seen.beat.process.lives() is False
-    return now_s - seen.closed_s > (DEAD_AFTER_S if is_dead else LOST_AFTER_S)
+    limit_s = DEAD_AFTER_S if is_dead else LOST_AFTER_S
+    return now_s - seen.closed_s > limit_s
 
 
 def _line(frame: FrameType | None) -> str:
-    """That a thread runs."""
+    """Name the line that a thread runs."""
     if frame is None:
         return "an unknown line"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread is in one, or in what waits for one, also where DeepSpeed calls it within a pass."""
+    """Whether a thread is in a collective, or waits for one, also one that DeepSpeed calls within a pass."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
             return True
@@ -286,8 +342,11 @@ def _is_in_collective(frame: FrameType | None) -> bool:
 
 
 def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
-    """End those that run beside this one. One rank of a node asks, and who still can writes its stacks, in C: a second
-    SIGABRT would end it while it writes."""
+    """End frozen processes of this node.
+
+    One rank of the node `asks`: it sends SIGABRT, on which a process that still can writes its stacks, in C. A second
+    SIGABRT would end it while it writes.
+    """
     if asks:
         _send(signal.SIGABRT, processes)
     until_s = time.monotonic() + WRITES_S
@@ -297,6 +356,7 @@ def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
 
 
 def _send(number: int, processes: list[ProcessId]) -> None:
+    """Send a signal to those processes that live."""
     for process in processes:
         if process.lives():
             with suppress(OSError):
@@ -305,5 +365,6 @@ def _send(number: int, processes: list[ProcessId]) -> None:
 
 
 def _verdict(values: list[Any]) -> Verdict:
+    """Read a verdict from its JSON form."""
     kind, ranks, line, frozen = values
     return Verdict(kind, ranks, line, [process_of(process) for process in frozen])

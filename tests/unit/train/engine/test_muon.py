@@ -77,8 +77,8 @@ def alone(optimizer: Muon, values: dict[str, nn.Parameter]) -> None:
     names = {id(value): name for name, value in values.items()}
     matrices = [one for tensor in tensors for one in matrices_of(names[id(tensor)], tensor.shape)]
     held = [[(names[id(tensor)], 0, 0, tensor.numel())] for tensor in tensors]
-    division = MatrixAssignment(matrices, [held], rank=0, is_replicated=True)
-    optimizer.divide({id(tensors[0]): division}, dtype=torch.float32, device=torch.device("cpu"))
+    assignment = MatrixAssignment(matrices, [held], rank=0, is_replicated=True)
+    optimizer.assign({id(tensors[0]): assignment}, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -162,9 +162,9 @@ def matrices(*shapes: tuple[int, int]) -> list[Matrix]:
     return [Matrix(f"m{index}", 0, *shape) for index, shape in enumerate(shapes)]
 
 
-def cut(all_matrices: list[Matrix], *, num_ranks: int, length: int) -> list[muon.Held]:
+def cut(all_matrices: list[Matrix], *, num_ranks: int, length: int) -> list[muon.RankPieces]:
     """As ZeRO does: one behind the other, in slices of `length` that know nothing of matrices."""
-    held: list[muon.Held] = [[[]] for _ in range(num_ranks)]
+    held: list[muon.RankPieces] = [[[]] for _ in range(num_ranks)]
     place = 0
     for one in all_matrices:
         for rank in range(num_ranks):
@@ -180,15 +180,17 @@ def test_every_matrix_has_one_maker_and_each_rank_gets_what_it_holds(num_ranks: 
     all_matrices = matrices((4, 6), (6, 4), (4, 4), (4, 4), (2, 10), (8, 8))
     total = sum(one.length for one in all_matrices)
     held = cut(all_matrices, num_ranks=num_ranks, length=-(-total // num_ranks))
-    divisions = [MatrixAssignment(all_matrices, held, rank=rank, is_replicated=False) for rank in range(num_ranks)]
-    assert sorted(index for division in divisions for index in division.own) == list(range(len(all_matrices)))
+    assignments = [MatrixAssignment(all_matrices, held, rank=rank, is_replicated=False) for rank in range(num_ranks)]
+    assert sorted(index for assignment in assignments for index in assignment.local_matrices) == list(
+        range(len(all_matrices))
+    )
     for giver in range(num_ranks):
         for taker in range(num_ranks):
-            assert divisions[giver].sent[taker] == divisions[taker].received[giver]
-            assert divisions[giver].made[taker] == divisions[taker].wanted[giver]
-    for division in divisions:
-        got = {index: torch.zeros(all_matrices[index].length) for index in division.own}
-        for one in (one for ranges in division.received for one in ranges):
+            assert assignments[giver].send_ranges[taker] == assignments[taker].recv_ranges[giver]
+            assert assignments[giver].result_send_ranges[taker] == assignments[taker].result_recv_ranges[giver]
+    for assignment in assignments:
+        got = {index: torch.zeros(all_matrices[index].length) for index in assignment.local_matrices}
+        for one in (one for ranges in assignment.recv_ranges for one in ranges):
             got[one.matrix][one.start : one.start + one.length] += 1
         assert all(bool((values == 1).all()) for values in got.values())
 
@@ -198,8 +200,8 @@ def test_the_work_is_spread_evenly() -> None:
     held = [[[(one.parameter, 0, 0, one.length)] for one in all_matrices]] * 4
     loads = []
     for rank in range(4):
-        division = MatrixAssignment(all_matrices, held, rank=rank, is_replicated=True)
-        loads.append(sum(all_matrices[index].multiplications for index in division.own))
+        assignment = MatrixAssignment(all_matrices, held, rank=rank, is_replicated=True)
+        loads.append(sum(all_matrices[index].multiplications for index in assignment.local_matrices))
     assert max(loads) <= 1.1 * sum(loads) / 4
 
 
