@@ -87,7 +87,7 @@ class ZeroEngine(Engine):
         self._stage = config.engine.zero_stage
         self._offloads = config.engine.offload_optimizer
         self._clip_norm = config.optim.clip_norm
-        self._decay = config.optim.ema
+        self._decay = config.optim.ema_decay
         self._plugin_optimizer = config.optim.name if config.optim.kind.build is not None else ""
         # This is about products of fp32 alone. Containers for GPUs may allow TF32 though nobody has asked for it.
         torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")

@@ -153,7 +153,9 @@ def _uses_kernels(step: MicroStep) -> bool:
     if step.attention not in ("auto", "triton") or not step.on_gpu:
         return False
     model = step.model
-    reason = mismatch(step.dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias)
+    reason = unsupported_shape_reason(
+        step.dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
+    )
     return reason is None
 
 
