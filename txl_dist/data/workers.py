@@ -1,8 +1,8 @@
-"""Worker processes of preparing and verifying: tasks go in, results come out in the same order, few are in flight.
+"""Worker processes of preparing and verifying: results come in the order of the tasks, and few tasks are in flight.
 
-Processes are spawned, not forked: threads of the tokenizer library do not survive a fork. One worker means this very
-process, without any cost of starting. A worker that is killed is an error, not a wait; workers end with whoever
-started them, even if that one is killed.
+Processes are spawned, not forked, since threads of the tokenizer library do not survive a fork. One worker means the
+present process, without the cost of a start. A worker that is killed is an error, not a wait. Workers end with the
+process that started them, even if that one is killed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Where tasks run."""
+    """Pool in which tasks run."""
 
     def __init__(self, executor: ProcessPoolExecutor | None, num_workers: int) -> None:
         self._executor = executor
-        self._most_in_flight = num_workers + 2
+        self._max_in_flight = num_workers + 2
 
     def in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """`function` of each task, in the order of the tasks, which are taken only as fast as they are worked on.
+        """Yield `function` of each task, in the order of the tasks. Tasks are taken only as fast as they are done.
 
         `function` and the tasks have to be picklable. Raises what `function` raises, for the first task that fails,
         and DataError if a worker died.
@@ -42,14 +42,14 @@ class Workers:
         if self._executor is None:
             yield from map(function, tasks)
             return
-        flying: deque[Future[Result]] = deque()
+        in_flight: deque[Future[Result]] = deque()
         try:
             for task in tasks:
-                flying.append(self._executor.submit(function, task))
-                if len(flying) >= self._most_in_flight:
-                    yield flying.popleft().result()
-            while flying:
-                yield flying.popleft().result()
+                in_flight.append(self._executor.submit(function, task))
+                if len(in_flight) >= self._max_in_flight:
+                    yield in_flight.popleft().result()
+            while in_flight:
+                yield in_flight.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
                 "a worker process was killed, perhaps for want of memory. What is finished is kept: run the same "
@@ -59,7 +59,7 @@ class Workers:
 
 @contextmanager
 def start_workers(num_workers: int) -> Iterator[Workers]:
-    """Processes that end with the block; 1 works in this process."""
+    """Start processes that end with the block; with 1, tasks run in the present process."""
     if num_workers == 1:
         yield Workers(None, 1)
         return
@@ -73,11 +73,12 @@ def start_workers(num_workers: int) -> Iterator[Workers]:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _begin_worker(plugins: Sequence[str]) -> None:
+    """Set up a worker process."""
     # The tokenizer library starts a thread per core in each process; there is a process per core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -87,7 +88,10 @@ def _begin_worker(plugins: Sequence[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A worker holds both ends of the queue that it reads, so it would wait for a killed parent for ever."""
+    """End this worker when its parent ends.
+
+    A worker holds both ends of the queue that it reads, so it would wait for a killed parent for ever.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -40,8 +40,8 @@ from txl_dist.data.format import (
     counts_name,
 )
 from txl_dist.data.loader.corruption import CorruptionPolicy
+from txl_dist.data.storage.base import REMEDY, Storage
 from txl_dist.data.storage.factory import open_storage
-from txl_dist.data.storage.local import REMEDY, Storage
 from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import canonical_hash, is_file_name, parse_json
 from txl_dist.tokenizers.base import Tokenizer

@@ -1,1 +1,1 @@
-"""Where bytes of shards lie: folders, remote places, the cache on disk."""
+"""Access to the files of corpora: in folders, at URLs, and in a cache on disk."""

@@ -37,8 +37,9 @@ from typing_extensions import override
 
 from txl_dist.console.logging import logger
 from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.base import Payload
 from txl_dist.data.storage.fsspec_io import DamageError, retrying
-from txl_dist.data.storage.local import MappedPayload, Payload
+from txl_dist.data.storage.local import MappedPayload
 from txl_dist.data.storage.remote import Origin, RemoteStorage
 from txl_dist.errors import UnreachableError
 from txl_dist.io.files import flush_folder, open_new, sha256_of_file

@@ -1,7 +1,7 @@
-"""Which storage a corpus has, by where it lies.
+"""Choice of a corpus's storage by its location.
 
-    folder                 shards are mapped into memory; nothing is copied
-    URL, cache_dir set     a whole shard is downloaded once per node, proven by size and sha256, then mapped: cache.py
+    folder                 shards are mapped into memory, nothing is copied: local.py
+    URL, cache_dir set     a whole shard is downloaded once per node, checked by size and sha256, then mapped: cache.py
     URL, no cache_dir      the bytes of one document at a time, in ranges: ranges.py
     pipe:COMMAND {file}    as a URL with cache_dir, by a shell command; only if data.allow_protocols names pipe
 
@@ -14,9 +14,10 @@ import re
 from pathlib import Path
 
 from txl_dist.config.schema import DataSection
+from txl_dist.data.storage.base import Storage
 from txl_dist.data.storage.cache import CachedStorage
 from txl_dist.data.storage.fsspec_io import check_protocol
-from txl_dist.data.storage.local import LocalStorage, Storage
+from txl_dist.data.storage.local import LocalStorage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.data.storage.remote import PipeOrigin, UrlOrigin
 from txl_dist.errors import DataError
@@ -24,7 +25,7 @@ from txl_dist.io.files import path_of
 
 
 def open_storage(location: str | Path, settings: DataSection) -> Storage:
-    """The storage of a folder or URL, reached as the settings say (cache_dir, cache_gib, retries, allow_protocols).
+    """Open the storage of a folder or URL, as the settings say (cache_dir, cache_gib, retries, allow_protocols).
 
     Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
     """
@@ -38,8 +39,9 @@ def open_storage(location: str | Path, settings: DataSection) -> Storage:
         raise DataError(f"{url}: a command gives whole files only. Set data.cache_dir, where shards are kept.")
     if not settings.cache_dir:
         return RangeStorage(UrlOrigin(url, allow=settings.allow_protocols), retries=settings.retries)
+    origin = PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=settings.allow_protocols)
     return CachedStorage(
-        PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=settings.allow_protocols),
+        origin,
         folder=Path(settings.cache_dir).expanduser(),
         max_bytes=int(settings.cache_gib * 2**30),
         retries=settings.retries,

@@ -1,13 +1,13 @@
-"""Files at URLs: which schemes may be used, and reads that are tried again, and never wait for ever.
+"""Files at URLs: the schemes that may be used, and reads with retries and timeouts.
 
-    check_protocol     known schemes only; whatever may run a program has to be allowed by name
-    filesystem_of      the fsspec file system of a URL, or which package to install
+    check_protocol     known schemes only; one that may run a program has to be allowed by name
+    filesystem_of      the fsspec file system of a URL, or an error naming the package to install
     retrying           tries again after growing, random waits; in the end an error that names the source
-    watched            an error in place of a server that accepts and then says nothing
+    watched            an error for a server that accepts a connection and then sends nothing
 
-Whoever reads compares what came with its hash inside the action that is tried again, so that bytes changed on the
-way are fetched again before they are called damaged. What it gives up: a thread that hangs in a library is left
-behind, not ended; Python cannot end it.
+Readers compare bytes with their hash inside the action that is tried again. So bytes changed on the way are fetched
+again before they are called damaged. What it gives up: Python cannot end a thread that hangs in a library, so the
+thread stays.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Result = TypeVar("Result")
 
 PROTOCOLS = ("file", "http", "https", "s3", "gs", "gcs", "az", "abfs", "hf", "memory")
 TIMEOUT_S = 60.0
-"""A read in which nothing moves for so long has failed."""
+"""Seconds without progress after which a read has failed."""
 BACKOFF_S = 1.0
-"""Mean wait before the second try; each further one is twice as long, up to a minute."""
+"""Mean seconds before the second try; each further wait is twice as long, up to a minute."""
 
-_LONGEST_WAIT_S = 60.0
-_SLOWEST_BYTES_PER_S = 100_000
+_MAX_WAIT_S = 60.0
+_MIN_BYTES_PER_S = 100_000
 _PACKAGES = {
     "http": "txl_dist[http]",
     "https": "txl_dist[http]",
@@ -45,17 +45,18 @@ _PACKAGES = {
 
 
 class DamageError(OSError):
-    """Bytes came, and not those that the index describes; another try may bring the right ones."""
+    """Bytes that differ from the index's hash; another try may bring the right ones."""
 
 
 def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
-    """The scheme of a URL. Raises DataError unless it is a usual one or named in `allow`.
+    """Return the scheme of a URL. Raises DataError unless it is a usual one or named in `allow`.
 
-    So is every link of a chain (`zip://a::https://b`), whose outer links must be named even where they are usual.
+    Every link of a chain (`zip://a::https://b`) is checked. Its outer links must be in `allow` even if they are usual.
     """
     links = [url] if url.startswith("pipe:") else url.split("::")
     protocols = [link.partition(":")[0] for link in links]
-    for protocol, is_outer in zip(protocols, [True] * (len(links) - 1) + [False], strict=True):
+    for number, protocol in enumerate(protocols):
+        is_outer = number < len(protocols) - 1
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
                 f"{url}: the scheme {protocol!r} is not one of {', '.join(PROTOCOLS)}, and may run programs. "
@@ -65,7 +66,10 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
 
 
 def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
-    """(fsspec file system, path in it). Raises DataError if the scheme is not allowed or lacks its package."""
+    """Open a URL's fsspec file system: (file system, path in it).
+
+    Raises DataError if the scheme is not allowed or lacks its package.
+    """
     protocol = check_protocol(url, allow=allow)
     try:
         from fsspec.core import url_to_fs
@@ -84,13 +88,14 @@ def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
 
 
 def _options(protocol: str) -> dict[str, Any]:
+    """Return the options of a scheme's file system."""
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout
 
     # aiohttp's own limit is five minutes for a whole file, which would cut a large shard on a slow line.
     timeout = ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
-    # Compressed on the way, ranges and sizes would be those of other bytes. trust_env: proxies, as curl does.
+    # With compression, ranges and sizes would be those of the compressed bytes. trust_env: use proxies, as curl does.
     return {
         "headers": {"Accept-Encoding": "identity"},
         "client_kwargs": {"timeout": timeout, "trust_env": True},
@@ -100,58 +105,62 @@ def _options(protocol: str) -> dict[str, Any]:
 def retrying(
     action: Callable[[], Result], *, what: str, retries: int, sleep: Callable[[float], None] = time.sleep
 ) -> Result:
-    """The action's result, after up to `retries` failed tries. `what` is the source, for messages.
+    """Return the action's result, after up to `retries` failed tries. `what` is the source, for messages.
 
-    Raises DataError if the file is absent, at once, or damaged each time; UnreachableError if it is forbidden, at once,
-    or if it was the way to it that failed each time.
+    Raises DataError at once if the file is absent, and after the last try if it was damaged each time. Raises
+    UnreachableError at once if access is forbidden, and after the last try if the connection failed each time.
     """
     for attempt in range(1, retries + 2):
         try:
             return action()
         except TxlError:
-            raise  # final by its nature, and says so itself
+            raise  # another try would not help, and its message is complete
         except Exception as problem:  # noqa: BLE001  each library fails in its own way
             error = _real(problem)
             if attempt > retries or _is_final(error):
                 is_damage = isinstance(error, FileNotFoundError | DamageError)
-                raise (DataError if is_damage else UnreachableError)(
+                error_type = DataError if is_damage else UnreachableError
+                raise error_type(
                     f"cannot read {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
                     "Check the address, the network, the credentials and the file there."
                 ) from error
             # Not from the global generator: reading data must not change what is drawn elsewhere.
-            wait_s = min(BACKOFF_S * 2 ** (attempt - 1), _LONGEST_WAIT_S) * random.SystemRandom().uniform(0.5, 1.5)
+            mean_wait_s = min(BACKOFF_S * 2 ** (attempt - 1), _MAX_WAIT_S)
+            wait_s = mean_wait_s * random.SystemRandom().uniform(0.5, 1.5)
             logger.warning("%s: %s; try %d of %d in %.1f s", what, _reason(error), attempt + 1, retries + 1, wait_s)
             sleep(wait_s)
     raise AssertionError("unreachable")
 
 
 def _real(error: Exception) -> Exception:
-    """What happened: fsspec calls every failure to look at an http file its absence."""
+    """Return the real error: fsspec raises FileNotFoundError for every failed look at an http file."""
     cause = error.__cause__
-    is_http = isinstance(cause, Exception) and type(cause).__module__.startswith("aiohttp")
-    if isinstance(error, FileNotFoundError) and is_http and getattr(cause, "status", None) not in (404, 410):
-        assert isinstance(cause, Exception)
-        return cause
-    return error
+    if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
+        return error
+    is_http = type(cause).__module__.startswith("aiohttp")
+    is_absent = getattr(cause, "status", None) in (404, 410)
+    return cause if is_http and not is_absent else error
 
 
 def _is_final(error: Exception) -> bool:
+    """Return whether another try would not help."""
     status = getattr(error, "status", None)
     is_refusal = isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
     return is_refusal or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ImportError)
 
 
 def _reason(error: Exception) -> str:
+    """Describe an error in a message."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
     return str(error) if type(error) in (OSError, DamageError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def watched(action: Callable[[], Result], *, progress: Callable[[], int] = lambda: 0, num_bytes: int = 0) -> Result:
-    """The action's result. Raises TimeoutError once `progress` has stood still for TIMEOUT_S.
+    """Return the action's result. Raises TimeoutError once `progress` has not changed for TIMEOUT_S.
 
-    A read of `num_bytes` that shows no progress has longer. The action runs in a thread of its own, which is left to
-    itself then: not every file system can be interrupted.
+    A read of `num_bytes` that shows no progress has longer. The action runs in a thread of its own. After a timeout the
+    thread continues, since not every file system can be interrupted.
     """
     outcome: Future[Result] = Future()
 
@@ -161,7 +170,7 @@ def watched(action: Callable[[], Result], *, progress: Callable[[], int] = lambd
         except BaseException as error:  # noqa: BLE001  raised in the caller
             outcome.set_exception(error)
 
-    timeout_s = TIMEOUT_S + num_bytes / _SLOWEST_BYTES_PER_S
+    timeout_s = TIMEOUT_S + num_bytes / _MIN_BYTES_PER_S
     before = progress()
     threading.Thread(target=work, name="txl-read", daemon=True).start()
     while not wait([outcome], timeout=timeout_s).done:

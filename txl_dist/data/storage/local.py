@@ -1,79 +1,27 @@
-"""Where the files of a corpus lie, and how their bytes are reached: one interface, and the folder, whose shards are
-mapped into memory.
-
-What readers of `Storage` read is checked by `corpus.Shard`, wherever it came from.
-"""
+"""Storage of a corpus in a folder: shards are mapped into memory, nothing is copied."""
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.base import REMEDY, Payload, Storage, check_size
 from txl_dist.errors import DataError, translate_errors
 from txl_dist.io.files import open_regular, read_bytes, resolve_inside
 
 MAX_FILE_BYTES = 1 << 36
-"""Of a file that is read whole: records have 16 bytes for each document of a shard."""
-REMEDY = "Restore the file from a copy, or run `txl prepare` again."
-
-
-class Payload(Protocol):
-    """The bytes of one open shard."""
-
-    remedy: str
-    """What to do if they are damaged."""
-
-    def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """Bytes of the file, possibly a view of it. Raises DataError if they cannot be read.
-
-        Whoever knows their crc32 says it: a reader over a network fetches them again if they have another. To judge
-        them in the end is the caller's business.
-        """
-
-
-class Storage(ABC):
-    """The files of one corpus."""
-
-    location: str
-    """Folder or URL, for messages."""
-
-    def name_of(self, file: str) -> str:
-        """Where a file lies, for messages."""
-        return f"{self.location.rstrip('/')}/{file}"
-
-    @abstractmethod
-    def read(self, file: str, *, sha256: str = "") -> bytes:
-        """A small file, whole. Raises DataError if it cannot be read or lacks the sha256, where one is given."""
-
-    @abstractmethod
-    def open_payload(self, info: ShardInfo) -> Payload:
-        """Random access to a shard, whose size is checked. Raises DataError."""
-
-    @abstractmethod
-    def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """Raises DataError if a shard is missing or has another size, as far as that is cheap to know."""
-
-    @abstractmethod
-    def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """A hint: these shards will be opened soon."""
-
-
-def check_size(name: str, num_bytes: int, info: ShardInfo) -> None:
-    """Raises DataError if a shard has another size than the index says: other readers miss a cut at a member border."""
-    if num_bytes != info.bytes or not num_bytes:
-        raise DataError(f"{name} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {REMEDY}")
+"""Maximum size of a file that is read whole. Records have 16 bytes for each document of a shard."""
 
 
 class LocalStorage(Storage):
-    """A folder."""
+    """Storage of a corpus in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,7 +36,7 @@ class LocalStorage(Storage):
         return content
 
     def open_payload(self, info: ShardInfo) -> Payload:
-        """Map the shard."""
+        """Map the shard into memory."""
         self.check_sizes([info])
         path = self._path(info.name)
         with translate_errors(DataError, f"cannot read {path}", REMEDY), open_regular(path) as stream:
@@ -103,23 +51,24 @@ class LocalStorage(Storage):
             check_size(str(path), num_bytes, info)
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """The kernel reads ahead by itself."""
+        """Do nothing: the kernel reads ahead by itself."""
 
     def _path(self, file: str) -> Path:
+        """Return the path of a file. Raises DataError if its name leads out of the folder."""
         remedy = "Copy the file to its place, or use another corpus."
         with translate_errors(DataError, f"{self.folder}", remedy, of=(ValueError,)):
             return resolve_inside(self.folder, file)
 
 
 class MappedPayload:
-    """A file mapped into memory."""
+    """File mapped into memory."""
 
     def __init__(self, file: Path | IO[bytes], *, remedy: str = REMEDY) -> None:
-        """An open file may be closed afterwards; its flock stays as long as the map and its views do."""
+        """Map a file. An open file may be closed afterwards: its flock lasts as long as the map and its views."""
         # A plain array over the map: slicing np.memmap itself is three times slower.
         self._bytes = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
         self.remedy = remedy
 
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """A view of the file."""
+        """Return a view of the file."""
         return self._bytes[offset : offset + num_bytes]

@@ -1,8 +1,8 @@
-"""A corpus at a URL without a cache: small files whole, documents in ranges.
+"""Storage of a corpus at a URL without a cache: small files whole, documents in ranges.
 
-What comes is compared with its sha256 or crc32 inside the retry, so that bytes changed on the way are fetched again
-before they are called damaged. What it gives up: one request per document, which short documents make slow. A cache
-folder (cache.py) is the answer to that.
+Bytes are compared with their sha256 or crc32 inside the retry. So bytes changed on the way are fetched again before
+they are called damaged. What it gives up: each document takes one request, which is slow for short ones. A cache folder
+(cache.py) avoids that.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.base import Payload
 from txl_dist.data.storage.fsspec_io import DamageError, retrying
-from txl_dist.data.storage.local import Payload
 from txl_dist.data.storage.remote import RemoteStorage, UrlOrigin
 from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20
-"""Documents that are kept. Below what the lanes of a rank are reading, each segment would cost a read of its whole
-document."""
+"""Bytes of documents that are kept. If the documents of a rank's lanes exceeded it, each segment would fetch its whole
+document again."""
 
 
 class RangeStorage(RemoteStorage):
-    """Reads documents where they lie. The last ones are kept, so that lanes in one document read it once."""
+    """Storage that reads documents by range requests. It keeps the last ones for lanes that share a document."""
 
     def __init__(self, origin: UrlOrigin, *, retries: int) -> None:
         super().__init__(origin, retries=retries)
@@ -37,17 +37,17 @@ class RangeStorage(RemoteStorage):
 
     @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """One small read around the end proves the size, and that the server knows ranges."""
+        """Open a shard. One small read around its end checks its size, and that the server supports ranges."""
         payload = RangePayload(self._ranges, info, recent=self._recent, retries=self._retries)
         payload.check_end()
         return payload
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Nothing is kept of shards that nobody reads."""
+        """Do nothing: bytes are fetched only when they are read."""
 
 
 class RangePayload(Payload):
-    """The bytes of a shard, fetched when they are asked for."""
+    """Bytes of a shard, fetched when they are read."""
 
     def __init__(self, origin: UrlOrigin, info: ShardInfo, *, recent: _RecentBytes, retries: int) -> None:
         self._origin = origin
@@ -59,7 +59,7 @@ class RangePayload(Payload):
 
     @override
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """Bytes that lack the crc32 are fetched again."""
+        """Fetch bytes, or return kept ones. Bytes that lack the crc32 are fetched again."""
         key = self._info.name, offset, num_bytes
         content = self._recent.get(key)
         if content is None:
@@ -69,7 +69,7 @@ class RangePayload(Payload):
         return np.frombuffer(content, dtype=np.uint8)
 
     def check_end(self) -> None:
-        """Raises DataError if the file is not exactly as long as the index says, or cannot be read in ranges."""
+        """Raise DataError if the file is not exactly as long as the index says, or cannot be read in ranges."""
         retrying(self._fetch_end, what=f"the end of {self._name}", retries=self._retries)
 
     def _fetch_end(self) -> None:
@@ -77,7 +77,7 @@ class RangePayload(Payload):
         try:
             content = self._origin.read_range(self._info.name, num_bytes - 1, num_bytes + 1)
         except Exception as error:
-            if getattr(error, "status", None) == 416:  # HTTP: the range begins behind the end
+            if getattr(error, "status", None) == 416:  # HTTP: the range begins after the end
                 raise self._other_size("fewer") from error
             raise
         self._check_is_range(content, 2)
@@ -110,7 +110,7 @@ class RangePayload(Payload):
 
 
 class _RecentBytes:
-    """The bytes used last, up to a total; the newest are kept however many they are."""
+    """Bytes that were used last, up to a total size. The newest are kept whatever their size."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -129,4 +129,5 @@ class _RecentBytes:
             self._num_bytes += len(content) - len(self._kept.pop(key, b""))
             self._kept[key] = content
             while self._num_bytes > self._max_bytes and len(self._kept) > 1:
-                self._num_bytes -= len(self._kept.popitem(last=False)[1])
+                _, oldest = self._kept.popitem(last=False)
+                self._num_bytes -= len(oldest)

@@ -1,6 +1,6 @@
-"""The files of one corpus far away: at a URL that fsspec knows, or behind a shell command.
+"""Remote files of one corpus: at a URL that fsspec knows, or from a shell command.
 
-An origin tries once and raises whatever its library raises; `retries.retrying` goes around it. Each read is watched:
+An origin tries once and raises whatever its library raises; its callers use `fsspec_io.retrying`. Each read is watched:
 it ends in an error if nothing moves.
 """
 
@@ -21,19 +21,19 @@ from typing import IO
 from typing_extensions import override
 
 from txl_dist.data.format import ShardInfo
+from txl_dist.data.storage.base import Storage, check_size
 from txl_dist.data.storage.fsspec_io import DamageError, check_protocol, filesystem_of, retrying, watched
-from txl_dist.data.storage.local import Storage, check_size
 from txl_dist.errors import DataError
 
 
 class Origin(ABC):
-    """The files of one corpus far away. Its methods raise what the library raises; `retrying` is around them."""
+    """Remote files of one corpus. Its methods raise what their library raises; callers use `retrying`."""
 
     location: str
     """URL, for messages."""
 
     def name_of(self, file: str) -> str:
-        """Where a file lies, for messages."""
+        """Return the URL of a file, for messages."""
         return f"{self.location.rstrip('/')}/{file}"
 
     @abstractmethod
@@ -41,33 +41,38 @@ class Origin(ABC):
         """Write a whole file into the local file `path`, in place."""
 
     def sizes(self) -> dict[str, int] | None:
-        """Bytes of each file by its name, or None where there is no listing."""
+        """Return the size of each file by its name, or None where there is no listing."""
         return None
 
 
 class UrlOrigin(Origin):
-    """A folder of a file system of fsspec."""
+    """Folder of an fsspec file system."""
 
     def __init__(self, url: str, *, allow: Sequence[str] = ()) -> None:
-        """Raises DataError as `filesystem_of` does."""
+        """Open the URL. Raises DataError as `filesystem_of` does."""
         self.location = url
         self._protocol = check_protocol(url, allow=allow)
         self._file_system, self._folder = filesystem_of(url, allow=allow)
 
     @override
     def download(self, file: str, path: Path) -> None:
-        watched(lambda: self._file_system.get_file(self._path_of(file), str(path)), progress=lambda: _size_of(path))
+        def get() -> None:
+            self._file_system.get_file(self._path_of(file), str(path))
+
+        watched(get, progress=lambda: _size_of(path))
 
     def read_range(self, file: str, start: int, end: int) -> bytes:
-        """Bytes start to end, fewer where the file ends before; more, if the server ignores ranges."""
-        content: bytes = watched(
-            lambda: self._file_system.cat_file(self._path_of(file), start=start, end=end), num_bytes=end - start
-        )
-        return content
+        """Return bytes start to end: fewer if the file ends before, more if the server ignores ranges."""
+
+        def cat() -> bytes:
+            content: bytes = self._file_system.cat_file(self._path_of(file), start=start, end=end)
+            return content
+
+        return watched(cat, num_bytes=end - start)
 
     @override
     def sizes(self) -> dict[str, int] | None:
-        """Web servers have no listing, and some stores let their files be read but not listed."""
+        """Return the sizes, or None: web servers have no listing, and some stores do not permit it."""
         if self._protocol in ("http", "https"):
             return None
         try:
@@ -81,10 +86,10 @@ class UrlOrigin(Origin):
 
 
 class PipeOrigin(Origin):
-    """`pipe:COMMAND with {file}`: what a shell command writes to its standard output, if it succeeds."""
+    """Standard output of a shell command, `pipe:COMMAND with {file}`, if it succeeds."""
 
     def __init__(self, location: str) -> None:
-        """Raises DataError if the command does not say where the file's name goes."""
+        """Set the command. Raises DataError if it does not say where the file's name goes."""
         self.location = location
         if "{file}" not in location:
             raise DataError(
@@ -98,7 +103,7 @@ class PipeOrigin(Origin):
 
     @override
     def download(self, file: str, path: Path) -> None:
-        """Any exit status but 0 is an error, as `start_command` has it."""
+        """Run the command. Raises OSError for any exit status but 0 (see `start_command`)."""
         command = self.location.removeprefix("pipe:").replace("{file}", shlex.quote(file))
         with path.open("wb") as output, tempfile.TemporaryFile() as complaints:
             process = start_command(command, output=output, complaints=complaints)
@@ -107,13 +112,14 @@ class PipeOrigin(Origin):
             finally:
                 end_command(process)
             complaints.seek(0)
-            said = complaints.read()[-500:].decode(errors="replace").strip()
+            last_output = complaints.read()[-500:].decode(errors="replace").strip()
         if status != 0:
-            raise OSError(f"the command ended with exit status {status}{f', saying: {said}' if said else ''}")
+            suffix = f", saying: {last_output}" if last_output else ""
+            raise OSError(f"the command ended with exit status {status}{suffix}")
 
 
 class RemoteStorage(Storage):
-    """What all storages of a `Origin` share: small files, and sizes by one listing."""
+    """Base of the storages of an `Origin`: it reads small files, and checks sizes by one listing."""
 
     def __init__(self, origin: Origin, *, retries: int) -> None:
         self._origin = origin
@@ -126,7 +132,7 @@ class RemoteStorage(Storage):
 
     @override
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        """Read each time: these files are small, and fewer than the shards are opened."""
+        """Download the file each time: these files are small, and read less often than shards."""
         with tempfile.TemporaryDirectory(prefix="txl-") as folder:
             path = Path(folder) / "file"
 
@@ -141,7 +147,7 @@ class RemoteStorage(Storage):
 
     @override
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """Where there is no listing nothing is checked: the size is proven when a shard is opened."""
+        """Check the sizes in the listing. Without one nothing is checked until a shard is opened."""
         sizes = retrying(self._origin.sizes, what=self.location, retries=self._retries)
         if sizes is None:
             return
@@ -154,15 +160,18 @@ class RemoteStorage(Storage):
 def start_command(
     command: str, *, output: int | IO[bytes], complaints: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    """A shell command at work, with its standard output there. Any exit status but 0 means that the output may be cut,
-    141 (a broken pipe) and 23 too; where bash is there, that of each command of a pipeline counts."""
+    """Start a shell command with its standard output in `output`.
+
+    Any exit status but 0 means that the output may be cut, 141 (a broken pipe) and 23 included. With bash the status of
+    each command of a pipeline counts.
+    """
     bash = shutil.which("bash")
     words = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True)
 
 
 def end_command(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command that still runs, the shell and what it started."""
+    """Kill a command that still runs: the shell and the processes that it started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

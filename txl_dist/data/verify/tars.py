@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from txl_dist.data.format import Tokens
-from txl_dist.data.storage.local import Payload
+from txl_dist.data.storage.base import Payload
 from txl_dist.errors import DataError
 
 CHUNK_BYTES = 1 << 22

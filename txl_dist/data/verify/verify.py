@@ -25,8 +25,9 @@ from txl_dist.console.formatting import counted
 from txl_dist.console.progress import Progress
 from txl_dist.data.format import INDEX_NAME, PREPARED_NAME, TOKENIZER_NAME, ShardInfo, counts_name
 from txl_dist.data.loader.corpus import Corpus, Shard, Split, open_corpus
+from txl_dist.data.storage.base import REMEDY
 from txl_dist.data.storage.factory import open_storage
-from txl_dist.data.storage.local import REMEDY, LocalStorage
+from txl_dist.data.storage.local import LocalStorage
 from txl_dist.data.verify.tars import ForwardReader, TarSample, read_samples
 from txl_dist.data.workers import num_cores, start_workers
 from txl_dist.errors import DataError

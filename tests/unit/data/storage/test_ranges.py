@@ -16,8 +16,8 @@ from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage import ranges
+from txl_dist.data.storage.base import Storage
 from txl_dist.data.storage.factory import open_storage
-from txl_dist.data.storage.local import Storage
 from txl_dist.errors import DataError
 
 CONTENT = random.Random(0).randbytes(20_000)

@@ -19,9 +19,10 @@ from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import first_state
 from txl_dist.data.storage import fsspec_io as remote
+from txl_dist.data.storage.base import Storage
 from txl_dist.data.storage.cache import CachedStorage
 from txl_dist.data.storage.factory import open_storage
-from txl_dist.data.storage.local import LocalStorage, Storage
+from txl_dist.data.storage.local import LocalStorage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.errors import DataError, UnreachableError
 
