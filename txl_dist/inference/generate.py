@@ -1,4 +1,4 @@
-"""Generation: many texts go on at once, a token of each at a time, and none depends on the others.
+"""Generation of many texts at once, one token of each per step. No text depends on the others.
 
     decoder = Decoder(model, memory_len=512, segment_len=64)
     decoder.add("a", Request(ids=(5, 17, 3), max_tokens=20))
@@ -7,9 +7,9 @@
             if token.is_last:
                 decoder.remove(token.key)
 
-A text is read alone, in chunks of a segment as in training, up to its last token. That one is run like those that are
-generated: beside the last tokens of all other texts, behind the past that each has in its row of the ring. So every
-text may begin and end when it likes, and a memory is always what lies before a last token.
+A prompt is read alone, in chunks of a segment as in training, up to its last token. The last token is run like the
+generated ones: together with the last tokens of all other texts, each after the past in its row of the KV cache. So
+every text may begin and end at any step, and a memory always excludes the last token.
 """
 
 from __future__ import annotations
@@ -29,82 +29,86 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 
 class Request(NamedTuple):
-    """A text to go on with."""
+    """Request to continue a text."""
 
     ids: tuple[int, ...]
-    """At least one."""
+    """Ids of the prompt, at least one."""
     max_tokens: int
     past: CacheState | None = None
-    """What was read before; only of a model whose positions know a memory."""
+    """Memory of the text before `ids`, for a model whose positions support a memory."""
     num_read: int = 0
-    """So many of `ids`, but not the last, are in `past` already."""
+    """Number of leading `ids` that `past` includes already; never the last one."""
     stop_at: int | None = None
     """Id that ends the text and is not part of it."""
     sampling: Sampling = Sampling()
     seed: int = 0
     sample: int = 0
-    """Which of several samples of one prompt and seed."""
+    """Number of the sample, among several of one prompt and seed."""
     num_top: int = 0
-    """So many of the likeliest tokens are told with each."""
+    """Number of most probable tokens to return with each token."""
     num_spare: int = 0
-    """So many tokens may be taken back, one more in fact, with nothing of the memory lost (`Decoder.past`)."""
+    """Number of tokens that `Decoder.past` can drop without shortening the memory; one more in fact."""
 
 
 class Token(NamedTuple):
-    """One more token of a text."""
+    """Next token of a text."""
 
     key: Hashable
     id: int
     log_p: float
-    """In nats, of the model as it is; no number where its probabilities are none."""
+    """Log-probability in nats by the model itself; NaN where the model's probabilities are NaN."""
     top: list[tuple[int, float]]
-    """The likeliest ids with their log-probabilities, as many as were asked for."""
+    """Most probable ids with their log-probabilities, as many as the request asked for."""
     is_last: bool
-    """Whether the text ends with it: it has `max_tokens`, or this is `stop_at`."""
+    """True if the text ends with it: the text has `max_tokens`, or this is `stop_at`."""
 
 
 class Scored(NamedTuple):
-    """A token of a prompt, in its place."""
+    """Token of a prompt with its score."""
 
     id: int
     log_p: float
-    """In nats, behind all that stands before it."""
+    """Log-probability in nats, given all tokens before it."""
     top: list[tuple[int, float]]
-    """The likeliest ids in its place with their log-probabilities, as many as were asked for."""
+    """Most probable ids at its position with their log-probabilities, as many as the request asked for."""
 
 
 class PromptChunk(NamedTuple):
-    """What was read of a text at a time."""
+    """Part of a prompt that was read in one step."""
 
     num_tokens: int
     scored: list[Scored]
-    """The tokens that follow those of the chunk, if asked for: of a whole text all but the first."""
+    """Scores of the tokens that follow those of the chunk, if asked for. A prompt's first token has none."""
 
 
 Reading = Generator[PromptChunk, None, CacheState | None]
-"""A text that is being read, a chunk at each step; then its value is what is remembered, if anything is."""
+"""Generator that reads a prompt, one chunk per step. It returns the memory, or None for a model without one."""
 
 
 class _Text:
-    """A text that is being generated, and what of it changes."""
+    """State of a text that is being generated."""
 
     def __init__(self, key: Hashable, request: Request) -> None:
-        self.key, self.request, self.last, self.num_made = key, request, request.ids[-1], 0
+        self.key = key
+        self.request = request
+        self.last = request.ids[-1]
+        self.num_generated = 0
         self.numbers = uniform_numbers(request.seed, sample=request.sample)
 
     def take(self, i: int, log_p: float, likeliest: list[tuple[int, float]]) -> Token:
-        """Go on with a token."""
-        self.last, self.num_made = i, self.num_made + 1
-        is_last = self.num_made >= self.request.max_tokens or i == self.request.stop_at
+        """Append the token with id `i`. `likeliest` are at least as many as the request asks for."""
+        self.last = i
+        self.num_generated += 1
+        is_last = self.num_generated >= self.request.max_tokens or i == self.request.stop_at
         return Token(self.key, i, log_p, likeliest[: self.request.num_top], is_last)
 
 
 class Decoder:
-    """Texts in work, under keys that their owner chooses.
+    """Texts that are being generated, under keys that the caller chooses.
 
-    `memory_len` tokens of the past are seen, which may be more than in training; there is room for as many as the texts
-    can come to, and more is made when one comes that can be longer. `segment_len` are read at a time. A model whose
-    positions know no memory runs the last `segment_len` tokens of each text anew for each token.
+    A token sees `memory_len` tokens of the past, which may be more than in training. The KV cache has room for the
+    longest text so far, and grows when a longer one is added. Prompts are read `segment_len` tokens at a time. A model
+    whose positions support no memory runs the last `segment_len` tokens of each text again for each token.
     """
 
     def __init__(self, model: TransformerXL | FrozenModel, *, memory_len: int, segment_len: int) -> None:
@@ -115,37 +119,39 @@ class Decoder:
             self._rows = _CachedRows(frozen, memory_len=memory_len, segment_len=segment_len)
         else:
             self._rows = _WindowRows(network, segment_len=segment_len)
-        self._vocab_size, self._device = network.vocab_size, network.embedding.weight(0).device
+        self._vocab_size = network.vocab_size
+        self._device = network.embedding.weight(0).device
         self._texts: list[_Text | None] = []  # by row; None where a row is free
-        self._seen_BV: Tensor | None = None  # tokens of each row's prompt and text, where a text pays for them
+        self._seen_BV: Tensor | None = None  # tokens of each row, if any text has a repetition penalty
 
     @property
     def keys(self) -> list[Hashable]:
-        """Of the texts in work."""
+        """Keys of the texts that are being generated."""
         return [text.key for text in self._texts if text is not None]
 
     @property
     def remembers(self) -> bool:
-        """Whether there is a past to keep: whether the model's positions know a memory."""
+        """Whether the model's positions support a memory, so that there is a past to keep."""
         return isinstance(self._rows, _CachedRows)
 
     def read(self, request: Request) -> CacheState:
-        """What is remembered of a text up to its last token. Raises ConfigError where nothing is."""
+        """Read a prompt up to its last token and return the memory. Raises ConfigError for a model without one."""
         return self._rows.past_of(request)
 
     def reading(self, request: Request, *, with_scores: bool = False) -> Reading:
-        """As `read`, chunk by chunk, so that others may go on between; also for models that remember nothing."""
+        """Read a prompt chunk by chunk, so that other texts may continue in between; also for models without memory."""
         return self._rows.reading(request, with_scores=with_scores)
 
     def add(self, key: Hashable, request: Request) -> None:
-        """Read a text up to its last token, and go on with it from the next step."""
+        """Read a prompt up to its last token, and generate its text from the next step on."""
         assert request.ids
         assert request.max_tokens > 0
         assert key not in self.keys
         if None not in self._texts:  # room for the next power of two: to make room is to copy the rows
-            more = max(1, len(self._texts))
-            self._select([*range(len(self._texts)), *[0] * more])
-            self._texts += [None] * more
+            num_new = max(1, len(self._texts))
+            rows = list(range(len(self._texts)))
+            self._select(rows + [0] * num_new)
+            self._texts += [None] * num_new
         row = self._texts.index(None)
         self._rows.read(row, request)
         self._texts[row] = _Text(key, request)
@@ -156,7 +162,7 @@ class Decoder:
             self._seen_BV[row, list(request.ids)] = True
 
     def remove(self, key: Hashable) -> None:
-        """Stop work on a text. Half the rows are given back when the other half is enough."""
+        """Stop generating a text. Half the rows are released when the other half is enough."""
         row = self._row_of(key)
         self._texts[row] = None
         self._rows.forget(row)
@@ -166,26 +172,34 @@ class Decoder:
             self._texts = [self._texts[row] for row in taken]
 
     def past(self, key: Hashable, *, without_last: int = 0) -> CacheState:
-        """What is remembered of a text but its last token; as if the last so many had not been made (see
-        `KVCache.past`)."""
+        """Return the memory of a text without its last token, as if `without_last` more had not been generated.
+
+        See `KVCache.past`.
+        """
         return self._rows.past(self._row_of(key), without_last=without_last)
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """The next token of every text. Those that end stay in work, for `past`, until they are removed."""
-        log_p_BV = self._rows.run([0 if text is None else text.last for text in self._texts])
+        """Generate the next token of every text. A text that ends keeps its row, for `past`, until it is removed."""
+        last_ids = [0 if text is None else text.last for text in self._texts]
+        log_p_BV = self._rows.run(last_ids)
         groups: dict[Sampling, list[tuple[int, _Text]]] = {}
         for row, text in enumerate(self._texts):
             if text is not None:
                 groups.setdefault(text.request.sampling, []).append((row, text))
-        return [token for sampling, group in groups.items() for token in self._step_of(group, sampling, log_p_BV)]
+        tokens: list[Token] = []
+        for sampling, group in groups.items():
+            tokens += self._step_of(group, sampling, log_p_BV)
+        return tokens
 
     def _step_of(self, group: list[tuple[int, _Text]], sampling: Sampling, log_p_BV: Tensor) -> list[Token]:
-        """Of texts that choose alike."""
-        rows, texts = [row for row, _ in group], [text for _, text in group]
+        """Generate the next token of (row, text) pairs that share their sampling settings."""
+        rows = [row for row, _ in group]
+        texts = [text for _, text in group]
         if len(group) < len(self._texts):
             log_p_BV = log_p_BV[rows]
-        uniform_B2 = torch.from_numpy(np.stack([text.numbers.random(2) for text in texts])).to(self._device)
+        numbers = np.stack([text.numbers.random(2) for text in texts])
+        uniform_B2 = torch.from_numpy(numbers).to(self._device)
         seen_BV = None
         if sampling.repetition_penalty != 1 and self._seen_BV is not None:
             seen_BV = self._seen_BV if len(group) == len(self._texts) else self._seen_BV[rows]
@@ -194,12 +208,18 @@ class Decoder:
             self._seen_BV[rows, ids_B] = True
         log_ps = log_p_BV.gather(1, ids_B[:, None])[:, 0].tolist()
         likeliest = _likeliest(log_p_BV, max(text.request.num_top for text in texts))
-        return [text.take(*told) for text, *told in zip(texts, ids_B.tolist(), log_ps, likeliest, strict=True)]
+        tokens = []
+        for text, token_id, log_p, top in zip(texts, ids_B.tolist(), log_ps, likeliest, strict=True):
+            tokens.append(text.take(token_id, log_p, top))
+        return tokens
 
     def _select(self, rows: list[int]) -> None:
-        """Keep these rows only, in this order; of a free one, any will do."""
+        """Keep these rows only, in this order. A free row may be a copy of any."""
         self._rows.select(rows)
-        self._seen_BV = None if self._seen_BV is None or not len(self._texts) else self._seen_BV[rows]
+        if self._seen_BV is None or not len(self._texts):
+            self._seen_BV = None
+        else:
+            self._seen_BV = self._seen_BV[rows]
 
     def _row_of(self, key: Hashable) -> int:
         return next(row for row, text in enumerate(self._texts) if text is not None and text.key == key)
@@ -208,7 +228,7 @@ class Decoder:
 def read(
     frozen: FrozenModel, ids: Sequence[int], past: CacheState | None = None, *, memory_len: int, segment_len: int
 ) -> CacheState:
-    """What is remembered of `ids` behind a past, read in chunks of `segment_len` over `memory_len`."""
+    """Read `ids` after a past, in chunks of `segment_len`, and return the memory of `memory_len` tokens."""
     reading = read_by_chunks(frozen, ids, past, memory_len=memory_len, segment_len=segment_len)
     while True:
         try:
@@ -229,8 +249,12 @@ def read_by_chunks(
     targets: Sequence[int] = (),
     num_top: int = 0,
 ) -> Generator[PromptChunk, None, CacheState]:
-    """As `read`, yielding behind each chunk. `targets`, the tokens that follow each of `ids`, are scored, if given."""
-    most = len(ids) + (0 if past is None else past.document_S.shape[0])  # a longer ring would hold no more
+    """Read `ids` as `read` does, yielding after each chunk.
+
+    `targets`, the tokens that follow each of `ids`, are scored, if given.
+    """
+    past_len = 0 if past is None else past.document_S.shape[0]
+    most = len(ids) + past_len  # a longer ring would hold no more
     memory_len = max(1, min(memory_len, most)) if memory_len else 0
     ring = frozen.ring(
         num_rows=1,
@@ -245,7 +269,8 @@ def read_by_chunks(
         chunk_1T = torch.tensor([list(ids[start:stop])], dtype=torch.int64, device=ring.key_values[0].device)
         hidden_1TD = frozen.run(chunk_1T, ring)
         scored: list[Scored] = []
-        for first in range(start, stop if targets else start, _SCORED_AT_A_TIME):
+        scored_stop = stop if targets else start
+        for first in range(start, scored_stop, _SCORED_AT_A_TIME):
             last = min(first + _SCORED_AT_A_TIME, stop)
             log_p_SV = frozen.log_probabilities(hidden_1TD[0, first - start : last - start])
             scored += _scored(log_p_SV, targets[first:last], num_top=num_top)
@@ -254,29 +279,38 @@ def read_by_chunks(
 
 
 _SCORED_AT_A_TIME = 64
-"""Tokens of a prompt for which the probabilities of the whole vocabulary are held."""
+"""Number of prompt tokens whose probabilities over the whole vocabulary are in memory at a time."""
 
 
 def _scored(log_p_SV: Tensor, targets: Sequence[int], *, num_top: int) -> list[Scored]:
+    """Look up the scores of given tokens, with the `num_top` most probable ids at each position."""
     target_S1 = torch.tensor(list(targets), dtype=torch.int64, device=log_p_SV.device)[:, None]
     log_ps = log_p_SV.gather(1, target_S1)[:, 0].tolist()
-    return [Scored(*told) for told in zip(targets, log_ps, _likeliest(log_p_SV, num_top), strict=True)]
+    scored = []
+    for target, log_p, top in zip(targets, log_ps, _likeliest(log_p_SV, num_top), strict=True):
+        scored.append(Scored(target, log_p, top))
+    return scored
 
 
 def _likeliest(log_p_SV: Tensor, num_top: int) -> list[list[tuple[int, float]]]:
-    """So many ids with their log-probabilities, or all."""
+    """Return the `num_top` most probable ids of each row with their log-probabilities, or all ids."""
     if not num_top:
         return [[] for _ in log_p_SV]
     values, ids = log_p_SV.topk(min(num_top, log_p_SV.shape[1]))
-    return [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values.tolist(), strict=True)]
+    likeliest = []
+    for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True):
+        likeliest.append(list(zip(row_ids, row_values, strict=True)))
+    return likeliest
 
 
 class _CachedRows:
-    """Rows of one ring."""
+    """Rows of one KV cache, for a model whose positions support a memory."""
 
     def __init__(self, frozen: FrozenModel, *, memory_len: int, segment_len: int) -> None:
-        self._frozen, self._lengths = frozen, {"memory_len": memory_len, "segment_len": segment_len}
-        # It grows by the texts. A token sees no less than in a segment.
+        self._frozen = frozen
+        self._memory_len = memory_len
+        self._segment_len = segment_len
+        # The ring grows with the texts. A token sees at least as much as within a segment in training.
         self._ring = frozen.ring(num_rows=0, memory_len=min(memory_len, 1), least_len=segment_len - 1)
         self._device = frozen.model.embedding.weight(0).device
 
@@ -295,25 +329,32 @@ class _CachedRows:
         ids = request.ids[request.num_read : -1]
         if not ids and request.past is not None:
             return request.past
-        return read(self._frozen, ids, request.past, **self._lengths)
+        return read(self._frozen, ids, request.past, memory_len=self._memory_len, segment_len=self._segment_len)
 
     def reading(self, request: Request, *, with_scores: bool) -> Reading:
-        ids, following = request.ids[request.num_read : -1], request.ids[request.num_read + 1 :]
+        ids = request.ids[request.num_read : -1]
         if not ids and request.past is not None:
             return request.past
-        targets = following if with_scores else ()
-        return (
-            yield from read_by_chunks(
-                self._frozen, ids, request.past, **self._lengths, targets=targets, num_top=request.num_top
-            )
+        targets = request.ids[request.num_read + 1 :] if with_scores else ()
+        past = yield from read_by_chunks(
+            self._frozen,
+            ids,
+            request.past,
+            memory_len=self._memory_len,
+            segment_len=self._segment_len,
+            targets=targets,
+            num_top=request.num_top,
         )
+        return past
 
     def read(self, row: int, request: Request) -> None:
-        past, ring = self.past_of(request), self._ring
+        past = self.past_of(request)
+        ring = self._ring
         longest = past.document_S.shape[0] + 1 + request.max_tokens
-        memory_len, chunk_len = min(longest, self._lengths["memory_len"]), 1 + min(request.num_spare, longest)
-        if memory_len > ring.memory_len:  # twice as long at least: to make room is to copy
-            memory_len = min(max(memory_len, 2 * ring.memory_len), self._lengths["memory_len"])
+        memory_len = min(longest, self._memory_len)
+        chunk_len = 1 + min(request.num_spare, longest)
+        if memory_len > ring.memory_len:  # twice as long at least, because growing copies the ring
+            memory_len = min(max(memory_len, 2 * ring.memory_len), self._memory_len)
         if memory_len > ring.memory_len or chunk_len > ring.chunk_len:
             self._ring = ring.copied(
                 memory_len=max(memory_len, ring.memory_len), chunk_len=max(chunk_len, ring.chunk_len)
@@ -327,20 +368,25 @@ class _CachedRows:
         return self._ring.past(row, without_last=without_last)
 
     def run(self, tokens: list[int]) -> Tensor:
-        hidden_B1D = self._frozen.run(torch.tensor(tokens, device=self._device)[:, None], self._ring)
+        tokens_B1 = torch.tensor(tokens, device=self._device)[:, None]
+        hidden_B1D = self._frozen.run(tokens_B1, self._ring)
         return self._frozen.log_probabilities(hidden_B1D[:, 0])
 
 
 class _WindowRows:
-    """Rows of tokens. Without relative positions nothing of the past can be kept (the paper's table 9 measures it)."""
+    """Rows of tokens, for a model without relative positions, which cannot keep a past (table 9 of the paper)."""
 
     def __init__(self, model: TransformerXL, *, segment_len: int) -> None:
-        self._model, self._segment_len = model, segment_len
+        self._model = model
+        self._segment_len = segment_len
         self._device = model.embedding.weight(0).device
         self._windows: list[list[int]] = []
 
     def select(self, rows: list[int]) -> None:
-        self._windows = [list(self._windows[row]) if self._windows else [] for row in rows]
+        if self._windows:
+            self._windows = [list(self._windows[row]) for row in rows]
+        else:
+            self._windows = [[] for _ in rows]
 
     def read(self, row: int, request: Request) -> None:
         assert request.past is None

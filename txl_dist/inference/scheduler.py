@@ -1,11 +1,11 @@
-"""From prompts to texts: tokens become pieces of text as they are made, and end at the strings that shall stop them.
+"""Scheduler of prompts and texts: it turns tokens into pieces of text as they are made, and ends texts at stop strings.
 
-for piece in write(decoder, tokenizer, prompts, writing): ...    # of prompts that are all there
+for chunk in write(decoder, tokenizer, prompts, params): ...           # prompts that are all known
 
-writer = Writer(decoder, tokenizer, num_rows=64, read_len=64)    # of prompts that come and go
-writer.add(7, prompt, writing)
-while writer.is_busy:
-    for piece in writer.step(): ...                              # a token of each text; prompts are read beside
+scheduler = Scheduler(decoder, tokenizer, num_rows=64, read_len=64)    # prompts that come and go
+scheduler.add(7, prompt, params)
+while scheduler.num_texts:
+    for chunk in scheduler.step(): ...                                 # a token of each text, and part of a prompt
 """
 
 from __future__ import annotations
@@ -25,63 +25,68 @@ from txl_dist.tokenizers.base import StreamDecoder, Tokenizer
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
-"""To read any part of a prompt counts at least as so many tokens of it: a call costs what it costs."""
+"""Fewest tokens that reading a part of a prompt counts as: each call has a fixed cost."""
 
 READ_PER_ROW = 2
-"""So many tokens of prompts more are read beside each text in work: that takes about as long as their next tokens."""
+"""Additional prompt tokens read per step for each text in work: they take about as long as the texts' next tokens."""
 
 
 class Prompt(NamedTuple):
-    """What a text begins with, as ids."""
+    """Beginning of a text, as ids."""
 
     ids: tuple[int, ...]
-    """At least one; behind a past, the first is its last token."""
+    """Ids of the prompt, at least one. After a past, the first is the past's last token."""
     past: CacheState | None = None
-    """What was read before."""
+    """Memory of the text before the prompt."""
     joint: str = ""
-    """What stands between the prompt and its continuation."""
+    """Text between the prompt and its continuation."""
     num_led: int = 0
-    """So many of `ids`, at the beginning, were put before what was given."""
+    """Number of leading `ids` that the prompt's text does not contain."""
 
 
 class Completion(NamedTuple):
-    """How a text ended."""
+    """End of a text."""
 
     finish: FinishReason
     tokens: Sequence[Token]
-    """Of its text; those behind its end are left out."""
+    """Tokens of the text, without any after its end."""
     past: CacheState | None
-    """What is remembered of the prompt and of the text but its last token; only if asked for."""
+    """Memory of the prompt and the text without its last token, if asked for."""
 
 
 class OutputChunk(NamedTuple):
-    """Some more of a text."""
+    """Next piece of a text."""
 
     prompt: int
-    """Which prompt: from 0, or the number that it was added under."""
+    """Number of the prompt: from 0, or the key that it was added under."""
     sample: int
-    """Which of its samples, from 0."""
+    """Number of the sample of that prompt, from 0."""
     text: str
     ending: Completion | None
-    """Only with the last piece."""
+    """End of the text, with its last piece only."""
     tokens: Sequence[tuple[Token, int]] = ()
-    """Those whose text has been shown with this piece, an end-of-text too, each with the characters of the text up to
-    its end."""
+    """Tokens whose text is complete with this piece, an end-of-text too, each with the length of the text up to its
+    end, in characters."""
     scored: Sequence[Scored] = ()
-    """With the first piece, if asked for: the tokens of the prompt but the first of its ids."""
+    """Scores of the prompt's tokens but the first, with the first piece, if asked for."""
     error: TxlError | None = None
-    """Why the prompt cannot be gone on with: the last piece of it and of all its samples."""
+    """Reason why the prompt failed. This is the last piece of the prompt and of all its samples."""
 
 
 _NO_NUMBERS = "the model's probabilities are no numbers. Load it in fp32, or take another one."
 
 
 class Scheduler:
-    """Texts in work, of prompts that come and go. At most `num_rows` are written at once; `read_len` tokens of prompts
-    are read between two tokens of those, so that a long prompt holds nobody up; None reads all that wait at once."""
+    """Scheduler of the texts of prompts that come and go.
+
+    At most `num_rows` texts are generated at once. Between two tokens of these, `read_len` tokens of waiting prompts
+    are read, so that a long prompt delays no text. None reads all waiting prompts at once.
+    """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, num_rows: int, read_len: int | None = None) -> None:
-        self._decoder, self._tokenizer, self._num_rows = decoder, tokenizer, num_rows
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._num_rows = num_rows
         self._read_len = math.inf if read_len is None else read_len
         self._to_read: deque[_Job] = deque()  # they take turns
         self._to_write: deque[tuple[_Job, int]] = deque()  # samples for which there is no row yet
@@ -89,17 +94,18 @@ class Scheduler:
 
     @property
     def num_texts(self) -> int:
-        """Texts that are read, wait for a row or are written."""
-        return len(self._works) + len(self._to_write) + sum(job.writing.num_samples for job in self._to_read)
+        """Number of texts whose prompt is read, that wait for a row, or that are generated."""
+        num_unread = sum(job.writing.num_samples for job in self._to_read)
+        return len(self._works) + len(self._to_write) + num_unread
 
     @property
     def num_rows(self) -> int:
-        """Texts that are written."""
+        """Number of texts that are being generated."""
         return len(self._works)
 
     @property
     def has_room(self) -> bool:
-        """Whether one more prompt would be begun."""
+        """Whether one more prompt would be started at once."""
         return self.num_texts < self._num_rows
 
     def add(
@@ -111,7 +117,7 @@ class Scheduler:
         keeps_memory: bool = False,
         scores_prompt: bool = False,
     ) -> None:
-        """Take a prompt, of which `writing.num_samples` texts are written; it is read once."""
+        """Add a prompt, which is read once, and of which `writing.num_samples` texts are generated."""
         request = Request(
             ids=prompt.ids,
             past=prompt.past,
@@ -127,31 +133,34 @@ class Scheduler:
         self._to_read.append(_Job(key, prompt, writing, request, reading, keeps_memory))
 
     def remove(self, key: int) -> None:
-        """Stop work on a prompt and its texts, if there is any."""
+        """Remove a prompt and its texts, if there are any."""
         self._to_read = deque(job for job in self._to_read if job.key != key)
-        self._to_write = deque(one for one in self._to_write if one[0].key != key)
+        self._to_write = deque((job, sample) for job, sample in self._to_write if job.key != key)
         for work in self._works_of(key):
             self._free(work)
 
     def cut(self, key: int) -> list[OutputChunk]:
-        """End the texts of a prompt as they are, with `length`."""
-        pieces = [self._ended(work, work.cut()) for work in self._works_of(key)]
-        cut = Completion("length", (), None)
-        pieces += [
-            OutputChunk(key, sample, job.prompt.joint, cut, scored=job.scored)
-            for job, sample in self._to_write
-            if job.key == key
-        ]
-        unread = [job for job in self._to_read if job.key == key]
-        pieces += [OutputChunk(key, sample, "", cut) for job in unread for sample in range(job.writing.num_samples)]
+        """End the texts of a prompt as they are, with the reason `length`."""
+        chunks = [self._ended(work, work.cut()) for work in self._works_of(key)]
+        empty = Completion("length", (), None)
+        for job, sample in self._to_write:
+            if job.key == key:
+                chunks.append(OutputChunk(key, sample, job.prompt.joint, empty, scored=job.scored))
+        for job in self._to_read:
+            if job.key == key:
+                chunks += [OutputChunk(key, sample, "", empty) for sample in range(job.writing.num_samples)]
         self.remove(key)
-        return pieces
+        return chunks
 
     def step(self) -> list[OutputChunk]:
-        """Read some of the prompts, and make a token of each text in work."""
-        return [*self._read(), *self._begin(), *self._go_on()]
+        """Read some of the prompts, and generate one token of each text that has a row."""
+        chunks = list(self._read())
+        chunks += self._start_texts()
+        chunks += self._generate()
+        return chunks
 
     def _read(self) -> Iterator[OutputChunk]:
+        """Read the prompts in turn, until this step's number of tokens is used up."""
         room = self._read_len + READ_PER_ROW * len(self._works)
         while self._to_read and room > 0:
             job = self._to_read.popleft()
@@ -170,19 +179,25 @@ class Scheduler:
                     continue
                 job.scored += chunk.scored
                 room -= max(LEAST_WORK, chunk.num_tokens)
-                (self._to_read.appendleft if room > 0 else self._to_read.append)(job)
+                if room > 0:
+                    self._to_read.appendleft(job)
+                else:
+                    self._to_read.append(job)
 
     def _has_read(self, job: _Job, past: CacheState | None) -> Iterator[OutputChunk]:
+        """Queue the texts of a prompt that has been read, or end them if they have no tokens."""
         samples = range(job.writing.num_samples)
         if job.writing.max_tokens == 0:
             ending = Completion("length", (), past if job.keeps_memory else None)
-            yield from (OutputChunk(job.key, n, job.prompt.joint, ending, scored=job.scored) for n in samples)
+            for sample in samples:
+                yield OutputChunk(job.key, sample, job.prompt.joint, ending, scored=job.scored)
             return
         if past is not None:
             job.request = job.request._replace(past=past, num_read=len(job.request.ids) - 1)
         self._to_write.extend((job, sample) for sample in samples)
 
-    def _begin(self) -> Iterator[OutputChunk]:
+    def _start_texts(self) -> Iterator[OutputChunk]:
+        """Give free rows to waiting texts."""
         while self._to_write and len(self._works) < self._num_rows:
             job, sample = self._to_write.popleft()
             decoder = self._tokenizer.decoder(after=job.prompt.ids)
@@ -196,10 +211,12 @@ class Scheduler:
             self._works[work.key] = work
             yield OutputChunk(*work.key, job.prompt.joint, None, scored=job.scored)
 
-    def _go_on(self) -> Iterator[OutputChunk]:
-        for token in self._decoder.step() if self._works else ():
+    def _generate(self) -> Iterator[OutputChunk]:
+        """Generate one token of each text that has a row."""
+        tokens = self._decoder.step() if self._works else []
+        for token in tokens:
             work = self._works.get(token.key)
-            if work is None:  # its prompt has just failed, by another of its texts
+            if work is None:  # another text of its prompt has just failed
                 continue
             if math.isnan(token.log_p):
                 self.remove(work.job.key)
@@ -209,16 +226,18 @@ class Scheduler:
             if work.finish is not None:
                 yield self._ended(work, text)
             elif text:
-                yield OutputChunk(*work.key, text, None, tokens=work.told())
+                yield OutputChunk(*work.key, text, None, tokens=work.new_tokens())
 
     def _ended(self, work: _Work, text: str) -> OutputChunk:
-        """The last piece of a text, whose row is free then."""
+        """Return the last piece of a text, and free its row."""
         assert work.finish is not None
-        kept, past = work.kept(), None
+        tokens = work.text_tokens()
+        past = None
         if work.job.keeps_memory:
-            past = self._decoder.past(work.key, without_last=len(work.tokens) - len(kept))
+            past = self._decoder.past(work.key, without_last=len(work.tokens) - len(tokens))
         self._free(work)
-        return OutputChunk(*work.key, text, Completion(work.finish, kept, past), tokens=work.told())
+        completion = Completion(work.finish, tokens, past)
+        return OutputChunk(*work.key, text, completion, tokens=work.new_tokens())
 
     def _free(self, work: _Work) -> None:
         self._decoder.remove(work.key)
@@ -236,98 +255,123 @@ def write(
     *,
     keeps_memory: bool = False,
 ) -> Iterator[OutputChunk]:
-    """Pieces of all texts as they come, those of several in turn; `writing.batch_size` texts are in work at once.
+    """Generate from prompts and yield pieces of all texts as they are made; `writing.batch_size` texts at once.
 
-    Raises CheckpointError where the model's probabilities are no numbers, ConfigError where a memory has no room.
+    Raises CheckpointError if the model's probabilities are NaN, ConfigError if there is no room for a memory.
     """
-    writer, numbered = Scheduler(decoder, tokenizer, num_rows=writing.batch_size), enumerate(prompts)
+    scheduler = Scheduler(decoder, tokenizer, num_rows=writing.batch_size)
+    numbered_prompts = enumerate(prompts)
     while True:
-        while writer.has_room and (found := next(numbered, None)) is not None:
-            writer.add(*found, writing, keeps_memory=keeps_memory)
-        if not writer.num_texts:
+        while scheduler.has_room:
+            numbered = next(numbered_prompts, None)
+            if numbered is None:
+                break
+            number, prompt = numbered
+            scheduler.add(number, prompt, writing, keeps_memory=keeps_memory)
+        if not scheduler.num_texts:
             return
-        for piece in writer.step():
-            if piece.error is not None:
-                raise piece.error
-            yield piece
+        for chunk in scheduler.step():
+            if chunk.error is not None:
+                raise chunk.error
+            yield chunk
 
 
 @dataclass
 class _Job:
-    """A prompt in work."""
+    """Prompt that is being read or whose texts are generated."""
 
     key: int
     prompt: Prompt
     writing: SamplingParams
     request: Request
     reading: Reading | None
-    """None where nothing of it is wanted."""
+    """Generator that reads the prompt; None where it need not be read."""
     keeps_memory: bool
     scored: list[Scored] = field(default_factory=list)
 
 
 class _Work:
-    """A text that is being written."""
+    """Text that is being generated."""
 
     def __init__(self, job: _Job, sample: int, decoder: StreamDecoder, *, end_of_text: int | None) -> None:
-        self.job, self.key = job, (job.key, sample)
+        self.job = job
+        self.key = (job.key, sample)
         self.tokens: list[Token] = []
         self.finish: FinishReason | None = None
-        self._decoder, self._stop, self._end_of_text = decoder, job.writing.stop, end_of_text
-        self._lengths: list[int] = []  # of the text with each token
-        self._shown, self._held, self._num_told = 0, "", 0
+        self._decoder = decoder
+        self._stop = job.writing.stop
+        self._end_of_text = end_of_text
+        self._lengths: list[int] = []  # of the text up to and with each token
+        self._num_shown_chars = 0
+        self._pending = ""  # text that is not shown yet, because it may begin a stop string
+        self._num_reported = 0  # tokens that `new_tokens` has returned
 
     def take(self, token: Token) -> str:
-        """What may be shown with one more token. What could be the beginning of a stop string is held back."""
+        """Append a token and return the text to show. Text that may begin a stop string is held back."""
         self.tokens.append(token)
         is_end = token.id == self._end_of_text
-        self._held += self._decoder.close() if is_end else self._decoder.push(token.id)
-        if token.is_last and not is_end:
-            self._held += self._decoder.close()
-        self._lengths.append(self._shown + len(self._held))
-        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
-            self._held, self.finish = self._held[: min(found)], "stop"
+        if not is_end:
+            self._pending += self._decoder.push(token.id)
+        if is_end or token.is_last:
+            self._pending += self._decoder.close()
+        self._lengths.append(self._num_shown_chars + len(self._pending))
+        stop_places = [self._pending.find(stop) for stop in self._stop]
+        stop_places = [place for place in stop_places if place >= 0]
+        if stop_places:
+            self._pending = self._pending[: min(stop_places)]
+            self.finish = "stop"
         elif token.is_last:
             self.finish = "end_of_text" if is_end else "length"
         num_held = 0 if self.finish else self._num_suspect()
-        return self._show(len(self._held) - num_held)
+        return self._show(len(self._pending) - num_held)
 
     def cut(self) -> str:
-        """The rest of the text, which ends here."""
+        """End the text here, and return the rest of it."""
         self.finish = "length"
-        self._held += self._decoder.close()
+        self._pending += self._decoder.close()
         if self._lengths:
-            self._lengths[-1] = self._shown + len(self._held)
-        return self._show(len(self._held))
+            self._lengths[-1] = self._num_shown_chars + len(self._pending)
+        return self._show(len(self._pending))
 
-    def kept(self) -> list[Token]:
-        """The tokens whose text was shown; none that had only begun a character."""
-        return self.tokens[: len(self.tokens) - 1 if self.finish == "end_of_text" else self._num_shown()]
+    def text_tokens(self) -> list[Token]:
+        """Return the tokens whose text was shown, without an end-of-text and without incomplete characters."""
+        num_tokens = self._num_shown()
+        if self.finish == "end_of_text":
+            num_tokens = len(self.tokens) - 1
+        return self.tokens[:num_tokens]
 
-    def told(self) -> list[tuple[Token, int]]:
-        """Those, and an end-of-text, that it has not told yet, each with the length of the text up to its end."""
-        first, self._num_told = self._num_told, max(self._num_told, self._num_shown())
-        told = slice(first, self._num_told)
-        return list(zip(self.tokens[told], self._lengths[told], strict=True))
+    def new_tokens(self) -> list[tuple[Token, int]]:
+        """Return the shown tokens since the last call, each with the length of the text up to its end.
+
+        An end-of-text counts as shown.
+        """
+        first = self._num_reported
+        self._num_reported = max(first, self._num_shown())
+        new = slice(first, self._num_reported)
+        return list(zip(self.tokens[new], self._lengths[new], strict=True))
 
     def _num_shown(self) -> int:
-        """Tokens whose text was shown, with the end-of-text of a text that has ended so."""
+        """Count the tokens whose text was shown, and an end-of-text that ended the text."""
         if self.finish in ("length", "end_of_text"):
             return len(self.tokens)
-        num_reached = bisect_right(self._lengths, self._shown)
-        reached = self._lengths[num_reached - 1] if num_reached else 0
+        num_reached = bisect_right(self._lengths, self._num_shown_chars)
+        if not num_reached:
+            return 0
+        reached = self._lengths[num_reached - 1]
         return bisect_left(self._lengths, reached) + 1 if reached else 0
 
     def _show(self, length: int) -> str:
-        shown, self._held = self._held[:length], self._held[length:]
-        self._shown += len(shown)
+        """Take the first `length` characters of the pending text."""
+        shown = self._pending[:length]
+        self._pending = self._pending[length:]
+        self._num_shown_chars += len(shown)
         return shown
 
     def _num_suspect(self) -> int:
-        """Characters at the end that begin a stop string."""
+        """Count the characters at the end that may begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop):
+        for length in range(min(longest, len(self._pending)), 0, -1):
+            end = self._pending[-length:]
+            if any(stop.startswith(end) for stop in self._stop):
                 return length
         return 0

@@ -1,6 +1,6 @@
 """Division by the root mean square (Zhang and Sennrich 2019), without gain and bias.
 
-On a CPU torch composes it of a handful of operations, and its gradient of more; here both are few passes over numbers.
+On a CPU torch composes it of several operations, and its gradient of more. Here both need few passes over the numbers.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ from txl_dist.model.relative_attention import at_least_fp32
 
 
 def rms_norm(x: Tensor, *, eps: float, gain: float = 1.0) -> Tensor:
-    """gain x / sqrt(mean of x^2 over the last dimension + eps)."""
-    if x.is_cuda or not (torch.is_grad_enabled() and x.requires_grad):
+    """Compute gain x / sqrt(mean of x^2 over the last dimension + eps)."""
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    if x.is_cuda or not needs_gradient:
         normed = F.rms_norm(x, x.shape[-1:], eps=eps)
-        return normed if gain == 1.0 else normed * gain
+        if gain == 1.0:
+            return normed
+        return normed * gain
     return _RmsNorm.apply(x, eps, gain)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class RmsNorm(nn.Module):
-    """`rms_norm` of hidden states."""
+    """Module that applies `rms_norm` to hidden states."""
 
     def __init__(self, *, eps: float) -> None:
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Norm hidden states of any shape."""
         return rms_norm(x, eps=self.eps)
 
 
 class _RmsNorm(torch.autograd.Function):
-    """With r = 1 / rms: y = gain r x, dx = gain r (dy - r^2 x mean(dy x))."""
+    """Autograd function of `rms_norm`. With r = 1 / rms: y = gain r x, dx = gain r (dy - r^2 x mean(dy x))."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, gain: float) -> Tensor:
         norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
-        ctx.gain, scale = gain, norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        mean_square = norm.square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        ctx.gain = gain
         ctx.save_for_backward(x, scale)
         return x * (scale * gain).to(x.dtype)
 
@@ -49,4 +54,6 @@ class _RmsNorm(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         mean = (d_y * x).mean(-1, keepdim=True, dtype=scale.dtype)
         d_x = d_y * (ctx.gain * scale).to(x.dtype)
-        return d_x.addcmul_(x, (mean * scale**3).to(x.dtype), value=-ctx.gain), None, None
+        along_x = (mean * scale**3).to(x.dtype)
+        d_x.addcmul_(x, along_x, value=-ctx.gain)
+        return d_x, None, None
