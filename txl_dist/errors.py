@@ -3,8 +3,8 @@
 `assert` in this project is for programmer invariants; whatever a user can cause raises one of these.
 The command line prints the message without a traceback and exits with `exit_code`.
 
-Messages hold names of files, fields and settings, and these may hold anything, line breaks too. So each argument of an
-error is one line, whatever it was made of: `raise ConfigError(first_line, second_line)` makes a message of two lines.
+A message may contain names of files, fields and settings, and these may contain line breaks. So each argument of an
+error is printed as one line: `raise ConfigError(first_line, second_line)` makes a message of two lines.
 """
 
 import re
@@ -13,41 +13,49 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 REQUEUE = 75
-"""Exit code of a run that was asked to stop, saved, and wants to be started again by the same command."""
+"""Exit code of a run that stopped on request and saved. The same command continues it."""
 HANG = 76
-"""Exit code of a run in which a rank made no progress, or was lost; the same command goes on from its checkpoint."""
+"""Exit code of a run in which a rank hung or was lost. The same command continues from the last checkpoint."""
 
 
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that steer a terminal."""
+"""Control characters of a terminal, marks of writing direction, and lone surrogates."""
 _BREAKS = re.compile(r"[\t\n\u2028\u2029]")
-"""Characters that break a line, or jump in it."""
+"""Characters that break a line or move within it."""
 
 
 def escaped(text: str) -> str:
-    """Write the characters that would steer a terminal as Python spells them."""
-    return _STEERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """Replace each character that would control a terminal by its Python escape sequence."""
+    return _STEERS.sub(_escape_sequence, text)
 
 
 def one_line(text: str) -> str:
-    """Write a text in one line: `escaped`, and tabs and line breaks as Python spells them too."""
-    return escaped(_BREAKS.sub(lambda found: found[0].encode("unicode_escape").decode(), text))
+    """Return a text as one line: `escaped`, with tabs and line breaks as Python escape sequences too."""
+    return escaped(_BREAKS.sub(_escape_sequence, text))
+
+
+def _escape_sequence(match: re.Match[str]) -> str:
+    """Return a matched character as Python writes it, for instance `\\x1b`."""
+    return match[0].encode("unicode_escape").decode()
 
 
 class TxlError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base class of every error that a user can cause and correct."""
 
     exit_code = 2
     rank: int | None = None
-    """The rank that met it, once ranks have joined; that one prints it."""
+    """Rank that raised the error and prints it; None before the ranks have joined."""
 
     def __str__(self) -> str:
-        """Return the message, a line per argument; control characters in it are written out."""
+        """Return the message, one line per argument, with control characters escaped."""
         return "\n".join(one_line(str(line)) for line in self.args)
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """For people: a package is missing, as outside the environment; one of our own modules is a defect, and raised."""
+    """Return the message for a package that is not installed.
+
+    A missing module of txl_dist itself is a defect, so its error is raised again.
+    """
     if (error.name or "").partition(".")[0] == "txl_dist":
         raise error
     return (
@@ -57,15 +65,18 @@ def missing_package(error: ModuleNotFoundError) -> str:
 
 
 def raised_everywhere(error: TxlError) -> TxlError:
-    """An error that every rank raises, about what all know: rank 0 prints it."""
+    """Mark an error that every rank raises alike, so that rank 0 alone prints it. Returns the error."""
     error.rank = 0
     return error
 
 
 def in_one_line(error: BaseException) -> str:
     """Describe an error of foreign code, a plugin for instance, by its type and its message without line breaks."""
+    name = type(error).__name__
     words = " ".join(str(error).split())
-    return f"{type(error).__name__}: {words}" if words else type(error).__name__
+    if not words:
+        return name
+    return f"{name}: {words}"
 
 
 class ConfigError(TxlError, ValueError):
@@ -73,23 +84,23 @@ class ConfigError(TxlError, ValueError):
 
 
 class DataError(TxlError, ValueError):
-    """Text or shards are missing, damaged, empty or do not fit the tokenizer."""
+    """Text or shards are missing, damaged or empty, or they do not fit the tokenizer."""
 
 
 class UnreachableError(DataError):
-    """Data that may be whole cannot be reached now: an outage, a full disk. It is never skipped as damage."""
+    """Data cannot be reached now, because of an outage or a full disk. It may be whole, so it is never skipped."""
 
 
 class CheckpointError(TxlError, RuntimeError):
-    """A checkpoint or a bundle is missing, damaged or belongs to something else."""
+    """A checkpoint or a bundle is missing, damaged, or does not belong to this run or model."""
 
 
 class TrainingError(TxlError, RuntimeError):
-    """Training itself went wrong: a loss that is not finite, an engine that refuses the hardware."""
+    """Training failed: a loss is not finite, for instance, or the engine does not support the hardware."""
 
 
 class LostRankError(TxlError, RuntimeError):
-    """A rank died or makes no progress; the others cannot go on without it."""
+    """A rank died or makes no progress, and the other ranks cannot continue without it."""
 
     exit_code = HANG
 
@@ -98,11 +109,19 @@ class LostRankError(TxlError, RuntimeError):
 def translate_errors(
     kind: type[TxlError], what: str, remedy: str = "", *, of: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
-    """Errors `of` these classes in the block become one for people: `what: reason. remedy`. Ours pass as they are."""
+    """Turn errors `of` these classes in the block into a `kind` with the message `what: reason. remedy`.
+
+    A TxlError passes unchanged.
+    """
     try:
         yield
     except TxlError:
         raise
     except of as error:
-        reason = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
-        raise kind(f"{what}: {reason}" + (f". {remedy}" if remedy else "")) from error
+        reason = ""
+        if isinstance(error, OSError):
+            reason = error.strerror or ""
+        if not reason:
+            reason = " ".join(str(error).split())
+        ending = f". {remedy}" if remedy else ""
+        raise kind(f"{what}: {reason}{ending}") from error

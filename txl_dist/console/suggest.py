@@ -1,9 +1,9 @@
-"""What a misspelt name was meant to be: settings in a file or as flags, values of a choice, verbs, folders.
+"""Suggestions for a misspelt name: settings in a file or as flags, values of a choice, commands, folders.
 
-Names are compared by difflib, whatever their case and hyphens. A setting (`section.key`) written in another section, or
-without any, counts as a little less alike than in its own, so that `train.lr` leads to `optim.lr`. Names that are
-equally alike are all given, but of sections only the first, so that `model.memory_len` leads to `train.memory_len` and
-not to that of the evaluation. This module imports no torch.
+Names are compared by difflib, ignoring case and hyphens. A setting (`section.key`) that is written under another
+section, or under none, counts as slightly less similar than under its own. So `train.lr` leads to `optim.lr`. Equally
+similar names are all suggested. Of equally similar keys in other sections only the first is suggested, so
+`model.memory_len` leads to `train.memory_len` and not to the evaluation's. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -12,38 +12,59 @@ from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 
 LEAST_ALIKE = 0.6
-"""Nothing is suggested that is less alike, unless told otherwise: 1 is equal, 0 has nothing in common."""
+"""Default of the least similarity for a suggestion: 1 means equal, 0 means nothing in common."""
 ELSEWHERE = 0.9
-"""Of its likeness a right key under a wrong section, or under none, has so much."""
+"""Factor on the similarity of a key that is written under a wrong section, or under none."""
 MAX_LEN = 200
-"""Of a name that is compared: the time grows with it."""
+"""Longest name in characters that is compared: the time grows with the length."""
+_MAX_SUGGESTIONS = 3
+"""Largest number of equally similar names that a message suggests."""
 
 
 def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE) -> list[str]:
-    """The names of `known` that `name` resembles most; none if it resembles nothing so much.
+    """Return the names of `known` that are most similar to `name`; none if all are below `least_alike`.
 
-    A known name with a dot is a setting: it may also be reached by its key alone.
+    A known name with a dot is a setting: it is compared by its key alone too.
     """
-    plain = name.lower().replace("-", "_")
-    likeness = {other: _likeness(plain, other.lower().replace("-", "_")) for other in known if len(name) <= MAX_LEN}
-    most, is_elsewhere = max(likeness.values(), default=(0.0, False))
-    near = [other for other, found in likeness.items() if found == (most, is_elsewhere)]
-    return [] if most < least_alike else near[:1] if is_elsewhere else near
+    if len(name) > MAX_LEN:
+        return []
+    plain = _plain(name)
+    similarities = {candidate: _similarity(plain, _plain(candidate)) for candidate in known}
+    if not similarities:
+        return []
+    best = max(similarities.values())
+    best_ratio, is_by_key = best
+    if best_ratio < least_alike:
+        return []
+    candidates = [candidate for candidate, similarity in similarities.items() if similarity == best]
+    if is_by_key:
+        return candidates[:1]
+    return candidates
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
-    """A question that ends a message, beginning with a blank; empty if nothing is near. `spell`: how to write a name.
+    """Return a question that ends a message, with a leading blank; empty if no name is similar.
 
-    More than three equally near names are no help and are left out.
+    `spell` writes a name as the user would type it. More than three equally similar names are no help, so then the
+    text is empty too.
     """
-    near = nearest(name, known)
-    return f" Did you mean {' or '.join(map(spell, near))}?" if 1 <= len(near) <= 3 else ""
+    candidates = nearest(name, known)
+    if not 1 <= len(candidates) <= _MAX_SUGGESTIONS:
+        return ""
+    return f" Did you mean {' or '.join(map(spell, candidates))}?"
 
 
-def _likeness(name: str, other: str) -> tuple[float, bool]:
-    """(how alike, whether by the key of a setting alone)."""
+def _plain(name: str) -> str:
+    """Return a name in lower case with underscores in place of hyphens."""
+    return name.lower().replace("-", "_")
+
+
+def _similarity(name: str, other: str) -> tuple[float, bool]:
+    """Return the similarity, and whether it is that of the setting's key alone."""
     whole = SequenceMatcher(None, name, other).ratio()
     if "." not in other:
         return whole, False
-    by_key = ELSEWHERE * SequenceMatcher(None, name.rpartition(".")[2], other.rpartition(".")[2]).ratio()
+    name_key = name.rpartition(".")[2]
+    other_key = other.rpartition(".")[2]
+    by_key = ELSEWHERE * SequenceMatcher(None, name_key, other_key).ratio()
     return max((whole, False), (by_key, True))
