@@ -1,9 +1,10 @@
-"""`txl generate`."""
+"""`txl generate`: checks of its flags before torch is imported, and the choice of its prompts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -15,9 +16,15 @@ from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import check_output
 from txl_dist.inference.options import SamplingParams, check_text
 
+if TYPE_CHECKING:
+    from txl_dist.cli.prompts import Given
+
+_PIPE = Path("-")
+"""Path that means standard input or standard output."""
+
 
 class _NotGiven(tuple[Any, ...]):
-    """Default of a flag that was not given, which is not the same as one without values: a variable that was unset."""
+    """Default of a flag that was not given. A flag without values differs from it: a shell variable was unset."""
 
 
 _NOT_GIVEN = _NotGiven()
@@ -42,76 +49,123 @@ def generate(
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         writing: How texts are generated.
-        prompt: Texts to continue; without any, and without ids or a file, a document is begun.
-        tokens: Ids of a text to continue, taken as they are.
+        prompt: Texts to continue. Without prompts, ids and a file a new document begins.
+        tokens: Ids of a text to continue, used without changes.
         file: Text to continue, of any length; - is standard input.
-        jsonl: Prompts, one in a line, {"prompt": text} or {"tokens": [ids]}; - is standard input.
-        out: Write the texts to this file, a JSON object in a line; - is standard output.
-        load_memory: Go on from this memory, which --save-memory wrote: its text is not read again.
-        save_memory: Write what is remembered of the prompt and the text to this file.
-        device: Where the model runs: cpu, cuda or, of several GPUs, cuda:1.
+        jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}; - is standard input.
+        out: Write the texts to this file, one JSON object per line; - is standard output.
+        load_memory: Start from this memory, which --save-memory wrote. Its text is not read again.
+        save_memory: Write the model's memory of the prompt and the text to this file.
+        device: Where the model runs: cpu, cuda or, with several GPUs, cuda:1.
         plugins: Modules to import first, which runs their code; for what was made with plugins.
     """
     load_plugins(plugins)
     source = local_source(source)
     kind = require(source, *TRAINED)
     writing.check()
-    for flag, values, kind_of_value in (("--prompt", prompt, "a text"), ("--tokens", tokens, "an id")):
-        if not values and values is not _NOT_GIVEN:
-            raise ConfigError(
-                f"{flag} needs {kind_of_value} or more. Leave it out, or give --prompt '', for a new document."
-            )
-    sources = {"--prompt": bool(prompt), "--tokens": bool(tokens), "--file": file is not None}
-    named = [name for name, is_given in {**sources, "--jsonl": jsonl is not None}.items() if is_given]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} both give prompts. Give one of them.")
+    _check_has_values("--prompt", prompt, "a text")
+    _check_has_values("--tokens", tokens, "an id")
+    _check_one_source(prompt=prompt, tokens=tokens, file=file, jsonl=jsonl)
     num_texts = writing.num_samples * max(1, len(prompt))
-    if save_memory is not None and (num_texts > 1 or jsonl is not None):
+    is_one_text = num_texts == 1 and jsonl is None
+    if save_memory is not None and not is_one_text:
         raise ConfigError("--save-memory keeps the memory of one text. Give one prompt, and one sample.")
     if writing.log_probs >= 0 and out is None:
-        raise ConfigError("--log-probs are told as JSON. Give --out FILE; --out - is standard output.")
-    pipe = Path("-")
-    if save_memory is not None and save_memory.exists() and not save_memory.is_file():
-        raise ConfigError(f"cannot write {save_memory}: it is no file. Name another one with --save-memory.")
-    if pipe in (load_memory, save_memory):
-        raise ConfigError("a memory is a file, and - is none. Name one with --load-memory or --save-memory.")
+        raise ConfigError("--log-probs are written as JSON. Give --out FILE; --out - is standard output.")
+    _check_memory_files(load_memory, save_memory)
     for path in (file, jsonl, load_memory):
-        if path is not None and path != pipe and not path.exists():
-            raise ConfigError(f"{path} does not exist. Name another file.")
-    for flag, path in {"--out": out, "--save-memory": save_memory}.items():
-        if path is None or path == pipe:
-            continue
-        check_output(flag, path)
-        if path.exists() and any(read.exists() and path.samefile(read) for read in (file, jsonl) if read):
-            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another one.")
-    if (
-        out is not None
-        and out != pipe
-        and out.resolve() in [one.resolve() for one in (load_memory, save_memory) if one]
-    ):
-        raise ConfigError(f"--out {out} is the file of a memory. Name another one.")
+        _check_exists(path)
+    _check_writable("--out", out, read_paths=(file, jsonl))
+    _check_writable("--save-memory", save_memory, read_paths=(file, jsonl))
+    _check_not_a_memory(out, memories=(load_memory, save_memory))
     for text in prompt:
         check_text(text)
-    announce(
-        f"generating up to {counted(writing.max_tokens, 'token')} with {source}, {kind.value}; seed {writing.seed}"
-    )
-    from txl_dist.cli.prompts import Given, generate_texts, prompts_in_lines, read_lines
+    limit = counted(writing.max_tokens, "token")
+    announce(f"generating up to {limit} with {source}, {kind.value}; seed {writing.seed}")
+    from txl_dist.cli.prompts import generate_texts
 
-    if jsonl is not None:
-        given = prompts_in_lines(read_lines(jsonl), where=str(jsonl))
-    elif file is not None:
-        given = (Given(text, {"prompt": text}) for text in ("".join(read_lines(path)) for path in [file]))
-    elif tokens:
-        given = iter([Given(list(tokens), {"tokens": tokens})])
-    else:
-        given = iter([Given(text, {"prompt": text}) for text in prompt or ("",)])
     generate_texts(
         source,
-        given=given,
-        is_one=num_texts == 1 and jsonl is None,
+        given=_prompts(prompt=prompt, tokens=tokens, file=file, jsonl=jsonl),
+        is_one=is_one_text,
         writing=writing,
         out=out,
         load_memory=load_memory,
         save_memory=save_memory,
         device=device,
     )
+
+
+def _check_has_values(flag: str, values: tuple[Any, ...], kind_of_value: str) -> None:
+    """Refuse a flag that was given without values. Raises ConfigError."""
+    if values or values is _NOT_GIVEN:
+        return
+    raise ConfigError(f"{flag} needs {kind_of_value} or more. Leave it out, or give --prompt '', for a new document.")
+
+
+def _check_one_source(
+    *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
+) -> None:
+    """Refuse prompts from more than one flag. Raises ConfigError."""
+    is_given = {
+        "--prompt": bool(prompt),
+        "--tokens": bool(tokens),
+        "--file": file is not None,
+        "--jsonl": jsonl is not None,
+    }
+    flags = [flag for flag in is_given if is_given[flag]]
+    if len(flags) > 1:
+        raise ConfigError(f"{' and '.join(flags)} both give prompts. Give one of them.")
+
+
+def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
+    """Refuse a pipe for a memory, and a memory to write where no file can be. Raises ConfigError."""
+    if save_memory is not None and save_memory.exists() and not save_memory.is_file():
+        raise ConfigError(f"cannot write {save_memory}: it is no file. Name another one with --save-memory.")
+    if _PIPE in (load_memory, save_memory):
+        raise ConfigError("a memory is a file, and - is none. Name one with --load-memory or --save-memory.")
+
+
+def _check_exists(path: Path | None) -> None:
+    """Refuse a file to read that does not exist. Raises ConfigError."""
+    if path is None or path == _PIPE:
+        return
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist. Name another file.")
+
+
+def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | None, ...]) -> None:
+    """Refuse a file that cannot be written, or that the prompts are read from. Raises ConfigError."""
+    if path is None or path == _PIPE:
+        return
+    check_output(flag, path)
+    if not path.exists():
+        return
+    for read_path in read_paths:
+        if read_path is not None and read_path.exists() and path.samefile(read_path):
+            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another one.")
+
+
+def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) -> None:
+    """Refuse an output that is the file of a memory. Raises ConfigError."""
+    if out is None or out == _PIPE:
+        return
+    for memory in memories:
+        if memory is not None and memory.resolve() == out.resolve():
+            raise ConfigError(f"--out {out} is the file of a memory. Name another one.")
+
+
+def _prompts(
+    *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
+) -> Iterable[Given]:
+    """Return the prompts that one of the flags gives; without any, an empty one. A file is read when it is reached."""
+    from txl_dist.cli.prompts import Given, prompts_in_lines, read_lines, whole_text
+
+    if jsonl is not None:
+        return prompts_in_lines(read_lines(jsonl), where=str(jsonl))
+    if file is not None:
+        return whole_text(file)
+    if tokens:
+        return [Given(list(tokens), {"tokens": tokens})]
+    texts = prompt or ("",)
+    return [Given(text, {"prompt": text}) for text in texts]

@@ -1,6 +1,6 @@
-"""How a command reads its words: tyro makes flags and help of a signature; what it refuses becomes one line.
+"""Parsing of the words of a command: tyro makes flags and help from a signature, and a refusal becomes one line.
 
-The line says what is wrong, where, and what was probably meant. `tyro_events` says what tyro refuses.
+The line says what is wrong, where, and what was probably meant. `tyro_events` says why tyro refuses words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from txl_dist.io.hub import address_of, local_model
 from txl_dist.train.monitoring.preemption import launchers
 
 _LEAST_OF_A_NAME = 3
-"""Characters of a flag that a longer, unknown one is taken for: --output-folder for --out."""
+"""Least length of a flag that is suggested for a longer, unknown flag: --out for --output-folder."""
+
+_SWITCH_CHOICES = ("True", "False")
+"""Choices of a setting that is true or false."""
 
 _FURTHER_WORDS = {
     "txl evaluate": "Score one model at a time; its corpus is --data.",
@@ -49,11 +52,11 @@ _FURTHER_WORDS = {
     "txl verify": "Verify one path at a time.",
     "txl train": "Name one configuration file; settings are flags.",
 }
-"""Remedy for a word that a command does not take, by command."""
+"""Remedy for a surplus word, by command."""
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
-    """What tyro makes of the words; a function is not called yet. Raises ConfigError, in one line, for wrong ones."""
+    """Return what tyro makes from the words. Raises ConfigError, in one line, for words that it refuses."""
     default = options.get("default", tyro.MISSING_NONPROP)
     try:
         return run_tyro(target, join_repeated(words, target, default=default), prog=prog, **options)
@@ -63,7 +66,7 @@ def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> An
 
 
 def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
-    """Read the words of a verb and run it. What it writes to stderr is its own."""
+    """Read the words of a command and run it."""
 
     @functools.wraps(verb)
     def bound(*values: Any, **named: Any) -> Callable[[], object]:
@@ -73,8 +76,10 @@ def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> Non
 
 
 def local_source(path: str | Path) -> Path:
-    """The path itself, or the folder of a model of the Hub, which is downloaded unless it is in the cache. Raises
-    TxlError."""
+    """Return the path itself, or the local folder of a model of the Hub.
+
+    The model is downloaded unless it is in the cache. Raises TxlError.
+    """
     address = address_of(path)
     if address is not None and os.environ.get("RANK", "0") == "0":
         announce(f"looking for {address} on the Hub")
@@ -82,15 +87,15 @@ def local_source(path: str | Path) -> Path:
 
 
 def announce(what: str) -> None:
-    """Say what begins, before torch is imported, which takes seconds."""
+    """Print what begins to standard error. Call it before torch is imported, which takes seconds."""
     echo(f"{what} ...", to=sys.stderr)
 
 
 def announce_ranks(what: str = "") -> None:
-    """Say what begins, on rank 0, for a command whose ranks work together. A rank that no launcher has started says
-    which ranks it will wait for, and how to run alone.
+    """Print on rank 0 what begins, for a command whose ranks work together.
 
-    Raises ConfigError if the variables of the environment that describe a job contradict each other.
+    A rank that no launcher has started prints which ranks it will wait for, and how to run alone. Raises ConfigError
+    if the environment variables of the job contradict each other.
     """
     place = read_rank_environment(os.environ)
     if what and place.rank == 0:
@@ -105,86 +110,135 @@ def announce_ranks(what: str = "") -> None:
 
 
 def complete_switches(words: Sequence[str]) -> list[str]:
-    """The words with True after each setting that is true or false and has no value: --checkpoint.keep_best."""
+    """Return the words with True after each setting that is true or false and has no value.
+
+    `--checkpoint.keep_best` becomes `--checkpoint.keep_best True`.
+    """
     completed: list[str] = []
     for number, word in enumerate(words):
         completed.append(word)
         is_bare = word.startswith("--") and "=" not in word and _name(word) in setting_names()
-        following = words[number + 1] if number + 1 < len(words) else "--"
-        if is_bare and choices_of(_name(word)) == ("True", "False") and following.startswith("--"):
+        if not is_bare or choices_of(_name(word)) != _SWITCH_CHOICES:
+            continue
+        is_last = number + 1 == len(words)
+        if is_last or words[number + 1].startswith("--"):
             completed.append("True")
     return completed
 
 
 def check_typos(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
-    """Refuse unknown flags, impossible choices of settings and settings without dashes, all at once, in a line each.
+    """Refuse unknown flags, impossible choices of settings, and settings without dashes, all at once, one per line.
 
-    `known` are names, of flags and of settings, with underscores. Raises ConfigError.
+    `known` holds the names of flags and settings with underscores. Raises ConfigError.
     """
     problems = []
     for number, word in enumerate(words):
-        name, (flag, is_joined, value) = _name(word), word.partition("=")
-        choices = choices_of(name) if name in setting_names() else ()
+        name = _name(word)
+        flag, is_joined, value = word.partition("=")
         if not is_joined:
             value = "".join(words[number + 1 : number + 2])
-        is_flag = word.startswith("--")
-        if is_flag and name and name not in known:
+        is_setting = name in setting_names()
+        if not word.startswith("--"):
+            if is_joined and is_setting:
+                problems.append(_stray_word(word, known, prog=prog))
+            continue
+        if name and name not in known:
             problems.append(unknown_flag(flag, known, prog=prog))
-        elif not is_flag and is_joined and name in setting_names():
-            problems.append(_stray_word(word, known, prog=prog))
-        elif is_flag and choices and value not in choices and value[:1] not in ("", "-"):
-            problems.append(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
+            continue
+        choices = choices_of(name) if is_setting else ()
+        has_value = value[:1] not in ("", "-")
+        if choices and has_value and value not in choices:
+            problems.append(_impossible_choice(f"{flag} {value}", value, choices))
     if problems:
         raise ConfigError(*problems)
 
 
+def _impossible_choice(where: str, value: str, choices: Sequence[str]) -> str:
+    """Return the message for a value that is none of the choices. `where` names the flag and the value."""
+    return f"{where}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}"
+
+
 def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
-    """What to say of a flag that does not exist. `known` are names, of flags and of settings, with underscores."""
+    """Return the message for a flag that does not exist.
+
+    `known` holds the names of flags and settings with underscores.
+    """
     name = _name(flag)
-    if switched_off := _switch_off(name, known):
-        return f"unknown flag {flag}. Did you mean --{switched_off.replace('_', '-')} False?"
-    if counterpart := find_counterpart(name, known):
-        return f"unknown flag {flag}.{counterpart.hint(spell=_spelt)}"
-    lacks = " (its section is missing)" if "." not in name and any(one.endswith(f".{name}") for one in known) else ""
-    begun = [one for one in known if len(one) >= _LEAST_OF_A_NAME and name.startswith(one)]
-    longest = max(begun, key=len, default="")
-    hint = did_you_mean(name, known, spell=_spelt) or did_you_mean(longest, begun, spell=_spelt)
-    return f"unknown flag {flag}{lacks}.{hint or f' See {prog} --help.'}"
+    switch = _switched_off(name, known)
+    if switch:
+        return f"unknown flag {flag}. Did you mean {_as_flag(switch)} False?"
+    counterpart = find_counterpart(name, known)
+    if counterpart:
+        return f"unknown flag {flag}.{counterpart.hint(spell=_spelling)}"
+    lacks = ""
+    if "." not in name and any(candidate.endswith(f".{name}") for candidate in known):
+        lacks = " (its section is missing)"
+    hint = did_you_mean(name, known, spell=_spelling)
+    if not hint:
+        prefixes = [candidate for candidate in known if _is_prefix(candidate, name)]
+        longest = max(prefixes, key=len, default="")
+        hint = did_you_mean(longest, prefixes, spell=_spelling)
+    return f"unknown flag {flag}{lacks}.{hint or _see_help(prog)}"
 
 
-def _switch_off(name: str, known: Sequence[str]) -> str:
-    """The setting that `no_section.key` or `section.no_key` switches off; empty if it is none."""
+def _is_prefix(candidate: str, name: str) -> bool:
+    """Return whether a name begins with a known one that is long enough to be meant."""
+    return len(candidate) >= _LEAST_OF_A_NAME and name.startswith(candidate)
+
+
+def _see_help(prog: str) -> str:
+    """Return the remedy of a message that has no better one."""
+    return f" See {prog} --help."
+
+
+def _as_flag(name: str) -> str:
+    """Return a name with underscores as a flag."""
+    return "--" + name.replace("_", "-")
+
+
+def _switched_off(name: str, known: Sequence[str]) -> str:
+    """Return the setting that `no_section.key` or `section.no_key` switches off; empty if there is none."""
+    positive_names = (name.removeprefix("no_"), name.replace(".no_", ".", 1))
     for setting in known:
-        if "." in setting and setting in (name.removeprefix("no_"), name.replace(".no_", ".", 1)):
-            return setting if choices_of(setting) == ("True", "False") else ""
+        if "." in setting and setting in positive_names:
+            is_switch = choices_of(setting) == _SWITCH_CHOICES
+            return setting if is_switch else ""
     return ""
 
 
 def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:
-    """What to say of a word that is neither a flag nor the value of one."""
+    """Return the message for a word that is neither a flag nor the value of one."""
     name, is_joined, value = word.lstrip("-").partition("=")
     plain = name.replace("-", "_")
     if plain in known:
-        return f"{word} lacks its dashes. Write --{plain.replace('_', '-')}{f' {value}' if is_joined else ''}."
+        ending = f" {value}" if is_joined else ""
+        return f"{word} lacks its dashes. Write {_as_flag(plain)}{ending}."
     if is_joined:
+        hint = did_you_mean(plain, known, spell=_spelling)
         counterpart = find_counterpart(plain, known)
-        hint = counterpart.hint(spell=_spelt) if counterpart else did_you_mean(plain, known, spell=_spelt)
-        return f"{word} is no flag.{hint or f' See {prog} --help.'}"
-    reason = "it takes no further words" if not has_flag else "the flag before it takes no further value"
+        if counterpart:
+            hint = counterpart.hint(spell=_spelling)
+        return f"{word} is no flag.{hint or _see_help(prog)}"
+    reason = "the flag before it takes no further value" if has_flag else "it takes no further words"
     remedy = _FURTHER_WORDS.get(prog, "Leave it out.")
     return f"{prog} cannot use {word!r}: {reason}. {remedy} See {prog} --help."
 
 
-def _spelt(name: str, value: str = "") -> str:
-    """A flag as `--help` has it, and a setting as files have it too. With the value that it should have, if any."""
-    flag = "--" + name.replace("_", "-")
+def _spelling(name: str, value: str = "") -> str:
+    """Return a flag as `--help` writes it, with the value that it should have, if any.
+
+    A setting whose name has underscores is also written as in a file.
+    """
+    flag = _as_flag(name)
     if value:
         return f"{flag} {value}"
-    return f"{flag} ({name})" if "." in name and "_" in name else flag
+    if "." in name and "_" in name:
+        return f"{flag} ({name})"
+    return flag
 
 
 def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argument], prog: str) -> str:
-    """The message for words that tyro refused. `arguments`: what the command takes."""
+    """Return the message for words that tyro refused. `arguments` are those that the command takes."""
     known = [_name(spelling) for argument in arguments for spelling in argument.names]
     check_typos(words, [*known, "help"], prog=prog)
     match refusal:
@@ -193,12 +247,13 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
         case MissingArguments():
             return _missing(refusal.arguments, words, prog=prog)
         case InvalidChoice():
-            where, choices = " ".join([*refusal.argument.names[:1], refusal.value]), refusal.argument.choices
-            return f"{where}: it can be {', '.join(choices)}.{did_you_mean(refusal.value, choices)}"
+            where = " ".join([*refusal.argument.names[:1], refusal.value])
+            return _impossible_choice(where, refusal.value, refusal.argument.choices)
         case InvalidValue():
             return _invalid_value(refusal.argument, words)
         case _:
-            if problems := _settings_out_of_range(words):
+            problems = _settings_out_of_range(words)
+            if problems:
                 raise ConfigError(*problems)
             return f"{refusal.reason.rstrip('.')}. See {prog} --help."
 
@@ -208,72 +263,111 @@ def _unknown_words(
 ) -> str:
     """Return the message for words that the command does not take. The first word decides."""
     word = unknown[0]
-    having_choice = [argument.names[0] for argument in arguments if word in argument.choices and argument.names]
-    if re.match("-[A-Za-z]", word) and _name(word) not in known:
+    name = _name(word)
+    has_value = "=" in word
+    if re.match("-[A-Za-z]", word) and name not in known:
         return unknown_flag(word.partition("=")[0], known, prog=prog)
-    if prog == "txl generate" and not word.startswith("-") and "=" not in word:
-        text = " ".join(itertools.takewhile(lambda other: not other.startswith("-"), unknown))
+    if prog == "txl generate" and not word.startswith("-") and not has_value:
+        text = " ".join(itertools.takewhile(_is_no_flag, unknown))
         return (
             f"txl generate cannot use {word!r}: it takes no further words. Did you mean --prompt {shlex.quote(text)}?"
         )
-    if _name(word) in known and "=" not in word and unknown[1:]:
-        return f"{word} {unknown[1]} lacks its dashes. Write --{_name(word).replace('_', '-')} {unknown[1]}."
-    if len(having_choice) == 1:
-        return f"{prog} cannot use {word!r}: it takes no further words. Did you mean {having_choice[0]} {word}?"
-    at = words.index(word) if word in words else 0
-    return _stray_word(word, known, prog=prog, has_flag=at > 0 and words[at - 1].startswith("--"))
+    if name in known and not has_value and len(unknown) > 1:
+        value = unknown[1]
+        return f"{word} {value} lacks its dashes. Write {_as_flag(name)} {value}."
+    flags_with_choice = [argument.names[0] for argument in arguments if argument.names and word in argument.choices]
+    if len(flags_with_choice) == 1:
+        return f"{prog} cannot use {word!r}: it takes no further words. Did you mean {flags_with_choice[0]} {word}?"
+    index = words.index(word) if word in words else 0
+    has_flag = index > 0 and words[index - 1].startswith("--")
+    return _stray_word(word, known, prog=prog, has_flag=has_flag)
+
+
+def _is_no_flag(word: str) -> bool:
+    """Return whether a word does not begin with a dash."""
+    return not word.startswith("-")
 
 
 def _name(word: str) -> str:
-    """Of a flag, with underscores and without its value."""
+    """Return the name of a flag with underscores, without its dashes and its value."""
     return word.partition("=")[0].lstrip("-").replace("-", "_")
 
 
 def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) -> str:
-    """Required arguments that were not given; a folder for --out may have been given without its flag."""
-    wanted = []
+    """Return the message for required arguments that were not given.
+
+    The last of several words without a flag may have been meant for --out.
+    """
+    descriptions = []
     for argument in missing:
         meaning = lower(argument.help.rstrip("."))
-        wanted.append(f"{argument.names[0]} {argument.metavar} ({meaning})" if argument.names else meaning)
-    places = [
-        word
-        for before, word in zip(["", *words], words, strict=False)
-        if not word.startswith("-") and not (before.startswith("--") and "=" not in before)
-    ]
+        if argument.names:
+            descriptions.append(f"{argument.names[0]} {argument.metavar} ({meaning})")
+        else:
+            descriptions.append(meaning)
+    positional_words = []
+    previous = ""
+    for word in words:
+        is_value = previous.startswith("--") and "=" not in previous
+        if not word.startswith("-") and not is_value:
+            positional_words.append(word)
+        previous = word
+    hint = _see_help(prog)
     lacks_out = any("--out" in argument.names for argument in missing)
-    hint = f" Did you mean --out {places[-1]}?" if lacks_out and len(places) > 1 else ""
-    return f"missing: {'; '.join(wanted)}.{hint or f' See {prog} --help.'}"
+    if lacks_out and len(positional_words) > 1:
+        hint = f" Did you mean --out {positional_words[-1]}?"
+    return f"missing: {'; '.join(descriptions)}.{hint}"
 
 
 def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
-    """A flag whose value is missing, or is nothing that it takes."""
+    """Return the message for a flag whose value is missing, or of a wrong type."""
     flag = argument.names[0] if argument.names else argument.metavar
     values = _values_of(flag, words)
     if _name(flag) in setting_names():
         return explain_flag(_name(flag), values)
-    meaning = f" ({lower(argument.help.rstrip('.'))})" if argument.help else ""
+    meaning = ""
+    if argument.help:
+        meaning = f" ({lower(argument.help.rstrip('.'))})"
     if not values:
         return f"{flag} needs a value{meaning}."
+    where = f"{flag} {' '.join(values)}"
     if argument.value_kind == "text":
-        return f"{flag} {' '.join(values)}: it takes no such value{meaning}."
-    rule = f"{argument.value_kind}s" if argument.takes == "many" else f"a {argument.value_kind}"
-    return f"{flag} {' '.join(values)}: it must be {rule}{meaning}."
+        return f"{where}: it takes no such value{meaning}."
+    rule = f"a {argument.value_kind}"
+    if argument.takes == "many":
+        rule = f"{argument.value_kind}s"
+    return f"{where}: it must be {rule}{meaning}."
 
 
 def _settings_out_of_range(words: Sequence[str]) -> list[str]:
-    """Every setting among the words whose value is out of range, a line each."""
-    given = [word.partition("=")[0] for word in words if word.startswith("--") and _name(word) in setting_names()]
-    lines = [explain_flag(_name(flag), _values_of(flag, words)) for flag in given]
-    return list(dict.fromkeys(filter(None, lines)))
+    """Return one line for every setting among the words whose value is out of range."""
+    lines = []
+    for word in words:
+        name = _name(word)
+        if not word.startswith("--") or name not in setting_names():
+            continue
+        flag = word.partition("=")[0]
+        line = explain_flag(name, _values_of(flag, words))
+        if line and line not in lines:
+            lines.append(line)
+    return lines
 
 
 def _values_of(flag: str, words: Sequence[str]) -> list[str]:
-    """What stands behind a flag, in either spelling; the last time it is given."""
+    """Return the values after the last occurrence of a flag, which may be spelt with hyphens or underscores."""
     values: list[str] = []
     for number, word in enumerate(words):
         name, is_joined, value = word.partition("=")
-        if name.replace("_", "-") == flag.replace("_", "-"):
-            rest = list(words[number + 1 :])
-            end = next((at for at, later in enumerate(rest) if later.startswith("--")), len(rest))
-            values = [value] if is_joined else rest[:end]
+        if name.replace("_", "-") != flag.replace("_", "-"):
+            continue
+        if is_joined:
+            values = [value]
+        else:
+            following = words[number + 1 :]
+            values = list(itertools.takewhile(_is_no_long_flag, following))
     return values
+
+
+def _is_no_long_flag(word: str) -> bool:
+    """Return whether a word does not begin with two dashes."""
+    return not word.startswith("--")

@@ -1,4 +1,8 @@
-"""`txl generate`: prompts of the command line, files and pipes; texts for people as they are made, or as JSON lines."""
+"""Prompts and output of `txl generate`.
+
+Prompts come from the command line, files and pipes. Texts are shown to people as they are generated, or written as
+JSON lines.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +25,17 @@ from txl_dist.inference.text_memory import TextMemory
 from txl_dist.io.files import Record, open_text, parse_record, read_as_text
 
 STANDARD = Path("-")
-"""In place of a file: standard input or output."""
+"""Path that means standard input or standard output."""
 
 
 class Given(NamedTuple):
-    """A prompt as somebody gave it."""
+    """A prompt as the user gave it."""
 
     text: Text
     record: dict[str, Any]
-    """What is told of it beside its texts."""
+    """Fields that the output repeats with each text of this prompt."""
     where: str = ""
-    """Line of a file, for errors."""
+    """File and line of the prompt, as the beginning of an error message."""
 
 
 def generate_texts(
@@ -45,59 +49,77 @@ def generate_texts(
     save_memory: Path | None,
     device: str = "cpu",
 ) -> None:
-    """Generate with a run, a checkpoint or a bundle. `out` is for JSON lines; without it the texts are for people.
+    """Generate with a run, a checkpoint or a bundle, and write the texts.
 
-    `is_one`: it is one text, which is shown as it is made.
+    `out` gets JSON lines; without it the texts are shown to people. `is_one` says that there is only one text, which
+    is shown as it is generated.
 
-    Raises CheckpointError if the model or the memory cannot be read, ConfigError for settings out of range, a device
-    that is not there, files that cannot be written, and a prompt that it cannot go on with: then once the texts of all
-    prompts before it are written.
+    Raises CheckpointError if the model or the memory cannot be read. Raises ConfigError for settings out of range, a
+    missing device, files that cannot be written, and a prompt that cannot be used. The error for a prompt comes after
+    the texts of all earlier prompts are written.
     """
     start_logging()
-    with _filling(), ExitStack() as stack:
+    with _translate_write_errors(), ExitStack() as stack:
         model = load(source, device=device)
         memory = None if load_memory is None else model.load_memory(load_memory)
-        begun: dict[int, tuple[Given, Prompt]] = {}
+        active: dict[int, tuple[Given, Prompt]] = {}
         problems: list[ConfigError] = []
-        prompts = _begun(given, model, memory, begun, problems)
-        pieces = model.write(prompts, writing, keep_memory=save_memory is not None)
-        sink: TextIO | None = None
+        prompts = _start_prompts(given, model, memory, active, problems)
+        chunks = model.write(prompts, writing, keep_memory=save_memory is not None)
+        stream: TextIO | None = None
         is_shown = is_one and out is None
         if is_shown:
-            pieces = _shown(pieces, model, begun)
-        for piece, text in _whole_texts(pieces, num_samples=writing.num_samples):
-            assert piece.ending is not None
-            is_last = piece.sample == writing.num_samples - 1
-            one, prompt = begun.pop(piece.prompt) if is_last else begun[piece.prompt]
-            made = model.generation(text, piece.ending, prompt)
+            chunks = _show(chunks, model, active)
+        for chunk, text in _whole_texts(chunks, num_samples=writing.num_samples):
+            assert chunk.ending is not None
+            is_last_sample = chunk.sample == writing.num_samples - 1
+            given_prompt, prompt = active[chunk.prompt]
+            if is_last_sample:
+                del active[chunk.prompt]
+            generation = model.generation(text, chunk.ending, prompt)
             if out is not None:
-                sink = sink or _opened(out, stack)  # not before: a prompt that is refused leaves an older file alone
-                record = one.record | {"sample": piece.sample, "text": text, "finish": made.finish, "ids": made.ids}
+                if stream is None:  # not before: a prompt that is refused leaves an older file unchanged
+                    stream = _open_output(out, stack)
+                record = given_prompt.record | {
+                    "sample": chunk.sample,
+                    "text": text,
+                    "finish": generation.finish,
+                    "ids": generation.ids,
+                }
                 if writing.log_probs >= 0:
-                    record |= {"log_probs": made.log_probs, "top": made.top}
-                sink.write(json.dumps(record) + "\n")
-                sink.flush()
+                    record |= {"log_probs": generation.log_probs, "top": generation.top}
+                stream.write(json.dumps(record) + "\n")
+                stream.flush()
             elif not is_shown:
-                echo(f"--- prompt {piece.prompt + 1}, sample {piece.sample + 1}: {made.finish}")
-                write_text(_text_of(one, model) + text + "\n")
-            if save_memory is not None and made.memory is not None:
-                made.memory.save(save_memory)
+                echo(f"--- prompt {chunk.prompt + 1}, sample {chunk.sample + 1}: {generation.finish}")
+                write_text(_text_of(given_prompt, model) + text + "\n")
+            if save_memory is not None and generation.memory is not None:
+                generation.memory.save(save_memory)
         if problems:
             raise problems[0]
 
 
-def _opened(path: Path, stack: ExitStack) -> TextIO:
-    return sys.stdout if path == STANDARD else stack.enter_context(path.open("w", encoding="utf-8"))
+def _open_output(path: Path, stack: ExitStack) -> TextIO:
+    """Open the file of the JSON lines, which `stack` closes; - is standard output."""
+    if path == STANDARD:
+        return sys.stdout
+    return stack.enter_context(path.open("w", encoding="utf-8"))
 
 
-_TOLD = ("sample", "text", "finish", "ids", "log_probs", "top")
-"""What is told of each text, beside what its line held."""
+_OUTPUT_FIELDS = ("sample", "text", "finish", "ids", "log_probs", "top")
+"""Fields that the output adds to those of a prompt's line."""
+
+
+def whole_text(path: Path) -> Iterator[Given]:
+    """Yield the text of a file as one prompt. Raises ConfigError as `read_lines` does."""
+    text = "".join(read_lines(path))
+    yield Given(text, {"prompt": text})
 
 
 def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
-    """Prompts of JSON lines: {"prompt": text} or {"tokens": [ids]}; what else a line holds is told with its texts.
+    """Yield the prompts of JSON lines: {"prompt": text} or {"tokens": [ids]}. Other fields return with the texts.
 
-    Raises ConfigError, with the line, for what is neither or both, and for what would be overwritten.
+    Raises ConfigError, naming the line, if it has neither or both, and if the output would overwrite a field.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -105,7 +127,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
         place = f"{where}, line {number}: "
         try:
             record = parse_record(line)
-            json.dumps(record, allow_nan=False)  # as which it shall come back
+            json.dumps(record, allow_nan=False)  # the output will write it again
         except RecursionError as error:
             raise ConfigError(f"{place}nested too deeply to come back with its texts. Leave that out.") from error
         except ValueError as error:
@@ -113,17 +135,24 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
         values = record if isinstance(record, Record) else Record()
         if values.repeated:
             raise ConfigError(f"{place}{', '.join(sorted(values.repeated))}: twice in the record. Remove one.")
-        (text, *others) = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None] or [None]
-        is_ids = isinstance(text, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in text)
-        if others or not (isinstance(text, str) or is_ids):
+        texts = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None]
+        if len(texts) != 1 or not (isinstance(texts[0], str) or _is_list_of_ids(texts[0])):
             raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
-        if taken := [key for key in _TOLD if values.get(key) is not None]:
+        taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
+        if taken:
             raise ConfigError(f"{place}{', '.join(taken)}: what is made would be written over it. Rename it.")
-        yield Given(text, record, place)
+        yield Given(texts[0], record, place)
+
+
+def _is_list_of_ids(value: object) -> bool:
+    """Return whether a JSON value is a list of whole numbers."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Of a file or of standard input, as they come. Raises ConfigError if it cannot be read, or is not UTF-8."""
+    """Yield the lines of a file or of standard input. Raises ConfigError if it cannot be read, or is not UTF-8."""
     try:
         if path == STANDARD:
             if sys.stdin is None:
@@ -140,62 +169,77 @@ def read_lines(path: Path) -> Iterator[str]:
         raise ConfigError(f"{path} is not valid UTF-8 (byte {error.start}). Give it as UTF-8.") from error
 
 
-def _begun(
+def _start_prompts(
     given: Iterable[Given],
     model: LanguageModel,
     memory: TextMemory | None,
-    begun: dict[int, tuple[Given, Prompt]],
+    active: dict[int, tuple[Given, Prompt]],
     problems: list[ConfigError],
 ) -> Iterator[Prompt]:
-    """The prompts, one by one; those in work stand in `begun` by their number. They end before one that cannot be gone
-    on with, whose error goes to `problems`: those in work shall be written first."""
+    """Yield the prompts one by one, and enter each in `active` by its number.
+
+    The first prompt that cannot be used ends them, and its error goes to `problems`: the texts of the active prompts
+    are written first.
+    """
     where = ""
     try:
-        for number, one in enumerate(given):
-            where = one.where
-            begun[number] = one, model.prompt(one.text, memory)
+        for number, given_prompt in enumerate(given):
+            where = given_prompt.where
+            prompt = model.prompt(given_prompt.text, memory)
+            active[number] = given_prompt, prompt
             where = ""
-            yield begun[number][1]
+            yield prompt
     except TxlError as error:
         problems.append(ConfigError(f"{where}{error}"))
 
 
-def _shown(
-    pieces: Iterable[OutputChunk], model: LanguageModel, begun: dict[int, tuple[Given, Prompt]]
+def _show(
+    chunks: Iterable[OutputChunk], model: LanguageModel, active: dict[int, tuple[Given, Prompt]]
 ) -> Iterator[OutputChunk]:
-    """The pieces of one text, each written for people as it comes, behind the prompt."""
-    for number, piece in enumerate(pieces):
-        write_text(piece.text if number else _text_of(begun[0][0], model) + piece.text)
-        yield piece
-        if piece.ending:
+    """Pass on the chunks of one text, and write each for people as it comes, after the prompt."""
+    is_first = True
+    for chunk in chunks:
+        if is_first:
+            given_prompt, _ = active[0]
+            write_text(_text_of(given_prompt, model) + chunk.text)
+            is_first = False
+        else:
+            write_text(chunk.text)
+        yield chunk
+        if chunk.ending:
             write_text("\n")
 
 
-def _text_of(one: Given, model: LanguageModel) -> str:
-    return one.text if isinstance(one.text, str) else model.decode(one.text)
+def _text_of(prompt: Given, model: LanguageModel) -> str:
+    """Return the text of a prompt, decoded if it was given as ids."""
+    if isinstance(prompt.text, str):
+        return prompt.text
+    return model.decode(prompt.text)
 
 
-def _whole_texts(pieces: Iterator[OutputChunk], *, num_samples: int) -> Iterator[tuple[OutputChunk, str]]:
-    """(last piece, text) of each text, in the order of prompts and samples, whichever ends first."""
+def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator[tuple[OutputChunk, str]]:
+    """Yield the last chunk and the text of each sample, in the order of prompts and samples, whichever ends first."""
     texts: dict[tuple[int, int], str] = {}
-    ended: dict[tuple[int, int], OutputChunk] = {}
-    turn = (0, 0)
-    for piece in pieces:
-        key = piece.prompt, piece.sample
-        texts[key] = texts.get(key, "") + piece.text
-        if piece.ending:
-            ended[key] = piece
-        while turn in ended:
-            yield ended.pop(turn), texts.pop(turn)
-            turn = (turn[0], turn[1] + 1) if turn[1] + 1 < num_samples else (turn[0] + 1, 0)
+    last_chunks: dict[tuple[int, int], OutputChunk] = {}
+    prompt, sample = 0, 0
+    for chunk in chunks:
+        key = chunk.prompt, chunk.sample
+        texts[key] = texts.get(key, "") + chunk.text
+        if chunk.ending:
+            last_chunks[key] = chunk
+        while (prompt, sample) in last_chunks:
+            yield last_chunks.pop((prompt, sample)), texts.pop((prompt, sample))
+            sample += 1
+            if sample == num_samples:
+                prompt, sample = prompt + 1, 0
 
 
 @contextmanager
-def _filling() -> Iterator[None]:
-    """Raises ConfigError for an output that cannot be opened or is full."""
+def _translate_write_errors() -> Iterator[None]:
+    """Raise ConfigError for an output that cannot be opened or is full."""
     try:
         yield
-    except BrokenPipeError:  # its reader has what it wants
+    except BrokenPipeError:  # the reader has stopped reading on purpose
         raise
     except OSError as error:
         what = error.filename or "the texts"

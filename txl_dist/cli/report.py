@@ -1,4 +1,4 @@
-"""Verbs that show what runs did: one in full, several side by side."""
+"""Commands that show runs: `txl report` shows one in full, `txl compare` several side by side."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
     """Show a run, finished or in progress: a few lines here, and one HTML page with pictures, readable offline.
 
     Args:
-        path: Folder of the run (--run.dir); or a checkpoint, which shows its run, or a bundle or hf://OWNER/NAME, which
-            show their model card.
-        out: Page to write; RUN/report.html if not given, and for a bundle BUNDLE.html next to it.
+        path: Folder of the run (--run.dir); or a checkpoint, which shows its run; or a bundle or hf://OWNER/NAME, which
+            shows its model card.
+        out: Page to write. Default: RUN/report.html, and for a bundle BUNDLE.html next to it.
     """
     address = address_of(path)
     if address is not None and out is None:
@@ -30,7 +30,8 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
     echo(f"txl report: reading {path}", to=sys.stderr)
     from txl_dist.report.model_page import report_of
 
-    echo("\n".join(report_of(path, kind, out=out)))
+    lines = report_of(path, kind, out=out)
+    echo("\n".join(lines))
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
@@ -40,11 +41,14 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
         runs: Folders of the runs.
         out: Page to write.
     """
-    run = "Name its run: it has no records of its own."
+    remedy = "Name its run: it has no records of its own."
+    remedies = {ArtifactKind.CHECKPOINT: remedy, ArtifactKind.BUNDLE: remedy}
     for path in runs:
-        require(path, ArtifactKind.RUN, remedies={ArtifactKind.CHECKPOINT: run, ArtifactKind.BUNDLE: run})
-    if len(runs) > 1:  # one is refused at once
-        echo(f"txl compare: reading {counted(len(runs), 'run')}", to=sys.stderr)
+        require(path, ArtifactKind.RUN, remedies=remedies)
+    num_runs = counted(len(runs), "run")
+    if len(runs) > 1:  # a single run is refused at once
+        echo(f"txl compare: reading {num_runs}", to=sys.stderr)
     from txl_dist.report.compare import write_comparison
 
-    echo("\n".join(write_comparison(runs, out=out)))
+    lines = write_comparison(runs, out=out)
+    echo("\n".join(lines))

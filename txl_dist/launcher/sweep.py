@@ -1,11 +1,11 @@
-"""`txl sweep`: short runs over a grid of settings; which is best, by how much, beside what seeds alone make of it.
+"""`txl sweep`: short runs over a grid of settings, to find the best point and its margin over the spread of seeds.
 
-    axes, seeds -> trials, each with its whole configuration -> refuse what cannot be -> run what is not done -> table
+    axes, seeds -> trials, each with its whole configuration -> checks -> run the trials that are not done -> table
 
-A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and what it said in OUT/NAME.log. Nothing is
-kept in this process, so the same command goes on wherever the last one ended. Trials with the first seed come first. A
-point of the grid is judged by its held-out losses at the end of training, and only if all of its seeds are done: the
-mean over those that did not diverge would flatter a rate that is too high. What it gives up: several ranks per run
+A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. This process
+keeps no state, so the same command continues where the last one ended. Trials with the first seed come first. A point
+of the grid is ranked by its held-out losses at the end of training, and only if all of its seeds are done. The mean
+over the seeds that did not diverge would favour a learning rate that is too high. It gives up several ranks per run
 (`txl launch`), and stopping bad runs early.
 """
 
@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from txl_dist.artifacts import DONE, SETTINGS
@@ -52,13 +53,14 @@ from txl_dist.train.monitoring.preemption import LAUNCHED_BY, SIGNALS
 FAILED = 1
 """Exit code of a sweep in which a run failed."""
 DECISIVE = 2.0
-"""A margin of fewer deviations than this may be chance."""
+"""Smallest margin in standard deviations that is not called chance."""
 STOPPED = "stopped; the same command goes on"
 TABLE, PAGE = "sweep.csv", "compare.html"
-_OWN = {"run.dir": "--out says where the runs lie", "run.seed": "--seeds says how many there are"}
-_LOOK_EVERY_S = 0.2
-_LAST_WORDS = 20_000
-"""Bytes at the end of what a run said that are looked into for the reason of its end."""
+_NOT_AN_AXIS = {"run.dir": "--out says where the runs lie", "run.seed": "--seeds says how many there are"}
+"""Settings that the sweep sets itself, with the flag that controls each."""
+_POLL_S = 0.2
+_LOG_TAIL_BYTES = 20_000
+"""Bytes at the end of a run's log that are searched for the reason of its end."""
 
 
 class Axis(NamedTuple):
@@ -72,104 +74,114 @@ class Trial(NamedTuple):
     """One run: a point of the grid with a seed."""
 
     point: str
-    """Settings of the grid with their values; a file name. Empty where only seeds differ."""
+    """Settings of the grid with their values, as a file name; empty if only the seed varies."""
     values: tuple[Any, ...]
-    """The same, as the axes come."""
+    """Values of the settings, in the order of the axes."""
     config: Config
 
     @property
     def run_dir(self) -> Path:
-        """Its folder."""
+        """Folder of the run."""
         return Path(self.config.run.dir)
 
     @property
     def is_done(self) -> bool:
-        """Whether it came to its end."""
+        """Return whether the run has reached its end."""
         return (self.run_dir / DONE).is_file()
 
 
 class Outcome(NamedTuple):
-    """What became of a trial."""
+    """Result of a trial."""
 
     trial: Trial
     run: RunRecords | None
-    """Its records, if it is done."""
+    """Records of the run; None if it is not done."""
     state: str
-    """done, or why not."""
+    """Either "done", or the reason why it is not."""
 
 
 class Score(NamedTuple):
-    """Of a point of the grid."""
+    """Held-out losses of a point of the grid."""
 
     point: str
     values: tuple[Any, ...]
     losses: tuple[float, ...]
-    """At the end of training, by seed; of those that are done."""
+    """Losses at the end of training of the runs that are done, by seed."""
     problem: str
-    """Why it is not judged: the first run that is not done. Empty if all are."""
+    """Reason why the point is not ranked: that of its first run that is not done. Empty if all are done."""
 
     @property
     def mean(self) -> float:
-        """Of the losses; there must be one."""
+        """Mean of the losses, of which there must be at least one."""
         return statistics.fmean(self.losses)
 
     @property
     def deviation(self) -> float:
-        """Of one run, estimated from the seeds (n - 1); NaN of a single one."""
-        return statistics.stdev(self.losses) if len(self.losses) > 1 else math.nan
+        """Standard deviation of one run, estimated from the seeds (n - 1); NaN for a single seed."""
+        if len(self.losses) < 2:
+            return math.nan
+        return statistics.stdev(self.losses)
 
 
 def parse_axis(words: str) -> Axis:
-    """`optim.lr=1e-3,2e-3`; entries of a list stand apart by blanks: `model.cutoffs=512 2048,1000`.
+    """Parse `optim.lr=1e-3,2e-3`. Entries of a list are separated by blanks: `model.cutoffs=512 2048,1000`.
 
-    Raises ConfigError for an unknown setting, a value that it cannot have, no value, or the same value twice.
+    Raises ConfigError for an unknown setting, an impossible value, no value, or the same value twice.
     """
     spelt, _, text = words.partition("=")
     name = spelt.strip().removeprefix("--").replace("-", "_")
     if name not in setting_names():
         raise ConfigError(f"--grid {words}: {unknown_setting(name)}")
-    if name in _OWN:
-        raise ConfigError(f"--grid {words}: {name} is no axis: {_OWN[name]}.")
+    if name in _NOT_AN_AXIS:
+        raise ConfigError(f"--grid {words}: {name} is no axis: {_NOT_AN_AXIS[name]}.")
     if not text.strip():
         raise ConfigError(f"--grid {words} has no values. Write --grid {name}=VALUE,VALUE.")
-    values = tuple(value_of(name, one.split()) for one in text.split(","))
+    values = tuple(value_of(name, entry.split()) for entry in text.split(","))
     if len(set(values)) < len(values):
         raise ConfigError(f"--grid {words} has a value twice. Give each once.")
     return Axis(name, values)
 
 
 def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) -> list[Trial]:
-    """All runs, those of the first seed first; seeds are base.run.seed and the numbers behind it.
+    """Return all trials, those of the first seed first. The seeds count up from base.run.seed.
 
     Raises ConfigError for an axis twice, no seed, or fewer than two runs.
     """
     names = [axis.name for axis in axes]
-    if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise ConfigError(f"--grid has {twice} twice. Give all of its values at once: --grid {twice}=VALUE,VALUE.")
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"--grid has {name} twice. Give all of its values at once: --grid {name}=VALUE,VALUE.")
     if num_seeds < 1:
         raise ConfigError(f"--seeds {num_seeds}: it must be 1 or more.")
+    grid = list(itertools.product(*[axis.values for axis in axes]))
     trials = []
     for seed in range(base.run.seed, base.run.seed + num_seeds):
-        for values in itertools.product(*(axis.values for axis in axes)):
-            point = ",".join(f"{name}={_spelt(value)}" for name, value in zip(names, values, strict=True))
-            run_dir = str(out / f"{point},seed={seed}".lstrip(","))
-            settings = dict(zip(names, values, strict=True)) | {"run.seed": seed, "run.dir": run_dir}
+        for values in grid:
+            settings = dict(zip(names, values, strict=True))
+            point = ",".join(f"{name}={_file_name_part(value)}" for name, value in settings.items())
+            folder_name = f"{point},seed={seed}".lstrip(",")
+            settings["run.seed"] = seed
+            settings["run.dir"] = str(out / folder_name)
             trials.append(Trial(point, values, changed(base, settings)))
     if len(trials) < 2:
         raise ConfigError("one run is no sweep. Give --grid section.key=VALUE,VALUE, or more --seeds.")
-    if len({trial.run_dir for trial in trials}) < len(trials):
+    run_dirs = {trial.run_dir for trial in trials}
+    if len(run_dirs) < len(trials):
         raise ConfigError("two values of --grid give the same folder name. Leave one out.")
     return trials
 
 
-def _spelt(value: Any) -> str:
-    """A value as a part of a file name."""
+def _file_name_part(value: Any) -> str:
+    """Write a value as a part of a file name."""
     text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
     return re.sub(r"[^\w.+-]", "_", text)
 
 
 def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) -> None:
-    """Refuse what can be seen wrong before the first run; `check` looks at the paths of one. Raises ConfigError."""
+    """Refuse settings that can be seen to be wrong before the first run. Raises ConfigError.
+
+    `check` checks the paths of one configuration. Settings of runs made earlier must be those of the trials.
+    """
     for trial in trials:
         if not trial.config.data.eval_split:
             raise ConfigError("a sweep is decided by held-out text: data.eval_split must not be empty.")
@@ -178,9 +190,12 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
             plan_batch(staged.train, world_size=1)
     for trial in trials:
         check(trial.config)
-        made = trial.run_dir / SETTINGS
-        if made.is_file() and (changes := config_changes(load_config(made), trial.config)):
-            listed = ", ".join(f"{one.key} {one.old} -> {one.new}" for one in changes)
+        settings_file = trial.run_dir / SETTINGS
+        if not settings_file.is_file():
+            continue
+        changes = config_changes(load_config(settings_file), trial.config)
+        if changes:
+            listed = ", ".join(f"{change.key} {change.old} -> {change.new}" for change in changes)
             raise ConfigError(
                 f"{trial.run_dir} was made with other settings ({listed}), and its loss would stand beside others. "
                 "Restore them, or choose another --out."
@@ -188,62 +203,81 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
 
 
 def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = ()) -> tuple[dict[Path, str], bool]:
-    """Train what is not done, so many at a time. Main thread only.
+    """Train the trials that are not done, `jobs` at a time. Main thread only.
 
-    `devices`: GPUs by their name in CUDA_VISIBLE_DEVICES, which the jobs take in turn; none leaves that as it is.
-    Returns why those failed that did, by run directory, and whether we were asked to stop: then the runs have been
-    asked too, have saved, and no others were started.
+    `devices` are GPUs by their names in CUDA_VISIBLE_DEVICES, which the jobs use in turn. Without any, that variable
+    is left unchanged. Returns the reasons of the runs that are not done, by run directory, and whether this process
+    was asked to stop. If it was, the running trials were asked to stop too, and have saved.
     """
     waiting = [trial for trial in trials if not trial.is_done]
     running: dict[int, tuple[Trial, subprocess.Popen[bytes]]] = {}
     problems: dict[Path, str] = {}
-    asked: list[int] = []
-    told: set[int] = set()
-    before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in SIGNALS}
+    received_signals: list[int] = []
+    stopped_pids: set[int] = set()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received_signals.append(number)
+
+    handlers_before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
-        while running or (waiting and not asked):
+        while running or (waiting and not received_signals):
             for slot in sorted(set(range(jobs)) - running.keys()):
-                if waiting and not asked:
+                if waiting and not received_signals:
                     trial = waiting.pop(0)
-                    running[slot] = trial, _start(trial, _environment(slot, jobs=jobs, devices=devices))
-            time.sleep(_LOOK_EVERY_S)
-            if asked and running and not told:
-                name = signal.Signals(asked[0]).name
-                echo(f"{name}: {counted(len(running), 'run')} to save and exit; no further one starts", to=sys.stderr)
+                    environment = _environment(slot, jobs=jobs, devices=devices)
+                    running[slot] = trial, _start(trial, environment)
+            time.sleep(_POLL_S)
+            if received_signals and running and not stopped_pids:
+                name = signal.Signals(received_signals[0]).name
+                num_running = counted(len(running), "run")
+                echo(f"{name}: {num_running} to save and exit; no further one starts", to=sys.stderr)
             for slot, (trial, process) in list(running.items()):
-                if asked and process.pid not in told:
+                if received_signals and process.pid not in stopped_pids:
                     process.terminate()
-                    told.add(process.pid)
-                if (code := process.poll()) is not None:
-                    del running[slot]
-                    if not trial.is_done:
-                        was_stopped = code == REQUEUE or (process.pid in told and code == -signal.SIGTERM)
-                        problems[trial.run_dir] = STOPPED if was_stopped else reason_of(code, _log_of(trial))
-                    left = len(waiting) + len(running)
-                    echo(f"{trial.run_dir.name}: {problems.get(trial.run_dir, 'done')}; {left} to go", to=sys.stderr)
+                    stopped_pids.add(process.pid)
+                code = process.poll()
+                if code is None:
+                    continue
+                del running[slot]
+                state = "done"
+                if not trial.is_done:
+                    state = _why_not_done(trial, code, was_asked_to_stop=process.pid in stopped_pids)
+                    problems[trial.run_dir] = state
+                num_left = len(waiting) + len(running)
+                echo(f"{trial.run_dir.name}: {state}; {num_left} to go", to=sys.stderr)
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers_before.items():
             signal.signal(number, handler)
-    return problems, bool(asked)
+    return problems, bool(received_signals)
+
+
+def _why_not_done(trial: Trial, code: int, *, was_asked_to_stop: bool) -> str:
+    """Return why a trial is not done whose process has ended with the exit code `code`."""
+    died_of_request = was_asked_to_stop and code == -signal.SIGTERM
+    if code == REQUEUE or died_of_request:
+        return STOPPED
+    return reason_of(code, _log_of(trial))
 
 
 def _environment(slot: int, *, jobs: int, devices: Sequence[str]) -> Mapping[str, str]:
-    """Of a run: its share of cores and GPUs, and whose end is a request to stop."""
-    own = {LAUNCHED_BY: json.dumps(process_id())}
+    """Return the environment of a run: its share of cores and GPUs, and the process whose end stops it."""
+    variables = {LAUNCHED_BY: json.dumps(process_id())}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
-        own["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // jobs))
+        num_cores = len(os.sched_getaffinity(0))
+        variables["OMP_NUM_THREADS"] = str(max(1, num_cores // jobs))
     if devices:
-        own["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
-    return os.environ | own
+        variables["CUDA_VISIBLE_DEVICES"] = devices[slot % len(devices)]
+    return os.environ | variables
 
 
 def _start(trial: Trial, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Write the settings of a trial, and start its process with its output in its log. Raises ConfigError."""
     settings = trial.run_dir.with_name(f"{trial.run_dir.name}.toml")
     with translate_errors(ConfigError, f"cannot write to {settings.parent}", "Choose another --out."):
         settings.parent.mkdir(parents=True, exist_ok=True)
         atomic_replace(settings, config_to_toml(trial.config).encode())
         path = _log_of(trial)
-        path.unlink(missing_ok=True)  # so that nothing is written through a link
+        path.unlink(missing_ok=True)  # a link of this name must not be written through
         with path.open("xb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "txl_dist", "train", str(settings)],
@@ -251,105 +285,149 @@ def _start(trial: Trial, environment: Mapping[str, str]) -> subprocess.Popen[byt
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is passed on once, by us
+                start_new_session=True,  # this process passes a Ctrl-C on, once
             )
 
 
 def _log_of(trial: Trial) -> Path:
+    """Return the file that gets the output of a trial."""
     return trial.run_dir.with_name(f"{trial.run_dir.name}.log")
 
 
 def reason_of(code: int, log: Path) -> str:
-    """Why a run is not done: what its process said last, an error before others."""
+    """Return why a run is not done: the last error that its process printed, else the last line."""
     if code < 0:
         return f"died of {signal.Signals(-code).name}; see {log}"
-    said = log.read_bytes()[-_LAST_WORDS:].decode(errors="replace")
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
     errors = [line.partition(" error: ")[2] for line in lines if line.startswith("txl train: error: ")]
-    return (errors or lines or [f"ended with {code}"])[-1]
+    if errors:
+        return errors[-1]
+    if lines:
+        return lines[-1]
+    return f"ended with {code}"
 
 
 def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[Outcome]:
-    """What became of all trials."""
+    """Return the outcome of every trial, in their order."""
     outcomes = []
     for trial in trials:
-        run, state = None, problems.get(trial.run_dir, "not started")
+        run = None
+        state = problems.get(trial.run_dir, "not started")
         if trial.is_done:
             try:
-                run, state = read_run(trial.run_dir), "done"
-            except DataError as error:  # its records were taken away
+                run = read_run(trial.run_dir)
+                state = "done"
+            except DataError as error:  # the run's records were removed
                 state = str(error)
         outcomes.append(Outcome(trial, run, state))
     return outcomes
 
 
 def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[Score]:
-    """One per point: those that are judged first, best first, then the others as the grid has them."""
-    scores = []
-    for point, values in dict.fromkeys((trial.point, trial.values) for trial, _, _ in outcomes):
-        losses, problems = [], []
-        for _, run, state in (outcome for outcome in outcomes if outcome.trial.point == point):
-            loss = run.history.held_out.last(column) if run else None
-            if loss is None:
-                problems.append("no held-out loss is on record" if run else state)
-            else:
-                losses.append(loss)
-        scores.append(Score(point, values, tuple(losses), problems[0] if problems else ""))
-    return sorted(scores, key=lambda score: (bool(score.problem), 0.0 if score.problem else score.mean))
+    """Return one score per point: ranked points first, the best first, then the others in the order of the grid.
+
+    `column` names the held-out loss in the records.
+    """
+    ranked = []
+    unranked = []
+    points = dict.fromkeys((trial.point, trial.values) for trial, _, _ in outcomes)
+    for point, values in points:
+        score = _score_of(point, values, outcomes, column=column)
+        if score.problem:
+            unranked.append(score)
+        else:
+            ranked.append(score)
+    ranked.sort(key=lambda score: score.mean)
+    return ranked + unranked
+
+
+def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], *, column: str) -> Score:
+    """Return the score of one point from the outcomes of all."""
+    losses = []
+    problems = []
+    for trial, run, state in outcomes:
+        if trial.point != point:
+            continue
+        if run is None:
+            problems.append(state)
+            continue
+        loss = run.history.held_out.last(column)
+        if loss is None:
+            problems.append("no held-out loss is on record")
+        else:
+            losses.append(loss)
+    problem = problems[0] if problems else ""
+    return Score(point, values, tuple(losses), problem)
 
 
 def verdict(scores: Sequence[Score], axes: Sequence[Axis]) -> list[str]:
-    """The best point with its margin over the next, in deviations of a run; and where the grid may end too early."""
-    judged = [score for score in scores if not score.problem]
-    if not judged:
+    """Return the best point with its margin over the next, and each axis whose grid may end too early.
+
+    The margin is compared with the standard deviation of a run.
+    """
+    ranked = [score for score in scores if not score.problem]
+    if not ranked:
         return ["no point of the grid has all of its runs: none is best"]
-    best, num_seeds = judged[0], len(judged[0].losses)
+    best = ranked[0]
     line = f"best: {best.point or 'the settings as they are'} with {bounded(best.mean)}"
-    if len(judged) > 1:
-        following, margin = judged[1], judged[1].mean - best.mean
-        line += f", {bounded(margin)} below {following.point}"
-        deviation = math.sqrt((best.deviation**2 + following.deviation**2) / 2)
-        if num_seeds == 1:
-            line += "; of one seed each, so how much is chance is not known (--seeds 3)"
-        elif margin < DECISIVE * deviation:
-            line += (
-                f": within {DECISIVE:g} deviations of a run ({bounded(deviation)} over {counted(num_seeds, 'seed')}), "
-            )
-            line += "it may be chance"
-        else:
-            times = f"{margin / deviation:.1f} times " if deviation else "beyond "
-            line += f": {times}the deviation of a run ({bounded(deviation)} over {counted(num_seeds, 'seed')})"
-    ends = [
-        f"{axis.name} is best at the end of its grid, {value}: look beyond it"
-        for axis, value in zip(axes, best.values, strict=True)
-        if len(axis.values) > 2 and isinstance(value, int | float) and value in (min(axis.values), max(axis.values))
-    ]
-    return [line, *ends]
+    if len(ranked) > 1:
+        line += _margin(best, ranked[1])
+    lines = [line]
+    for axis, value in zip(axes, best.values, strict=True):
+        if len(axis.values) <= 2 or not isinstance(value, int | float):
+            continue
+        if value in (min(axis.values), max(axis.values)):
+            lines.append(f"{axis.name} is best at the end of its grid, {value}: look beyond it")
+    return lines
+
+
+def _margin(best: Score, second: Score) -> str:
+    """Return the margin of the best point over the second, and whether it may be chance."""
+    margin = second.mean - best.mean
+    text = f", {bounded(margin)} below {second.point}"
+    num_seeds = len(best.losses)
+    if num_seeds == 1:
+        return f"{text}; of one seed each, so how much is chance is not known (--seeds 3)"
+    deviation = math.sqrt((best.deviation**2 + second.deviation**2) / 2)
+    spread = f"{bounded(deviation)} over {counted(num_seeds, 'seed')}"
+    if margin < DECISIVE * deviation:
+        return f"{text}: within {DECISIVE:g} deviations of a run ({spread}), it may be chance"
+    times = f"{margin / deviation:.1f} times " if deviation else "beyond "
+    return f"{text}: {times}the deviation of a run ({spread})"
 
 
 def table_of(scores: Sequence[Score]) -> list[str]:
-    """A line per point, the best first; a point that is not judged says why."""
+    """Return a table with one line per point, the best first. A point that is not ranked says why."""
     rows = [["settings", "held-out", "deviation", "seeds", ""]]
     for score in scores:
         mean = bounded(score.mean) if score.losses else "-"
         deviation = bounded(score.deviation) if len(score.losses) > 1 else "-"
-        rows.append([score.point or "as they are", mean, deviation, str(len(score.losses)), score.problem])
+        num_seeds = str(len(score.losses))
+        rows.append([score.point or "as they are", mean, deviation, num_seeds, score.problem])
     return format_table(rows)
 
 
+_RECORD_COLUMNS = ("settings", "seed", "state", "steps", "tokens", "seconds", "held_out_nats", "held_out_bits_per_byte")
+
+
 def records_of(outcomes: Sequence[Outcome]) -> str:
-    """CSV, a row per run, as the trials come: losses at the end in nats per token and in bits per byte."""
+    """Return CSV with one row per run, in the order of the trials.
+
+    The losses at the end are in nats per token and in bits per byte.
+    """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
-    writer.writerow(
-        ["settings", "seed", "state", "steps", "tokens", "seconds", "held_out_nats", "held_out_bits_per_byte"]
-    )
+    writer.writerow(_RECORD_COLUMNS)
     for trial, run, state in outcomes:
         numbers: list[object] = [""] * 5
         if run:
-            losses = [run.history.held_out.last(column) for column in ("loss", "bits_per_byte")]
-            seconds = round(3600 * run.history.hours, 1)
-            numbers = [run.history.step, int(run.history.train.last("tokens_seen") or 0), seconds, *losses]
+            history = run.history
+            num_tokens = int(history.train.last("tokens_seen") or 0)
+            seconds = round(3600 * history.hours, 1)
+            nats = history.held_out.last("loss")
+            bits_per_byte = history.held_out.last("bits_per_byte")
+            numbers = [history.step, num_tokens, seconds, nats, bits_per_byte]
         writer.writerow([trial.point, trial.config.run.seed, state, *numbers])
     return stream.getvalue()
 
@@ -364,34 +442,54 @@ def sweep(
     check: Callable[[Config], None],
     devices: Callable[[], Sequence[str]],
 ) -> tuple[list[str], int]:
-    """Run the grid. Returns lines for people and the exit code: 0, REQUEUE if asked to stop, else FAILED if a run was.
+    """Run the grid. Returns lines for people and the exit code: 0, REQUEUE if asked to stop, FAILED if a run failed.
 
-    Raises ConfigError before the first run for all that can be seen wrong then.
+    `check` checks the paths of a configuration; `devices` returns the GPUs. Raises ConfigError before the first run
+    for everything that can be seen to be wrong then.
     """
     trials = trials_of(base, axes, num_seeds=num_seeds, out=out)
     check_trials(trials, check=check)
     num_done = sum(trial.is_done for trial in trials)
-    echo(f"txl sweep: {counted(len(trials), 'run')} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
-    problems, was_stopped = run_trials(trials, jobs=jobs, devices=devices() if num_done < len(trials) else ())
+    num_trials = counted(len(trials), "run")
+    echo(f"txl sweep: {num_trials} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
+    gpus = devices() if num_done < len(trials) else ()
+    problems, was_stopped = run_trials(trials, jobs=jobs, devices=gpus)
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
     with translate_errors(ConfigError, f"cannot write to {out}", "Choose another --out."):
         out.mkdir(parents=True, exist_ok=True)
         atomic_replace(out / TABLE, records_of(outcomes).encode())
+    lines = _summary_lines(outcomes, axes, page=out / PAGE)
+    duration = format_duration(3600 * sum(run.history.hours for run in runs))
+    lines.append(f"records: {out / TABLE}; {duration} of work in {counted(len(runs), 'run')}")
+    if was_stopped:
+        return lines, REQUEUE
+    if len(runs) < len(trials):
+        return lines, FAILED
+    return lines, 0
+
+
+def _summary_lines(outcomes: Sequence[Outcome], axes: Sequence[Axis], *, page: Path) -> list[str]:
+    """Return the table and what it means, and write the page with the curves of the best runs."""
+    runs = [outcome.run for outcome in outcomes if outcome.run]
     unit = unit_of(runs) if runs else None
-    lines = [unit.sentence] if unit else []
-    if unit is None or unit.column:
-        scores = scores_of(outcomes, column=unit.column if unit else "loss")
-        lines = [*table_of(scores), *lines, *(verdict(scores, axes) if unit and unit.is_fair else ())]
-        shown = _most_telling(outcomes, scores)
-        lines += [write_comparison(shown, out=out / PAGE)[-1]] if len(shown) > 1 else []
-    hours = sum(run.history.hours for run in runs)
-    lines.append(f"records: {out / TABLE}; {format_duration(3600 * hours)} of work in {counted(len(runs), 'run')}")
-    return lines, REQUEUE if was_stopped else FAILED if len(runs) < len(trials) else 0
+    if unit is not None and not unit.column:
+        return [unit.sentence]
+    scores = scores_of(outcomes, column=unit.column if unit else "loss")
+    lines = table_of(scores)
+    if unit is not None:
+        lines.append(unit.sentence)
+        if unit.is_fair:
+            lines += verdict(scores, axes)
+    shown = _best_run_dirs(outcomes, scores)
+    if len(shown) > 1:
+        lines.append(write_comparison(shown, out=page)[-1])
+    return lines
 
 
-def _most_telling(outcomes: Sequence[Outcome], scores: Sequence[Score]) -> list[Path]:
-    """Runs for a page that has room for so many: of the best points, the first seed of each before the second."""
-    place = {score.point: number for number, score in enumerate(scores)}
+def _best_run_dirs(outcomes: Sequence[Outcome], scores: Sequence[Score]) -> list[Path]:
+    """Return up to MAX_RUNS finished runs for the page: those with the first seed first, the best points first."""
+    rank_of_point = {score.point: rank for rank, score in enumerate(scores)}
     done = [trial for trial, run, _ in outcomes if run]
-    return [trial.run_dir for trial in sorted(done, key=lambda one: (one.config.run.seed, place[one.point]))][:MAX_RUNS]
+    done.sort(key=lambda trial: (trial.config.run.seed, rank_of_point[trial.point]))
+    return [trial.run_dir for trial in done[:MAX_RUNS]]
