@@ -1,6 +1,6 @@
 """txl_dist: pretraining Transformer-XL at scale.
 
-Importing the package imports neither torch nor DeepSpeed. What a program needs of it comes when it is first asked for:
+Importing the package imports neither torch nor DeepSpeed. Each public name is imported at its first use:
 
     lm = txl_dist.load("runs/first")                     # a run, a checkpoint or a bundle: inference/language_model.py
     config = txl_dist.configure("configs/quickstart.toml", train={"num_lanes": 8})
@@ -43,23 +43,23 @@ _HOME = {
     "open_corpus": "data.loader.corpus",
     "pretrain": "train.start",
 }
-"""Where each public name is defined."""
+"""Module that defines each public name."""
 
 _MODULES = ("plugins",)
-"""Public modules, which a program may use as `txl_dist.plugins` without importing them."""
+"""Public modules, which a program may use as `txl_dist.plugins` without an import."""
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, imported now. Raises AttributeError for another one."""
+    """Import and return a public name. Raises AttributeError for any other name."""
     if name in _MODULES:
         return importlib.import_module(f"txl_dist.{name}")
     if name not in _HOME:
-        raise AttributeError(
-            f"module 'txl_dist' has no attribute {name!r}; it has {', '.join(sorted((*_HOME, *_MODULES)))}"
-        )
-    return getattr(importlib.import_module(f"txl_dist.{_HOME[name]}"), name)
+        public_names = ", ".join(sorted((*_HOME, *_MODULES)))
+        raise AttributeError(f"module 'txl_dist' has no attribute {name!r}; it has {public_names}")
+    module = importlib.import_module(f"txl_dist.{_HOME[name]}")
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

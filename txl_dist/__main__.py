@@ -1,6 +1,6 @@
-"""`python -m txl_dist VERB`, the form that the `deepspeed` launcher starts, and the entry point of the `txl` script.
+"""`python -m txl_dist COMMAND`, which the `deepspeed` launcher starts, and the entry point of the `txl` script.
 
-Any Python can read this file, so that an old one, or one outside the environment, is answered in a line.
+Any version of Python can read this file. So an old one, or one outside the environment, prints one line.
 """
 
 import sys
@@ -10,7 +10,7 @@ _OLDEST = (3, 11)
 
 def run():
     # type: () -> None
-    """Run one verb, where this Python and its packages can."""
+    """Run one command, or exit with a message if this Python or its packages cannot."""
     if sys.version_info < _OLDEST:
         version = ".".join(str(number) for number in sys.version_info[:2])
         sys.stderr.write(

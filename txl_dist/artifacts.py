@@ -1,7 +1,7 @@
-"""What a path is, told by the names that lie in it: corpus, run, checkpoint, bundle, an export, or nothing.
+"""Kinds of artifacts by the file names in a folder: corpus, run, checkpoint, bundle, an export, or nothing.
 
-Every verb asks here, before torch is imported, and refuses the wrong kind in one line that names what it is and what
-one does with that. Nothing is opened or proven: a damaged folder is still of its kind, and what reads it says so.
+Every command asks here before torch is imported. It refuses a wrong kind in one line that names the kind and its use.
+No file is opened or verified: a damaged folder keeps its kind, and the code that reads it reports the damage.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from txl_dist.console.suggest import nearest
 from txl_dist.errors import ConfigError
 
 SETTINGS = "config.toml"
-"""Of a run, and in each of its checkpoints."""
+"""File with the settings of a run, in the run directory and in each checkpoint."""
 RECORDS, LOG, TENSORBOARD = "metrics.jsonl", "log.txt", "tensorboard"
 CHECKPOINTS, STACKS, PROFILE = "checkpoints", "stacks", "profile"
 LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
-"""What else lies in a run directory."""
+"""Names of the other files and folders in a run directory."""
 STATE, PROBE = "state.json", "probe.safetensors"
-"""Of a checkpoint."""
+"""Names of files in a checkpoint."""
 FORMAT_VERSION = 2
+"""Format version of a checkpoint. Version 1, written by 0.1.0, held DeepSpeed's own files, which are pickles."""
 PER_LAYER_VERSION = 3
-"""Of checkpoints whose layers remember differently (`train.memory_lens`), which older programs do not know."""
-"""Of a checkpoint. 1, of version 0.1.0, held DeepSpeed's own files, which are pickles."""
+"""Format version of a checkpoint with memories of different lengths (`train.memory_lens`), which version 2 lacks."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
-"""Of a folder of ONNX graphs, and of a Hugging Face folder with its own code."""
+"""Files of a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
-"""Of the folder of a checkpoint: its step."""
+"""Name of a checkpoint's folder, which contains its step."""
 _MOST_NAMES = 4
-"""Folders that a message names at most."""
+"""Largest number of folders that a message names."""
 _MOST_LOOKED_AT = 1000
-"""Folders of a folder that are looked into to find those."""
+"""Largest number of subfolders whose kind is looked at."""
 
 
 class ArtifactKind(Enum):
-    """What a path is; the value is its name in messages."""
+    """Kind of artifact that a path holds; the value is its name in messages."""
 
     CORPUS = "a corpus"
     RUN = "a run"
@@ -51,7 +51,7 @@ class ArtifactKind(Enum):
 
 
 TRAINED = (ArtifactKind.RUN, ArtifactKind.CHECKPOINT, ArtifactKind.BUNDLE)
-"""What holds a trained model."""
+"""Kinds that hold a trained model."""
 
 _USES = {
     ArtifactKind.CORPUS: "Train on it with `txl train CONFIG --data.path {path}`, score a model on it with `txl "
@@ -87,10 +87,10 @@ _MARKS = {
 
 
 def detect_artifact(path: str | Path) -> ArtifactKind:
-    """What a path is. A URL can only be a corpus; whatever cannot be looked into is nothing.
+    """Return the kind of artifact that a path holds. A URL can only be a corpus; an unreadable path is NOTHING.
 
-    A folder with a checkpoint under checkpoints/ is a run even when its config.toml is gone, and one with two of the
-    three files that `infer.bundle.load` needs is a bundle.
+    A folder with a checkpoint under checkpoints/ is a run, even without its config.toml. A folder with two of the
+    three files that `inference.bundle.load` needs is a bundle.
     """
     if is_url(path):
         return ArtifactKind.CORPUS
@@ -106,99 +106,122 @@ def detect_artifact(path: str | Path) -> ArtifactKind:
         return ArtifactKind.HUGGINGFACE_CODE
     if has(*GRAPHS):
         return ArtifactKind.ONNX
-    if has("txl_tokenizer.json") or (
-        has("config.json") and has("model.safetensors", "pytorch_model.bin") and not has("MANIFEST.json", "train.toml")
-    ):
+    if has("txl_tokenizer.json"):
+        return ArtifactKind.HUGGINGFACE
+    has_weights = has("model.safetensors", "pytorch_model.bin")
+    if has("config.json") and has_weights and not has("MANIFEST.json", "train.toml"):
         return ArtifactKind.HUGGINGFACE
     if sum(map(has, ("config.json", "model.safetensors", "MANIFEST.json"))) > 1:
         return ArtifactKind.BUNDLE
     if has("MANIFEST.json") and CHECKPOINT_NAME.fullmatch(Path(path).name):
         return ArtifactKind.CHECKPOINT
-    if has(SETTINGS, RECORDS) or ArtifactKind.CHECKPOINT in map(detect_artifact, list_checkpoints(Path(path))):
+    if has(SETTINGS, RECORDS):
         return ArtifactKind.RUN
+    for checkpoint in list_checkpoints(Path(path)):
+        if detect_artifact(checkpoint) is ArtifactKind.CHECKPOINT:
+            return ArtifactKind.RUN
     return ArtifactKind.NOTHING
 
 
 def is_url(path: str | Path) -> bool:
-    """A URL, or a shell command that gives bytes; never a `Path`, which would have lost a slash."""
+    """Return whether a path is a URL, or a shell command that produces bytes.
+
+    A `Path` never is one: it would have lost a slash.
+    """
     return isinstance(path, str) and ("://" in path or "::" in path or path.startswith("pipe:"))
 
 
 def require(
     path: str | Path, *wanted: ArtifactKind, what: str = "", remedies: Mapping[ArtifactKind, str] | None = None
 ) -> ArtifactKind:
-    """The kind of a path, which must be among `wanted`.
+    """Return the kind of a path, which must be among `wanted`.
 
-    `what` names the flag or setting in the message. `remedies`: what to say of a wrong kind in place of what one does
-    with it anywhere; `{path}` in it is the path.
-    Raises ConfigError, a line that names the kind and a remedy.
+    `what` names the flag or setting in the message. `remedies` gives another remedy than the usual one for a wrong
+    kind; `{path}` in it stands for the path. Raises ConfigError, one line that names the kind and a remedy.
     """
     kind = detect_artifact(path)
     if kind in wanted:
         return kind
     where = f"{what} {path}" if what else f"{path}"
-    if kind is ArtifactKind.NOTHING and kind not in (remedies or {}):
+    remedy_of_kind = {**_USES, **(remedies or {})}
+    if kind not in remedy_of_kind:  # NOTHING, and the caller has no remedy for it
         raise ConfigError(_why_nothing(Path(path), where, wanted))
-    remedy = {**_USES, **(remedies or {})}[kind].format(path=path)
+    remedy = remedy_of_kind[kind].format(path=path)
     raise ConfigError(f"{where} is {kind.value}, not {_either(wanted)}. {remedy}")
 
 
 def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> str:
+    """Return the message for a path that holds no artifact: why, and what to name instead."""
     makers = "; ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
     if path.is_dir():
-        inside = _of_kind(path, wanted) or _of_kind(path / CHECKPOINTS, wanted)
+        inside = _subfolders_of_kind(path, wanted) or _subfolders_of_kind(path / CHECKPOINTS, wanted)
         if inside:
             return f"{where} is not {_either(wanted)} itself but holds {_listed(inside)}. Name one of them."
         lacks = ", ".join(f"{_MARKS[kind]} ({kind.value})" for kind in wanted)
         return f"{where} is not {_either(wanted)}: it has no {lacks}. {makers}."
     if os.path.lexists(path):
-        if detect_artifact(path.parent) in wanted:
-            return f"{where} is a file of {detect_artifact(path.parent).value}. Name the folder: {path.parent}."
+        parent_kind = detect_artifact(path.parent)
+        if parent_kind in wanted:
+            return f"{where} is a file of {parent_kind.value}. Name the folder: {path.parent}."
         return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
     if os.path.isdir(path.with_name(f".{path.name}.prepare")) and ArtifactKind.CORPUS in wanted:
         return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` goes on."
-    beside = _of_kind(path.parent, wanted)
-    near = nearest(path.name, [other.name for other in beside])
-    if near:
-        return f"{where} does not exist. Did you mean {_listed([path.with_name(name) for name in near])}?"
-    others = f"{path.parent} has {_listed(beside)}" if beside else makers
-    return f"{where} does not exist. Name {_either(wanted)}: {others}."
+    siblings = _subfolders_of_kind(path.parent, wanted)
+    similar_names = nearest(path.name, [sibling.name for sibling in siblings])
+    if similar_names:
+        similar_paths = [path.with_name(name) for name in similar_names]
+        return f"{where} does not exist. Did you mean {_listed(similar_paths)}?"
+    hint = f"{path.parent} has {_listed(siblings)}" if siblings else makers
+    return f"{where} does not exist. Name {_either(wanted)}: {hint}."
 
 
-def _of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[Path]:
-    """The folders in it that are one of these, of so many of the last by name: a home may hold a million others."""
+def _subfolders_of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[Path]:
+    """Return the subfolders that are of one of these kinds, by name.
+
+    Only the last thousand subfolders are looked at: a home folder may hold a million others.
+    """
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError:
         return []
-    return [folder / name for name in names[-_MOST_LOOKED_AT:] if detect_artifact(folder / name) in wanted]
+    paths = [folder / name for name in names[-_MOST_LOOKED_AT:]]
+    return [path for path in paths if detect_artifact(path) in wanted]
 
 
 def _listed(paths: list[Path]) -> str:
-    """The newest checkpoints and the last of others."""
+    """List the last paths, which are the newest of checkpoints, and the number of the others."""
     shown = ", ".join(str(path) for path in paths[-_MOST_NAMES:])
-    return shown if len(paths) <= _MOST_NAMES else f"{shown} and {len(paths) - _MOST_NAMES} more"
+    num_hidden = len(paths) - _MOST_NAMES
+    if num_hidden <= 0:
+        return shown
+    return f"{shown} and {num_hidden} more"
 
 
 def _either(kinds: tuple[ArtifactKind, ...]) -> str:
-    *first, last = (kind.value for kind in kinds if kind is not ArtifactKind.NOTHING)
-    return f"{', '.join(first)} or {last}" if first else last
+    """Join the names of kinds by commas and "or"."""
+    names = [str(kind.value) for kind in kinds if kind is not ArtifactKind.NOTHING]
+    last = names.pop()
+    if not names:
+        return last
+    return f"{', '.join(names)} or {last}"
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of the checkpoint of a step."""
     return run_dir / CHECKPOINTS / f"step_{step:09d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(folder.name.removeprefix("step_"))
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Committed checkpoints by step, oldest first; not verified. What is no folder is a damaged one, not none: nothing
-    is trained over it."""
+    """Return the committed checkpoints, oldest first, without verifying them.
+
+    A file with the name of a checkpoint counts as a damaged one, so that no run trains over it.
+    """
     folder = run_dir / CHECKPOINTS
     if not os.path.isdir(folder):
         return []
@@ -206,6 +229,6 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
-    """Which of the steps, in ascending order, to keep: the last ones, milestones and the best."""
+    """Return the steps to keep: the last ones, milestones and the best. `steps` must be in ascending order."""
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
     return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))

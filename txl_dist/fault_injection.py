@@ -1,11 +1,11 @@
-"""Faults on purpose, for tests of reliability: the one place that reads TXL_FAULT. Unset, nothing here does anything.
+"""Injected faults for tests of reliability: the one place that reads TXL_FAULT. Without it no fault happens.
 
     TXL_FAULT=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
 
-The program calls `failpoint(phase, step=...)` where something may go wrong; the n-th time (the first, unless told
-otherwise) that this process's rank, step and phase match an entry, that fault happens there, once. Rank, step and phase
-may be `*`; without a phase an entry means `step`, the beginning of a training step. Each fault announces itself on
-stderr with the time, so that a log shows which misfortunes were ordered. Kinds:
+The program calls `failpoint(phase, step=...)` at places that may fail. When rank, step and phase of this process match
+an entry for the n-th time (default: the first), its fault happens there, once. Rank, step and phase may be `*`. The
+default phase is `step`, the beginning of a training step. Each fault is announced on stderr with the time, so that a
+log shows which faults were injected. Kinds:
 
     kill     SIGKILL to this process            stop     SIGSTOP to this process
     term     SIGTERM to this process            raise    an exception that nobody expects
@@ -32,28 +32,28 @@ KINDS = (*SIGNALS, *ERRORS, *ACTED_ON_BY_CALLER, "raise", "hang", "spin", "slow"
 
 
 class Fault(NamedTuple):
-    """One entry of TXL_FAULT; rank, step and phase as written, `*` matching any."""
+    """Entry of TXL_FAULT; rank, step and phase are kept as written, and `*` matches any."""
 
     kind: str
     rank: str
     step: str
     phase: str = "step"
     nth: int = 1
-    """How many matches from now it strikes."""
+    """Number of matches from now until the fault happens."""
 
     def matches(self, *, step: int, phase: str) -> bool:
-        """Whether it is ordered for this rank at this point."""
-        here = ((self.rank, os.environ.get("RANK", "0")), (self.step, str(step)), (self.phase, phase))
-        return all(wanted in ("*", found) for wanted, found in here)
+        """Return whether the fault is meant for this rank at this point."""
+        rank = os.environ.get("RANK", "0")
+        return self.rank in ("*", rank) and self.step in ("*", str(step)) and self.phase in ("*", phase)
 
 
 def failpoint(phase: str, *, step: int) -> str:
-    """Let the fault that is ordered for this rank, step and phase happen.
+    """Let the fault that is injected for this rank, step and phase happen.
 
-    Returns the kind where the caller has to act on it, else "". Raises OSError or RuntimeError where that is the fault,
-    and ValueError for a TXL_FAULT that cannot be read.
+    Returns the kind of a fault that the caller has to act on, else "". Raises OSError or RuntimeError if that is the
+    fault, and ValueError for a TXL_FAULT that cannot be parsed.
     """
-    faults = _ordered()
+    faults = _pending_faults()
     for index, fault in enumerate(faults):
         if not fault.matches(step=step, phase=phase):
             continue
@@ -64,41 +64,51 @@ def failpoint(phase: str, *, step: int) -> str:
         else:
             del faults[index]
             _announce(fault, step=step, phase=phase)
-            return _strike(fault.kind)
+            return _inject(fault.kind)
     return ""
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """The entries of TXL_FAULT. Raises ValueError for one that is none."""
+    """Parse the entries of TXL_FAULT. Raises ValueError, naming the entry that is wrong."""
     faults = []
     for entry in filter(None, text.split(",")):
         kind, *where = entry.split(":")
-        if (
-            kind not in KINDS
-            or not 2 <= len(where) <= 3
-            or not all(word == "*" or word.isdigit() for word in where[:2])
-        ):
+        is_valid = kind in KINDS and 2 <= len(where) <= 3 and all(map(_is_number_or_any, where[:2]))
+        if not is_valid:
             raise ValueError(
                 f"TXL_FAULT: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."
             )
-        phase, _, nth = where[2].partition("#") if len(where) == 3 else ("step", "", "")
-        faults.append(Fault(kind, where[0], where[1], phase, int(nth or 1)))
+        rank, step = where[:2]
+        phase, nth = "step", ""
+        if len(where) == 3:
+            phase, _, nth = where[2].partition("#")
+        faults.append(Fault(kind, rank, step, phase, int(nth or 1)))
     return faults
 
 
+def _is_number_or_any(word: str) -> bool:
+    """Return whether a word is a whole number or `*`."""
+    return word == "*" or word.isdigit()
+
+
 @cache
-def _ordered() -> list[Fault]:
-    """What is still to happen in this process; read at the first point, so that a forked rank has orders of its own."""
+def _pending_faults() -> list[Fault]:
+    """Return the faults that may still happen in this process.
+
+    TXL_FAULT is read at the first failpoint, so that a forked rank has a list of its own.
+    """
     return parse_faults(os.environ.get("TXL_FAULT", ""))
 
 
 def _announce(fault: Fault, *, step: int, phase: str) -> None:
+    """Write a line about a fault to stderr, in one piece and at once."""
     rank = os.environ.get("RANK", "0")
     line = f"TXL_FAULT {fault.kind} rank {rank} step {step} phase {phase} time {time.time():.3f}\n"
-    os.write(2, line.encode())  # at once, and in one piece
+    os.write(2, line.encode())
 
 
-def _strike(kind: str) -> str:
+def _inject(kind: str) -> str:
+    """Let a fault happen. Returns the kind if the caller has to act on it, else ""."""
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind in ERRORS:
@@ -116,7 +126,11 @@ def _strike(kind: str) -> str:
 
 
 def _hold_the_interpreter() -> None:
-    """Wait for ever for a lock in C (zeros are an open one), keeping the interpreter's; no signal ends that."""
-    libc, lock = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    """Wait for ever for a lock in C while holding the interpreter lock, so that no signal handler runs.
+
+    A mutex whose bytes are all zero is unlocked.
+    """
+    libc = ctypes.PyDLL(None)
+    lock = ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(lock)
     libc.pthread_mutex_lock(lock)

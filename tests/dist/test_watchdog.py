@@ -185,7 +185,7 @@ def test_a_single_rank_watches_itself(tmp_path: Path) -> None:
 def test_the_net_below_ends_a_single_rank_that_holds_the_interpreter_lock(tmp_path: Path) -> None:
     outcome = outcome_of(f"spin:0:{FAULT_STEP}", tmp_path, world_size=1)
     assert outcome.codes == [1]
-    assert "_strike" in (tmp_path / "stacks" / "rank_00000.txt").read_text()
+    assert "_inject" in (tmp_path / "stacks" / "rank_00000.txt").read_text()
 
 
 def beat(step: int, *, is_waiting: bool) -> Beat:

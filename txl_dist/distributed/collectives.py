@@ -1,8 +1,8 @@
-"""Ranks and what they decide together. Everything here works for a single process too.
+"""Process groups, collectives, and decisions of all ranks. Everything here works for a single process too.
 
 The `deepspeed` launcher, torchrun and srun wrappers all describe a job by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT; without them this is a job of one rank. On GPUs collectives of device tensors use NCCL and those of
-host tensors gloo; on CPUs all use gloo.
+and MASTER_PORT. Without these variables the job has one rank. On GPUs collectives of device tensors use NCCL, and
+collectives of host tensors use gloo. On CPUs all use gloo.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from txl_dist.errors import ConfigError, LostRankError, TxlError
 T = TypeVar("T")
 
 _waiting: dict[int, int] = {}
-"""By thread, where it waits: in how many `waiting` it is."""
+"""Number of `waiting` blocks that each thread is in, by thread id."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who this process is."""
+    """Place of this process in the job, and its device."""
 
     rank: int
     world_size: int
@@ -42,50 +42,55 @@ class RankInfo:
 
     @property
     def is_rank0(self) -> bool:
-        """Rank 0 decides everything that touches clock or disk, and speaks."""
+        """Return whether this is rank 0, which decides everything that depends on clock or disk, and prints."""
         return self.rank == 0
 
 
 class StepFlags(NamedTuple):
-    """What a rank has to say at the end of a step; or, once all have, what holds for the job."""
+    """Flags of one rank at the end of a step; after the reduction, flags of the job."""
 
     stop: bool = False
-    """This rank was asked to stop; any was."""
+    """True if this rank was asked to stop; for the job, if any rank was."""
     written: bool = False
-    """This rank has written its part of the checkpoint in flight; all have."""
+    """True if this rank has written its part of the pending checkpoint; for the job, if all ranks have."""
     save: bool = False
-    """The clock of this rank, which is rank 0, says that a checkpoint is due; any does."""
+    """True if a checkpoint is due by the clock of rank 0; for the job, if any rank says so."""
 
 
 @contextmanager
 def distributed_context(*, timeout_s: int, num_threads: int = 0) -> Iterator[RankInfo]:
-    """Join the job that the environment describes, and leave it at the end.
+    """Join the job that the environment describes, and leave it at the end of the block.
 
-    `num_threads` is per rank; 0 takes OMP_NUM_THREADS, else cores // local ranks.
-    Raises ConfigError if the launcher's variables make no sense, or naming the ranks that have not come in time.
+    `num_threads` is the number of CPU threads per rank; 0 means OMP_NUM_THREADS, else cores // local ranks. Raises
+    ConfigError if the launcher's variables contradict each other, and if ranks are missing after `timeout_s`; the
+    message names them.
     """
     ranks = _join(timeout_s=timeout_s, num_threads=num_threads)
     try:
         yield ranks
     except TxlError as error:
-        error.rank = ranks.rank if error.rank is None else error.rank
-        # Not where a rank is lost: it could wait for that one.
+        if error.rank is None:
+            error.rank = ranks.rank
+        # With a lost rank this would wait for it; on GPUs, for the ranks that are in a collective.
         if ranks.device.type == "cpu" and not isinstance(error, LostRankError):
-            torch_dist.destroy_process_group()  # on GPUs it could wait for ranks that are in a collective
+            torch_dist.destroy_process_group()
         raise
     torch_dist.destroy_process_group()
 
 
 def set_timeout(*, timeout_s: int) -> None:
-    """Give every process group the timeout, also those that a library made: `new_group` does not inherit it."""
+    """Set the timeout of every process group, also of those that a library made: `new_group` does not inherit it."""
     for group in list(torch_dist.distributed_c10d._world.pg_map):
         torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Around what waits for other ranks without being a collective of torch, such as reading on the host what one left
-    on the device: a rank in here is not the one that the others wait for (train/monitoring/watchdog.py)."""
+    """Mark the block as one that waits for other ranks without calling a collective.
+
+    Reading the result of a collective from the device is an example. A rank in such a block is not the one that the
+    others wait for (train/monitoring/watchdog.py).
+    """
     thread = threading.get_ident()
     _waiting[thread] = _waiting.get(thread, 0) + 1
     try:
@@ -95,86 +100,103 @@ def waiting() -> Iterator[None]:
 
 
 def is_waiting(thread: int) -> bool:
-    """Whether the thread of this number is in `waiting`."""
+    """Return whether the thread with this id is in a `waiting` block."""
     return _waiting.get(thread, 0) > 0
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """Sum over ranks, in place."""
+    """Sum a tensor over all ranks in place, and return it."""
     torch_dist.all_reduce(values)
     return values
 
 
 def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
-    """What holds for the job, between steps; within one it is told by the step's decision. All ranks call it."""
-    stops, writtens, saves = all_reduce_sum(torch.tensor(votes, dtype=torch.float32)).tolist()
-    return StepFlags(stop=stops > 0, written=writtens == world_size, save=saves > 0)
+    """Return the flags of the job from those of every rank. All ranks call it, between steps.
+
+    Within a step the step's own reduction carries the flags.
+    """
+    counts = all_reduce_sum(torch.tensor(votes, dtype=torch.float32))
+    num_stop, num_written, num_save = counts.tolist()
+    return StepFlags(stop=num_stop > 0, written=num_written == world_size, save=num_save > 0)
 
 
 def gather_objects(value: T) -> list[T]:
-    """The value of every rank, in rank order, on every rank."""
+    """Return the values of all ranks, in rank order, on every rank."""
     gathered: list[Any] = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(gathered, value)
     return gathered
 
 
 def broadcast_object(value: T) -> T:
-    """Rank 0's value, on every rank; what the other ranks pass is ignored."""
+    """Return rank 0's value on every rank; the values that other ranks pass are ignored."""
     box = [value]
     torch_dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def run_on_all_ranks(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if it raises on any, every rank raises, naming the lowest such rank.
+    """Run `action` on every rank and return its result. If it raises on any rank, every rank raises.
 
-    So no rank is left waiting in the next collective for one that gave up. A TxlError is the same on every rank;
-    anything else is raised as it is where it happened, and as a TxlError elsewhere. `action` must not use
-    collectives.
+    So no rank waits in the next collective for one that gave up. The error is that of the lowest rank that failed. A
+    TxlError is the same on every rank. Any other exception is raised unchanged on the rank where it happened, and as
+    a TxlError on the others. `action` must not use collectives.
     """
     result: Any = None
     error: Exception | None = None
     report: TxlError | None = None
     try:
         result = action()
-    except Exception as problem:  # noqa: BLE001  whatever it is, the other ranks must learn of it
+    except Exception as problem:  # noqa: BLE001  the other ranks must learn of any error
         error = problem
         rank = torch_dist.get_rank()
         report = problem if isinstance(problem, TxlError) else TxlError(f"rank {rank} failed: {problem!r}.")
         report.rank = rank
     for other in gather_objects(report):
-        if other is not None:
-            raise error if error is not None and other.rank == torch_dist.get_rank() else other
+        if other is None:
+            continue
+        if error is not None and other.rank == torch_dist.get_rank():
+            raise error
+        raise other
     return cast(T, result)
 
 
 def run_on_rank0(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only; its result, or its TxlError, is every rank's."""
-    return broadcast_object(run_on_all_ranks(lambda: action() if torch_dist.get_rank() == 0 else cast(T, None)))
+    """Run `action` on rank 0 only. Every rank returns its result, or raises its TxlError."""
+
+    def run_if_rank0() -> T:
+        if torch_dist.get_rank() == 0:
+            return action()
+        return cast(T, None)
+
+    return broadcast_object(run_on_all_ranks(run_if_rank0))
 
 
 def barrier() -> None:
-    """Wait for all ranks, on the host."""
+    """Wait on the host until all ranks have called this."""
     gather_objects(None)
 
 
 def get_rank() -> int:
-    """The rank of this process, also before and after it has joined."""
+    """Return the rank of this process, also before and after it has joined the job."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_world_size(default: int) -> int:
-    """Ranks of this machine, as deepspeed, torchrun or a script says it."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", str(default))))
+    """Return the number of ranks on this machine, as deepspeed, torchrun or a script sets it."""
+    local_size = os.environ.get("LOCAL_SIZE", str(default))
+    return int(os.environ.get("LOCAL_WORLD_SIZE", local_size))
 
 
 def uses_gpu() -> bool:
-    """Whether this process works on a GPU. Whoever asks DeepSpeed for the CPU gets it, although its launcher may show
-    hidden GPUs to the ranks again."""
+    """Return whether this process uses a GPU.
+
+    DS_ACCELERATOR=cpu always means the CPU, although DeepSpeed's launcher may make hidden GPUs visible to the ranks.
+    """
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
+    """Wait for all ranks, and make the process group. Raises ConfigError."""
     place = read_rank_environment(os.environ)
     rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
     # DeepSpeed reads these from the environment, also in a job of one rank.
@@ -183,11 +205,15 @@ def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
         defaults["MASTER_PORT"] = free_port()
     for name, value in defaults.items():
         os.environ.setdefault(name, str(value))
-    threads = num_threads or place.num_threads or max(1, len(os.sched_getaffinity(0)) // max(1, place.local_size))
+    num_cores = len(os.sched_getaffinity(0))
+    threads = num_threads or place.num_threads or max(1, num_cores // max(1, place.local_size))
     torch.set_num_threads(threads)
-    device, backend, problem = torch.device("cpu"), "gloo", ""
+    device = torch.device("cpu")
+    backend = "gloo"
+    problem = ""
     if uses_gpu():
-        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", local_rank)
+        backend = "cpu:gloo,cuda:nccl"
         if local_rank >= torch.cuda.device_count():
             problem = f"local rank {local_rank} has no GPU of its own: there are {torch.cuda.device_count()}"
     store = rendezvous(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)

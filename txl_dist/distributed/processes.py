@@ -1,7 +1,7 @@
-"""Which process is meant, beyond its number: pids are reused, and mean nothing on another host or in another container.
+"""Identity of a process beyond its pid: pids are reused, and mean nothing on another host or in another container.
 
-A process is told apart by host, boot, pid namespace, pid and start time. Where one of them cannot be known (another
-host, a system without /proc), `lives` says so instead of guessing.
+A process is identified by host, boot, pid namespace, pid and start time. Where one of them cannot be known (another
+host, a system without /proc), `lives` returns None instead of a guess.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _MAX_NAME = 512
 
 
 class ProcessId(NamedTuple):
-    """One process in the world. JSON keeps it as a list."""
+    """Identity of one process on any host. JSON keeps it as a list."""
 
     host: str
     place: str
-    """Boot and pid namespace: pids can be compared only where these are equal; empty where they are not known."""
+    """Boot id and pid namespace. Pids can be compared only if these are equal; empty if they are unknown."""
     pid: int
     start_ticks: int
-    """Clock ticks from boot to its start; exact, whatever is done to the wall clock."""
+    """Clock ticks from boot to the start of the process. Changes of the wall clock do not affect it."""
 
     def lives(self) -> bool | None:
-        """Whether it still runs, be it stopped; None if that cannot be seen from here."""
+        """Return whether the process still exists, running or stopped; None if that cannot be seen from here."""
         if not self.place or (self.host, self.place) != _here():
             return None
         status = _status(self.pid)
@@ -35,7 +35,7 @@ class ProcessId(NamedTuple):
 
 
 def process_of(values: object) -> ProcessId:
-    """A process as JSON has it. Raises ValueError for anything else."""
+    """Return the process that JSON values describe. Raises ValueError for anything else."""
     process = typed(ProcessId, values)
     if max(len(process.host), len(process.place)) > _MAX_NAME or process.pid >= 1 << 31:
         raise ValueError(f"{process!r:.80} is no process")
@@ -43,49 +43,62 @@ def process_of(values: object) -> ProcessId:
 
 
 def process_id(pid: int = 0) -> ProcessId:
-    """Of a process that is visible here; 0 means this one."""
+    """Return the identity of a process that is visible here; pid 0 means this process."""
     pid = pid or os.getpid()
     status = _status(pid)
-    return ProcessId(*_here(), pid, status.start_ticks if status else 0)
+    start_ticks = status.start_ticks if status else 0
+    host, place = _here()
+    return ProcessId(host, place, pid, start_ticks)
 
 
 def parent_of(pid: int) -> int:
-    """Its parent's pid; 0 if it has none, is gone or cannot be seen."""
+    """Return the pid of a process's parent; 0 if it has none, has ended or cannot be seen."""
     status = _status(pid)
     return status.parent if status else 0
 
 
 def command_of(pid: int) -> list[str]:
-    """The words of its command line; none if it is gone or cannot be seen."""
+    """Return the words of a process's command line; empty if it has ended or cannot be seen."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+        content = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return []
+    return content.decode(errors="replace").rstrip("\0").split("\0")
 
 
 def group_members(group: int) -> list[int]:
-    """Pids of the living processes of a process group."""
-    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
-    return [pid for pid in pids if (status := _status(pid)) and status.group == group and status.state not in "ZX"]
+    """Return the pids of the living processes of a process group."""
+    members = []
+    for path in Path("/proc").glob("[0-9]*"):
+        pid = int(path.name)
+        status = _status(pid)
+        if status and status.group == group and status.state not in "ZX":
+            members.append(pid)
+    return members
 
 
 class _Status(NamedTuple):
+    """Fields of /proc/PID/stat that are used here."""
+
     state: str
+    """One letter; Z is a zombie and X a dead process."""
     parent: int
     group: int
     start_ticks: int
 
 
 def _status(pid: int) -> _Status | None:
+    """Return the status of a process; None if it has ended or cannot be seen."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(") ")[2].split()  # the name before it may hold blanks and brackets
+    fields = text.rpartition(") ")[2].split()  # the process name before them may contain blanks and brackets
     return _Status(fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
 
 
 def _here() -> tuple[str, str]:
+    """Return the host and the place of this process; the place is empty on a system without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return socket.gethostname(), f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

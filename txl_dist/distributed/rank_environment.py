@@ -1,7 +1,7 @@
-"""Reads and checks the environment variables that describe this rank, before torch is imported.
+"""Environment variables that describe this rank: read and checked before torch is imported.
 
-RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT may also be left over from another job, all or some of them.
-Then a process that was started alone would wait for ranks that nobody starts.
+Some or all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT may be left over from another job. Then a
+process that was started alone would wait for ranks that nobody starts.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ RUN_ALONE = "To run alone: unset WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_P
 
 
 class RankEnvironment(NamedTuple):
-    """The place of this process in a job; rank 0 of 1 without any variable."""
+    """Place of this process in a job; rank 0 of 1 without any variable."""
 
     rank: int
     world_size: int
     local_rank: int
     local_size: int
-    """Ranks on this machine."""
+    """Number of ranks on this machine."""
     num_threads: int
-    """CPU threads by OMP_NUM_THREADS; 0 if it is not set."""
+    """Number of CPU threads that OMP_NUM_THREADS gives; 0 if it is not set."""
     address: str
     """HOST:PORT where the ranks meet; empty if it is not set."""
 
 
 def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
-    """Return the place that the variables give. Raises ConfigError if they contradict each other."""
+    """Return the place that the variables describe. Raises ConfigError if they contradict each other."""
 
     def number(name: str, default: int) -> int:
         text = environment.get(name, str(default))
@@ -63,11 +63,14 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return 0, 1, 2, 5 as "0-2, 5"."""
-    runs: list[list[int]] = []
+    """Write ranks as ranges: 0, 1, 2, 5 becomes "0-2, 5"."""
+    ranges: list[list[int]] = []
     for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1].append(rank)
         else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            ranges.append([rank])
+    texts = []
+    for first, *others in ranges:
+        texts.append(f"{first}-{others[-1]}" if others else str(first))
+    return ", ".join(texts)

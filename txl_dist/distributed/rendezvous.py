@@ -1,9 +1,9 @@
-"""How the ranks of a job meet, within a bounded time, and who is named when they do not.
+"""Rendezvous of the ranks of a job within a bounded time; the message names the ranks that are missing.
 
-    a store       at MASTER_ADDR:MASTER_PORT, held by rank 0 or by torchrun
-    a roll call   rank 0 counts who has come and tells all of them who has not, or who cannot take part
+    store     at MASTER_ADDR:MASTER_PORT, held by rank 0 or by torchrun
+    answer    rank 0 counts the ranks that have come, and answers all of them which are missing or cannot take part
 
-Every wait has a limit, so a node that does not come ends in a message on those that did, and not in silence.
+Every wait has a limit. So if a node does not come, the other nodes print a message and do not wait in silence.
 """
 
 from __future__ import annotations
@@ -24,26 +24,25 @@ from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks
 from txl_dist.errors import ConfigError
 
 NO_ANSWER_S = 30
-"""How much longer than the others rank 0 may take to say who has come."""
+"""Seconds beyond the timeout that the ranks wait for the answer of rank 0."""
 SAY_AFTER_S = 3.0
-"""Seconds of waiting after which a message says for which ranks."""
+"""Seconds of waiting after which a message names the missing ranks."""
 _PIECE_S = 1.0
-"""Seconds of one wait, during which torch reacts to no signal."""
+"""Seconds of one wait. During a wait torch does not react to signals."""
 
 
 def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:
-    """Wait for all ranks; a store that they share. `problem`: why this rank cannot take part, empty if it can.
+    """Wait for all ranks, and return the store that they share.
 
-    Raises ConfigError, on every rank that came, if one has not come after `timeout_s` or has a problem.
+    `problem` says why this rank cannot take part; empty if it can. Raises ConfigError on every rank that came, if a
+    rank is missing after `timeout_s` seconds or has a problem.
     """
     store = _store(rank=rank, world_size=world_size, timeout_s=timeout_s)
     store.set(f"here/{rank}", json.dumps([socket.gethostname(), problem]))
     if rank == 0:
-        missing = list(range(1, world_size))
-        waiting = _Waiting(timeout_s)
-        while (missing := [r for r in missing if not store.check([f"here/{r}"])]) and waiting.goes_on(missing):
-            time.sleep(0.1)
-        here = {r: json.loads(store.get(f"here/{r}")) for r in range(world_size) if r not in missing}
+        missing = _wait_for_ranks(store, world_size=world_size, timeout_s=timeout_s)
+        present = [other for other in range(world_size) if other not in missing]
+        here = {other: json.loads(store.get(f"here/{other}")) for other in present}
         store.set("answer", verdict(here, missing, timeout_s=timeout_s))
     try:
         _wait_for_answer(store, timeout_s=timeout_s + NO_ANSWER_S)
@@ -51,7 +50,7 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
     except (DistNetworkError, DistStoreError) as error:
         raise ConfigError(f"rank 0 came and then fell silent: {first_line(error)}. See what it printed.") from error
     if answer:
-        # Rank 0, which holds the store, leaves when all have read the answer.
+        # Rank 0, which holds the store, leaves after all ranks have read the answer.
         store.add("read", 1)
         end_s = time.monotonic() + 5
         while rank == 0 and store.add("read", 0) < len(here) and time.monotonic() < end_s:
@@ -60,8 +59,22 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
     return store
 
 
+def _wait_for_ranks(store: Store, *, world_size: int, timeout_s: int) -> list[int]:
+    """Wait on rank 0 for the other ranks, and return those that are missing at the end."""
+    missing = list(range(1, world_size))
+    wait = _BoundedWait(timeout_s)
+    while True:
+        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+        if not missing or not wait.has_time_left(missing):
+            return missing
+        time.sleep(0.1)
+
+
 def _wait_for_answer(store: Store, *, timeout_s: int) -> None:
-    """Wait in short pieces: torch hears no Ctrl-C while it waits. Raises DistStoreError after the last one."""
+    """Wait for rank 0's answer in short pieces, because torch ignores Ctrl-C while it waits.
+
+    Raises DistStoreError after the last piece.
+    """
     end_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -71,17 +84,19 @@ def _wait_for_answer(store: Store, *, timeout_s: int) -> None:
                 raise
 
 
-class _Waiting:
-    """A wait with a limit that says once, after a few seconds, for whom it is."""
+class _BoundedWait:
+    """Wait with a time limit that prints once, after a few seconds, which ranks it waits for."""
 
     def __init__(self, timeout_s: int) -> None:
-        self._timeout_s, self._begin_s, self._is_said = timeout_s, time.monotonic(), False
+        self._timeout_s = timeout_s
+        self._begin_s = time.monotonic()
+        self._has_printed = False
 
-    def goes_on(self, missing: Sequence[int]) -> bool:
-        """Return whether there is time left."""
+    def has_time_left(self, missing: Sequence[int]) -> bool:
+        """Return whether time is left to wait for the missing ranks."""
         waited_s = time.monotonic() - self._begin_s
-        if waited_s >= SAY_AFTER_S and not self._is_said:
-            self._is_said = True
+        if waited_s >= SAY_AFTER_S and not self._has_printed:
+            self._has_printed = True
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             echo(
                 f"txl: waiting at {address} for rank {format_ranks(missing)} of {os.environ['WORLD_SIZE']}, "
@@ -92,8 +107,9 @@ class _Waiting:
 
 
 def _store(*, rank: int, world_size: int, timeout_s: int) -> TCPStore:
-    """Connect to the store, or make it. Raises ConfigError."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    """Connect to the store, or make it on rank 0. Raises ConfigError."""
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun made it
     is_master = rank == 0 and not has_store
     try:
@@ -112,14 +128,14 @@ def _store(*, rank: int, world_size: int, timeout_s: int) -> TCPStore:
 
 
 def _wait_for_listener(address: str, port: int, *, timeout_s: int) -> None:
-    """Wait until somebody listens there: torch hears no Ctrl-C while it connects. Raises OSError."""
-    waiting = _Waiting(timeout_s)
+    """Wait until a process listens at the address, because torch ignores Ctrl-C while it connects. Raises OSError."""
+    wait = _BoundedWait(timeout_s)
     while True:
         try:
             socket.create_connection((address, port), timeout=_PIECE_S).close()
             return
         except OSError:
-            if not waiting.goes_on([0]):
+            if not wait.has_time_left([0]):
                 raise
             time.sleep(0.1)
 
@@ -143,7 +159,10 @@ def _no_store(error: Exception, *, rank: int, where: str, timeout_s: int) -> str
 
 
 def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: int) -> str:
-    """What is wrong with those who came ([host, problem] by rank), or with who did not; empty if nothing."""
+    """Return why the job cannot begin: missing ranks, or problems of those that came. Empty if it can.
+
+    `here` holds [host, problem] of each rank that came.
+    """
     if missing:
         hosts: dict[str, list[int]] = {}
         for rank, (host, _) in here.items():
@@ -155,16 +174,21 @@ def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: in
             "one."
         )
     problems = [f"{host}, rank {rank}: {problem}" for rank, (host, problem) in here.items() if problem]
-    return f"{'; '.join(problems)}. Start fewer ranks on that node." if problems else ""
+    if not problems:
+        return ""
+    return f"{'; '.join(problems)}. Start fewer ranks on that node."
 
 
 def free_port() -> int:
-    """One of this machine that nobody has now."""
+    """Return a port of this machine that no process uses now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def first_line(error: Exception) -> str:
-    """Of what torch says, which goes on with a stack."""
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    """Return the first line of an error of torch, whose further lines are a stack trace."""
+    lines = str(error).splitlines()
+    if not lines:
+        return type(error).__name__
+    return lines[0].rstrip(".")
