@@ -64,3 +64,25 @@ def test_the_wheel_works_where_only_it_and_its_dependencies_are_installed(tmp_pa
     assert f"the wheel works: txl_dist-{__version__}" in printed
     assert (tmp_path / "wheel/run/report.html").is_file()
     assert "usage: txl" in (tmp_path / "wheel/help.txt").read_text(encoding="utf-8")
+
+
+def test_the_page_of_stable_formats_lists_the_versions_that_are_read() -> None:
+    from txl_dist.artifacts import FORMAT_VERSION, PER_LAYER_VERSION
+    from txl_dist.convert import onnx_graphs
+    from txl_dist.data import format as corpus_format
+    from txl_dist.inference import bundle, text_memory
+    from txl_dist.io import manifest
+    from txl_dist.tokenizers import base
+
+    page = (ROOT / "docs/stability.md").read_text(encoding="utf-8").partition("## File formats")[2]
+    rows = dict(re.findall(r"^\| ([\w ]+?)(?: \(`[^|]*)? \| (\d[^|]*) \|$", page, flags=re.MULTILINE))
+    versions = {what: tuple(map(int, re.findall(r"(?<![\w])\d(?![\w])", text))) for what, text in rows.items()}
+    assert versions == {
+        "corpus": (corpus_format.FORMAT_VERSION,),
+        "tokenizer": (base.FORMAT_VERSION,),
+        "checkpoint": (FORMAT_VERSION, PER_LAYER_VERSION),
+        "manifest": (manifest.FORMAT_VERSION,),
+        "bundle": bundle.FORMAT_VERSIONS,
+        "memory of a text": (int(text_memory.FORMAT_VERSION),),
+        "ONNX folder": (onnx_graphs.FORMAT_VERSION,),
+    }
