@@ -1,17 +1,16 @@
-"""Files at the border to a disk that others can write too: how all of the package writes, reads and names them.
+"""Reading, writing and naming of files on a disk that other users can write too.
 
-Writing   Into a file that did not exist, never through a link, flushed to the disk; a rename then puts it in the place
-          of the old one, or of a link of that name. So nothing outside is overwritten, whatever lies under our names,
-          and a crash leaves the old content or the new. What a crash leaves under a temporary name is removed by the
-          next write. Files that grow (`open_to_append`) and files that a user names (`write_output`) follow links: to
-          link them elsewhere is the choice of whoever owns the folder.
-Reading   From regular files only, so that no FIFO or device can keep us waiting; of a bounded size; JSON and TOML of a
-          bounded depth. Whatever is wrong with the content is a ValueError, with the access an OSError. Text goes
-          through `decode_text` or `open_text`: a byte order mark, which editors and shells of Windows write, says the
-          encoding and is no part of the text. Without a mark it is UTF-8.
-Names     that a manifest lists stay in its folder (`resolve_inside`).
+Writing   Content goes into a new file, never through a link, and is flushed to the disk. A rename then replaces the old
+          file, or a link of that name. So nothing outside is overwritten, and a crash leaves the old content or the
+          new. The next write removes a temporary file that a crash left. Files that grow (`open_to_append`) and files
+          that a user names (`write_output`) follow links, because the owner of the folder may want them elsewhere.
+Reading   Only regular files are read, so that no FIFO or device can block. Sizes are bounded, and so is the depth of
+          JSON and TOML. Wrong content is a ValueError, failed access an OSError. Text goes through `decode_text` or
+          `open_text`: a byte order mark, which editors and shells of Windows write, gives the encoding and is no part
+          of the text. Text without a mark is UTF-8.
+Names     Names that a manifest lists stay in its folder (`resolve_inside`).
 
-What it gives up: two processes that write one file at one time, which locks exclude where it matters.
+It gives up two processes that write one file at the same time. Locks exclude that where it matters.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ from txl_dist.errors import ConfigError, translate_errors
 T = TypeVar("T")
 
 MAX_TEXT_BYTES = 1 << 30
-"""Of a JSON or TOML file. The largest ones, tokenizers and indices, have some hundred MiB."""
+"""Largest JSON or TOML file. The largest in use, tokenizers and indices, have some hundred MiB."""
 MAX_DEPTH = 64
-"""Of objects in objects. Ours have 6, a Hugging Face tokenizer about 10."""
-_MARKS = {  # that of UTF-32 begins with that of UTF-16; the codecs named so drop the mark
+"""Largest depth of nested objects. Files of this package have 6, a Hugging Face tokenizer about 10."""
+_MARKS = {  # the mark of UTF-32 begins with that of UTF-16, so it comes first; these codecs drop the mark
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16",
@@ -54,21 +53,21 @@ _MAX_NAME = 255
 _MOST_DIGITS = 4000
 """Digits of the longest whole number that is converted; Python's own limit is 4,300."""
 _KEPT_DEPTH = 1
-"""Levels that are kept of a record that is nested too deeply."""
+"""Number of levels that are kept from a record that is nested too deeply."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]')
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def path_of(path: str | Path) -> Path:
-    """Raises ConfigError for what is no path."""
+    """Convert a string or a Path to a Path. Raises ConfigError for any other type."""
     with translate_errors(ConfigError, f"{path!r:.200} is no path", "Give a string or a Path.", of=(TypeError,)):
         return Path(path)
 
 
 def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
-    """An empty file to write and read, which is nothing that others put there: what has this name is removed first.
+    """Open a new, empty file to write and read. A file or link of this name is removed first.
 
-    Raises OSError, also if somebody makes the name again in between, or if it is a folder.
+    Raises OSError, also if another process makes the name again in between, or if it is a folder.
     """
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -78,7 +77,7 @@ def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of `path`, durably, when the block ends; after an error nothing is left of it."""
+    """Open a new file that replaces `path` durably when the block ends. After an error the new file is removed."""
     temporary = path.with_name(path.name + ".tmp")
     stream = open_new(temporary)
     try:
@@ -94,7 +93,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_replace(path: Path, data: bytes) -> None:
-    """Write a file so that a crash leaves the old content or the new, never a part."""
+    """Replace a file so that a crash leaves the old content or the new, never a part."""
     with atomic_write(path) as stream:
         stream.write(data)
 
@@ -116,14 +115,14 @@ def why_unwritable(path: Path, error: OSError) -> str:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a new file and wait until the disk has it. For folders that are committed as a whole later."""
+    """Write a new file and flush it to the disk. For folders that are committed as a whole later."""
     with open_new(path) as stream:
         stream.write(data)
         fsync(stream)
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write to a file that a user named: a link is followed, and a pipe, a terminal or /dev/stdout will do.
+    """Write to a file that a user named. Links are followed; a pipe, a terminal and /dev/stdout are allowed.
 
     Raises ConfigError.
     """
@@ -134,20 +133,22 @@ def write_output(path: Path, data: bytes) -> None:
 
 
 def open_to_append(path: Path) -> int:
-    """Descriptor of a file that grows, read and written; made if there is none. Raises OSError for a folder or a FIFO.
+    """Open a file to read and append, and return its descriptor. A missing file is created.
 
-    A link is followed: logs may lie on another disk, or in /dev/null.
+    A link is followed: logs may be on another disk, or in /dev/null. Raises OSError for a folder or a FIFO.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     return _regular(descriptor, path, or_device=True)
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A regular file to read. Raises OSError at once for a folder, a FIFO or a device, at which reading could wait."""
-    return os.fdopen(_regular(os.open(path, _READ), path), "rb")
+    """Open a regular file to read. Raises OSError at once for a folder, a FIFO or a device, which could block."""
+    descriptor = os.open(path, _READ)
+    return os.fdopen(_regular(descriptor, path), "rb")
 
 
 def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
+    """Return the descriptor of a regular file, or of a character device; else close it and raise OSError."""
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode) or (or_device and stat.S_ISCHR(mode)):
         return descriptor
@@ -158,7 +159,7 @@ def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """A small file, whole. Raises OSError if it is no regular file, or larger than that."""
+    """Read a whole file. Raises OSError if it is no regular file, or larger than `max_bytes`."""
     with open_regular(path) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -166,8 +167,14 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def text_encoding(start: bytes) -> str:
-    """Name the codec of a text by its first four bytes: that of its byte order mark, else UTF-8. It drops the mark."""
-    return next((encoding for mark, encoding in _MARKS.items() if start.startswith(mark)), UTF8)
+    """Return the codec of a text from its first four bytes: by its byte order mark, else UTF-8.
+
+    The codec drops the mark.
+    """
+    for mark, encoding in _MARKS.items():
+        if start.startswith(mark):
+            return encoding
+    return UTF8
 
 
 def decode_text(content: bytes) -> str:
@@ -176,17 +183,17 @@ def decode_text(content: bytes) -> str:
 
 
 def has_mark(content: bytes) -> bool:
-    """Whether a text begins with a byte order mark, which other programs may take for its first character."""
+    """Return whether a text begins with a byte order mark, which other programs may read as a character."""
     return content.startswith((codecs.BOM_UTF8, *_MARKS))
 
 
 def read_text(path: Path) -> str:
-    """A small text file, without its byte order mark. Raises OSError, UnicodeDecodeError."""
+    """Read a whole text file without its byte order mark. Raises OSError or UnicodeDecodeError."""
     return decode_text(read_bytes(path))
 
 
 def open_text(path: Path, *, errors: str = "strict") -> TextIOWrapper:
-    """Open a text to read it line by line, without its byte order mark; `\\r` stays. A FIFO will do.
+    """Open a text to read it line by line, without its byte order mark. `\\r` is kept. A FIFO is allowed.
 
     Raises OSError; reading raises UnicodeDecodeError.
     """
@@ -200,20 +207,23 @@ def open_text(path: Path, *, errors: str = "strict") -> TextIOWrapper:
 
 
 def read_as_text(stream: TextIOWrapper) -> None:
-    """Make standard input read as a file would be, whatever the locale. Bytes that are no text become surrogates."""
-    start = stream.buffer.peek(_LONGEST_MARK)[:_LONGEST_MARK] if isinstance(stream.buffer, BufferedReader) else b""
+    """Set standard input up to be decoded like a file, in every locale. Invalid bytes become surrogates."""
+    start = b""
+    if isinstance(stream.buffer, BufferedReader):
+        start = stream.buffer.peek(_LONGEST_MARK)[:_LONGEST_MARK]
     stream.reconfigure(encoding=text_encoding(start), errors="surrogateescape", newline="\n")
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises OSError, and ValueError as `parse_json` does."""
+    """Return the content of a JSON file. Raises OSError, and ValueError as `parse_json` does."""
     return parse_json(read_bytes(path))
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError for anything else, and where it is nested too deeply."""
+    """Parse JSON. Raises ValueError for anything else, and if it is nested too deeply."""
+    text = decode_text(content) if isinstance(content, bytes) else content
     try:
-        values = json.loads(decode_text(content) if isinstance(content, bytes) else content)
+        values = json.loads(text)
     except RecursionError:
         raise _too_deep() from None
     _check_depth(values)
@@ -224,18 +234,18 @@ class Record(dict[str, Any]):
     """A JSON object of a user. A key may occur more than once; its last value is kept."""
 
     repeated: frozenset[str] = frozenset()
-    """Keys that come more than once."""
+    """Keys that occur more than once."""
 
 
 class LongNumber(str):
-    """The digits of a whole number that is too long for Python to convert."""
+    """Digits of a whole number that is too long for Python to convert."""
 
 
 def parse_record(line: str) -> Any:
-    """Parse a line of a user's JSON, of any depth and with numbers of any length; objects become `Record`s.
+    """Parse a line of a user's JSON, of any depth and with numbers of any length. Objects become `Record`s.
 
-    Whole numbers of more than 4,000 digits are `LongNumber`s. Objects that are nested too deeply for
-    Python's parser are read by their own members, and what is nested in those is passed over. Raises ValueError.
+    Whole numbers of more than 4,000 digits become `LongNumber`s. If an object is nested too deeply for Python's
+    parser, its own members are read, and the values nested in them are left empty. Raises ValueError.
     """
     try:
         return _decode_record(line)
@@ -244,6 +254,7 @@ def parse_record(line: str) -> Any:
 
 
 def _decode_record(line: str) -> Any:
+    """Parse a line with Python's parser. Raises ValueError or RecursionError."""
     return json.loads(line, object_pairs_hook=_as_record, parse_int=_as_int)
 
 
@@ -260,7 +271,7 @@ def _as_int(digits: str) -> int | LongNumber:
 
 
 def _shallow(line: str) -> Any:
-    """An object, or a list, whose nested values are empty: found by their brackets, without recursion."""
+    """Parse an object or a list with empty nested values, which are found by their brackets, without recursion."""
     flat = []
     depth = end = 0
     for token in _BRACKETS.finditer(line):
@@ -280,7 +291,7 @@ def _shallow(line: str) -> Any:
 
 
 def parse_object(content: bytes | str) -> dict[str, Any]:
-    """The same for an object. Raises ValueError."""
+    """Parse a JSON object as `parse_json` does. Raises ValueError, also for other JSON values."""
     values = parse_json(content)
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
@@ -288,10 +299,10 @@ def parse_object(content: bytes | str) -> dict[str, Any]:
 
 
 def typed(kind: Callable[..., T], values: object) -> T:
-    """A named tuple or dataclass of the members of a JSON object, or of a JSON list in the order of its fields.
+    """Make a named tuple or dataclass from a JSON object, or from a JSON list in the order of the fields.
 
-    Its text, numbers and truth values are looked at, and integers lie in 0 .. 2**63 - 1; what else it holds is the
-    caller's business. Raises ValueError.
+    Fields of type str, int, float and bool are checked, and integers must be in 0 .. 2**63 - 1. The caller checks all
+    other fields. Raises ValueError.
     """
     names, hints = _form(kind)
     if isinstance(values, list) and len(values) <= len(names):
@@ -310,9 +321,9 @@ def typed(kind: Callable[..., T], values: object) -> T:
         raise ValueError(str(error)) from error
 
 
-@lru_cache  # an index names tens of thousands of shards, and Python takes longer to say this than to make one
+@lru_cache  # an index names tens of thousands of shards, and this takes longer than making one
 def _form(kind: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of the fields in their order, and types by name."""
+    """Return the names of the fields in their order, and their types by name."""
     return tuple(inspect.signature(kind).parameters), get_type_hints(kind)
 
 
@@ -321,11 +332,11 @@ def _shown(value: object) -> str:
 
 
 def parse_toml(content: bytes | str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError for anything else, and where it is nested too deeply."""
+    """Parse TOML. Raises ValueError for anything else, and if it is nested too deeply."""
     text = decode_text(content) if isinstance(content, bytes) else content
     try:
         values = tomllib.loads(text)
-        repr(values)  # a hexadecimal number may have more digits than Python prints, which is a ValueError
+        repr(values)  # raises ValueError for a hexadecimal number with more digits than Python prints
     except RecursionError:
         raise _too_deep() from None
     _check_depth(values)
@@ -333,10 +344,14 @@ def parse_toml(content: bytes | str) -> dict[str, Any]:
 
 
 def _check_depth(values: Any) -> None:
-    level = [values]
+    """Raise ValueError if values are nested too deeply. Level by level, so without recursion."""
+    level = [values] if isinstance(values, dict | list) else []
     for _ in range(MAX_DEPTH):
-        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        next_level: list[Any] = []
+        for container in level:
+            children = container.values() if isinstance(container, dict) else container
+            next_level += [child for child in children if isinstance(child, dict | list)]
+        level = next_level
         if not level:
             return
     raise _too_deep()
@@ -347,17 +362,17 @@ def _too_deep() -> ValueError:
 
 
 def is_file_name(name: object) -> bool:
-    """Whether this can only name a file in the folder at hand."""
+    """Return whether a name can only mean a file directly in a folder."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     return len(name.encode(errors="replace")) <= _MAX_NAME
 
 
 def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
-    """The path of a file that a manifest lists: below its folder, whatever the manifest and links say.
+    """Return the path of a file that a manifest lists, which is always below the manifest's folder.
 
-    `nested` allows names with /. A snapshot of huggingface_hub's cache holds links to the blobs of its repository,
-    which count as inside. Raises ValueError for a name that is none or leaves the folder.
+    `nested` allows names with /. A snapshot in huggingface_hub's cache holds links to the blobs of its repository,
+    which count as inside. Raises ValueError for an invalid name, or one that leads out of the folder.
     """
     parts = name.split("/") if nested and isinstance(name, str) else [name]
     if not all(map(is_file_name, parts)):
@@ -365,27 +380,33 @@ def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     path = folder
     for part in map(str, parts):
         path = path / part
-        # os.path.islink is one look at the disk; to resolve every path would be many.
+        # os.path.islink makes one system call; resolving every path would make many.
         if os.path.islink(path) and not _leads_inside(path, folder):
             raise ValueError(f"{name!r} is a link that leads out of this folder")
     return path
 
 
 def _leads_inside(link: Path, folder: Path) -> bool:
-    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(link))
+    """Return whether a link leads into the folder, or from a snapshot of the Hub's cache to its blobs."""
+    home = Path(os.path.realpath(folder))
+    target = Path(os.path.realpath(link))
     if target.is_relative_to(home):
         return True
     return home.parent.name == "snapshots" and target.is_relative_to(home.parent.parent / "blobs")
 
 
 def canonical_hash(values: dict[str, Any]) -> str:
-    """sha256 of JSON values in one spelling, leaving out the key `self_sha256`, where a file keeps this very hash."""
-    rest = {key: value for key, value in values.items() if key != "self_sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    """Return the sha256 of JSON values in a canonical form.
+
+    The key `self_sha256` is left out, because a file keeps this hash there.
+    """
+    hashed = {key: value for key, value in values.items() if key != "self_sha256"}
+    text = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def hashed_json(values: dict[str, Any]) -> bytes:
-    """The bytes of a JSON file that holds its own canonical hash: one spelling, so that any flipped bit shows."""
+    """Return the bytes of a JSON file that contains its own canonical hash, which detects any flipped bit."""
     text = json.dumps(values | {"self_sha256": canonical_hash(values)}, sort_keys=True, indent=1)
     return text.encode() + b"\n"
 
@@ -396,7 +417,7 @@ def write_hashed_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def fsync(stream: IO[bytes]) -> None:
-    """Without this a rename can survive a power cut that the content did not."""
+    """Flush a file to the disk. Without this a rename can survive a power cut that the content did not."""
     stream.flush()
     os.fsync(stream.fileno())
 
@@ -411,7 +432,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def was_removed(folder: Path) -> bool:
-    """Whether a folder that was there is no more. What a failing file system answers is no answer."""
+    """Return whether a folder that existed is gone. Any other error of the file system means False."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -422,19 +443,21 @@ def was_removed(folder: Path) -> bool:
 
 
 def unique_path(path: Path, word: str) -> Path:
-    """The first of NAME.word-1, NAME.word-2 ... that does not exist."""
+    """Return the first of NAME.word-1, NAME.word-2 ... that does not exist."""
     number = 1
-    while os.path.lexists(aside := path.with_name(f"{path.name}.{word}-{number}")):
+    while True:
+        candidate = path.with_name(f"{path.name}.{word}-{number}")
+        if not os.path.lexists(candidate):
+            return candidate
         number += 1
-    return aside
 
 
 def sha256_of_bytes(data: bytes) -> str:
-    """Hash of what is in memory."""
+    """Return the sha256 of bytes as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def sha256_of_file(path: Path) -> str:
-    """Hash of a file of any size. Raises OSError, also if it is no regular file."""
+    """Return the sha256 of a file of any size. Raises OSError, also if it is no regular file."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

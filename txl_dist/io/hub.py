@@ -1,8 +1,8 @@
 """Models on the Hugging Face Hub: `hf://OWNER/NAME[@REVISION]` names one wherever a bundle is named.
 
 huggingface_hub downloads and uploads. Its cache, its token and its environment variables apply: HF_HOME, HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE. Of a bundle only the files that its manifest lists are downloaded, so other files of the
-repository do no harm. Whoever loads the folder verifies it as a local one, by its hashes and by its probe.
+HF_ENDPOINT, HF_HUB_OFFLINE. Only the files that a bundle's manifest lists are downloaded, so other files of the
+repository do no harm. The downloaded folder is verified like a local one, by its hashes and by its probe.
 
 Every function raises TxlError in one line: no package, no such repository or revision, no token, no network.
 """
@@ -23,15 +23,15 @@ NAME_OF_A_REPOSITORY = re.compile(
     r"(?!.*(?:--|\.\.))(?!.*\.git$)\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b",
     re.ASCII,
 )
-"""OWNER/NAME, as the Hub allows it."""
+"""Pattern of OWNER/NAME, as the Hub allows it."""
 SCHEME = "hf:/"
 """Beginning of an address. A `Path` has lost the second slash, so only one is compared."""
 _READ_BY_IMPORTERS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.txt", "*.model", "*.pkl"]
-"""Files of a repository without a manifest of ours."""
+"""Files that are downloaded from a repository without a manifest."""
 
 
 class Address(NamedTuple):
-    """A model on the Hub."""
+    """Address of a model on the Hub."""
 
     repository: str
     """OWNER/NAME of the repository."""
@@ -39,7 +39,8 @@ class Address(NamedTuple):
     """Branch, tag or commit; None means the default branch."""
 
     def __str__(self) -> str:
-        return f"hf://{self.repository}" + (f"@{self.revision}" if self.revision else "")
+        suffix = f"@{self.revision}" if self.revision else ""
+        return f"hf://{self.repository}{suffix}"
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ class Address(NamedTuple):
 
 
 def address_of(path: str | Path) -> Address | None:
-    """The address that a path spells; None for a path on this machine. Raises ConfigError for half an address."""
+    """Return the address that a path spells; None for a local path. Raises ConfigError for an incomplete address."""
     text = str(path)
     if not text.startswith(SCHEME):
         return None
@@ -59,9 +60,9 @@ def address_of(path: str | Path) -> Address | None:
 
 
 def local_model(path: str | Path) -> Path:
-    """The path itself, or the folder that the model of an address was downloaded to, now or earlier.
+    """Return the path itself, or the local folder with the downloaded model of an address.
 
-    Raises ConfigError for half an address or a missing package, CheckpointError if the download fails.
+    Raises ConfigError for an incomplete address or a missing package, CheckpointError if the download fails.
     """
     address = address_of(path)
     if address is None:
@@ -75,7 +76,7 @@ def local_model(path: str | Path) -> Path:
                 hub.snapshot_download(address.repository, revision=address.revision, allow_patterns=_READ_BY_IMPORTERS)
             )
         folder = Path(first).parent
-        # The same commit for all files, whatever is pushed meanwhile: the folder's name is its hash.
+        # The folder's name is the hash of a commit, so all files come from it, even if another commit is pushed.
         hub.snapshot_download(
             address.repository, revision=folder.name, allow_patterns=[MANIFEST, *FOR_PEOPLE, *_listed(first)]
         )
@@ -83,14 +84,14 @@ def local_model(path: str | Path) -> Path:
 
 
 def _listed(manifest: str) -> list[str]:
-    """Names in a manifest, as patterns. Raises CheckpointError for one that lists nothing."""
+    """Return the file names in a manifest as patterns. Raises CheckpointError if it is no manifest."""
     what = f"{manifest} is no manifest of txl_dist"
     with translate_errors(CheckpointError, what, of=(ValueError, KeyError, TypeError, AttributeError)):
         return [re.sub(r"([*?[])", r"[\1]", name) for name in read_json(Path(manifest))["files"]]
 
 
 def check_login(repository: str) -> None:
-    """Before minutes of work: raises ConfigError or CheckpointError where nothing could be pushed to a repository."""
+    """Check before minutes of work that the user can push. Raises ConfigError or CheckpointError."""
     if not NAME_OF_A_REPOSITORY.fullmatch(repository):
         raise ConfigError(f"--push-to-hub {repository}: it must name a repository of the Hub, OWNER/NAME.")
     hub = _library()
@@ -99,9 +100,9 @@ def check_login(repository: str) -> None:
 
 
 def push_folder(folder: Path, repository: str, *, private: bool) -> str:
-    """Upload a folder as one commit; the repository is made if there is none. Returns the address of the commit.
+    """Upload a folder as one commit, and return the address of the commit. A missing repository is created.
 
-    Hidden files stay here. Raises CheckpointError if the Hub refuses it or cannot be reached.
+    Hidden files are not uploaded. Raises CheckpointError if the Hub refuses the commit or cannot be reached.
     """
     hub = _library()
     api = hub.HfApi(library_name="txl_dist")
@@ -118,7 +119,7 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
 
 
 def _library() -> Any:
-    """huggingface_hub, imported when it is needed. Raises ConfigError without it."""
+    """Import and return huggingface_hub. Raises ConfigError if it is not installed."""
     remedy = 'Run `pip install "txl_dist[hub]"`'
     with translate_errors(ConfigError, "models on the Hub need a package", remedy, of=(ImportError,)):
         import huggingface_hub
@@ -128,7 +129,7 @@ def _library() -> Any:
 
 @contextmanager
 def _explained(what: str, remedy: str = "") -> Iterator[None]:
-    """Whatever the library and the network raise in the block is a CheckpointError of one line."""
+    """Turn every error of the library and the network in the block into a CheckpointError of one line."""
     try:
         yield
     except TxlError:
@@ -138,7 +139,7 @@ def _explained(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Why a request failed, and what to do."""
+    """Return why a request failed, and the remedy."""
     from huggingface_hub import constants, errors
 
     login = "log in with `hf auth login`, or set HF_TOKEN"

@@ -1,11 +1,11 @@
-"""A folder that is whole or does not exist: manifest, verification, and the one rename that commits.
+"""Folders that are whole or do not exist: manifest, verification, and the rename that commits.
 
-Everything is written into `NAME.tmp-NONCE`, the manifest last, all of it fsynced; then the folder is renamed to `NAME`.
-A crash before the rename leaves a temporary folder that nobody reads. `MANIFEST.json` lists every file with its bytes
-and sha256 and ends with a hash of itself, so that a truncation or a flipped bit anywhere is found before loading.
+All files are written into `NAME.tmp-NONCE` and fsynced, the manifest last. Then the folder is renamed to `NAME`. A
+crash before the rename leaves a temporary folder that no program reads. `MANIFEST.json` lists every file with its bytes
+and sha256, and contains a hash of itself. So a truncation or a flipped bit is found before loading.
 
-Not held against a folder: `FOR_PEOPLE`, which no program reads and people edit, and hidden files at its top, which
-version control, hubs and desktops leave there. They may change, appear and go.
+Some files may change, appear and vanish: `FOR_PEOPLE`, which people edit and no program reads, and hidden files at the
+top of the folder, which version control, hubs and desktops leave there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Bytes and sha256 of a file, after forcing it to disk."""
+    """Flush a file to the disk, and return its bytes and sha256."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -43,22 +43,25 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Everything below a folder but its folders and the manifest, as sorted relative paths."""
-    files = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    found = (path.relative_to(folder).as_posix() for path in files)
-    return sorted(name for name in found if name != MANIFEST)
+    """Return the sorted relative paths of all files and links below a folder, without the manifest."""
+    names = []
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            names.append(path.relative_to(folder).as_posix())
+    return sorted(name for name in names if name != MANIFEST)
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest, as the last file of a folder, and force it and all folders to disk."""
+    """Write the manifest as the last file of a folder, and flush it and all folders to the disk."""
     content: dict[str, Any] = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}
     write_hashed_json(folder / MANIFEST, content)
-    for parent in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
-        flush_folder(parent)
+    subfolders = [path for path in folder.rglob("*") if path.is_dir()]
+    for path in [*subfolders, folder]:
+        flush_folder(path)
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Publish a finished temporary folder. What lies in the way is damaged, and is moved aside, never deleted."""
+    """Publish a finished temporary folder. An existing folder of that name is damaged; it is moved aside."""
     if os.path.lexists(final):
         final.rename(unique_path(final, "damaged"))
     temporary.rename(final)
@@ -66,7 +69,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Publish a finished temporary folder in the place of an older one, which is deleted only then."""
+    """Publish a finished temporary folder in place of an older one, which is deleted afterwards."""
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
     if os.path.lexists(final):
         final.rename(old)
@@ -76,9 +79,10 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 
 def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What differs from the manifest, one line each; empty if the folder is whole.
+    """Return one line for each difference from the manifest; empty if the folder is whole.
 
-    Several processes may share the work: each looks at its part of the files, and the folder is whole if all find so.
+    Several processes may share the work. Process `part` of `num_parts` checks its part of the files, and the folder is
+    whole if no process finds a difference.
     """
     path = folder / MANIFEST
     try:
@@ -96,27 +100,34 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
         return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
     if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
         return [f"{path} does not say the bytes and the sha256 of every file"]
-    checked = [name for name in sorted(files) if not _is_free(name)]
-    surplus = [name for name in files_of(folder) if name not in files and not _is_free(name)] if part == 0 else []
-    strangers = [f"{name} is not in the manifest" for name in surplus]
-    mine = checked[part::num_parts]
-    return strangers + [problem for name in mine if (problem := _file_problem(folder, name, files[name]))]
+    problems = []
+    if part == 0:
+        for name in files_of(folder):
+            if name not in files and not _may_differ(name):
+                problems.append(f"{name} is not in the manifest")
+    checked = [name for name in sorted(files) if not _may_differ(name)]
+    for name in checked[part::num_parts]:
+        problem = _file_problem(folder, name, files[name])
+        if problem:
+            problems.append(problem)
+    return problems
 
 
-def _is_free(name: str) -> bool:
-    """Whether a file may differ from the manifest: one for people, or one that is hidden at the top."""
+def _may_differ(name: str) -> bool:
+    """Return whether a file may differ from the manifest: one for people, or one hidden at the top of the folder."""
     top = name.partition("/")[0]
     return name in FOR_PEOPLE or (top.startswith(".") and top not in (".", ".."))
 
 
 def check_folder(folder: Path, *, remedy: str) -> None:
-    """Raise CheckpointError listing what is damaged in a folder, if anything is."""
+    """Raise CheckpointError if a folder is damaged, with up to five problems and the remedy."""
     problems = problems_of(folder)
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:5])}. {remedy}")
 
 
 def _file_problem(folder: Path, name: str, facts: dict[str, Any]) -> str | None:
+    """Return how a file differs from its entry in the manifest; None if it does not."""
     try:
         path = resolve_inside(folder, name, nested=True)
         size = path.stat().st_size

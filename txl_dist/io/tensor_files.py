@@ -1,9 +1,9 @@
-"""Tensors on disk as safetensors: written as a stream that is hashed on its way, read in slices.
+"""Tensors on disk as safetensors: written as a stream that is hashed while it is written, and read in slices.
 
-The library writes a file in one call, of tensors that are all there, and leaves hashing to a second pass; here each
-chunk is made, hashed and written once, in whichever thread calls, and the last two let go of the interpreter lock, so
-that training runs on meanwhile. The library reads by mapping a file, whose pages then count as this process's memory
-for as long as it is mapped; `TensorFile` reads what is asked for and keeps nothing.
+The library writes a file in one call from tensors that are all in memory, and a hash needs a second pass. Here each
+chunk is made, hashed and written once, in the calling thread. Hashing and writing release the interpreter lock, so that
+training continues meanwhile. The library reads by mapping a file, whose pages count as memory of this process as long
+as it is mapped. `TensorFile` reads only the values that are asked for and keeps none.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class Stream(NamedTuple):
-    """A tensor that comes in pieces, one behind the other."""
+    """Tensor that is written in pieces, one after the other."""
 
     dtype: torch.dtype
     shape: torch.Size
     pieces: Iterable[Tensor]
-    """Contiguous host tensors of this type, together as many values as the shape has."""
+    """Contiguous host tensors of this type, which together have as many values as the shape."""
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Return the size of the tensor in the file."""
         return self.shape.numel() * self.dtype.itemsize
 
 
@@ -52,7 +52,7 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """`write_streams` of contiguous host tensors."""
+    """Write contiguous host tensors to a new file as `write_streams` does."""
     streams = {name: Stream(tensor.dtype, tensor.shape, (tensor,)) for name, tensor in tensors.items()}
     return write_streams(path, streams, metadata=metadata, on_progress=on_progress)
 
@@ -64,16 +64,17 @@ def write_streams(
     metadata: Mapping[str, str] | None = None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """Write tensors to a new file as they come, and wait until the disk has it. Returns its bytes and sha256.
+    """Write tensors to a new file piece by piece, and flush it to the disk. Returns its bytes and sha256.
 
-    `on_progress` is told of each chunk how long it was. Raises OSError, and what the streams raise.
+    `on_progress` is called with the size of each chunk in bytes. Raises OSError, and errors of the streams.
     """
-    digest, num_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    num_bytes = 0
     with open_new(path, buffering=0) as file:
         for chunk in _chunks(streams, metadata or {}):
             digest.update(chunk)
             written = 0
-            while written < len(chunk):  # an unbuffered file may take a part
+            while written < len(chunk):  # an unbuffered file may write a part only
                 written += file.write(chunk[written:])
             num_bytes += len(chunk)
             on_progress(len(chunk))
@@ -82,21 +83,21 @@ def write_streams(
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """About what `write_tensors` needs on the disk."""
+    """Estimate the bytes that `write_tensors` needs on the disk, slightly too high."""
     return sum(tensor.nbytes + 256 for tensor in tensors.values()) + 4096
 
 
 def open_tensors(path: Path) -> Any:
-    """`safe_open` of a regular file: at a FIFO the library would wait for ever. Raises OSError or SafetensorError."""
+    """Open a regular file with `safe_open`, which would wait for ever at a FIFO. Raises OSError or SafetensorError."""
     open_regular(path).close()
     return safe_open(path, "pt", device="cpu")
 
 
 class TensorFile:
-    """A file of tensors, of which values are read when they are asked for. It holds no descriptor meanwhile."""
+    """File of tensors whose values are read on request. It keeps no open descriptor."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError, ValueError, or SafetensorError by the library, which looks whether its header is sound."""
+        """Read the header. Raises OSError, ValueError, or SafetensorError, with which the library reports damage."""
         self._path = path
         file = open_tensors(path)
         self.metadata: dict[str, str] = file.metadata() or {}
@@ -107,15 +108,16 @@ class TensorFile:
         self._first_byte = 8 + header_len
 
     def dtype(self, name: str) -> torch.dtype:
-        """Raises ValueError for a type that no file of ours has."""
-        known = self._header[name]["dtype"]
-        if known not in _DTYPES:
-            raise ValueError(f"{name} is of type {known}")
-        return _DTYPES[known]
+        """Return the type of a tensor. Raises ValueError for a type that this package does not write."""
+        dtype_name = self._header[name]["dtype"]
+        if dtype_name not in _DTYPES:
+            raise ValueError(f"{name} is of type {dtype_name}")
+        return _DTYPES[dtype_name]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Values start ... stop - 1 of a tensor, flattened. Raises OSError, KeyError, ValueError."""
-        if stop > (num_values := self.shapes[name].numel()):
+        """Return values start ... stop - 1 of the flattened tensor. Raises OSError, KeyError or ValueError."""
+        num_values = self.shapes[name].numel()
+        if stop > num_values:
             raise ValueError(f"{name} has {num_values} values, and {stop} are needed")
         values = torch.empty(stop - start, dtype=self.dtype(name))
         buffer = memoryview(values.view(torch.uint8).numpy().data)
@@ -127,6 +129,7 @@ class TensorFile:
 
 
 def _chunks(streams: Mapping[str, Stream], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    """Yield the bytes of the file: the header, then the tensors in chunks of at most 16 MiB."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     # Wide types first, so that every tensor begins at a multiple of its type's size.
     in_order = sorted(streams.items(), key=lambda item: -item[1].dtype.itemsize)
