@@ -1,4 +1,4 @@
-"""The verb that looks at machines before a run does: versions, devices, memory, disks, networks."""
+"""`txl doctor`: checks of machines before a run: versions, devices, memory, disks, networks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
 
     report = examine(run_dir=run_dir, data=data, timeout_s=timeout_s)
     if report is None:
-        return  # another rank speaks, and exits for the job
+        return  # another rank prints the report and exits for the job
+    num_problems = report.count("problem")
     echo("\n".join(report.lines()))
     if json is not None:
-        write_output(
-            json,
-            dumps(asdict(report) | {"problems": report.count("problem")}, indent=1, allow_nan=False).encode() + b"\n",
-        )
-    if report.count("problem"):
+        facts = asdict(report) | {"problems": num_problems}
+        text = dumps(facts, indent=1, allow_nan=False)
+        write_output(json, text.encode() + b"\n")
+    if num_problems:
         raise SystemExit(1)

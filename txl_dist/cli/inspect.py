@@ -1,4 +1,4 @@
-"""The verb that looks into corpora, lanes, runs and checkpoints."""
+"""`txl inspect`: facts about corpora, lanes, runs and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The command line: parse, load the configuration, call. No logic lives here.
+"""Entry point of the command line: parse the words, load the configuration, call the command.
 
-Each verb is a function (most are in `verbs`); tyro makes its flags and help from the signature. Heavy modules are
-imported inside the functions, so that every `--help` answers at once.
+Each command is a function, most of them in the other modules of `cli`. tyro makes its flags and help from the
+signature. Heavy modules are imported inside the functions, so that every `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -111,8 +111,10 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str]:
-    """Return what to say of a run that is finished, before torch is imported; nothing for a rank of a launcher, which
-    expects the whole procedure."""
+    """Return lines about a run that is finished already; they need no torch.
+
+    A rank of a launcher gets none: the launcher expects the whole procedure.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1" or launchers():
         return []
     settings = arguments.settings
@@ -137,7 +139,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
-    """Say that --ranks starts none, and by which command they start."""
+    """Return the message that --ranks starts no ranks, with the command that does."""
     if num_ranks < 1:
         return f"--ranks {num_ranks}: it must be 1 or more, and goes with --dry-run."
     others = _without_flag("--ranks", words)
@@ -157,6 +159,7 @@ def sweep(argv: Sequence[str]) -> int:
 
 
 def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
+    """Read the words of `txl train`, or of a command that takes its settings. Raises ConfigError."""
     argv = complete_switches(argv)
     file = argv[0] if argv and not argv[0].startswith("-") else None
     if file is not None:
@@ -184,26 +187,33 @@ def completion(shell: Positional[Shell], /) -> None:
             zsh a file _txl in a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
     """
     listed = list_arguments(TrainArguments, default=_DEFAULTS)
-    settings = [_with_choices(argument) for argument in listed if "." in "".join(argument.names)]
-    echo(completion_script(shell, [_completed(name) for name in VERBS], settings=settings))
+    settings = [_with_choices(argument) for argument in listed if _is_setting(argument)]
+    commands = [_describe_command(name) for name in VERBS]
+    echo(completion_script(shell, commands, settings=settings))
 
 
-def _completed(name: str) -> Command:
+def _is_setting(argument: Argument) -> bool:
+    """Return whether an argument of `txl train` is a setting, whose flag has a dot."""
+    return any("." in name for name in argument.names)
+
+
+def _describe_command(name: str) -> Command:
     """Describe a command for the completion script."""
     summary = (VERBS[name].__doc__ or "").splitlines()[0].rstrip(".")
-    own: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
+    argument_classes: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
     if name in ("train", "launch"):
         listed = list_arguments(TrainArguments, default=_DEFAULTS)
-        arguments = [each for each in listed if "." not in "".join(each.names)]
+        arguments = [argument for argument in listed if not _is_setting(argument)]
     else:
-        arguments = list_arguments(own.get(name, VERBS[name]))
+        arguments = list_arguments(argument_classes.get(name, VERBS[name]))
     if name == "launch":
         arguments += launcher_arguments()
-    return Command(name, summary, arguments, takes_settings=name in (*own, "train", "launch"))
+    takes_settings = name in ("train", "launch", *argument_classes)
+    return Command(name, summary, arguments, takes_settings=takes_settings)
 
 
 def _with_choices(setting: Argument) -> Argument:
-    """Add the choices of a setting whose values are the names of a table: tyro reads it as any text."""
+    """Add the choices of a setting whose values are names in a table, which tyro reads as any text."""
     name = setting.names[0].removeprefix("--").replace("-", "_")
     return setting._replace(choices=setting.choices or choices_of(name))
 
@@ -262,15 +272,23 @@ VERBS: dict[str, Callable[..., object]] = {
 }
 
 
+_WITH_SETTINGS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "launch": launch,
+    "plan": plan,
+    "sweep": sweep,
+}
+"""Commands that read their words themselves, because settings may come from a file and from flags."""
+
 RANKED = ("train", "evaluate", "recl", "doctor")
 """Commands whose ranks work together and print each message once. Any other command runs alone, in any environment."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb. Returns the exit code: 0, 2 for an error that the user can mend, or that of `train`."""
-    # The `deepspeed` launcher puts --local_rank=N in front of the verb; the environment says the same.
-    given = sys.argv[1:] if argv is None else argv
-    arguments = [word for word in given if not word.startswith(("--local_rank=", "--local-rank="))]
+    """Run one command. Returns the exit code: 0, that of the command, or that of the error, which is printed."""
+    # The `deepspeed` launcher puts --local_rank=N before the command; the environment has the same number.
+    words = sys.argv[1:] if argv is None else argv
+    arguments = [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -285,13 +303,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         rest = decode_words(rest)
-        if verb not in ("launch", "sweep"):  # they give the words to other processes, as they came
+        if verb not in ("launch", "sweep"):  # these pass the words unchanged to other processes
             rest = decode_texts(rest)
         _refuse_empty_paths(rest)
-        if verb in ("train", "launch", "plan", "sweep"):
+        if verb in _WITH_SETTINGS:
             rest = words_in_new_names(rest)
-        if own := {"train": train, "launch": launch, "plan": plan, "sweep": sweep}.get(verb):
-            return own(rest)  # they read the words themselves: flags begin with those of a file
+            return _WITH_SETTINGS[verb](rest)
         call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:
         if verb not in RANKED or _should_print(error):
@@ -301,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown_command(word: str) -> str:
+    """Return the message for a first word that is no command."""
     if word.endswith(".toml"):
         return f"{word} is no command. Did you mean `txl train {word}`?"
     if word.startswith("-"):
@@ -310,17 +328,22 @@ def _unknown_command(word: str) -> str:
 
 
 def _refuse_empty_paths(words: Sequence[str]) -> None:
-    """An empty path would be the folder that one is in, where an unset variable of the shell was meant for another."""
-    for before, word in zip(["", *words], words, strict=False):
-        if word in _PATH_FLAGS_JOINED or (not word and (before in _PATH_FLAGS or not before.startswith("--"))):
-            where = f" behind {before}" if before and not word else ""
-            raise ConfigError(f"an empty word stands in the place of a path{where}. Is a variable of the shell unset?")
+    """Refuse an empty path: it would mean the current folder, and probably comes from an unset shell variable."""
+    previous = ""
+    for word in words:
+        if word in _PATH_FLAGS_JOINED:
+            raise ConfigError("an empty word is in the place of a path. Is a variable of the shell unset?")
+        is_a_path = previous in _PATH_FLAGS or not previous.startswith("--")
+        if not word and is_a_path:
+            where = f" after {previous}" if previous else ""
+            raise ConfigError(f"an empty word is in the place of a path{where}. Is a variable of the shell unset?")
+        previous = word
 
 
 def run() -> None:
-    """Entry point of the `txl` script."""
-    # Threads that wait for one another spin some microseconds, then sleep: where others use the cores too, the usual
-    # millisecond made steps ten times longer (docs/log.md). Read when torch is imported.
+    """Run the `txl` script: run the command line, write all output, and exit."""
+    # Threads that wait for one another spin for some microseconds, then sleep. With the default of a millisecond, steps
+    # took ten times longer on cores that other processes use too (docs/log.md). torch reads it when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     guard_streams()
@@ -336,22 +359,25 @@ def run() -> None:
     except BrokenPipeError:  # the reader of our output is gone: no message can reach it
         os._exit(141)
     if "torch" in sys.modules:
-        # Everything is written and all ranks have met. In about one exit of a hundred, native threads behind gloo
-        # abort the interpreter while it takes itself apart (no Python frame is left), and the launcher would report
-        # a finished run as failed: leave without that.
+        # Everything is written, and no rank waits for another. In about one of a hundred exits, native threads of gloo
+        # abort the interpreter during its shutdown, and the launcher would report a finished run as failed. So exit
+        # without the shutdown.
         logging.shutdown()
         os._exit(code)
     sys.exit(code)
 
 
 def _code_of_main() -> int:
-    """Run the command line and return its exit code, after one line about what ended it. Lost output still raises."""
+    """Run the command line and return its exit code, after one line about an interruption or error.
+
+    Raises LostOutputError and BrokenPipeError.
+    """
     try:
         return main()
     except KeyboardInterrupt:
         if _is_speaker():
-            goes_on = "; the same command continues from what is kept" if sys.argv[1:2] == ["prepare"] else ""
-            echo(f"txl: interrupted{goes_on}", to=sys.stderr)
+            hint = "; the same command continues from what is kept" if sys.argv[1:2] == ["prepare"] else ""
+            echo(f"txl: interrupted{hint}", to=sys.stderr)
         return 130
     except (LostOutputError, BrokenPipeError):
         raise
@@ -361,14 +387,17 @@ def _code_of_main() -> int:
         if _is_speaker():
             echo(f"txl: error: {missing_package(error)}", to=sys.stderr)
         return 2
-    except Exception:  # noqa: BLE001  a defect of ours: its traceback, and then the same way out
+    except Exception:  # noqa: BLE001  a defect of this package: print its traceback, then exit as usual
         traceback.print_exc()
         return 1
 
 
 def _should_print(error: TxlError) -> bool:
-    """An error is printed once: by the rank that met it, or before ranks have joined, by one process per node. One
-    without words stands for what another rank says."""
+    """Return whether this process prints an error, which the job prints once.
+
+    The rank that raised it prints it; before the ranks have joined, one process per node does. An error without a
+    message stands for one that another rank prints.
+    """
     if not str(error):
         return False
     if error.rank is None:
@@ -377,13 +406,14 @@ def _should_print(error: TxlError) -> bool:
 
 
 def _is_speaker() -> bool:
-    """Whether this process speaks: before ranks have joined, the first process of each node does."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":  # what else is left in the environment describes another job
+    """Return whether this process prints messages before the ranks have joined: the first one of each node does."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":  # the other variables are left over from another job
         return True
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _usage() -> str:
+    """Return the list of commands, wrapped to the width of the terminal."""
     head = "usage: txl VERB ...   (also: python -m txl_dist VERB; deepspeed --module txl_dist train CONFIG)"
     width = shutil.get_terminal_size((160, 24)).columns  # wide into a pipe
     lines = [*textwrap.wrap(head, width), ""]

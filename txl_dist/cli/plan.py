@@ -1,4 +1,4 @@
-"""The verb that says what a run would need and reach on GPUs that are not at hand."""
+"""`txl plan`: prediction of what a run would need and reach on other GPUs than those of this machine."""
 
 from __future__ import annotations
 
@@ -50,12 +50,14 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     arguments, words = parse(
         Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
-    own = [field.name for field in fields(PlanArguments)[1:]]
+    plan_flags = [field.name for field in fields(PlanArguments)[1:]]
     for word in words:
         if word.startswith("--") and "." not in word:
-            raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl plan"))
+            raise ConfigError(unknown_flag(word, [*plan_flags, *setting_names()], prog="txl plan"))
     config = read_settings([str(arguments.config), *words])
-    vocab_size, corpus_tokens = (arguments.vocab_size, 0) if arguments.vocab_size else _corpus(config)
+    vocab_size, corpus_tokens = arguments.vocab_size, 0
+    if not vocab_size:
+        vocab_size, corpus_tokens = _read_corpus(config)
     echo(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
     from txl_dist.io.files import write_output
     from txl_dist.planning.hardware import GpuCluster, find_gpu
@@ -86,14 +88,14 @@ def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config
     write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))
 
 
-def _corpus(config: Config) -> tuple[int, int]:
-    """(vocabulary size, tokens of the split that is trained on)."""
+def _read_corpus(config: Config) -> tuple[int, int]:
+    """Return the vocabulary size, and the number of tokens in the split for training. Raises ConfigError."""
     from txl_dist.data.loader.corpora import open_all
 
     try:
         require_corpora(config)
-        opened = open_all(config.data)
-        tokens = sum(corpus.split(config.data.train_split).tokens for corpus in opened)
+        corpora = open_all(config.data)
+        num_tokens = sum(corpus.split(config.data.train_split).tokens for corpus in corpora)
     except TxlError as error:
         raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
-    return opened[0].vocab_size, tokens
+    return corpora[0].vocab_size, num_tokens

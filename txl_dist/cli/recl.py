@@ -1,4 +1,4 @@
-"""The verb that measures how far back models look."""
+"""`txl recl`: measurement of the context length that models use."""
 
 from __future__ import annotations
 

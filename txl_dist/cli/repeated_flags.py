@@ -1,8 +1,8 @@
-"""Repeated flags of lists append: `--prompt A B`, `--prompt A --prompt B` and mixtures of both mean the same.
+"""Repeated list flags append: `--prompt A B`, `--prompt A --prompt B` and mixtures of both mean the same.
 
-tyro keeps the values of the last occurrence only and drops the others without a word: a lost `--valid` is held-out text
-that becomes training data. So all values of a list move to the last occurrence of its flag, before tyro reads the
-words. A flag that is given once stays as it is.
+tyro keeps only the values of the last occurrence and drops the others silently: a lost `--valid` is held-out text that
+becomes training data. So all values of a list move to the last occurrence of its flag before tyro reads the words. A
+flag that is given once stays unchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[st
             joined += group
             continue
         _, has_value, value = group[0].partition("=")
-        own = group[1:]
+        group_values = group[1:]
         if has_value:
-            own.insert(0, attached(value))
-        if not own:
+            group_values.insert(0, attached(value))
+        if not group_values:
             raise ConfigError(
                 f"{flag} is given several times, and once without a value. Add the value, or leave it out."
             )
-        values[flag] += own
+        values[flag] += group_values
         counts[flag] -= 1
         if counts[flag] == 0:
             joined += [flag, *values[flag]]
@@ -62,4 +62,5 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
 
 
 def _name(flag: str) -> str:
+    """Return a flag with hyphens and without its value."""
     return flag.partition("=")[0].replace("_", "-")

@@ -1,4 +1,4 @@
-"""`txl serve`."""
+"""`txl serve`: checks of its flags before torch is imported, and the start of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb that tunes settings by short runs."""
+"""`txl sweep`: reads its words, checks them, and runs the grid."""
 
 from __future__ import annotations
 
@@ -48,19 +48,21 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
     arguments, words = parse(
         Annotated[SweepArguments, tyro.conf.arg(name="")], argv, prog="txl sweep", return_unknown_args=True
     )
-    own = [field.name for field in fields(SweepArguments)[1:]]
+    flags = [word.removeprefix("--").partition("=")[0] for word in words if word.startswith("--")]
+    sweep_flags = [field.name for field in fields(SweepArguments)[1:]]
     for word in words:
         if word.startswith("--") and "." not in word:
-            raise ConfigError(unknown_flag(word, [*own, *setting_names()], prog="txl sweep"))
+            raise ConfigError(unknown_flag(word, [*sweep_flags, *setting_names()], prog="txl sweep"))
+    common_settings = {flag.replace("-", "_") for flag in flags}
     for axis in arguments.grid:
-        if (name := axis.partition("=")[0].strip().replace("-", "_")) in {
-            word.removeprefix("--").partition("=")[0].replace("-", "_") for word in words if word.startswith("--")
-        }:
+        name = axis.partition("=")[0].strip().replace("-", "_")
+        if name in common_settings:
             raise ConfigError(f"{name} is given for all runs and in --grid. Leave one of them out.")
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")
-    if (kind := detect_artifact(arguments.out)) is not ArtifactKind.NOTHING:
+    kind = detect_artifact(arguments.out)
+    if kind is not ArtifactKind.NOTHING:
         raise ConfigError(f"--out {arguments.out} is {kind.value}, and runs would lie in it. Choose another --out.")
     from txl_dist.launcher.sweep import parse_axis
     from txl_dist.launcher.sweep import sweep as run_sweep
@@ -79,7 +81,7 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
 
 
 def _check(config: Config) -> None:
-    """Raises ConfigError for paths and corpora that a run would refuse, as far as it is seen without torch."""
+    """Refuse paths and corpora that a run would refuse, as far as can be seen without torch. Raises ConfigError."""
     from txl_dist.data.loader.corpora import lacks_eval_split, open_all
 
     check_paths(config, resume="auto")
@@ -93,7 +95,7 @@ def _check(config: Config) -> None:
 
 
 def _devices() -> list[str]:
-    """GPUs that can be seen, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the visible GPUs by their names in CUDA_VISIBLE_DEVICES."""
     import torch
 
     from txl_dist.distributed.collectives import uses_gpu

@@ -1,4 +1,4 @@
-"""What `txl train` can know before torch is imported: its recipes, and whether its paths are what they should be."""
+"""Checks and usage of `txl train` that need no torch: its recipes, and the kind of its configuration file."""
 
 from __future__ import annotations
 
@@ -17,46 +17,66 @@ _MOST_OF_A_TITLE = 70
 
 
 def usage() -> str:
-    """How to call it, and the recipes that are at hand."""
+    """Return the usage of `txl train` with the list of recipes."""
     lines = ["usage: txl train CONFIG.toml [--section.key value ...]      all flags: txl train --help", ""]
     recipes = find_recipes()
     if not recipes:
         return "\n".join([*lines, "The recipes are in the folder configs/ of the project, one annotated file each."])
+    lines.append("recipes:")
     width = max(len(str(path)) for path in recipes)
-    return "\n".join([*lines, "recipes:", *(f"  {path!s:<{width}}  {_title(path)}" for path in recipes)])
+    for path in recipes:
+        lines.append(f"  {path!s:<{width}}  {_title(path)}")
+    return "\n".join(lines)
 
 
 def find_recipes() -> list[Path]:
-    """The recipes in configs/ here, beside the package, or where an installation puts them; else none."""
-    places = Path("configs"), Path(txl_dist.__file__).parents[1] / "configs", Path(sys.prefix, "share/txl_dist/configs")
-    return next((found for place in places if (found := sorted(place.glob("*.toml")))), [])
+    """Return the recipes in the first folder that has any.
+
+    The folders are configs/ in the current folder, next to the package, and where an installation puts it.
+    """
+    folders = (
+        Path("configs"),
+        Path(txl_dist.__file__).parents[1] / "configs",
+        Path(sys.prefix, "share/txl_dist/configs"),
+    )
+    for folder in folders:
+        recipes = sorted(folder.glob("*.toml"))
+        if recipes:
+            return recipes
+    return []
 
 
 def _title(recipe: Path) -> str:
-    """The beginning of the first sentence of a recipe's header."""
+    """Return the beginning of the first sentence in a recipe's header."""
     with open_text(recipe, errors="replace") as file:
         line = file.readline().lstrip("# ").strip()
     title = re.split(r"[.;](?:\s+[A-Z]|$)| \(", line)[0]
-    return title if len(title) <= _MOST_OF_A_TITLE else title[:_MOST_OF_A_TITLE].rsplit(" ", 1)[0] + " ..."
+    if len(title) <= _MOST_OF_A_TITLE:
+        return title
+    whole_words = title[:_MOST_OF_A_TITLE].rsplit(" ", 1)[0]
+    return f"{whole_words} ..."
+
+
+_REMEDIES = {
+    ArtifactKind.NOTHING: "Name a TOML file; `txl train` alone lists the recipes.",
+    ArtifactKind.RUN: "Continue it with `txl train {file}/config.toml`.",
+    ArtifactKind.CORPUS: "Train on it with `txl train CONFIG.toml --data.path {file}`.",
+    ArtifactKind.BUNDLE: "Begin a run with its weights: `txl train {file}/train.toml --init {file} "
+    "--data.path CORPUS`.",
+    ArtifactKind.CHECKPOINT: "Begin a run from it: `txl train {file}/config.toml --resume {file} --run.dir NEW`.",
+    ArtifactKind.HUGGINGFACE: "Make a bundle of it with `txl import {file} BUNDLE --format huggingface`, "
+    "and begin a run with that: --init BUNDLE.",
+}
+"""Remedy for a folder in place of a configuration file, by its kind."""
 
 
 def check_config_file(file: str) -> None:
-    """Raises ConfigError for a folder, with what one trains in it, and for a missing file that resembles a recipe."""
+    """Refuse a folder, and a missing file whose name is similar to a recipe's. Raises ConfigError."""
     if os.path.isdir(file):
-        kind, instead = detect_artifact(file), "Name a TOML file; `txl train` alone lists the recipes."
-        if kind is not ArtifactKind.NOTHING:
-            instead = {
-                ArtifactKind.RUN: f"Continue it with `txl train {file}/config.toml`.",
-                ArtifactKind.CORPUS: f"Train on it with `txl train CONFIG.toml --data.path {file}`.",
-                ArtifactKind.BUNDLE: f"Begin a run with its weights: `txl train {file}/train.toml --init {file} "
-                "--data.path CORPUS`.",
-                ArtifactKind.CHECKPOINT: f"Begin a run from it: `txl train {file}/config.toml --resume {file} "
-                "--run.dir NEW`.",
-                ArtifactKind.HUGGINGFACE: f"Make a bundle of it with `txl import {file} BUNDLE --format huggingface`, "
-                "and begin a run with that: --init BUNDLE.",
-            }[kind]
-        what = "a folder" if kind is ArtifactKind.NOTHING else kind.value
-        raise ConfigError(f"{file} is {what}, not a configuration file. {instead}")
+        kind = detect_artifact(file)
+        remedy = _REMEDIES[kind].format(file=file)
+        name = "a folder" if kind is ArtifactKind.NOTHING else kind.value
+        raise ConfigError(f"{file} is {name}, not a configuration file. {remedy}")
     if not os.path.lexists(file):
         recipes = {path.stem: path for path in find_recipes()}
         hint = did_you_mean(Path(file).stem, recipes, spell=lambda name: str(recipes[name]))

@@ -1,8 +1,8 @@
-"""Texts on the command line are UTF-8 in every locale.
+"""Decoding of texts on the command line, which are UTF-8 in every locale.
 
-In a locale of ASCII (`LC_ALL=C` with `PYTHONUTF8=0`) Python reads the bytes of other characters as halves of
-characters. For a path that is right: it is turned back into the same bytes. For a text it is not, so the values of the
-flags that take texts are read again as the UTF-8 that they are. Bytes that are not UTF-8 stay, and are refused later.
+In an ASCII locale (`LC_ALL=C` with `PYTHONUTF8=0`) Python reads the bytes of other characters as lone surrogates. For a
+path that is right, because it is encoded to the same bytes again. So only the values of flags that take texts are
+decoded again as UTF-8. Bytes that are not UTF-8 stay unchanged, and are refused later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TEXT_FLAGS = frozenset(
     {"--prompt", "--stop", "--name", "--author", "--license", "--data-license", "--metrics.sample-prompt"}
     | {f"--metrics.wandb-{key}" for key in ("entity", "name", "group", "tags")}
 )
-"""Flags whose values are texts, and no paths."""
+"""Flags whose values are texts, not paths."""
 
 
 def decode_texts(words: Sequence[str]) -> list[str]:
@@ -34,7 +34,7 @@ def decode_texts(words: Sequence[str]) -> list[str]:
 
 
 def _decoded(text: str) -> str:
-    """The text that the bytes of a word are in UTF-8; the word as it is where they are none."""
+    """Decode the bytes of a word as UTF-8; return the word unchanged if they are not UTF-8."""
     if text.isascii():
         return text
     try:

@@ -1,13 +1,13 @@
-"""Owns a run of the `deepspeed` launcher: signals arrive once, nothing stays behind, and its end is told truly.
+"""A run of the `deepspeed` launcher: signals arrive once, no process is left, and the exit code is right.
 
-By itself that launcher dies of a SIGTERM at once and leaves its ranks, exits 0 when its node launcher was killed, and
-on SIGTERM kills ranks that need more than 30 s to save. So here it runs in a process group of its own:
-    a signal      goes to the ranks of this node; if there are none here, RUN/STOP is made, which every rank obeys
-    the end       what is left of the group gets the time to save, then SIGKILL
-    our own death is a SIGTERM for the launcher, whose end the ranks notice, save and leave
-    output        without the launcher's chatter (chatter.py); where a run is not done, the last word is ours
-    exit code     0 only if this start wrote RUN/DONE; 75 to be started again; 76 if a rank was lost; else as it was
-    other nodes   an ssh that hears nothing of its node gives up, or a lost node would keep the launcher for ever
+The launcher alone dies of a SIGTERM at once and leaves its ranks. It exits with 0 when its node launcher was killed. On
+SIGTERM it kills ranks that need more than 30 s to save. So here it runs in a process group of its own:
+    signals       go to the ranks of this node; without ranks here RUN/STOP is written, which every rank obeys
+    end           processes that are left in the group get time to save, then SIGKILL
+    own death     sends SIGTERM to the launcher; the ranks notice its end, save and exit
+    output        lacks the launcher's chatter (output_filter.py); a run that is not done ends with a line from here
+    exit code     0 only if this start wrote RUN/DONE; 75 to start again; 76 if a rank was lost; else the launcher's
+    other nodes   ssh gives up if its node is silent; otherwise a lost node would keep the launcher for ever
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from txl_dist.train.monitoring.preemption import LAUNCHED_BY
 
 NODE_LAUNCHER = "deepspeed.launcher.launch"
 GRACE_S = 60.0
-"""What ranks whose launcher has ended get to finish their step, save and leave."""
+"""Seconds for ranks to finish their step, save and exit after their launcher has ended."""
 SSH_KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
-"""For pdsh: a node that is cut off ends its ssh after 15 to 20 s (exit code 255), instead of never."""
+"""Options of ssh for pdsh, so that the ssh to a node that is cut off ends after 15 to 20 s (exit code 255)."""
 SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
 PR_SET_PDEATHSIG = 1
 
@@ -52,8 +52,8 @@ def launch(
 ) -> int:
     """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
 
-    `seen_within_s`: how late a file that another node writes may show here. `verbose`: its output as it is.
-    Main thread only. Raises ConfigError if there is no `deepspeed` program.
+    `seen_within_s` is the longest delay in seconds after which a file of another node is visible here. With `verbose`
+    the launcher's output is not filtered. Main thread only. Raises ConfigError if there is no `deepspeed` program.
     """
     if shutil.which("deepspeed") is None:
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
@@ -93,22 +93,33 @@ def launch(
 
 
 def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
-    """What to exit with. `code`: the launcher's; `is_done`: this start wrote DONE; `sent`: signals passed to ranks."""
+    """Return the exit code of `txl launch`.
+
+    `code` is the launcher's. `is_done` says that this start wrote DONE. `sent` holds the signals passed to ranks.
+    """
     if is_done:
         return 0
-    if signal_of(code):
-        return REQUEUE if signal_of(code) in sent else HANG  # a rank that starts up dies of a stop signal: nothing lost
-    return code or HANG  # 0 without DONE: a launcher between us and the ranks was killed
+    number = signal_of(code)
+    if number in sent:
+        return REQUEUE  # a rank that is still starting dies of a stop signal: nothing is lost
+    if number:
+        return HANG
+    return code or HANG  # 0 without DONE: a launcher between this process and the ranks was killed
 
 
 def signal_of(code: int) -> int:
-    """The signal that an exit code tells of: the shell's way, that of sys.exit(-n), or Python's; 0 for none."""
-    number = code - 128 if 128 < code < 192 else 256 - code if code >= 192 else -code
+    """Return the signal in an exit code of a shell, of sys.exit(-n) or of Python; 0 if there is none."""
+    if 128 < code < 192:
+        number = code - 128
+    elif code >= 192:
+        number = 256 - code
+    else:
+        number = -code
     return number if 0 < number < 65 else 0
 
 
 def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
-    """What became of a run; nothing where a rank has said it: it is done, or has refused to start."""
+    """Return how a run ended; empty if a rank has printed it: the run is done, or was refused."""
     goes_on = "the same command goes on"
     if code in (0, ConfigError.exit_code):
         return ""
@@ -126,12 +137,12 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
 
 
 class _Forwarding:
-    """Passes stop signals on while it is open."""
+    """Handlers that pass stop signals on to the ranks until they are closed."""
 
     def __init__(self, group: int, stop_file: Path) -> None:
         self.sent: set[int] = set()
         self.ended_launcher = False
-        """The launcher itself was stopped, before there was a run."""
+        """True if the launcher itself was stopped, before there was a run."""
         self._group, self._stop_file, self._made_stop_file = group, stop_file, False
         self._acknowledged: set[int] = set()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -140,7 +151,7 @@ class _Forwarding:
     def close(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._made_stop_file:  # it stopped a run that has ended; the next must not meet it
+        if self._made_stop_file:  # it must not stop the next run
             self._stop_file.unlink(missing_ok=True)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
@@ -164,7 +175,7 @@ class _Forwarding:
             os.killpg(self._group, number)
 
     def _acknowledge(self, number: int, what: str) -> None:
-        """Say at once that a signal has arrived; the first of each kind only."""
+        """Print at once that a signal has arrived; only the first of each kind is printed."""
         if number in self._acknowledged:
             return
         self._acknowledged.add(number)
@@ -173,7 +184,7 @@ class _Forwarding:
 
 
 def _end_group(group: int, *, grace_s: float) -> None:
-    """Wait for what the launcher left behind, which notices its end and leaves; kill what does not."""
+    """Wait for processes that the launcher left, which notice its end and exit; then kill the others."""
     end_s = time.monotonic() + grace_s
     while group_members(group) and time.monotonic() < end_s:
         time.sleep(0.1)
@@ -182,7 +193,7 @@ def _end_group(group: int, *, grace_s: float) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """What changes when a file is written again; None if there is none."""
+    """Return values that change when a file is written again; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -191,7 +202,10 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """For the child to run: the kernel sends it SIGTERM when we die. None where the system has no such thing."""
+    """Return a function for the child, which makes the kernel send it SIGTERM when this process dies.
+
+    None on a system without prctl.
+    """
     try:
         prctl = ctypes.CDLL(None).prctl  # looked up here: the child may only do little
     except AttributeError:
