@@ -1,1 +1,1 @@
-"""Models and vocabularies of other codes, read into ours and written from ours."""
+"""Import of other programs' models and vocabularies, and export to their formats."""

@@ -1,8 +1,8 @@
-"""What every importer gives, and the checks that all of them make.
+"""Result type of every importer, and the checks that all importers make.
 
-A peer's file is read into tensors, and its settings into a `PeerSettings`; from both comes a `ModelSection`. Whatever
-is told is believed, the rest is taken from the shapes; then all names and shapes are held against those that the model
-must have. A file that does not fit says which key, what was expected and what was found.
+An importer reads a peer's file into tensors, and its settings into a `PeerSettings`. Both together give a
+`ModelSection`: a setting counts if there is one, and shapes give the rest. Then all names and shapes are compared with
+those that the model must have. An error names the key, and the expected and the actual shape.
 """
 
 from __future__ import annotations
@@ -27,54 +27,62 @@ from txl_dist.tokenizers.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)
-"""Ends of names that are recomputed, not read."""
+"""Last parts of names of buffers, which are recomputed."""
 WRAPPERS = frozenset(
     {
-        *("module", "_orig_mod", "model", "_forward_module"),  # DataParallel and DeepSpeed, compile, Lightning, Fabric
-        *("_fsdp_wrapped_module", "_checkpoint_wrapped_module"),
+        "module",  # DataParallel, DeepSpeed
+        "_orig_mod",  # torch.compile
+        "model",  # Lightning
+        "_forward_module",  # Fabric
+        "_fsdp_wrapped_module",
+        "_checkpoint_wrapped_module",
     }
 )
-"""Parts of tensors' names that wrappers add; no peer's model has a part of such a name."""
+"""Parts of tensors' names that wrappers add. No peer's model has a part with such a name."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A peer's model in our words."""
+    """A peer's model with our settings and names."""
 
     model: ModelSection
     weights: Weights
-    """Under our names, fp32."""
+    """Weights by our names, fp32."""
     vocab_size: int
     segment_len: int
-    """Tokens per segment in training; 0 where neither file nor settings say."""
+    """Tokens per segment in training; 0 if neither the file nor the settings say."""
     memory_len: int
-    """Tokens of memory in training; -1 where neither file nor settings say."""
+    """Tokens of memory in training; -1 if neither the file nor the settings say."""
     tokenizer: Tokenizer | None
-    """None where the file holds no vocabulary."""
+    """Tokenizer of the file's vocabulary; None if it has none."""
 
 
 class PeerSettings(BaseModel):
-    """Settings under a peer's own names; those that are not listed tell nothing of the model. None: not told."""
+    """Settings by a peer's own names. None means not given. Settings that are not fields do not affect the model."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     @classmethod
-    def of(cls: type[S], found: Mapping[str, Any], told: Mapping[str, Any], *, where: str) -> S:
-        """Settings found in a file, under those that a user tells. Raises CheckpointError for a value of another type,
-        and for a name in `told` that nearly is a known one."""
-        for name in sorted(told.keys() - cls.model_fields.keys()):
-            if near := nearest(name, cls.model_fields, least_alike=0.8):
-                raise CheckpointError(f"the settings have an unknown {name}. Did you mean {near[0]}?")
+    def of(cls: type[S], from_file: Mapping[str, Any], from_user: Mapping[str, Any], *, where: str) -> S:
+        """Merge the settings in a file and those that a user gives, which take precedence.
+
+        Raises CheckpointError for a value of another type, and for a user's setting that looks like a misspelt one.
+        """
+        for name in sorted(from_user.keys() - cls.model_fields.keys()):
+            similar = nearest(name, cls.model_fields, least_alike=0.8)
+            if similar:
+                raise CheckpointError(f"the settings have an unknown {name}. Did you mean {similar[0]}?")
             logger.warning("the setting %s tells nothing of the model and is not used", name)
+        settings = {**from_file, **from_user}
         try:
-            # Strict, so that "yes" is no bool; by way of JSON, so that a list is a tuple all the same.
-            return cls.model_validate_json(json.dumps({**found, **told}, default=str), strict=True)
+            # Strict, so that "yes" is not accepted as a bool. From JSON, so that a list is accepted as a tuple.
+            return cls.model_validate_json(json.dumps(settings, default=str), strict=True)
         except (ValidationError, ValueError, RecursionError) as error:
-            raise _explained(error, where=where) from error
+            raise _settings_error(error, where=where) from error
 
 
-def read_json(path: Path | None) -> dict[str, Any]:
-    """A JSON object; an empty one without a path. Raises CheckpointError."""
+def read_settings(path: Path | None) -> dict[str, Any]:
+    """Read a JSON object of settings; return an empty one without a path. Raises CheckpointError."""
     if path is None:
         return {}
     remedy = 'It must hold one JSON object, such as {"n_layer": 12, ...}.'
@@ -83,14 +91,14 @@ def read_json(path: Path | None) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """A tensor's name without what wrappers put before it or into it: `module._orig_mod.layers.0` is `layers.0`."""
+    """Return a tensor's name without the parts that wrappers add: `layers.0` for `module._orig_mod.layers.0`."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def only_tensors(values: Any, *, where: str) -> Weights:
-    """The tensors of a state dict, in fp32, under their plain names and without buffers.
+    """Return the tensors of a state dict, in fp32, by their plain names and without buffers.
 
-    Raises CheckpointError for anything else, and where two tensors have one plain name.
+    Raises CheckpointError for anything else, and if two different tensors have the same plain name.
     """
     if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{where} holds no state dict (names and tensors). Save the model's state_dict().")
@@ -113,58 +121,72 @@ def only_tensors(values: Any, *, where: str) -> Weights:
     return weights
 
 
-def count(theirs: Weights, prefix: str) -> int:
-    """One more than the largest number that follows `prefix` in a name; 0 where none does."""
-    numbers = [name.removeprefix(prefix).partition(".")[0] for name in theirs if name.startswith(prefix)]
-    return 1 + max((int(number) for number in numbers if number.isdecimal() and len(number) < 4), default=-1)
+def count(peer_weights: Weights, prefix: str) -> int:
+    """Return one more than the largest number that follows `prefix` in a name; 0 if there is none."""
+    largest = -1
+    for name in peer_weights:
+        if not name.startswith(prefix):
+            continue
+        number = name.removeprefix(prefix).partition(".")[0]
+        if number.isdecimal() and len(number) < 4:
+            largest = max(largest, int(number))
+    return largest + 1
 
 
-def size(theirs: Weights, name: str, axis: int, *, dims: int, where: str) -> int:
-    """One size of a tensor. Raises CheckpointError if it is missing or has another number of dimensions."""
-    if name not in theirs:
-        found = ", ".join(list(theirs)[:3])
-        hint = " A name with `transformer.` is Hugging Face's." if f"transformer.{name}" in theirs else ""
+def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: str) -> int:
+    """Return the size of a tensor along an axis.
+
+    Raises CheckpointError if the tensor is missing, or has another number of dimensions than `dims`.
+    """
+    if name not in peer_weights:
+        first_names = ", ".join(list(peer_weights)[:3])
+        hint = " A name with `transformer.` is Hugging Face's." if f"transformer.{name}" in peer_weights else ""
         raise CheckpointError(
-            f"{where} does not fit: {name} is missing. Found: {found}, ... Is it of this format?{hint}"
+            f"{where} does not fit: {name} is missing. Found: {first_names}, ... Is it of this format?{hint}"
         )
-    if theirs[name].dim() != dims:
-        raise CheckpointError(
-            f"{where} does not fit: {name} has shape {list(theirs[name].shape)}, expected {dims} dimensions."
-        )
-    return int(theirs[name].shape[axis])
+    shape = peer_weights[name].shape
+    if len(shape) != dims:
+        raise CheckpointError(f"{where} does not fit: {name} has shape {list(shape)}, expected {dims} dimensions.")
+    return int(shape[axis])
 
 
 def section(values: dict[str, Any], *, where: str) -> ModelSection:
-    """A model section of values found in a file. Raises CheckpointError if they make no model."""
+    """Build a model section from a file's values. Raises CheckpointError if they do not describe a model."""
     try:
         return ModelSection.model_validate(values)
     except ValidationError as error:
-        raise _explained(error, where=where) from error
+        raise _settings_error(error, where=where) from error
 
 
 def shape_problems(
-    theirs: Weights,
+    peer_weights: Weights,
     expected: Mapping[str, tuple[int, ...]],
     *,
     optional: Container[str] = (),
     shown: Callable[[str], str] = str,
 ) -> list[str]:
-    """What is missing (`optional` may be), surplus or of another shape; `shown` is a key as the file has it."""
-    problems = [
-        f"{shown(name)} is missing (expected {list(shape)})"
-        for name, shape in expected.items()
-        if name not in theirs and name not in optional
-    ]
-    problems += [f"{shown(name)} {list(theirs[name].shape)} is surplus" for name in theirs if name not in expected]
-    return problems + [
-        f"{shown(name)} has shape {list(theirs[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in theirs and tuple(theirs[name].shape) != shape
-    ]
+    """Return descriptions of the tensors that are missing, surplus, or of another shape.
+
+    Args:
+        optional: Names that may be missing.
+        shown: Maps a name to the one in the file, for messages.
+    """
+    missing, surplus, of_other_shape = [], [], []
+    for name, shape in expected.items():
+        if name in peer_weights:
+            actual = peer_weights[name].shape
+            if tuple(actual) != shape:
+                of_other_shape.append(f"{shown(name)} has shape {list(actual)}, expected {list(shape)}")
+        elif name not in optional:
+            missing.append(f"{shown(name)} is missing (expected {list(shape)})")
+    for name, tensor in peer_weights.items():
+        if name not in expected:
+            surplus.append(f"{shown(name)} {list(tensor.shape)} is surplus")
+    return missing + surplus + of_other_shape
 
 
 def refuse(problems: list[str], *, where: str) -> None:
-    """Raise CheckpointError if there are any, naming the first few."""
+    """Raise CheckpointError with the first few problems, if there are any."""
     if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise CheckpointError(
@@ -173,7 +195,8 @@ def refuse(problems: list[str], *, where: str) -> None:
         )
 
 
-def _explained(error: Exception, *, where: str) -> CheckpointError:
+def _settings_error(error: Exception, *, where: str) -> CheckpointError:
+    """Return the error for settings that pydantic or JSON refused; it shows the first problem."""
     if not isinstance(error, ValidationError):
         return CheckpointError(f"{where}: the settings cannot be read: {error}.")
     problem = error.errors()[0]

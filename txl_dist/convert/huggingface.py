@@ -1,10 +1,10 @@
-"""Folders of Hugging Face's TransfoXLLMHeadModel (transformers 4.x, `models.deprecated.transfo_xl`), in and out.
+"""Import and export of folders of Hugging Face's TransfoXLLMHeadModel (transformers 4.x, `deprecated.transfo_xl`).
 
-The names are the original's behind `transformer.`; the columns of the tail clusters are in natural order; the biases u
-and v stand in every layer, and with `untie_r` False at the top as well. A folder holds config.json and
-pytorch_model.bin or model.safetensors. What we write is read back and compared before it replaces anything.
+Names are the original's with the prefix `transformer.`. The columns of tail clusters are in natural order. The biases u
+and v are in every layer, and with `untie_r` False at the top as well. A folder has config.json, and pytorch_model.bin
+or model.safetensors. An export is read back and compared before it replaces anything.
 
-Hugging Face begins with a memory of zeros that is attended; score with `zero_memory` to see its numbers.
+Hugging Face begins with a memory of zeros that is attended. Score with `zero_memory` to get its numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.checks import Imported, count, only_tensors, read_json, refuse
+from txl_dist.convert.checks import Imported, count, only_tensors, read_settings, refuse
 from txl_dist.convert.key_mapping import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
@@ -44,34 +44,36 @@ WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenize
 
 
 def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
-    """Read a folder. Raises CheckpointError, or DataError for its vocabulary."""
+    """Read a folder; `told` are the user's settings. Raises CheckpointError, or DataError for its vocabulary."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder. Name the folder with config.json and the weights.")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json. Name the folder that save_pretrained wrote.")
-    config = read_json(path / "config.json")
+    config = read_settings(path / "config.json")
     if config.get("model_type", "transfo-xl") != "transfo-xl":
         raise CheckpointError(f"{path / 'config.json'} is of a {config['model_type']} model, not of transfo-xl.")
     if config.get("attn_type", 0) != 0:
         raise CheckpointError(f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers knows only 0.")
-    found = model_of(
-        _original_names(only_tensors(_read_parts(path), where=str(path)), where=str(path)),
+    peer_weights = only_tensors(_read_parts(path), where=str(path))
+    imported = model_of(
+        _original_names(peer_weights, where=str(path)),
         OriginalSettings.of(_with_defaults(config), told, where=str(path / "config.json")),
         same_length="memory",
         ties_are_listed=False,
         where=str(path),
-        shown=_their_name,
+        shown=_huggingface_name,
     )
-    vocabulary = next((path / name for name in VOCABULARIES if (path / name).is_file()), None)
-    if vocabulary is None:
-        return found
-    return dataclasses.replace(found, tokenizer=read_vocabulary(vocabulary, vocab_size=found.vocab_size))
+    for name in VOCABULARIES:
+        if (path / name).is_file():
+            tokenizer = read_vocabulary(path / name, vocab_size=imported.vocab_size)
+            return dataclasses.replace(imported, tokenizer=tokenizer)
+    return imported
 
 
 def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> None:
     """Write a folder that transformers 4.46.3 loads.
 
-    Raises CheckpointError with the reason for a model that the format cannot express, or a folder in the way.
+    Raises CheckpointError for a model that the format cannot express, or if `out` is another folder.
     """
     model, tokenizer = package.section, package.tokenizer
     if reasons := inexpressible(model):
@@ -79,17 +81,17 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     out = out.resolve()
     if out.exists() and not _is_ours(out):
         raise CheckpointError(f"{out} exists and is no export of ours. Choose another output folder.")
-    cast = dict(package.open(dtype, where=str(out)).model.state_dict())  # tied tensors under each of their names
+    cast = dict(package.open(dtype, where=str(out)).model.state_dict())  # has tied tensors under each of their names
     config = _config(package, dtype=dtype)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
         write_bytes(temporary / "config.json", json.dumps(config, indent=2).encode() + b"\n")
-        write_tensors(temporary / "model.safetensors", _their_names(cast, model), metadata={"format": "pt"})
+        write_tensors(temporary / "model.safetensors", _huggingface_names(cast, model), metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
-        back = import_huggingface(temporary, told={}).weights
-        different = [name for name, tensor in back.items() if not torch.equal(tensor, cast[name].float())]
+        reread = import_huggingface(temporary, told={}).weights
+        different = [name for name, tensor in reread.items() if not torch.equal(tensor, cast[name].float())]
         if different:
             raise CheckpointError(f"{out} would not give back {', '.join(different[:3])}. Report this defect.")
         num_bytes = (temporary / "model.safetensors").stat().st_size
@@ -102,7 +104,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether an older export lies there or nothing, so that nothing is lost by replacing it."""
+    """Return whether a folder is empty or an older export, so that replacing it loses nothing."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
@@ -110,29 +112,35 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """What TransfoXLTokenizer reads, where it can: words, one of which stands for the unknown ones.
+    """Write the files of TransfoXLTokenizer, if it can express the vocabulary: words, one of them for unknown words.
 
-    Its special tokens are named, because it would add those of its defaults behind the vocabulary.
+    The files name its special tokens. Otherwise it would add its default ones after the vocabulary.
     """
     symbols = tokenizer.symbols
-    unknown = next((symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols), None)
-    if unknown is None or any(symbol.split() != [symbol] for symbol in symbols):
+    unknowns = [symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols]
+    if not unknowns or any(symbol.split() != [symbol] for symbol in symbols):
         return
-    end = _end(tokenizer)
-    special = {"unk_token": unknown, "eos_token": unknown if end is None else symbols[end]}
-    config = {"tokenizer_class": "TransfoXLTokenizer", "additional_special_tokens": [], **special}
+    unknown = unknowns[0]
+    end = _end_of_text(tokenizer)
+    config = {
+        "tokenizer_class": "TransfoXLTokenizer",
+        "additional_special_tokens": [],
+        "unk_token": unknown,
+        "eos_token": unknown if end is None else symbols[end],
+    }
     write_bytes(folder / "vocab.txt", "\n".join(symbols).encode() + b"\n")
     write_bytes(folder / "tokenizer_config.json", json.dumps(config, indent=2).encode() + b"\n")
 
 
 def inexpressible(model: ModelSection) -> list[str]:
-    """What of a model transformers' TransfoXL lacks, in words; empty if it has all of it."""
-    plain = ModelSection()
+    """Return the settings of a model that transformers' TransfoXL lacks, in words; empty if there are none."""
+    default = ModelSection()
     names = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding"]
     names += ["norm", "query_key_norm", "residual_scalars", "value_residual"]
-    names += ["project_same_width"] if model.div_value > 1 else []
+    if model.div_value > 1:
+        names.append("project_same_width")
     rates = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
-    different = [name for name in names if getattr(model, name) != getattr(plain, name)]
+    different = [name for name in names if getattr(model, name) != getattr(default, name)]
     different += [name for name in rates if model.rate(getattr(model, name)) != model.dropout]
     reasons = [f"model.{name}={getattr(model, name)!r}" for name in different]
     if model.positions != "relative":
@@ -143,26 +151,35 @@ def inexpressible(model: ModelSection) -> list[str]:
 
 
 def _read_parts(folder: Path) -> dict[str, Any]:
-    """The state dict of a folder: of one file, or of several that an index lists."""
+    """Read the state dict of a folder: one file, or several that an index lists."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             content: dict[str, Any] = read_weights(folder / name)
             return content
         if (folder / f"{name}.index.json").is_file():
-            index = read_json(folder / f"{name}.index.json").get("weight_map")
+            index = read_settings(folder / f"{name}.index.json").get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
                 raise CheckpointError(f"{folder / name}.index.json has no weight_map of file names. Copy it again.")
-            # Only the last part of each name: an index must not lead out of its folder.
+            weights: dict[str, Any] = {}
+            # Only the last part of each name is used, so that an index cannot lead out of its folder.
             parts = [read_weights(folder / Path(part).name) for part in sorted(set(index.values()))]
-            return {key: tensor for part in parts for key, tensor in only_tensors(part, where=str(folder)).items()}
+            for part in parts:
+                weights |= only_tensors(part, where=str(folder))
+            return weights
     raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy it again.")
 
 
-def _original_names(theirs: Weights, *, where: str) -> Weights:
-    if "word_emb.emb_layers.0.weight" in theirs and "crit.out_layers.0.bias" not in theirs:
+def _original_names(peer_weights: Weights, *, where: str) -> Weights:
+    """Return Hugging Face's weights under the original's names. Raises CheckpointError for a model without softmax.
+
+    Shared biases are in every layer as well. These aliases are compared and dropped.
+    """
+    if "word_emb.emb_layers.0.weight" in peer_weights and "crit.out_layers.0.bias" not in peer_weights:
         raise CheckpointError(f"{where} is a model without the softmax (TransfoXLModel). Save a TransfoXLLMHeadModel.")
-    weights = {name.removeprefix(PREFIX): _turned(name, tensor) for name, tensor in theirs.items()}
-    for bias in BIASES if BIASES[0] in weights else ():
+    weights = {name.removeprefix(PREFIX): _flip_clusters(name, tensor) for name, tensor in peer_weights.items()}
+    if BIASES[0] not in weights:
+        return weights
+    for bias in BIASES:
         for layer in range(count(weights, "layers.")):
             alias = weights.pop(f"layers.{layer}.dec_attn.{bias}", None)
             if alias is None or bias not in weights or not torch.equal(alias, weights[bias]):
@@ -171,30 +188,35 @@ def _original_names(theirs: Weights, *, where: str) -> Weights:
     return weights
 
 
-def _turned(name: str, tensor: Tensor) -> Tensor:
-    """The rows of tail clusters stand in the other order there."""
+def _flip_clusters(name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor, with its rows reversed if they are tail clusters: Hugging Face has the other order."""
     return tensor.flip(0) if name in ("crit.cluster_weight", "crit.cluster_bias") else tensor
 
 
-def _their_name(name: str) -> str:
+def _huggingface_name(name: str) -> str:
     return name if name.startswith("crit.") else PREFIX + name
 
 
-def _their_names(weights: Weights, model: ModelSection) -> Weights:
-    theirs = to_original(weights, model)
+def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
+    """Return our weights as Hugging Face's, with a copy of each, because the file format refuses shared memory."""
+    original = to_original(weights, model)
     tied = partners(model)
-    named = {_their_name(name): _turned(name, tensor) for name, tensor in theirs.items() if name not in tied}
-    for bias in BIASES if model.share_biases else ():
-        for layer in range(model.num_layers):
-            named[f"{PREFIX}layers.{layer}.dec_attn.{bias}"] = theirs[bias]
+    named: Weights = {}
+    for name, tensor in original.items():
+        if name not in tied:
+            named[_huggingface_name(name)] = _flip_clusters(name, tensor)
+    if model.share_biases:
+        for bias in BIASES:
+            for layer in range(model.num_layers):
+                named[f"{PREFIX}layers.{layer}.dec_attn.{bias}"] = original[bias]
     named[f"{PREFIX}pos_emb.inv_freq"] = 1 / (10000 ** (torch.arange(0.0, model.width, 2.0) / model.width))
-    # Copies: the file format refuses tensors that share memory.
     return {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
 
 
 def _config(package: Package, *, dtype: str) -> dict[str, Any]:
-    """config.json. A window of memory_len + 1 keys is said there as one of memory_len keys over a longer memory."""
-    model, is_wider = package.section, package.section.same_length == "memory_and_self"
+    """Return config.json. A window of memory_len + 1 keys is expressed as memory_len keys over a longer memory."""
+    model = package.section
+    is_wider = model.same_length == "memory_and_self"
     ties = model.tie_projections or (False,) * (len(model.cutoffs) + 1)
     return {
         "model_type": "transfo-xl",
@@ -224,19 +246,22 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
         "proj_init_std": model.projection_init_std,
         "layer_norm_epsilon": model.norm_eps,
         "sample_softmax": -1,
-        "eos_token_id": _end(package.tokenizer),
+        "eos_token_id": _end_of_text(package.tokenizer),
         "torch_dtype": str(DTYPES[dtype]).removeprefix("torch."),
     }
 
 
-def _end(tokenizer: Tokenizer) -> int | None:
+def _end_of_text(tokenizer: Tokenizer) -> int | None:
+    """Return the id of end-of-text, or of the end of a line if there is none; None if there is neither."""
     if tokenizer.end_of_text is not None:
         return tokenizer.end_of_text
-    return tokenizer.symbols.index(END_OF_LINE) if END_OF_LINE in tokenizer.symbols else None
+    if END_OF_LINE in tokenizer.symbols:
+        return tokenizer.symbols.index(END_OF_LINE)
+    return None
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers assumes where config.json is silent."""
+    """Return config.json with transformers' defaults for the settings that it lacks."""
     cutoffs = config.get("cutoffs")
     num_tails = len(cutoffs) if isinstance(cutoffs, list) else 0
     defaults = {
@@ -248,6 +273,8 @@ def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
         "mem_len": 1600,
         "dropout": 0.1,
     }
-    known = {**defaults, **config}
-    # It knows no segments: as long as the memory is a length that it can work with.
-    return known if known.get("tgt_len") else {**known, "tgt_len": known["mem_len"]}
+    settings = {**defaults, **config}
+    if not settings.get("tgt_len"):
+        # transformers has no segment length; that of the memory works.
+        settings["tgt_len"] = settings["mem_len"]
+    return settings

@@ -1,4 +1,4 @@
-"""`txl import`: a peer's weights into a bundle that scores, generates, exports, and can begin a training run."""
+"""`txl import`: write another program's weights as a bundle, which scores, generates, exports, and starts training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from txl_dist.config.load import Config, check_config
 from txl_dist.config.schema import TrainSection
-from txl_dist.convert.checks import Imported, read_json
+from txl_dist.convert.checks import Imported, read_settings
 from txl_dist.convert.huggingface import import_huggingface
 from txl_dist.convert.labml import import_labml
 from txl_dist.convert.nvidia import import_nvidia
@@ -21,10 +21,10 @@ Format = Literal["original", "nvidia", "huggingface", "labml"]
 
 
 class Reader(Protocol):
-    """Reads a file or folder; `told` are settings under the peer's names. Raises TxlError."""
+    """Function that reads a model from a file or folder of one format."""
 
     def __call__(self, path: Path, *, told: dict[str, Any]) -> Imported:
-        """The model in it."""
+        """Read the model; `told` are the user's settings, by the peer's names. Raises TxlError."""
 
 
 READERS: dict[Format, Reader] = {
@@ -36,12 +36,12 @@ READERS: dict[Format, Reader] = {
 
 
 class Summary(NamedTuple):
-    """What an import made."""
+    """Facts of an imported model."""
 
     num_parameters: int
     vocab_size: int
     has_vocabulary: bool
-    """False: none was found, and text is ids in decimal."""
+    """Whether there was a vocabulary; if not, texts are ids in decimal."""
     segment_len: int
     memory_len: int
 
@@ -57,26 +57,31 @@ def import_model(
     memory_len: int = -1,
     dtype: str = "fp32",
 ) -> Summary:
-    """Read a peer's file or folder and write a bundle to `out`.
+    """Read a peer's file or folder, and write a bundle to `out`. Code in the file is not run.
 
-    `settings` is a JSON object under the peer's own names for what its file does not tell. `segment_len` 0 and
-    `memory_len` -1 take what file or settings say. Raises CheckpointError, DataError or ConfigError; runs no code of
-    the file.
+    Raises CheckpointError, DataError or ConfigError.
+
+    Args:
+        settings: A JSON object with settings that the file lacks, by the peer's own names.
+        vocab: The vocabulary's file, if the peer's file has none, or another one.
+        segment_len: Tokens per segment; 0 is the value of the file or the settings.
+        memory_len: Tokens of memory; -1 is the value of the file or the settings.
+        dtype: The type of the bundle's weights.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
-    found = READERS[format](path, told=read_json(settings))
-    tokenizer = found.tokenizer
+    imported = READERS[format](path, told=read_settings(settings))
+    model, vocab_size, tokenizer = imported.model, imported.vocab_size, imported.tokenizer
     if vocab is not None:
-        tokenizer = read_vocabulary(vocab, vocab_size=found.vocab_size)
-    segment_len, memory_len = _lengths(found, segment_len=segment_len, memory_len=memory_len, where=path)
-    # A whole configuration, so that contradictions are found by the rules that hold for training.
-    check_config(Config(model=found.model, train=TrainSection(segment_len=segment_len, memory_len=memory_len)))
-    network = network_of(found.model, vocab_size=found.vocab_size, weights=found.weights, dtype="fp32", where=str(path))
+        tokenizer = read_vocabulary(vocab, vocab_size=vocab_size)
+    segment_len, memory_len = _lengths(imported, segment_len=segment_len, memory_len=memory_len, where=path)
+    # A whole configuration, so that the rules for training find inconsistent settings.
+    check_config(Config(model=model, train=TrainSection(segment_len=segment_len, memory_len=memory_len)))
+    network = network_of(model, vocab_size=vocab_size, weights=imported.weights, dtype="fp32", where=str(path))
     package = Package(
-        section=found.model,
-        weights=found.weights,
-        tokenizer=tokenizer or identity_tokenizer(found.vocab_size),
+        section=model,
+        weights=imported.weights,
+        tokenizer=tokenizer or identity_tokenizer(vocab_size),
         segment_len=segment_len,
         memory_len=memory_len,
         source={"imported": format, "file": path.name},
@@ -85,21 +90,29 @@ def import_model(
     write_bundle(out, package, dtype=dtype)
     return Summary(
         num_parameters=sum(parameter.numel() for parameter in network.parameters()),
-        vocab_size=found.vocab_size,
+        vocab_size=vocab_size,
         has_vocabulary=tokenizer is not None,
         segment_len=segment_len,
         memory_len=memory_len,
     )
 
 
-def _lengths(found: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:
-    if not found.model.scheme.uses_memory and memory_len < 0:
-        memory_len = 0  # whatever the file says: the original fails with a memory there
+def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:
+    """Return the segment and memory lengths, the user's before the file's. Raises ConfigError if one is unknown."""
+    if not imported.model.scheme.uses_memory and memory_len < 0:
+        memory_len = 0  # even if the file gives a length: the original fails with a memory there
     if segment_len < 0 or memory_len < -1:
         raise ConfigError(f"a segment of {segment_len} or a memory of {memory_len} tokens cannot be. Correct it.")
-    memory_len = found.memory_len if memory_len < 0 else memory_len
-    segment_len = segment_len or found.segment_len
-    unknown = ["--memory-len"] * (memory_len < 0) + ["--segment-len"] * (segment_len <= 0)
-    if unknown:
-        raise ConfigError(f"{where} does not tell the lengths that the model works with. Give {' and '.join(unknown)}.")
+    if memory_len < 0:
+        memory_len = imported.memory_len
+    if segment_len == 0:
+        segment_len = imported.segment_len
+    missing_flags = []
+    if memory_len < 0:
+        missing_flags.append("--memory-len")
+    if segment_len <= 0:
+        missing_flags.append("--segment-len")
+    if missing_flags:
+        flags = " and ".join(missing_flags)
+        raise ConfigError(f"{where} does not tell the lengths that the model works with. Give {flags}.")
     return segment_len, memory_len

@@ -1,13 +1,13 @@
-"""The names of the original PyTorch code, which NVIDIA's and Hugging Face's codes inherited, beside ours.
+"""Map between our tensor names and those of the original PyTorch code, which NVIDIA and Hugging Face inherited.
 
-One table serves reading and writing: `to_original` is also what says, on tensors without storage, which names and
-shapes a file must have. What differs from ours besides names:
+One table serves reading and writing. `to_original`, applied to tensors without storage, also gives the names and shapes
+that a file must have. These tensors differ not only in their names:
 
     qkv_net            rows of query, key, value; ours are `query` and `key_value`
-    cluster_weight     row i stands for tail cluster C - i; ours for i + 1: flipped
-    r_w_bias           one for all layers, or (learned positions) [L, N, H]; ours stands in every layer that uses it
-    r_emb, r_bias      [L, P, ...], the last row being distance 0; ours the first: flipped
-    tied tensors       appear under both names, or under one
+    cluster_weight     row i is tail cluster C - i; in ours it is i + 1, so rows are flipped
+    r_w_bias           one for all layers, or (learned positions) [L, N, H]; ours is in every layer that uses it
+    r_emb, r_bias      [L, P, ...], distance 0 in the last row; in ours it is the first, so rows are flipped
+    tied tensors       are under both names, or under one
 
 Shapes: C tail clusters, L layers, P rows of a table, N heads, H head width.
 """
@@ -41,54 +41,78 @@ _TABLES = {"attention.distance.weight": "r_emb", "attention.distance.bias": "r_b
 
 
 def to_original(weights: Weights, model: ModelSection) -> Weights:
-    """Our weights, tied ones under each of their names (`TransformerXL.state_dict`), under the original's names."""
-    theirs = {their: weights[our] for their, our in one_to_one(model).items() if our in weights}
+    """Return our weights under the original's names.
+
+    Tied weights must be under each of their names (`TransformerXL.state_dict`).
+    """
+    original: Weights = {}
+    for original_name, our_name in one_to_one(model).items():
+        if our_name in weights:
+            original[original_name] = weights[our_name]
     if model.positions != "absolute":
         for layer in range(model.num_layers):
-            query, key_value = (weights[f"blocks.{layer}.attention.{name}.weight"] for name in ("query", "key_value"))
-            theirs[f"layers.{layer}.dec_attn.qkv_net.weight"] = torch.cat([query, key_value])
+            attention = f"blocks.{layer}.attention"
+            query_key_value = [weights[f"{attention}.query.weight"], weights[f"{attention}.key_value.weight"]]
+            original[f"layers.{layer}.dec_attn.qkv_net.weight"] = torch.cat(query_key_value)
     if model.positions == "learned_relative":
-        for our, their in {"attention.content_bias": "r_w_bias", **_TABLES}.items():
-            stacked = torch.stack([weights[f"blocks.{layer}.{our}"] for layer in range(model.num_layers)])
-            theirs[their] = stacked.flip(1) if our in _TABLES else stacked
-    for name in ("cluster_weight", "cluster_bias") if model.cutoffs else ():
-        theirs[f"crit.{name}"] = weights[f"softmax.{name}"].flip(0)
-    return theirs
+        original["r_w_bias"] = _stack_layers(weights, "attention.content_bias", model)
+        for our_name, original_name in _TABLES.items():
+            original[original_name] = _stack_layers(weights, our_name, model).flip(1)
+    if model.cutoffs:
+        for name in ("cluster_weight", "cluster_bias"):
+            original[f"crit.{name}"] = weights[f"softmax.{name}"].flip(0)
+    return original
 
 
-def from_original(theirs: Weights, model: ModelSection) -> Weights:
-    """The inverse of `to_original`; a tied or shared tensor may stand under one of its names only, on both sides."""
-    weights = {our: theirs[their] for their, our in one_to_one(model).items() if their in theirs}
+def _stack_layers(weights: Weights, name: str, model: ModelSection) -> Tensor:
+    return torch.stack([weights[f"blocks.{layer}.{name}"] for layer in range(model.num_layers)])
+
+
+def from_original(original: Weights, model: ModelSection) -> Weights:
+    """Return the original's weights under our names: the inverse of `to_original`.
+
+    A tied or shared tensor may be under only one of its names, both in the argument and in the result.
+    """
+    weights: Weights = {}
+    for original_name, our_name in one_to_one(model).items():
+        if original_name in original:
+            weights[our_name] = original[original_name]
     if model.positions != "absolute":
         inner = model.num_heads * model.head_width
         for layer in range(model.num_layers):
-            query, key_value = theirs[f"layers.{layer}.dec_attn.qkv_net.weight"].split([inner, 2 * inner])
+            query, key_value = original[f"layers.{layer}.dec_attn.qkv_net.weight"].split([inner, 2 * inner])
             weights[f"blocks.{layer}.attention.query.weight"] = query
             weights[f"blocks.{layer}.attention.key_value.weight"] = key_value
     if model.positions == "learned_relative":
         for layer in range(model.num_layers):
-            weights[f"blocks.{layer}.attention.content_bias"] = theirs["r_w_bias"][layer]
-            weights |= {f"blocks.{layer}.{our}": theirs[their][layer].flip(0) for our, their in _TABLES.items()}
-    for name in ("cluster_weight", "cluster_bias") if model.cutoffs else ():
-        weights[f"softmax.{name}"] = theirs[f"crit.{name}"].flip(0)
+            weights[f"blocks.{layer}.attention.content_bias"] = original["r_w_bias"][layer]
+            for our_name, original_name in _TABLES.items():
+                weights[f"blocks.{layer}.{our_name}"] = original[original_name][layer].flip(0)
+    if model.cutoffs:
+        for name in ("cluster_weight", "cluster_bias"):
+            weights[f"softmax.{name}"] = original[f"crit.{name}"].flip(0)
     return weights
 
 
 def one_to_one(model: ModelSection) -> dict[str, str]:
-    """{their name: our name} of tensors that are the same on both sides. Tables and projections that a model lacks, or
-    that are tied, are listed all the same."""
+    """Return our name by the original's name, for tensors that are equal in both.
+
+    Embedding tables and projections that a model lacks, or that are tied, are included.
+    """
     in_layer = dict(_IN_LAYER)
     if model.positions == "absolute":
         in_layer |= _ABSOLUTE
     if model.positions == "relative":
-        in_layer |= _RELATIVE if model.share_biases else _RELATIVE | _PER_LAYER
-    names = {
-        f"layers.{layer}.{their}": f"blocks.{layer}.{our}"
-        for layer in range(model.num_layers)
-        for our, their in in_layer.items()
-    }
+        in_layer |= _RELATIVE
+        if not model.share_biases:
+            in_layer |= _PER_LAYER
+    names: dict[str, str] = {}
+    for layer in range(model.num_layers):
+        for our_name, original_name in in_layer.items():
+            names[f"layers.{layer}.{original_name}"] = f"blocks.{layer}.{our_name}"
     if model.positions == "relative" and model.share_biases:
-        names |= {their: f"blocks.0.{our}" for our, their in _SHARED.items()}
+        for our_name, original_name in _SHARED.items():
+            names[original_name] = f"blocks.0.{our_name}"
     for i in range(len(model.cutoffs) + 1):
         names |= {
             f"word_emb.emb_layers.{i}.weight": f"embedding.weight_{i}",
@@ -101,11 +125,12 @@ def one_to_one(model: ModelSection) -> dict[str, str]:
 
 
 def partners(model: ModelSection) -> dict[str, str]:
-    """{the softmax's name of a tensor: the embedding's name of it} for all tensors that this model ties."""
+    """Return, for all tensors that this model ties, the embedding's name by the softmax's name (the original's)."""
     num_tables = 1 if model.div_value == 1 else len(model.cutoffs) + 1
     tied: dict[str, str] = {}
     if model.tie_weights:
-        tied |= {f"crit.out_layers.{i}.weight": f"word_emb.emb_layers.{i}.weight" for i in range(num_tables)}
+        for i in range(num_tables):
+            tied[f"crit.out_layers.{i}.weight"] = f"word_emb.emb_layers.{i}.weight"
     for i, is_tied in enumerate(model.tie_projections):
         if is_tied:
             tied[f"crit.out_projs.{i}"] = f"word_emb.emb_projs.{min(i, num_tables - 1)}"
@@ -113,12 +138,12 @@ def partners(model: ModelSection) -> dict[str, str]:
 
 
 def shapes_of(model: ModelSection, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Every name of the original and the shape it must have, tied tensors under both names."""
+    """Return the shape of every tensor by the original's name, tied tensors under both names."""
     ours = without_storage(model, vocab_size=vocab_size)
     return {name: tuple(tensor.shape) for name, tensor in to_original(ours, model).items()}
 
 
 def without_storage(model: ModelSection, *, vocab_size: int) -> Weights:
-    """Our weights, tied ones under each of their names, as shapes only. Allocates nothing."""
+    """Return our weights as shapes only, tied ones under each of their names. Allocates no memory."""
     with torch.device("meta"):
         return dict(TransformerXL(model, vocab_size=vocab_size).state_dict())

@@ -1,8 +1,9 @@
-"""State dicts of labml's annotated Transformer-XL (labml_nn.transformers.xl).
+"""Import of state dicts of labml's annotated Transformer-XL (labml_nn.transformers.xl).
 
-Pre-norm with a final norm, learned relative positions per layer, biases on values and attention's output, embeddings
-not scaled, output rows not tied. Its tables hold a row for every distance to the past and to the future, distance 0 at
-row P of 2 P; a language model reads rows 0 to P only, and only those are kept. The tables tell the number of heads.
+The model has pre-norm with a final norm, learned relative positions per layer, and biases on values and attention's
+output. Embeddings are not scaled, and output rows are not tied. Its tables have a row for every distance to the past
+and to the future, with distance 0 at row P of 2 P. A language model reads only rows 0 to P, so only those are imported.
+The number of heads follows from the tables' shape.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from txl_dist.convert.checks import (
     Imported,
     PeerSettings,
     count,
+    dim_size,
     only_tensors,
     refuse,
     section,
     shape_problems,
-    size,
 )
 from txl_dist.convert.key_mapping import Weights, without_storage
 from txl_dist.convert.original import read_weights
@@ -53,7 +54,7 @@ _FIRST = "transformer.layers.0.self_attn.key_pos_embeddings"
 
 
 class LabmlSettings(PeerSettings):
-    """The experiment's configuration."""
+    """Settings of labml's experiment configuration."""
 
     n_vocab: int | None = None
     d_model: int | None = None
@@ -66,21 +67,22 @@ class LabmlSettings(PeerSettings):
 
 
 def import_labml(path: Path, *, told: dict[str, Any]) -> Imported:
-    """Read a state dict. Raises CheckpointError."""
+    """Read a state dict; `told` are the user's settings. Raises CheckpointError."""
     settings = LabmlSettings.of({}, told, where=str(path))
-    theirs = only_tensors(read_weights(path), where=str(path))
-    model = _section(theirs, settings, where=str(path))
-    vocab_size = settings.n_vocab or size(theirs, "src_embed.weight", 0, dims=2, where=str(path))
-    _check(theirs, model, vocab_size=vocab_size, where=str(path))
-    weights = {our: theirs[their] for their, our in _names(model).items()}
+    peer_weights = only_tensors(read_weights(path), where=str(path))
+    model = _section(peer_weights, settings, where=str(path))
+    vocab_size = settings.n_vocab or dim_size(peer_weights, "src_embed.weight", 0, dims=2, where=str(path))
+    _check(peer_weights, model, vocab_size=vocab_size, where=str(path))
+    weights = {our_name: peer_weights[name] for name, our_name in _names(model).items()}
     for layer in range(model.num_layers):
         attention = f"transformer.layers.{layer}.self_attn"
-        weights[f"blocks.{layer}.attention.key_value.weight"] = torch.cat(
-            [theirs[f"{attention}.key.linear.weight"], theirs[f"{attention}.value.linear.weight"]]
-        )
-        for their, our in _TABLES.items():
-            table = theirs[f"{attention}.{their}"]
-            weights[f"blocks.{layer}.{our}"] = table[: _zero_row(table.shape[0]) + 1].flip(0)
+        key = peer_weights[f"{attention}.key.linear.weight"]
+        value = peer_weights[f"{attention}.value.linear.weight"]
+        weights[f"blocks.{layer}.attention.key_value.weight"] = torch.cat([key, value])
+        for name, our_name in _TABLES.items():
+            table = peer_weights[f"{attention}.{name}"]
+            num_rows = _zero_row(table.shape[0]) + 1
+            weights[f"blocks.{layer}.{our_name}"] = table[:num_rows].flip(0)
     return Imported(
         model=model,
         weights=weights,
@@ -91,23 +93,26 @@ def import_labml(path: Path, *, told: dict[str, Any]) -> Imported:
     )
 
 
-def _section(theirs: Weights, settings: LabmlSettings, *, where: str) -> ModelSection:
-    num_layers = settings.n_layers or count(theirs, "transformer.layers.")
-    size(theirs, f"transformer.layers.{num_layers - 1}.norm_ff.weight", 0, dims=1, where=where)
+def _section(peer_weights: Weights, settings: LabmlSettings, *, where: str) -> ModelSection:
+    """Return the model section: from the settings, and from shapes where there is no setting."""
+    num_layers = settings.n_layers or count(peer_weights, "transformer.layers.")
+    # The last layer is checked first, so that a wrong number of layers is an error before they are all built.
+    dim_size(peer_weights, f"transformer.layers.{num_layers - 1}.norm_ff.weight", 0, dims=1, where=where)
     layer1 = "transformer.layers.0.feed_forward.layer1.weight"
+    has_value_bias = any(name.endswith(".value.linear.bias") for name in peer_weights)  # not in older versions
     values = {
         "num_layers": num_layers,
-        "width": settings.d_model or size(theirs, "src_embed.weight", 1, dims=2, where=where),
-        "num_heads": settings.heads or size(theirs, _FIRST, 1, dims=3, where=where),
-        "head_width": size(theirs, _FIRST, 2, dims=3, where=where),
-        "ff_width": settings.d_ff or size(theirs, layer1, 0, dims=2, where=where),
+        "width": settings.d_model or dim_size(peer_weights, "src_embed.weight", 1, dims=2, where=where),
+        "num_heads": settings.heads or dim_size(peer_weights, _FIRST, 1, dims=3, where=where),
+        "head_width": dim_size(peer_weights, _FIRST, 2, dims=3, where=where),
+        "ff_width": settings.d_ff or dim_size(peer_weights, layer1, 0, dims=2, where=where),
         "tie_weights": False,
         "pre_norm": True,
         "final_norm": True,
         "share_biases": False,
         "positions": "learned_relative",
-        "num_distances": _zero_row(size(theirs, _FIRST, 0, dims=3, where=where)) + 1,
-        "value_bias": any(name.endswith(".value.linear.bias") for name in theirs),  # older versions have none
+        "num_distances": _zero_row(dim_size(peer_weights, _FIRST, 0, dims=3, where=where)) + 1,
+        "value_bias": has_value_bias,
         "output_bias": True,
         "scale_embedding": False,
         "dropout": settings.dropout,
@@ -119,27 +124,31 @@ def _section(theirs: Weights, settings: LabmlSettings, *, where: str) -> ModelSe
 
 
 def _zero_row(num_rows: int) -> int:
-    """Row of distance 0: half-way in a whole table, the last one where the rows of the future were cut off."""
+    """Return the row of distance 0: the middle of a whole table, or the last row if rows of the future were cut off."""
     return num_rows // 2 if num_rows % 2 == 0 else num_rows - 1
 
 
 def _names(model: ModelSection) -> dict[str, str]:
-    """{their name: our name} of tensors that are the same on both sides."""
+    """Return our name by labml's name, for tensors that are equal in both."""
     names = dict(_AROUND)
     for layer in range(model.num_layers):
-        names |= {f"transformer.layers.{layer}.{their}": f"blocks.{layer}.{our}" for their, our in _IN_LAYER.items()}
+        for name, our_name in _IN_LAYER.items():
+            names[f"transformer.layers.{layer}.{name}"] = f"blocks.{layer}.{our_name}"
         if not model.value_bias:
             del names[f"transformer.layers.{layer}.self_attn.value.linear.bias"]
     return names
 
 
-def _check(theirs: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
+def _check(peer_weights: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
+    """Raise CheckpointError if a tensor is missing, surplus, or of another shape than the model needs."""
     ours = without_storage(model, vocab_size=vocab_size)
-    expected = {their: tuple(ours[our].shape) for their, our in _names(model).items()}
-    inner, rows = model.num_heads * model.head_width, theirs[_FIRST].shape[0]
+    expected = {name: tuple(ours[our_name].shape) for name, our_name in _names(model).items()}
+    inner = model.num_heads * model.head_width
+    num_rows = peer_weights[_FIRST].shape[0]
     for layer in range(model.num_layers):
         attention = f"transformer.layers.{layer}.self_attn"
-        expected |= {f"{attention}.{name}.linear.weight": (inner, model.width) for name in ("key", "value")}
-        expected[f"{attention}.key_pos_embeddings"] = (rows, model.num_heads, model.head_width)
-        expected[f"{attention}.key_pos_bias"] = (rows, model.num_heads)
-    refuse(shape_problems(theirs, expected), where=where)
+        expected[f"{attention}.key.linear.weight"] = (inner, model.width)
+        expected[f"{attention}.value.linear.weight"] = (inner, model.width)
+        expected[f"{attention}.key_pos_embeddings"] = (num_rows, model.num_heads, model.head_width)
+        expected[f"{attention}.key_pos_bias"] = (num_rows, model.num_heads)
+    refuse(shape_problems(peer_weights, expected), where=where)

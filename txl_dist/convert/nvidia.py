@@ -1,7 +1,8 @@
-"""Checkpoints of NVIDIA's code (DeepLearningExamples, PyTorch): `checkpoint_last.pt`, `checkpoint_best.pt`.
+"""Import of checkpoints of NVIDIA's code (DeepLearningExamples, PyTorch): `checkpoint_last.pt`, `checkpoint_best.pt`.
 
 The model is the original's, with other names in the softmax, tied tensors stored once, and a same-length window one key
-wider. The file holds its constructor's arguments and its vocabulary. Optimizer state and memories are left behind.
+wider. The file has the arguments of the model's constructor, and its vocabulary. Optimizer state and memories are not
+imported.
 """
 
 from __future__ import annotations
@@ -21,20 +22,30 @@ from txl_dist.errors import CheckpointError
 
 CHECKPOINTS = ("checkpoint_last.pt", "checkpoint_best.pt")
 ALIAS = "crit.shared_out_projs."
-ORIGINAL = {
-    f"crit.out_layers_{theirs}.{i}": f"crit.out_layers.{i}.{original}"
-    for theirs, original in (("weights", "weight"), ("biases", "bias"))
-    for i in range(100)  # more clusters than anybody has
-}
-"""{NVIDIA's name: the original's} where they differ."""
-THEIRS = {original: theirs for theirs, original in ORIGINAL.items()}
+MAX_CLUSTERS = 100
+"""Number of clusters for which there are names; no known model has so many."""
+
+
+def _softmax_names() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for i in range(MAX_CLUSTERS):
+        names[f"crit.out_layers_weights.{i}"] = f"crit.out_layers.{i}.weight"
+        names[f"crit.out_layers_biases.{i}"] = f"crit.out_layers.{i}.bias"
+    return names
+
+
+ORIGINAL = _softmax_names()
+"""Original name by NVIDIA's name, for names that differ."""
+THEIRS = {original: nvidia for nvidia, original in ORIGINAL.items()}
+"""NVIDIA's name by the original name."""
 
 
 def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
-    """Read a checkpoint, or of a folder the last one, else the best one. Raises CheckpointError."""
+    """Read a checkpoint; of a folder the last one, or if there is none the best one. Raises CheckpointError."""
     file = path
     if path.is_dir():
-        file = next((path / name for name in CHECKPOINTS if (path / name).is_file()), path / CHECKPOINTS[0])
+        existing = [path / name for name in CHECKPOINTS if (path / name).is_file()]
+        file = existing[0] if existing else path / CHECKPOINTS[0]
     if not file.is_file():
         raise CheckpointError(f"{path} holds neither {' nor '.join(CHECKPOINTS)}. Name the checkpoint itself.")
     content = read_torch_file(file)
@@ -43,9 +54,11 @@ def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is no checkpoint of NVIDIA's train.py.")
     if not isinstance(content["model_config"], dict):
         raise CheckpointError(f"{file}: model_config is no dict of settings.")
-    weights = only_tensors(content["model_state"], where=str(file))
-    found = model_of(
-        _without_aliases({ORIGINAL.get(name, name): tensor for name, tensor in weights.items()}, where=str(file)),
+    weights: Weights = {}
+    for name, tensor in only_tensors(content["model_state"], where=str(file)).items():
+        weights[ORIGINAL.get(name, name)] = tensor
+    imported = model_of(
+        _without_aliases(weights, where=str(file)),
         OriginalSettings.of(content["model_config"], told, where=str(file)),
         same_length="memory_and_self",
         ties_are_listed=False,
@@ -53,20 +66,24 @@ def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
         shown=lambda name: THEIRS.get(name, name),
     )
     if content.get("vocab") is None:
-        return found
-    tokenizer = tokenizer_of(content["vocab"], where=f"{file}: vocab", vocab_size=found.vocab_size)
-    return dataclasses.replace(found, tokenizer=tokenizer)
+        return imported
+    tokenizer = tokenizer_of(content["vocab"], where=f"{file}: vocab", vocab_size=imported.vocab_size)
+    return dataclasses.replace(imported, tokenizer=tokenizer)
 
 
-def _without_aliases(theirs: Weights, *, where: str) -> Weights:
-    """The softmax lists the input projections a second time, whether it is tied to them or not."""
-    aliases = {name: name.replace(ALIAS, "word_emb.emb_projs.") for name in theirs if name.startswith(ALIAS)}
-    refuse(
-        [
-            f"{name} differs from {other}, whose alias it is"
-            for name, other in aliases.items()
-            if other not in theirs or not torch.equal(theirs[name], theirs[other])
-        ],
-        where=where,
-    )
-    return {name: tensor for name, tensor in theirs.items() if name not in aliases}
+def _without_aliases(weights: Weights, *, where: str) -> Weights:
+    """Drop the input projections that the softmax lists a second time, tied to them or not.
+
+    Raises CheckpointError if one of these aliases differs from its projection.
+    """
+    kept: Weights = {}
+    problems = []
+    for name, tensor in weights.items():
+        if not name.startswith(ALIAS):
+            kept[name] = tensor
+            continue
+        projection = name.replace(ALIAS, "word_emb.emb_projs.")
+        if projection not in weights or not torch.equal(tensor, weights[projection]):
+            problems.append(f"{name} differs from {projection}, whose alias it is")
+    refuse(problems, where=where)
+    return kept

@@ -1,8 +1,8 @@
-"""Weights of the original PyTorch code (kimiyoung/transformer-xl), and what its descendants share with it.
+"""Import of the original PyTorch code's weights (kimiyoung/transformer-xl), and the part that its descendants share.
 
-A `model.pt` is a whole pickled module: it tells everything but the vocabulary. A plain state dict tells what its shapes
-tell; the rest (cutoffs with div_val 1, heads of absolute attention, pre_lnorm, clamp_len, same_length, lengths) comes
-from settings, a JSON object under the names of the constructor's arguments.
+A `model.pt` is a whole pickled module, with all settings and without the vocabulary. A plain state dict has shapes
+only. The other settings (cutoffs with div_val 1, heads of absolute attention, pre_lnorm, clamp_len, same_length,
+lengths) come from a JSON object, by the names of the constructor's arguments.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from txl_dist.convert.checks import (
     Imported,
     PeerSettings,
     count,
+    dim_size,
     only_tensors,
     refuse,
     section,
     shape_problems,
-    size,
 )
 from txl_dist.convert.key_mapping import Weights, from_original, partners, shapes_of
 from txl_dist.convert.safe_unpickle import Inert, modules_tensors, read_torch_file
@@ -35,13 +35,13 @@ from txl_dist.errors import CheckpointError, ConfigError, translate_errors
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
 TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"
 STATE_DICTS = ("model_state", "model_state_dict", "state_dict", "model", "module")
-"""Under which key trainers save the weights: the peers, Lightning, DeepSpeed."""
-_MOST_NESTED = 8
+"""Keys under which trainers save the weights: the peers, Lightning, DeepSpeed."""
+_MAX_NESTING = 8
 Window = Literal["memory", "memory_and_self"]
 
 
 class OriginalSettings(PeerSettings):
-    """Arguments of MemTransformerLM, of NVIDIA's model_config and of Hugging Face's config.json."""
+    """Arguments of MemTransformerLM, as in NVIDIA's model_config and Hugging Face's config.json."""
 
     n_token: int | None = None
     vocab_size: int | None = None
@@ -63,7 +63,7 @@ class OriginalSettings(PeerSettings):
     sample_softmax: int = -1
     untie_r: bool | None = None
     ext_len: int = 0
-    """Not used: segments that overlap are a matter of evaluation here (eval.overlap_len)."""
+    """Accepted without effect: here the overlap of segments is a setting of evaluation (eval.overlap_len)."""
     tgt_len: int | None = None
     mem_len: int | None = None
     dropout: float = 0.0
@@ -78,16 +78,17 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
     file = path / "model.pt" if path.is_dir() else path
     if not file.is_file():
         raise CheckpointError(f"{path} holds no model.pt. Name the file with the weights.")
-    content, found = read_weights(file), {}
+    content = read_weights(file)
+    from_file: dict[str, Any] = {}
     if isinstance(content, Inert):
         while type(content).__name__.endswith("DataParallel"):  # or DistributedDataParallel
             content = _child(content, "module")
-        found = _settings_of_module(content, where=str(file))
+        from_file = _settings_of_module(content, where=str(file))
         content = modules_tensors(content)
-    # torch.save keeps tied tensors under each of their names; the other format cannot.
+    # torch.save keeps tied tensors under each of their names; safetensors cannot.
     return model_of(
         only_tensors(content, where=str(file)),
-        OriginalSettings.of(found, told, where=str(file)),
+        OriginalSettings.of(from_file, told, where=str(file)),
         same_length="memory",
         ties_are_listed=file.suffix != ".safetensors",
         where=str(file),
@@ -95,7 +96,7 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
 
 
 def read_weights(file: Path) -> Any:
-    """The content of a .safetensors or torch.save file; of dicts around a state dict, the state dict."""
+    """Read a .safetensors or torch.save file; return the state dict if it is inside other dicts."""
     if file.suffix == ".safetensors":
         with translate_errors(
             CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)
@@ -106,18 +107,18 @@ def read_weights(file: Path) -> Any:
         return content
     if "model_config" in content:
         raise CheckpointError(f"{file} is a checkpoint of NVIDIA's code. Import it with --format nvidia.")
-    for _ in range(_MOST_NESTED):
-        inner = [content[key] for key in STATE_DICTS if isinstance(content.get(key), dict | Inert)]
-        if not inner:
+    for _ in range(_MAX_NESTING):
+        nested = [content[key] for key in STATE_DICTS if isinstance(content.get(key), dict | Inert)]
+        if not nested:
             return content
-        content = inner[0]
+        content = nested[0]
         if not isinstance(content, dict):
             return content
     raise CheckpointError(f"{file} holds dicts in dicts, and no state dict. Save the model's state_dict().")
 
 
 def model_of(
-    theirs: Weights,
+    peer_weights: Weights,
     settings: OriginalSettings,
     *,
     same_length: Window,
@@ -125,17 +126,20 @@ def model_of(
     where: str,
     shown: Callable[[str], str] = str,
 ) -> Imported:
-    """A model under the original's names.
+    """Build our model from weights under the original's names. Raises CheckpointError.
 
-    `same_length` is what that setting means there; `ties_are_listed`, that a tied tensor stands under both its names;
-    `shown` turns the original's name of a key into the file's, for errors. Raises CheckpointError.
+    Args:
+        same_length: Our value of the peer's same_length=True.
+        ties_are_listed: Whether the weights have a tied tensor under both its names.
+        shown: Maps the original's name of a tensor to the file's, for errors.
     """
-    model = section_of(theirs, settings, same_length=same_length, where=where)
+    model = section_of(peer_weights, settings, same_length=same_length, where=where)
     if model.positions == "learned_relative" and settings.clamp_len == 1:
-        # Only distance 0 is ever read; our clamp_len cannot say so.
-        theirs = {**theirs, "r_emb": theirs["r_emb"][:, -1:], "r_bias": theirs["r_bias"][:, -1:]}
+        # Only distance 0 is ever read, and our clamp_len has no value for that.
+        last_rows = {name: peer_weights[name][:, -1:] for name in ("r_emb", "r_bias")}
+        peer_weights = {**peer_weights, **last_rows}
         model = model.model_copy(update={"num_distances": 1, "clamp_len": 0})
-    vocab_size = settings.n_token or settings.vocab_size or sum(_table_sizes(theirs, where=where))
+    vocab_size = settings.n_token or settings.vocab_size or sum(_table_sizes(peer_weights, where=where))
     try:
         check_vocabulary(model, vocab_size=vocab_size)
         expected = shapes_of(model, vocab_size=vocab_size)
@@ -145,16 +149,17 @@ def model_of(
             "Correct the settings."
         ) from error
     tied = {name: other for name, other in partners(model).items() if name in expected}
-    problems = shape_problems(theirs, expected, optional=() if ties_are_listed else tied, shown=shown)
-    problems += [
-        f"{shown(name)} differs from {shown(other)}, to which the settings tie it"
-        for name, other in tied.items()
-        if not problems and name in theirs and not torch.equal(theirs[name], theirs[other])
-    ]
+    may_be_missing = () if ties_are_listed else tied
+    refuse(shape_problems(peer_weights, expected, optional=may_be_missing, shown=shown), where=where)
+    problems = []
+    for name, other in tied.items():
+        if name in peer_weights and not torch.equal(peer_weights[name], peer_weights[other]):
+            problems.append(f"{shown(name)} differs from {shown(other)}, to which the settings tie it")
     refuse(problems, where=where)
+    by_first_name = {tied.get(name, name): tensor for name, tensor in peer_weights.items()}
     return Imported(
         model=model,
-        weights=from_original({tied.get(name, name): tensor for name, tensor in theirs.items()}, model),
+        weights=from_original(by_first_name, model),
         vocab_size=vocab_size,
         segment_len=settings.tgt_len or 0,
         memory_len=-1 if settings.mem_len is None else settings.mem_len,
@@ -162,38 +167,48 @@ def model_of(
     )
 
 
-def section_of(theirs: Weights, settings: OriginalSettings, *, same_length: Window, where: str) -> ModelSection:
-    """The model that settings tell, and shapes where they are silent. Raises CheckpointError naming what is missing."""
-    positions = _positions(theirs, settings, where=where)
-    has_own = any(name.endswith(".dec_attn.r_w_bias") for name in theirs)
-    per_layer = has_own if settings.untie_r is None else settings.untie_r
-    num_heads, head_width = _heads(theirs, settings, positions=positions, per_layer=per_layer, where=where)
-    num_layers = settings.n_layer or count(theirs, "layers.")
-    # The last one first: a wrong number must not build a thousand layers to find out.
-    size(theirs, f"layers.{num_layers - 1}.dec_attn.layer_norm.weight", 0, dims=1, where=where)
-    num_tables = count(theirs, "word_emb.emb_layers.")
-    widths = [size(theirs, TABLE.format(i), 1, dims=2, where=where) for i in range(max(1, num_tables))]
-    width = settings.d_model or size(theirs, "layers.0.dec_attn.layer_norm.weight", 0, dims=1, where=where)
+def section_of(peer_weights: Weights, settings: OriginalSettings, *, same_length: Window, where: str) -> ModelSection:
+    """Return the model section: from the settings, and from shapes where there is no setting.
+
+    Raises CheckpointError with the name of a missing tensor or setting.
+    """
+    positions = _positions(peer_weights, settings, where=where)
+    per_layer = any(name.endswith(".dec_attn.r_w_bias") for name in peer_weights)
+    if settings.untie_r is not None:
+        per_layer = settings.untie_r
+    num_heads, head_width = _heads(peer_weights, settings, positions=positions, per_layer=per_layer, where=where)
+    num_layers = settings.n_layer or count(peer_weights, "layers.")
+    # The last layer is checked first, so that a wrong number of layers is an error before they are all built.
+    dim_size(peer_weights, f"layers.{num_layers - 1}.dec_attn.layer_norm.weight", 0, dims=1, where=where)
+    num_tables = count(peer_weights, "word_emb.emb_layers.")
+    widths = [dim_size(peer_weights, TABLE.format(i), 1, dims=2, where=where) for i in range(max(1, num_tables))]
+    width = settings.d_model or dim_size(peer_weights, "layers.0.dec_attn.layer_norm.weight", 0, dims=1, where=where)
+    ff_width = settings.d_inner or dim_size(peer_weights, "layers.0.pos_ff.CoreNet.0.weight", 0, dims=2, where=where)
     embed_width = settings.d_embed or widths[0]
-    clamp_len, cutoffs = max(0, settings.clamp_len), _cutoffs(theirs, settings, where=where)
+    clamp_len = max(0, settings.clamp_len)
+    cutoffs = _cutoffs(peer_weights, settings, where=where)
+    num_distances = 0
+    if positions == "learned_relative":
+        # The original keeps clamp_len rows of a learned table, so its largest distance is one less.
+        clamp_len = max(0, clamp_len - 1)
+        num_distances = dim_size(peer_weights, "r_emb", 1, dims=4, where=where)
     values = {
         "num_layers": num_layers,
         "width": width,
         "num_heads": num_heads,
         "head_width": head_width,
-        "ff_width": settings.d_inner or size(theirs, "layers.0.pos_ff.CoreNet.0.weight", 0, dims=2, where=where),
+        "ff_width": ff_width,
         "embed_width": 0 if embed_width == width else embed_width,
         "cutoffs": cutoffs,
         "div_value": settings.div_val or _div_value(widths),
-        "tie_weights": _ties_weights(theirs, settings, num_tables=num_tables),
-        "tie_projections": _tied_projections(theirs, settings, num_clusters=len(cutoffs) + 1),
+        "tie_weights": _ties_weights(peer_weights, settings, num_tables=num_tables),
+        "tie_projections": _tied_projections(peer_weights, settings, num_clusters=len(cutoffs) + 1),
         "pre_norm": settings.pre_lnorm,
         "share_biases": positions == "relative" and not per_layer,
         "same_length": same_length if settings.same_length else "off",
-        # The original keeps that many rows of a learned table, so its largest distance is one less.
-        "clamp_len": max(0, clamp_len - 1) if positions == "learned_relative" else clamp_len,
+        "clamp_len": clamp_len,
         "positions": positions,
-        "num_distances": size(theirs, "r_emb", 1, dims=4, where=where) if positions == "learned_relative" else 0,
+        "num_distances": num_distances,
         "norm_eps": settings.layer_norm_epsilon,
         "dropout": settings.dropout,
         "attention_dropout": settings.dropatt,
@@ -203,15 +218,20 @@ def section_of(theirs: Weights, settings: OriginalSettings, *, same_length: Wind
     return section(values, where=where)
 
 
-def _positions(theirs: Weights, settings: OriginalSettings, *, where: str) -> str:
-    """As told, else by the names. Raises CheckpointError for what this program does not have."""
-    if "out_layer.weight" in theirs or settings.sample_softmax > 0:
+def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str) -> str:
+    """Return our positions scheme, by the setting or by the tensors' names.
+
+    Raises CheckpointError for a scheme that this program does not have.
+    """
+    if "out_layer.weight" in peer_weights or settings.sample_softmax > 0:
         raise CheckpointError(f"{where} has a sampled softmax, which the peers' codes cannot run either.")
-    is_absolute = any(name.endswith(".q_net.weight") for name in theirs)
-    found = (
-        3 if is_absolute and "r_emb" in theirs else 2 if is_absolute else int("r_emb" in theirs or "r_bias" in theirs)
-    )
-    kind = found if settings.attn_type is None else settings.attn_type
+    kind = settings.attn_type
+    if kind is None:
+        is_absolute = any(name.endswith(".q_net.weight") for name in peer_weights)
+        if is_absolute:
+            kind = 3 if "r_emb" in peer_weights else 2
+        else:
+            kind = 1 if "r_emb" in peer_weights or "r_bias" in peer_weights else 0
     if kind not in POSITIONS:
         raise CheckpointError(
             f"{where} has attn_type {kind}; this program has 0, 1 and 2. (3, Al-Rfou, adds its positions to the memory "
@@ -226,13 +246,16 @@ def _positions(theirs: Weights, settings: OriginalSettings, *, where: str) -> st
 
 
 def _heads(
-    theirs: Weights, settings: OriginalSettings, *, positions: str, per_layer: bool, where: str
+    peer_weights: Weights, settings: OriginalSettings, *, positions: str, per_layer: bool, where: str
 ) -> tuple[int, int]:
-    """Heads and their width: as told, else from the biases; absolute attention has none."""
+    """Return the number of heads and their width, from the settings or from the shape of the biases.
+
+    Raises CheckpointError for absolute attention, which has no biases, if the number of heads is not given.
+    """
     if settings.n_head and settings.d_head:
         return settings.n_head, settings.d_head
     if positions == "absolute":
-        inner = size(theirs, "layers.0.dec_attn.q_net.weight", 0, dims=2, where=where)
+        inner = dim_size(peer_weights, "layers.0.dec_attn.q_net.weight", 0, dims=2, where=where)
         if not settings.n_head:
             raise CheckpointError(
                 f"{where}: weights of absolute attention do not tell the number of heads. Give it with --settings: "
@@ -241,74 +264,84 @@ def _heads(
         return settings.n_head, inner // settings.n_head
     name = "layers.0.dec_attn.r_w_bias" if per_layer else "r_w_bias"
     dims = 3 if positions == "learned_relative" else 2
-    return (
-        settings.n_head or size(theirs, name, -2, dims=dims, where=where),
-        settings.d_head or size(theirs, name, -1, dims=dims, where=where),
-    )
+    num_heads = settings.n_head or dim_size(peer_weights, name, -2, dims=dims, where=where)
+    head_width = settings.d_head or dim_size(peer_weights, name, -1, dims=dims, where=where)
+    return num_heads, head_width
 
 
-def _cutoffs(theirs: Weights, settings: OriginalSettings, *, where: str) -> tuple[int, ...]:
-    """As told, else from the sizes of the tables; one table for several clusters does not tell."""
-    sizes = _table_sizes(theirs, where=where)
+def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -> tuple[int, ...]:
+    """Return the cutoffs, from the settings or from the sizes of the tables.
+
+    Raises CheckpointError if neither has them: one table may be that of several clusters.
+    """
+    sizes = _table_sizes(peer_weights, where=where)
     if settings.cutoffs is not None:
         # Some codes list the vocabulary size as the last cutoff.
         vocab_size = settings.n_token or settings.vocab_size or sum(sizes)
         return tuple(cutoff for cutoff in settings.cutoffs if cutoff != vocab_size)
-    if len(sizes) == 1 and CLUSTERS in theirs:
+    if len(sizes) == 1 and CLUSTERS in peer_weights:
+        shape = list(peer_weights[CLUSTERS].shape)
         raise CheckpointError(
-            f"{where}: {CLUSTERS} has shape {list(theirs[CLUSTERS].shape)}, and one table of embeddings does not tell "
+            f"{where}: {CLUSTERS} has shape {shape}, and one table of embeddings does not tell "
             'where its clusters begin. Give the cutoffs with --settings: {"cutoffs": [20000, 40000], ...} in a file.'
         )
     return tuple(itertools.accumulate(sizes))[:-1]
 
 
-def _table_sizes(theirs: Weights, *, where: str) -> list[int]:
-    """Rows of each table of embeddings."""
-    num_tables = max(1, count(theirs, "word_emb.emb_layers."))
-    return [size(theirs, TABLE.format(i), 0, dims=2, where=where) for i in range(num_tables)]
+def _table_sizes(peer_weights: Weights, *, where: str) -> list[int]:
+    """Return the number of rows of each embedding table."""
+    num_tables = max(1, count(peer_weights, "word_emb.emb_layers."))
+    return [dim_size(peer_weights, TABLE.format(i), 0, dims=2, where=where) for i in range(num_tables)]
 
 
 def _div_value(widths: list[int]) -> int:
-    """The smallest divisor that gives these widths; 1 if none does, which the check of shapes will then say."""
-    divisors = range(1 if len(widths) == 1 else 2, widths[0] + 1)
-    return next((d for d in divisors if [widths[0] // d**i for i in range(len(widths))] == widths), 1)
+    """Return the smallest divisor that gives these widths; 1 if there is none, and the check of shapes then fails."""
+    smallest = 1 if len(widths) == 1 else 2
+    for divisor in range(smallest, widths[0] + 1):
+        if widths == [widths[0] // divisor**i for i in range(len(widths))]:
+            return divisor
+    return 1
 
 
-def _ties_weights(theirs: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
-    """As told; else whether both tables are equal."""
-    for told in (settings.tie_weight, settings.tie_word_embeddings):
-        if told is not None:
-            return told
-    return all(_is_same(theirs, f"crit.out_layers.{i}.weight", TABLE.format(i)) for i in range(num_tables))
+def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
+    """Return whether embedding and softmax are tied: by the setting, or if all their tables are equal."""
+    if settings.tie_weight is not None:
+        return settings.tie_weight
+    if settings.tie_word_embeddings is not None:
+        return settings.tie_word_embeddings
+    return all(_is_same(peer_weights, f"crit.out_layers.{i}.weight", TABLE.format(i)) for i in range(num_tables))
 
 
-def _tied_projections(theirs: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
-    """Per cluster, as told, else by equality; empty where none is tied."""
-    num_shared = count(theirs, SHARED)
-    if not num_shared:
+def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
+    """Return whether each cluster's projection is tied: by the setting, or if both are equal. Empty if none is."""
+    num_projections = count(peer_weights, SHARED)
+    if not num_projections:
         return ()
-    if settings.tie_projs is not None:
-        ties = (*settings.tie_projs, *[False] * num_clusters)[:num_clusters]
-    else:
-        others = [f"{SHARED}{min(i, num_shared - 1)}" for i in range(num_clusters)]
-        ties = tuple(_is_same(theirs, f"crit.out_projs.{i}", other) for i, other in enumerate(others))
-    return ties if any(ties) else ()
+    ties = []
+    for i in range(num_clusters):
+        if settings.tie_projs is not None:
+            ties.append(i < len(settings.tie_projs) and settings.tie_projs[i])
+        else:
+            input_projection = f"{SHARED}{min(i, num_projections - 1)}"
+            ties.append(_is_same(peer_weights, f"crit.out_projs.{i}", input_projection))
+    return tuple(ties) if any(ties) else ()
 
 
-def _is_same(theirs: Weights, name: str, other: str) -> bool:
-    return name in theirs and other in theirs and torch.equal(theirs[name], theirs[other])
+def _is_same(weights: Weights, name: str, other: str) -> bool:
+    return name in weights and other in weights and torch.equal(weights[name], weights[other])
 
 
 def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:
-    """Constructor arguments of a pickled MemTransformerLM, from its attributes."""
+    """Return the constructor's arguments of a pickled MemTransformerLM, from its attributes."""
     state = vars(module)
     if type(module).__name__ != "MemTransformerLM":
         raise CheckpointError(f"{where} is a pickled {type(module).__name__}, not a MemTransformerLM.")
     sizes = ["n_token", "n_layer", "n_head", "d_model", "d_head", "d_embed", "tgt_len", "mem_len"]
     choices = ["attn_type", "same_length", "clamp_len", "sample_softmax"]
     settings = {name: state[name] for name in sizes + choices if name in state}
-    embedding, layers = _child(module, "word_emb"), _child(module, "layers")
-    settings |= {name: vars(embedding)[name] for name in ("div_val", "cutoffs") if name in vars(embedding)}
+    embedding_state = vars(_child(module, "word_emb"))
+    layers = _child(module, "layers")
+    settings |= {name: embedding_state[name] for name in ("div_val", "cutoffs") if name in embedding_state}
     attention = _child(_child(layers, "0"), "dec_attn")
     settings["pre_lnorm"] = vars(attention).get("pre_lnorm", False)
     settings["dropout"] = vars(_child(module, "drop")).get("p", 0.0)

@@ -1,4 +1,4 @@
-"""What all exports to other programs' formats end with: a folder that is whole."""
+"""Output folder of exports to other programs' formats, written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from txl_dist.io.manifest import describe_file, files_of, replace_folder, write_
 
 @contextmanager
 def new_folder(out: Path, *, kind: ArtifactKind) -> Iterator[Path]:
-    """An empty folder to write into. When the block ends it gets a manifest and takes the place of `out`.
+    """Yield an empty folder to write into. At the end of the block it gets a manifest and replaces `out`.
 
-    Raises CheckpointError if `out` is something else than an older folder of this kind, or cannot be written.
+    Raises CheckpointError if `out` cannot be written, or is neither empty nor an older folder of this kind.
     """
     out = out.resolve()
     is_empty = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not is_empty and detect_artifact(out) is not kind:
+    may_replace = not out.exists() or is_empty or detect_artifact(out) is kind
+    if not may_replace:
         raise CheckpointError(f"{out} exists and is not {kind.value}. Choose another output folder.")
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         with translate_errors(CheckpointError, f"cannot write {out}", "Choose a folder that can be written."):
             temporary.mkdir(parents=True)
             yield temporary
-            write_manifest(temporary, {name: describe_file(temporary / name) for name in files_of(temporary)})
+            files = {name: describe_file(temporary / name) for name in files_of(temporary)}
+            write_manifest(temporary, files)
             replace_folder(temporary, out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The peers' vocabularies as our tokenizers, ids unchanged.
+"""Import of other programs' vocabularies as tokenizers, with ids unchanged.
 
     tokenizer.json          ours
     *.json                  a list of symbols, or an object of symbol: id (labml's, and those of characters)
@@ -7,12 +7,12 @@
                             NVIDIA's
     vocab.pkl               the same from pickle.dump: Hugging Face's
 
-What a file does not say is told by its symbols: `<eos>` stands behind each line; without it `<S>` stands on both
-sides of each; `<unk>` or `<UNK>` is what an unknown word becomes, and without them it is refused. None of these
-vocabularies marks the end of a document, but GPT-2's, which NVIDIA's code can use.
+The symbols show what a file does not say. `<eos>` ends each line; without it `<S>` is at both ends of each line.
+`<unk>` or `<UNK>` stands for unknown words; without them these are refused. Only GPT-2's vocabulary, which NVIDIA's
+code can use, has a mark for the end of a document.
 
-What it gives up: the peers' own splitting of raw text (Hugging Face's moses): texts are split at blanks, as the
-corpora are that these vocabularies were counted on.
+What it gives up: the peers' own splitting of raw text (Hugging Face's moses). Texts are split at blanks, like the
+corpora of these vocabularies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from txl_dist.tokenizers.word_tokenizer import END_OF_LINE
 
 SENTENCE = "<S>"
-"""Stands on both sides of each line of lm1b."""
+"""Mark at both ends of each line of lm1b."""
 UNKNOWNS = ("<unk>", "<UNK>")
 PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 PICKLE_START = b"\x80"
@@ -38,7 +38,7 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 
 
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
-    """A vocabulary file of any kind. Raises DataError or CheckpointError if it is damaged or of another size."""
+    """Read a vocabulary file of any kind. Raises DataError or CheckpointError for damage, or another size."""
     with translate_errors(DataError, f"cannot read the vocabulary {path}", "Check the path."):
         with open_regular(path) as file:
             start = file.read(len(ZIP_START))
@@ -47,48 +47,57 @@ def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
         what = f"the vocabulary {path} is neither text in UTF-8 nor a pickle"
         with translate_errors(DataError, what, _REMEDY, of=(UnicodeDecodeError,)):
             text = read_text(path)
-    values = _json_of(text, path)
+    values = _parse_if_json(text, path)
     if isinstance(values, dict) and isinstance(values.get("kind"), str):
-        return _checked(load_tokenizer(path), where=str(path), vocab_size=vocab_size)
+        return _check_size(load_tokenizer(path), where=str(path), vocab_size=vocab_size)
     if values is None:
-        return _build(
-            _plain(_symbols_of_lines(text, path), are_characters=False), where=str(path), vocab_size=vocab_size
-        )
+        words = _plain_values(_symbols_of_lines(text, path), are_characters=False)
+        return _build(words, where=str(path), vocab_size=vocab_size)
     return tokenizer_of(values, where=str(path), vocab_size=vocab_size)
 
 
 def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
-    """A vocabulary that was read already: a Vocab, something that holds one, symbols, or a dict symbol: id.
+    """Build a tokenizer from a vocabulary in memory: a Vocab, an object with one, symbols, or ids by symbol.
 
-    `where` names it in errors. Raises DataError if it is none, damaged, or of another size.
+    `where` names it in errors. Raises DataError if it is no vocabulary, damaged, or of another size.
     """
     fields = _fields_of(vocab)
     if isinstance(fields.get("vocab"), Inert | dict):
-        fields = _fields_of(fields["vocab"])  # of a Corpus or a checkpoint
+        fields = _fields_of(fields["vocab"])  # a Corpus or a checkpoint has a Vocab
     if isinstance(fields.get("tokenizer"), Inert | dict):
-        values = _bpe(_fields_of(fields["tokenizer"]), where=where)
+        values = _bpe_values(_fields_of(fields["tokenizer"]), where=where)
     elif isinstance(vocab, list | tuple):
-        values = _plain(list(vocab), are_characters=_are_characters(vocab))
+        values = _plain_values(list(vocab), are_characters=_are_characters(vocab))
     elif "idx2sym" in fields or "sym2idx" in fields:
-        values = _vocab(fields, where=where)
+        values = _vocab_values(fields, where=where)
     elif isinstance(vocab, dict) and all(isinstance(value, int) for value in fields.values()):
         symbols = _in_order(fields, where=where)
-        values = _plain(symbols, are_characters=_are_characters(symbols))
+        values = _plain_values(symbols, are_characters=_are_characters(symbols))
     else:
         raise DataError(f"{where} is a {type(vocab).__name__} without symbols, so no vocabulary. {_REMEDY}")
     return _build(values, where=where, vocab_size=vocab_size)
 
 
 def identity_tokenizer(vocab_size: int) -> Tokenizer:
-    """For a model that comes without a vocabulary: its words are the ids themselves, "17 4 0"."""
-    values = {"kind": "word", "symbols": [str(i) for i in range(vocab_size)], "end_of_text": None}
-    return build_tokenizer({**values, "line_end": None, "unknown": None})
+    """Return the tokenizer of a model without a vocabulary: its words are the ids in decimal, "17 4 0"."""
+    return build_tokenizer(
+        {
+            "kind": "word",
+            "symbols": [str(i) for i in range(vocab_size)],
+            "end_of_text": None,
+            "line_end": None,
+            "unknown": None,
+        }
+    )
 
 
-def _json_of(text: str, path: Path) -> Any:
-    """None where it is a list of lines."""
+def _parse_if_json(text: str, path: Path) -> Any:
+    """Return the content of a JSON file; None for a list of lines."""
+    is_json = path.suffix == ".json" or text.lstrip()[:1] in ("[", "{")
+    if not is_json:
+        return None
     try:
-        return parse_json(text) if path.suffix == ".json" or text.lstrip()[:1] in ("[", "{") else None
+        return parse_json(text)
     except ValueError as error:
         if path.suffix == ".json":
             raise DataError(f"the vocabulary {path} is not valid JSON: {error}. {_REMEDY}") from error
@@ -96,7 +105,7 @@ def _json_of(text: str, path: Path) -> Any:
 
 
 def _symbols_of_lines(text: str, path: Path) -> list[str]:
-    """The first word of each line; a line that repeats an earlier one has no id of its own, as in the original."""
+    """Return the first word of each line. As in the original, a line that repeats an earlier one has no id."""
     lines = [line.split() for line in text.removesuffix("\n").split("\n")]
     if [] in lines:
         raise DataError(f"the vocabulary {path} has no symbol in line {lines.index([]) + 1}. {_REMEDY}")
@@ -109,8 +118,8 @@ def _fields_of(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _vocab(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
-    """The original's class Vocab, which the others copied."""
+def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
+    """Return a tokenizer's values for the original's class Vocab, which the others copied."""
     symbols, ids = fields.get("idx2sym"), fields.get("sym2idx")
     if symbols is None:
         symbols = _in_order(ids, where=where)
@@ -122,71 +131,84 @@ def _vocab(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
             "file, one per line, and prepare texts with blanks."
         )
     are_characters = fields.get("delimiter") == ""
-    several = [symbol for symbol in symbols if not _are_characters([symbol])]
-    if are_characters and several:
+    longer = [symbol for symbol in symbols if not _are_characters([symbol])]
+    if are_characters and longer:
         raise DataError(
-            f"{where} is a vocabulary of characters, but has the symbols {several[:3]}, which this program cannot tell "
+            f"{where} is a vocabulary of characters, but has the symbols {longer[:3]}, which this program cannot tell "
             "from their characters. Give no vocabulary and use ids."
         )
-    return _plain(symbols, are_characters=are_characters, lower_case=bool(fields.get("lower_case", False)))
+    return _plain_values(symbols, are_characters=are_characters, lower_case=bool(fields.get("lower_case", False)))
 
 
-def _plain(symbols: list[Any], *, are_characters: bool, lower_case: bool = False) -> dict[str, Any]:
-    """Values of a tokenizer of words or characters, by what its symbols tell."""
-    unknown = next((symbol for symbol in UNKNOWNS if symbol in symbols), None)
-    values = {"symbols": symbols, "end_of_text": None, "unknown": unknown, "lower_case": lower_case}
+def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool = False) -> dict[str, Any]:
+    """Return the values of a tokenizer of words or characters, with the marks that are among its symbols."""
+    unknowns = [symbol for symbol in UNKNOWNS if symbol in symbols]
+    values = {
+        "symbols": symbols,
+        "end_of_text": None,
+        "unknown": unknowns[0] if unknowns else None,
+        "lower_case": lower_case,
+    }
     if are_characters:
         return {**values, "kind": "char"}
-    mark = SENTENCE if SENTENCE in symbols and END_OF_LINE not in symbols else None
-    line_end = END_OF_LINE if END_OF_LINE in symbols else mark
-    return {**values, "kind": "word", "line_start": mark, "line_end": line_end}
+    line_start = line_end = None
+    if END_OF_LINE in symbols:
+        line_end = END_OF_LINE
+    elif SENTENCE in symbols:
+        line_start = line_end = SENTENCE
+    return {**values, "kind": "word", "line_start": line_start, "line_end": line_end}
 
 
-def _bpe(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
-    """GPT-2's tokenizer as its class of 2019 keeps it, with the words made up to pad it."""
+def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
+    """Return a tokenizer's values for GPT-2's tokenizer class of 2019, with the words that pad it."""
     encoder, ranks = fields.get("encoder"), fields.get("bpe_ranks")
     added = fields.get("added_tokens_encoder", fields.get("_added_tokens_encoder")) or {}
     if not (isinstance(encoder, dict) and isinstance(ranks, dict) and isinstance(added, dict)):
         raise DataError(f"{where} holds no byte-level BPE: it lacks encoder or bpe_ranks. {_REMEDY}")
     symbols = _in_order({**encoder, **added}, where=where)
     pairs = _in_order(ranks, where=f"{where}, merges")
-    known = set(symbols)
-    is_whole = all(
-        isinstance(pair, tuple) and len(pair) == 2 and known.issuperset((*pair, "".join(pair))) for pair in pairs
-    )
-    if not is_whole or not known.issuperset(byte_symbols()):
+    symbol_set = set(symbols)
+    is_complete = symbol_set.issuperset(byte_symbols())
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not symbol_set.issuperset((*pair, "".join(pair))):
+            is_complete = False
+    if not is_complete:
         raise DataError(f"{where}: bytes or merges have no symbol in the vocabulary. {_REMEDY}")
-    end_of_text = symbols.index(END_OF_TEXT) if END_OF_TEXT in known else None
-    return {"kind": "bpe", "symbols": symbols, "merges": [" ".join(pair) for pair in pairs], "end_of_text": end_of_text}
+    end_of_text = symbols.index(END_OF_TEXT) if END_OF_TEXT in symbol_set else None
+    merges = [" ".join(pair) for pair in pairs]
+    return {"kind": "bpe", "symbols": symbols, "merges": merges, "end_of_text": end_of_text}
 
 
 def _in_order(ids: Any, *, where: str) -> list[Any]:
-    """Keys by their values, which must be 0, 1, 2 ..."""
-    values = [value for value in ids.values() if isinstance(value, int)] if isinstance(ids, dict) else []
-    if not isinstance(ids, dict) or len(values) < len(ids) or sorted(values) != list(range(len(ids))):
-        raise DataError(f"{where}: the ids are not 0, 1, 2 ... without a hole, each once. {_REMEDY}")
-    return sorted(ids, key=ids.__getitem__)
+    """Return the keys in the order of their values. Raises DataError if these are not 0, 1, 2 ..."""
+    if isinstance(ids, dict):
+        values = [value for value in ids.values() if isinstance(value, int)]
+        if len(values) == len(ids) and sorted(values) == list(range(len(ids))):
+            return sorted(ids, key=ids.__getitem__)
+    raise DataError(f"{where}: the ids are not 0, 1, 2 ... without a hole, each once. {_REMEDY}")
 
 
 def _are_characters(symbols: Iterable[Any]) -> bool:
-    """Every symbol is one character, but for that of unknown ones."""
+    """Return whether every symbol is one character, except the symbol for unknown ones."""
     return all(isinstance(symbol, str) and (len(symbol) == 1 or symbol in UNKNOWNS) for symbol in symbols)
 
 
 def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
-    symbols = values["symbols"]
-    if wrong := [symbol for symbol in symbols if not isinstance(symbol, str)]:
-        raise DataError(f"{where}: the symbol {wrong[0]!r} is no text. {_REMEDY}")
-    if twice := [symbol for symbol, count in Counter(symbols).items() if count > 1]:
-        raise DataError(f"{where}: the symbol {twice[0]!r} occurs twice. {_REMEDY}")
+    """Build a tokenizer. Raises DataError for symbols that are no text or occur twice, or another size."""
+    for symbol in values["symbols"]:
+        if not isinstance(symbol, str):
+            raise DataError(f"{where}: the symbol {symbol!r} is no text. {_REMEDY}")
+    for symbol, count in Counter(values["symbols"]).items():
+        if count > 1:
+            raise DataError(f"{where}: the symbol {symbol!r} occurs twice. {_REMEDY}")
     try:
         tokenizer = build_tokenizer(values)
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where} makes no tokenizer ({type(error).__name__}: {error}). {_REMEDY}") from error
-    return _checked(tokenizer, where=where, vocab_size=vocab_size)
+    return _check_size(tokenizer, where=where, vocab_size=vocab_size)
 
 
-def _checked(tokenizer: Tokenizer, *, where: str, vocab_size: int) -> Tokenizer:
+def _check_size(tokenizer: Tokenizer, *, where: str, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size != vocab_size:
         raise DataError(f"{where} has {tokenizer.vocab_size} symbols, the model {vocab_size}. {_REMEDY}")
     return tokenizer
