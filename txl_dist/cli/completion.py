@@ -28,7 +28,7 @@ class Command(NamedTuple):
 
 
 def completion_script(shell: Shell, commands: Sequence[Command], *, settings: Sequence[Argument]) -> str:
-    """The completion script of a shell. `settings`: those of `txl train`, for the commands that take them."""
+    """Return the completion script of a shell. `settings` are those of `txl train`, for the commands that take them."""
     write = {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell]
     return "\n".join(write(commands, settings)) + "\n"
 
@@ -38,7 +38,7 @@ def _flags(arguments: Sequence[Argument]) -> list[Argument]:
 
 
 def _spelling(name: str) -> str:
-    """A flag as it is offered: a setting with underscores."""
+    """Return a flag as the shell offers it: a setting with underscores."""
     return name.replace("-", "_").replace("__", "--", 1) if "." in name else name
 
 
@@ -52,7 +52,7 @@ def _values(argument: Argument) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The beginning of a help text, short enough for a list."""
+    """Return the beginning of a help text, short enough for a list."""
     sentence = text.partition(". ")[0].rstrip(".")
     return sentence if len(sentence) <= 70 else sentence[:67].rsplit(" ", 1)[0] + " ..."
 
@@ -145,7 +145,7 @@ def _bash(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator
 
 
 def _bash_cases(flags: Sequence[Argument]) -> Iterator[str]:
-    """Branches that set `takes` and `values`, one for all flags that have the same."""
+    """Yield branches that set `takes` and `values`, one for all flags that have the same."""
     alike: dict[tuple[str, str], list[str]] = {}
     for argument in flags:
         names = alike.setdefault((argument.takes, _values(argument)), [])
@@ -210,7 +210,7 @@ def _zsh(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator[
 
 
 def _zsh_specs(argument: Argument) -> Iterator[str]:
-    """Specifications of `_arguments`, one for each spelling of a flag."""
+    """Yield specifications of `_arguments`, one for each spelling of a flag."""
     values = _values(argument)
     action = "_files" if values == "@file" else f"({values})" if values else " "
     meaning = _zsh_escaped(_first_sentence(argument.help))
@@ -225,7 +225,7 @@ def _zsh_specs(argument: Argument) -> Iterator[str]:
 
 
 def _zsh_escaped(text: str) -> str:
-    """A text in which nothing ends a description of `_arguments`."""
+    """Escape the characters of a text that would end a description of `_arguments`."""
     for mark in ("\\", "[", "]", ":"):
         text = text.replace(mark, f"\\{mark}")
     return text
@@ -269,7 +269,7 @@ def _fish(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator
 
 
 def _fish_lines(argument: Argument, *, condition: str) -> Iterator[str]:
-    """One `complete` for each spelling of a flag, or for a positional argument."""
+    """Yield one `complete` for each spelling of a flag, or for a positional argument."""
     values = _values(argument)
     meaning = _fish_quoted(_first_sentence(argument.help))
     if not argument.names:

@@ -1,4 +1,4 @@
-"""Verbs that make, look into and prove corpora."""
+"""Commands about corpora: `txl prepare` and `txl verify`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PrepareArguments(PrepareSettings):
     an index there. Needs --tokenizer-file, the one that made the tokens."""
 
     def check_tokenizer(self) -> None:
-        """Raises ConfigError for an unknown kind of tokenizer."""
+        """Raise ConfigError for an unknown kind of tokenizer."""
         choices = ("auto", *LEARNT_KINDS)
         if self.kind not in choices:
             hint = did_you_mean(self.kind, choices)

@@ -1,4 +1,4 @@
-"""Verbs about trained models: evaluate, export, import."""
+"""Commands about trained models: `txl evaluate`, `txl export` and `txl import`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def export(
 
 
 def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, average: bool) -> None:
-    """Write the folder, and say what came of it."""
+    """Write the exported folder, and print its size and how far its losses differ."""
     from txl_dist.convert.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
     if format == "huggingface":
@@ -207,14 +207,14 @@ _WRITES = {
 
 
 def _require_output(out: Path, kind: ArtifactKind) -> None:
-    """Only what is of the same kind is ever replaced."""
+    """Refuse an output folder that holds anything of another kind. Raises ConfigError."""
     another = "Choose another output folder."
     if detect_artifact(out) is not ArtifactKind.NOTHING:  # what is no folder of ours at all, the writer refuses
         require(out, kind, remedies=dict.fromkeys(ArtifactKind, another))
 
 
 def _require_foreign(path: Path, *, format: str) -> None:
-    """Refuse what is ours already. Raises ConfigError."""
+    """Refuse a path that holds an artifact of this package, or nothing. Raises ConfigError."""
     kind = detect_artifact(path)
     if kind is ArtifactKind.HUGGINGFACE and format != "huggingface":
         raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")

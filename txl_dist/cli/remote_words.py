@@ -1,9 +1,9 @@
-"""The words of a command that other machines run arrive there as they were typed.
+"""Encoding of a command's words for other machines, so that they arrive there as they were typed.
 
-A launch on several machines sends them through a shell: DeepSpeed's runner for pdsh quotes a word with blanks in double
-quotes, where `$`, backticks and backslashes keep their meaning, and leaves the others bare; pdsh replaces %h, %n and
-%u; an empty word is lost. So where a word holds more than plain characters, all go as one word of plain ones, which
-`txl` reads back on the other side, whatever the launcher is.
+A launch on several machines sends the words through a shell. DeepSpeed's runner for pdsh puts a word with blanks into
+double quotes, where `$`, backticks and backslashes keep their meaning, and does not quote the others. pdsh replaces %h,
+%n and %u, and an empty word is lost. So if a word has other than plain characters, all words are sent as one plain
+word, which `txl` decodes on the other machine, with any launcher.
 
 What DeepSpeed itself writes into that shell cannot be encoded: its folder, Python and variables are checked.
 """

@@ -1,10 +1,9 @@
-"""What is written to people passes here: text of others must not steer their terminal.
+"""Output for people, in which foreign text cannot control the terminal.
 
-File names, splits, fields of a bundle, records and generated text may hold escape sequences, which move the cursor,
-rename the window or rewrite what was printed before. So every control character but newline and tab, C1 and DEL, the
-marks that turn the direction of writing, and halves of characters are written out (\\x1b), in what verbs print, in log
-lines and in errors, wherever they go. Only text that a model generates is given as it is to a file or a pipe, byte by
-byte; on a terminal it is escaped too.
+File names, splits, fields of a bundle, records and generated text may contain escape sequences, which move the cursor,
+rename the window or overwrite earlier output. So control characters except newline and tab, marks of writing
+direction, and lone surrogates are escaped (\\x1b). This holds for the output of commands, log lines and errors. Only
+text that a model generates is written unchanged to a file or a pipe; on a terminal it is escaped too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ class LostOutputError(OSError):
 
 
 def guard_streams() -> None:
-    """Prepare standard output and standard error of this process for disks that are full and readers that are gone.
+    """Prepare standard output and standard error of this process for full disks and readers that have ended.
 
-    What cannot be written to standard output raises LostOutputError, or BrokenPipeError if its reader has ended. What
-    cannot be written to standard error is dropped: a lost message never changes what a command does.
+    A failed write to standard output raises LostOutputError, or BrokenPipeError if its reader has ended. A failed write
+    to standard error is dropped: a lost message never changes what a command does.
     """
     # Python has None for a stream that was closed before it started.
     sys.stdout = _nowhere() if sys.stdout is None else _reopened(sys.stdout, _StandardOutput)
@@ -39,12 +38,12 @@ def guard_streams() -> None:
 
 
 def flush_output() -> None:
-    """Write what standard output still holds. Raises as `guard_streams` says."""
+    """Flush standard output. Raises LostOutputError or BrokenPipeError."""
     sys.stdout.flush()
 
 
 def drop_output() -> None:
-    """Send all further standard output nowhere: Python would fail on it again when it ends."""
+    """Discard all further standard output: Python would fail on it again at its end."""
     sys.stdout = _nowhere()
 
 
@@ -70,7 +69,7 @@ def _nowhere() -> TextIO:
 
 
 def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
-    """The same stream through another class; as it is where it has no file, as in a notebook."""
+    """Return a stream that writes through another class. A stream without a file, as in a notebook, is unchanged."""
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -87,10 +86,10 @@ def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
 
 
 def fitted(text: str, *, width: int = 0) -> str:
-    """The text with each long line wrapped to a width in columns; 0 is that of the terminal.
+    """Wrap each long line of a text to a width in columns; 0 means the width of the terminal.
 
-    What follows begins where the words of the line do: behind its indentation, and behind a name of its own column.
-    Colours take no column.
+    Continuation lines begin where the words of the line begin: after its indentation, and after a name in a column of
+    its own. Colours take no column.
     """
     width = width or shutil.get_terminal_size().columns
     lines: list[str] = []
@@ -109,19 +108,19 @@ def fitted(text: str, *, width: int = 0) -> str:
 
 
 def echo(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
-    """Print lines for people, on standard output unless told otherwise."""
+    """Print lines for people, by default on standard output."""
     stream = sys.stdout if to is None else to
     print(_encodable(escaped(text), stream), file=stream, flush=flush)
 
 
 def write_text(text: str) -> None:
-    """Write a piece of generated text to standard output at once: as it is, unless that is a terminal."""
+    """Write a piece of generated text to standard output at once; it is escaped only on a terminal."""
     stream = sys.stdout
     stream.write(_encodable(escaped(text) if stream.isatty() else text, stream))
     stream.flush()
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """With characters that the stream's encoding lacks written out: a locale of ASCII is no reason to fail."""
+    """Escape the characters that the stream's encoding lacks, so that output works in an ASCII locale."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, errors="backslashreplace").decode(encoding)

@@ -1,8 +1,8 @@
-"""One log format for all ranks: rank 0 speaks, the others only warn, with their rank in front.
+"""One log format for all ranks: rank 0 logs everything, the others only warnings, with their rank in front.
 
-Lines go to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run: a terminal or a pipe that
-is gone gets nothing, a file on a full disk lacks the lines of that time and goes on behind them. Only a terminal gets
-colours (none with NO_COLOR set), and of lines that can be shortened as much as it is wide.
+Lines go to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run. A terminal or pipe that is
+gone gets nothing, and a file on a full disk lacks the lines of that time and continues after them. Only a terminal gets
+colours (none with NO_COLOR set), and lines that can be shortened are shortened to its width.
 """
 
 from __future__ import annotations
@@ -22,27 +22,30 @@ from txl_dist.io.files import open_to_append
 
 logger = logging.getLogger("txl_dist")
 FIT = "fit"
-"""Extra of a record: a function that says the same in a given number of columns. Files get the whole line."""
+"""Extra of a record: a function that shortens the message to a number of columns. Files get the whole line."""
 _COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 _WIDTH_OF_A_TERMINAL = 80
-"""Where a terminal does not tell."""
+"""Columns of a terminal whose width is unknown."""
 
 
 class GrowingFile:
-    """A file to which whole pieces are added, each by one write, so that none is ever torn in the middle of others.
+    """File to which whole pieces are appended, each by one write, so that no piece is split by another.
 
-    After an error the file is opened anew for the next piece: a disk that was full, or away, may be back. A file that
-    somebody has removed is made again.
+    After an error the file is opened again for the next piece: a disk that was full or missing may be back. A removed
+    file is created again.
     """
 
     def __init__(self, path: Path, *, separator: bytes = b"") -> None:
-        """Nothing is opened yet. The separator goes behind each piece, and where a run that was killed left it out."""
+        """Keep the path without opening it.
+
+        The separator is written after each piece. It is also written first if a killed run left it out.
+        """
         self.path = path
         self._separator = separator
         self._descriptor = -1
 
     def append(self, piece: bytes) -> None:
-        """Add a piece. Raises OSError; then nothing of it is in the file."""
+        """Append a piece. Raises OSError; then no part of the piece is in the file."""
         try:
             if not self.goes_on:
                 self.close()
@@ -54,11 +57,11 @@ class GrowingFile:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next piece goes behind others of ours: nothing has gone wrong, and the file is still there."""
+        """Return whether the next piece follows earlier pieces: no error has occurred, and the file still exists."""
         return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
-        """Another piece would open it again."""
+        """Close the file; another piece would open it again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -77,7 +80,7 @@ class GrowingFile:
 
 
 class _Formatter(logging.Formatter):
-    """Lines in which nothing steers a terminal; colours come later, from us."""
+    """Formatter that escapes control characters; colours are added later."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -85,7 +88,7 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Writes to whatever `sys.stderr` is at the moment: a progress bar replaces it to keep its place."""
+    """Handler that writes to the current `sys.stderr`, which a progress bar replaces to keep its place."""
 
     @property
     def stream(self) -> Any:
@@ -93,7 +96,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """Ignored: the stream is always the current one."""
+        """Ignore the value: the stream is always the current one."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -107,7 +110,7 @@ class _StandardError(logging.StreamHandler[Any]):
         return f"\x1b[{colour}m{line}\x1b[0m" if colour and not os.environ.get("NO_COLOR") else line
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """A stream that is gone (OSError) or closed (ValueError) can be told nothing; the rest are our mistakes."""
+        """Ignore a stream that is gone (OSError) or closed (ValueError). Any other error is a defect of ours."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
 
@@ -120,10 +123,10 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _width(stream: Any) -> int:
-    """Columns of a terminal; COLUMNS comes first, as for other programs."""
-    given = os.environ.get("COLUMNS", "")
-    if given.isdecimal() and int(given):
-        return int(given)
+    """Return the columns of a terminal; COLUMNS takes precedence, as for other programs."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal() and int(columns):
+        return int(columns)
     try:
         return os.get_terminal_size(stream.fileno()).columns or _WIDTH_OF_A_TERMINAL
     except (OSError, ValueError):
@@ -131,7 +134,7 @@ def _width(stream: Any) -> int:
 
 
 class _LogFile(logging.Handler):
-    """Adds lines to a file. That it cannot, and that it can again, is said once each."""
+    """Handler that appends lines to a file, and warns once when that fails and once when it works again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -158,9 +161,9 @@ class _LogFile(logging.Handler):
 
 
 def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
-    """Set the package's logger up for this process; may be called again, for instance once the file is known."""
-    who = "" if rank == 0 else f"[rank {rank}] "
-    formatter = _Formatter(f"%(asctime)s %(levelname).1s {who}%(message)s", datefmt="%H:%M:%S")
+    """Set up the package's logger for this process; it may be called again, for instance once the file is known."""
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    formatter = _Formatter(f"%(asctime)s %(levelname).1s {prefix}%(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [_StandardError()]
     if file is not None:
         handlers.append(_LogFile(file))
@@ -175,7 +178,7 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
 
 
 def note_in_file(message: str) -> None:
-    """A line for `log.txt` alone, about what the console is told in another way."""
+    """Write a line to `log.txt` alone, about something that the console shows in another way."""
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:
         if isinstance(handler, _LogFile):
@@ -183,6 +186,6 @@ def note_in_file(message: str) -> None:
 
 
 def warn_for_all(message: str, *values: object) -> None:
-    """A warning about what all ranks know, and call this for: rank 0 says it."""
-    if logger.isEnabledFor(logging.INFO):  # the others begin at warnings
+    """Warn about something that all ranks know. All ranks may call it, and rank 0 alone logs the warning."""
+    if logger.isEnabledFor(logging.INFO):  # on rank 0 only
         logger.warning(message, *values)

@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, a line every ten seconds elsewhere, nothing for short jobs."""
+"""Progress of a long job: a bar on a terminal, a line every ten seconds elsewhere, nothing for short jobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MB = 1e6
 
 
 class Progress:
-    """Bytes, or tokens, done of a total. Use it as a context; `reach` may be called as often as one likes."""
+    """Progress in bytes or tokens, of a total. It is a context manager; `reach` may be called very often."""
 
     def __init__(
         self,
@@ -28,8 +28,11 @@ class Progress:
         unit: Literal["MB", "tokens"] = "MB",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`total` 0: unknown. `done` was finished before and does not count for the rate. `every_s` of infinity: no
-        lines, only the bar. With the unit MB everything is given in bytes."""
+        """Start at `done`, which was finished before and does not count for the rate.
+
+        A `total` of 0 means unknown. With an infinite `every_s` there are no lines, only the bar. With the unit MB all
+        amounts are in bytes.
+        """
         self._what = what
         self._total = total
         self._first = self._done = done
@@ -49,7 +52,7 @@ class Progress:
             self._bar.stop()
 
     def reach(self, done: int) -> None:
-        """So much is done."""
+        """Set the amount that is done, and show it if it is time."""
         self._done = done
         now = self._clock()
         if sys.stderr.isatty():
@@ -60,11 +63,11 @@ class Progress:
             logger.info("%s", self.line())
 
     def advance(self, more: int) -> None:
-        """So much more is done."""
+        """Add to the amount that is done."""
         self.reach(self._done + more)
 
     def line(self) -> str:
-        """`encoding: 1,204 of 4,500 MB, 27 %, 8.3 MB/s, 0:06:37 left`."""
+        """Return a line such as `encoding: 1,204 of 4,500 MB, 27 %, 8.3 MB/s, 0:06:37 left`."""
         rate = (self._done - self._first) / max(self._clock() - self._begin, 1e-9)
         done, speed = f"{self._done / self._scale:,.0f}", f"{rate / self._scale:,.1f} {self._unit}/s"
         if not self._total:

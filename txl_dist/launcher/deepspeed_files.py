@@ -1,8 +1,7 @@
-"""Files that the `deepspeed` launcher reads by itself, in a form that it reads right.
+"""Copies, without byte order marks, of files that the `deepspeed` launcher reads.
 
-It takes a byte order mark, as editors and shells of Windows write it, for the first character of a machine's or a
-variable's name. So a file with a mark is given to the launcher as a copy without it. The copies last as long as the
-run.
+Editors and shells of Windows write such a mark, and the launcher reads it as the first character of a machine's or a
+variable's name. So it gets a copy without the mark, which exists as long as the run.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ def files_for_launcher(hostfile: Path) -> Iterator[LauncherFiles]:
 
 
 def environment_files() -> list[Path]:
-    """The files of variables for other machines, in the order in which the launcher reads them."""
+    """Return the files of variables for other machines, in the order in which the launcher reads them."""
     name = os.environ.get(ENVIRONMENT_FILE, ".deepspeed_env")
     files = dict.fromkeys([Path.home() / name, Path.cwd() / name])
     return [path for path in files if path.is_file()]
 
 
 def _text_without_mark(files: list[Path]) -> str | None:
-    """The files as one text; None where none of them has a mark."""
+    """Return the files as one text without marks; None if no file has a mark."""
     texts, is_marked = [], False
     for path in files:
         with translate_errors(

@@ -1,8 +1,8 @@
-"""What the `deepspeed` launcher and its libraries say to nobody in particular, taken out of a run's output.
+"""Filter that removes useless lines of the `deepspeed` launcher and its libraries from a run's output.
 
-Only lines known to say nothing that people need, or that is not said in other words, are left out, each by its exact
-form; everything else passes as it is: tracebacks, errors of other programs, what a dying library prints. Standard error
-stays a terminal for the ranks if ours is one, as wide as ours is, so that they draw their progress bar.
+A line is removed only if its exact form is known, and if people do not need it or read it elsewhere. Everything else
+passes unchanged: tracebacks, errors of other programs, the output of a dying library. If standard error is a terminal,
+the ranks get a terminal of the same width too, so that they draw their progress bar.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ _NO_HOSTFILE = _DEEPSPEED + r"\[WARNING\] \[runner\.py:\d+:fetch_hostfile\] Unab
 _OF_A_NODE = r"(?:\S+: )?"
 """What pdsh writes before a line of another machine."""
 _PATIENCE_S = 0.1
-"""How long the beginning of a line waits for its end: a progress bar has none."""
+"""Seconds that the beginning of a line waits for its end: a progress bar has none."""
 _LONGEST_LINE = 1 << 16
 
 
 def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
-    """Matches whole lines, without their end, that are left out."""
+    """Return a pattern of the whole lines, without their end, that are removed."""
     patterns = _CHATTER if wants_hostfile else [*_CHATTER, _NO_HOSTFILE]
     return re.compile(f"{_OF_A_NODE}(?:{'|'.join(patterns)})".encode(), re.DOTALL)
 
 
 class LineFilter:
-    """Takes lines out of a stream of bytes that comes in any pieces."""
+    """Filter of the lines in a stream of bytes, which may arrive in any pieces."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         self._chatter = chatter
         self._held = b""
         self.is_inside = False
-        """The beginning of the present line has passed, and so does its end."""
+        """True if the beginning of the current line has passed, so that its end must pass too."""
 
     def feed(self, piece: bytes) -> bytes:
-        """What of the stream so far is to pass now; the beginning of a line is held."""
+        """Return the bytes that pass now; the beginning of an unfinished line is kept."""
         *whole, self._held = (self._held + piece).split(b"\n")
         passed = b""
         for line in whole:
@@ -72,14 +72,14 @@ class LineFilter:
         return passed + (self.flush() if self.is_inside or len(self._held) > _LONGEST_LINE else b"")
 
     def flush(self) -> bytes:
-        """What is held, though its line has not ended."""
+        """Return the bytes that are kept, although their line has not ended."""
         held, self._held = self._held, b""
         self.is_inside = self.is_inside or bool(held)
         return held
 
 
 class Strained:
-    """Standard output and error for a process to be started, whose lines come out of ours without the chatter."""
+    """Standard output and error for a child process, whose filtered lines are written to those of this process."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         output, self.stdout = os.pipe()
@@ -90,7 +90,7 @@ class Strained:
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
     def started(self) -> None:
-        """The process has its ends of the streams: carry what it writes."""
+        """Begin to copy the output of the process, which has its ends of the streams now."""
         os.close(self.stdout)
         if self._width_before is None:  # a terminal is kept to be resized
             os.close(self.stderr)
@@ -100,7 +100,7 @@ class Strained:
         self._thread.start()
 
     def close(self) -> None:
-        """The process has ended: what it has written comes out. Who lives on and still writes is not waited for."""
+        """Write the remaining output of the process, which has ended. Its children that still write are not awaited."""
         self._ends_at_s = time.monotonic()
         self._thread.join()
         for descriptor, (target, strainer) in self._streams.items():
@@ -135,7 +135,7 @@ class Strained:
 
 
 def _terminal_like(descriptor: int) -> tuple[int, int]:
-    """(the end to read, the end to write) of a terminal as wide as this one, which changes no byte on the way."""
+    """Return the reading and the writing end of a raw terminal that is as wide as this one."""
     master, slave = os.openpty()
     tty.setraw(slave)
     with suppress(termios.error):
@@ -144,7 +144,7 @@ def _terminal_like(descriptor: int) -> tuple[int, int]:
 
 
 def _read(source: int) -> bytes:
-    """Empty at the end, which a terminal tells by an error."""
+    """Read from a stream; empty at its end, which a terminal reports by an error."""
     try:
         return os.read(source, 1 << 16)
     except OSError:
@@ -152,7 +152,7 @@ def _read(source: int) -> bytes:
 
 
 def _write(target: int, data: bytes) -> None:
-    """A terminal or pipe that is gone gets nothing, and the run goes on."""
+    """Write all bytes. If the terminal or pipe is gone, they are dropped and the run continues."""
     while data:
         try:
             data = data[os.write(target, data) :]

@@ -111,7 +111,7 @@ def test_without_held_out_text_nothing_is_decided(tmp_path: Path) -> None:
 
 def test_stages_that_cannot_be_are_refused_before_the_first_run(tmp_path: Path) -> None:
     base = Config.model_validate({"train": {"phases": ["until=0.5 num_lanes=3"]}})
-    with pytest.raises(ConfigError, match=r"^train\.stages"):
+    with pytest.raises(ConfigError, match=r"^train\.phases"):
         check_trials(trials_of(base, [RATES], num_seeds=1, out=tmp_path), check=lambda config: None)
 
 
