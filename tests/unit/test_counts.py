@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.report.summary import _parameters, _some
+from txl_dist.report.summary import _count, _sizes
 
 PACKAGE = Path(__file__).parents[2] / "txl_dist"
 NOUNS = (
@@ -51,20 +51,20 @@ def test_no_message_counts_what_may_be_one_in_the_plural() -> None:
 @pytest.mark.parametrize(
     ("number", "shown"),
     [
-        (1, {"size": "1 parameter"}),
-        (6_289, {"size": "6,289 parameters"}),
-        (10_000, {"size": "10k parameters", "exactly": "10,000 exactly"}),
-        (1_234_567, {"size": "1.23M parameters", "exactly": "1,234,567 exactly"}),
-        (0, {}),
-        (None, {}),
+        (1, ("1 parameter", None)),
+        (6_289, ("6,289 parameters", None)),
+        (10_000, ("10k parameters", "10,000 exactly")),
+        (1_234_567, ("1.23M parameters", "1,234,567 exactly")),
+        (0, (None, None)),
+        (None, (None, None)),
     ],
 )
 def test_a_number_of_parameters_is_said_twice_only_if_the_first_is_rounded(
-    number: int | None, shown: dict[str, str]
+    number: int | None, shown: tuple[str | None, str | None]
 ) -> None:
-    assert _parameters(number) == shown
+    assert _sizes(number) == shown
 
 
 @pytest.mark.parametrize(("value", "shown"), [(1, "1 layer"), (2, "2 layers"), (4096, "4,096 layers"), (None, None)])
 def test_a_fact_of_a_report_has_the_number_of_its_noun(value: object, shown: str | None) -> None:
-    assert _some(value, "layer") == shown
+    assert _count(value, "layer") == shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
 
@@ -15,9 +15,6 @@ from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.evaluation.options import check_output
 from txl_dist.inference.options import SamplingParams, check_text
-
-if TYPE_CHECKING:
-    from txl_dist.cli.prompts import Given
 
 _PIPE = Path("-")
 """Path that means standard input or standard output."""
@@ -157,7 +154,7 @@ def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) 
 
 def _prompts(
     *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
-) -> Iterable[Given]:
+) -> Iterable[Any]:
     """Return the prompts that one of the flags gives; without any, an empty one. A file is read when it is reached."""
     from txl_dist.cli.prompts import Given, prompts_in_lines, read_lines, whole_text
 

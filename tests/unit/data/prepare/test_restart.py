@@ -77,7 +77,7 @@ def source(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", random_texts(count=200) * 2)
 
 
-@pytest.mark.parametrize("place", ["write_planned", "replace_file"])
+@pytest.mark.parametrize("place", ["write_planned", "atomic_replace"])
 @pytest.mark.parametrize("other", [{"shard_len": 4500}, {"duplicates": "drop"}])
 def test_shards_are_kept_only_by_the_plan_that_they_were_written_for(
     tmp_path: Path, source: Path, other: dict[str, Any], place: str
@@ -87,7 +87,7 @@ def test_shards_are_kept_only_by_the_plan_that_they_were_written_for(
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned", 5)
     module = "txl_dist.data.prepare.run" if place == "write_planned" else "txl_dist.data.prepare.merge"
     scratch = killed(tmp_path / "out", {**settings, **other}, module, place, 1 if place == "write_planned" else 0)
-    if place == "replace_file":  # the tar is that of the other plan by now
+    if place == "atomic_replace":  # the tar is that of the other plan by now
         assert not (scratch / "shard-train-000000.tar.json").exists()
     summary = prepare_corpus(tmp_path / "out", **settings)
     assert summary.parts_kept > 0
@@ -131,7 +131,7 @@ def test_a_kill_between_a_part_and_what_is_said_of_it_leaves_no_other_text_in_it
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "write_planned")
     source.rename(right)
     source.write_text("the wrong text\n")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare.tokenize", "replace_file")
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.tokenize", "atomic_replace")
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["the right text"]
@@ -144,7 +144,7 @@ def test_a_kill_between_a_tokenizer_and_what_it_was_learnt_from_leaves_no_other_
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "encode_part")
     source.rename(right)
     source.write_text("wxyz")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare.plan", "replace_file", 1)
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.plan", "atomic_replace", 1)
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["abc"]
