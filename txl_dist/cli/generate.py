@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,11 +78,11 @@ def generate(
         check_text(text)
     limit = counted(writing.max_tokens, "token")
     announce(f"generating up to {limit} with {source}, {kind.value}; seed {writing.seed}")
-    from txl_dist.cli.prompts import generate_texts
+    from txl_dist.cli.prompts import choose_prompts, generate_texts
 
     generate_texts(
         source,
-        given=_prompts(prompt=prompt, tokens=tokens, file=file, jsonl=jsonl),
+        given=choose_prompts(prompt=prompt, tokens=tokens, file=file, jsonl=jsonl),
         is_one=is_one_text,
         writing=writing,
         out=out,
@@ -150,19 +149,3 @@ def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) 
     for memory in memories:
         if memory is not None and memory.resolve() == out.resolve():
             raise ConfigError(f"--out {out} is the file of a memory. Name another one.")
-
-
-def _prompts(
-    *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
-) -> Iterable[Any]:
-    """Return the prompts that one of the flags gives; without any, an empty one. A file is read when it is reached."""
-    from txl_dist.cli.prompts import Given, prompts_in_lines, read_lines, whole_text
-
-    if jsonl is not None:
-        return prompts_in_lines(read_lines(jsonl), where=str(jsonl))
-    if file is not None:
-        return whole_text(file)
-    if tokens:
-        return [Given(list(tokens), {"tokens": tokens})]
-    texts = prompt or ("",)
-    return [Given(text, {"prompt": text}) for text in texts]

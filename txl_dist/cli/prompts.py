@@ -110,7 +110,21 @@ _OUTPUT_FIELDS = ("sample", "text", "finish", "ids", "log_probs", "top")
 """Fields that the output adds to those of a prompt's line."""
 
 
-def whole_text(path: Path) -> Iterator[Given]:
+def choose_prompts(
+    *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
+) -> Iterable[Given]:
+    """Return the prompts that one of the flags gives; without any, an empty one. A file is read when it is reached."""
+    if jsonl is not None:
+        return prompts_in_lines(read_lines(jsonl), where=str(jsonl))
+    if file is not None:
+        return _whole_text(file)
+    if tokens:
+        return [Given(list(tokens), {"tokens": tokens})]
+    texts = prompt or ("",)
+    return [Given(text, {"prompt": text}) for text in texts]
+
+
+def _whole_text(path: Path) -> Iterator[Given]:
     """Yield the text of a file as one prompt. Raises ConfigError as `read_lines` does."""
     text = "".join(read_lines(path))
     yield Given(text, {"prompt": text})
