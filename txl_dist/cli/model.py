@@ -99,7 +99,7 @@ def export(
     kind = require(source, *TRAINED)
     if average and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
-            f"--average makes a bundle of a run or a checkpoint, and this would make {format} of a {kind.value}. "
+            f"--average makes a bundle of a run or a checkpoint, and this would make {format} of {kind.value}. "
             "Export such a bundle first, then this from it."
         )
     _require_output(out, _WRITES[format])

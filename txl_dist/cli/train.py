@@ -66,6 +66,8 @@ _REMEDIES = {
     ArtifactKind.CHECKPOINT: "Begin a run from it: `txl train {file}/config.toml --resume {file} --run.dir NEW`.",
     ArtifactKind.HUGGINGFACE: "Make a bundle of it with `txl import {file} BUNDLE --format huggingface`, "
     "and begin a run with that: --init BUNDLE.",
+    ArtifactKind.HUGGINGFACE_CODE: "Begin a run with the bundle that it was exported from: --init BUNDLE.",
+    ArtifactKind.ONNX: "Begin a run with the bundle that it was exported from: --init BUNDLE.",
 }
 """Remedy for a folder in place of a configuration file, by its kind."""
 
