@@ -1,6 +1,7 @@
-"""When to save, and what to keep: one save in flight, failed ones tried again, old ones removed behind a new one.
+"""The decisions on checkpoints: when to save, and which to keep. `writer` writes them.
 
-`write` writes; this decides. All methods are called by all ranks together.
+One save is in flight at a time. A failed one is tried again. Old checkpoints are removed after a new one is complete.
+All methods are called by all ranks together.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _POLL_S = 0.2
 
 
 class CheckpointManager:
-    """The checkpoints of one run."""
+    """Manager of the checkpoints of one run."""
 
     def __init__(
         self,
@@ -53,8 +54,11 @@ class CheckpointManager:
         callbacks: Callbacks,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`newest` is the checkpoint that the run began with; `evaluated` has the validation loss of steps as the run
-        goes on. `clock_s` counts the minutes between checkpoints."""
+        """Note where the run stands.
+
+        `newest` is the checkpoint that it resumed. `evaluated` has the validation loss by step, and grows during the
+        run. `clock_s` measures the minutes between checkpoints.
+        """
         self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
         self._context, self._watch, self._run_dir = saver.context, saver.watch, saver.context.run_dir
         self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
@@ -72,16 +76,16 @@ class CheckpointManager:
 
     @property
     def is_written(self) -> bool:
-        """A save is in flight, and this rank has written its part."""
+        """Whether a save is in flight of which this rank has written its part."""
         return self._saver.in_flight and self._saver.is_written
 
     def seconds(self) -> dict[str, float]:
-        """`save_s`, what steps waited for the checkpoints that were committed since the last call, if any were."""
+        """Return `save_s`, the seconds that steps waited for checkpoints committed since the last call, if any."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return {"save_s": waited_s} if waited_s else {}
 
     def is_due(self, step: int) -> bool:
-        """By the interval, or because a save has failed."""
+        """Whether a save is due by the interval, or because one has failed."""
         every = self._context.config.checkpoint.every_steps
         return step == self._retry_at or (every > 0 and step % every == 0)
 
@@ -93,19 +97,18 @@ class CheckpointManager:
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
     def begin(self, state: TrainState) -> None:
-        """Begin to save the state, unless it is saved; the save before it is finished first."""
+        """Begin to save the state, unless it is saved already. The save before it is finished first."""
         self.finish(state.step)
         self._retry_at, self._counts_from_s = 0, self._clock_s()
         if checkpoint_folder(self._run_dir, state.step) == self._newest:
             return
         start_s = time.perf_counter()
         self._watch.beat("save")
-        self._wait_for_removal()  # the room that it makes may be needed
+        self._wait_for_removal()  # the space that it frees may be needed
         probe = make_probes(self._engine, self._maker, config=whole(self._context.config))
-        # A last update that went wrong shows here, though its own loss was still finite.
-        check_finite(
-            gather_objects(float(probe["losses"].sum())), what=f"the loss on the probe after step {state.step}"
-        )
+        # A last update that went wrong shows here, though the loss of its step was still finite.
+        probe_losses = gather_objects(float(probe["losses"].sum()))
+        check_finite(probe_losses, what=f"the loss on the probe after step {state.step}")
         run_on_all_ranks(self._check_buffers)
         states = self._callbacks.states(step=state.step)
         packed = run_on_all_ranks(lambda: packed_states(CallbackStates(states, self._callbacks.validated_step)))
@@ -115,7 +118,7 @@ class CheckpointManager:
             self.finish(state.step)
 
     def _check_buffers(self) -> None:
-        """Raises TrainingError for a buffer that training has changed: a checkpoint holds parameters only."""
+        """Check that training has changed no buffer: a checkpoint holds parameters only. Raises TrainingError."""
         for name, buffer in _buffers_of(self._engine):
             if not torch.equal(buffer, self._buffers[name]):
                 raise TrainingError(
@@ -124,7 +127,7 @@ class CheckpointManager:
                 )
 
     def finish(self, step: int) -> bool:
-        """Commit what is in flight, if anything is. Returns False if that failed: it is tried again, behind `step`."""
+        """Commit the save in flight, if there is one. Returns False if that failed: it is tried again after `step`."""
         if not self._saver.in_flight:
             return True
         self._watch.beat("commit")
@@ -135,7 +138,7 @@ class CheckpointManager:
             warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
             if self._context.ranks.is_rank0 and self._newest is not None:
-                self._prune(self._newest)  # who has lowered what is kept wants the room now
+                self._prune(self._newest)  # the user may have lowered checkpoint.keep_last to free space
             return False
         self._newest = result.folder
         if self._context.ranks.is_rank0:
@@ -149,7 +152,7 @@ class CheckpointManager:
         return True
 
     def _plan_retry(self, step: int) -> None:
-        """Try again after a tenth of the interval: of steps after `step`, or of minutes if only those are set."""
+        """Plan another try after a tenth of the interval: in steps, or in minutes if only those are set."""
         checkpoint = self._context.config.checkpoint
         if checkpoint.every_minutes and not checkpoint.every_steps:
             self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
@@ -157,14 +160,15 @@ class CheckpointManager:
             self._retry_at = step + max(1, checkpoint.every_steps // 10)
 
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
-        """Before the run ends: the state is saved. A save that fails is tried again for so long; whoever asks to stop
-        meanwhile (where the run was `stopped` already: asks once more) gets one last try at once.
+        """Save the state before the run ends. A save that fails is tried again for `patience_s` seconds.
 
-        Raises CheckpointError on every rank if it could not be saved, or the run directory is gone.
+        A stop request in that time leads to one last try at once; if the run was `stopped` already, a second request
+        does. Raises CheckpointError on every rank if the state cannot be saved, or if the run directory is gone.
         """
         self._obeyed_stops = None if stopped else 0
-        is_saved, is_asked = self._save(state), False
-        # What has led here, and what the launcher repeats of it.
+        is_saved = self._save(state)
+        is_asked = False
+        # These requests have led here, or the launcher has repeated them; only further ones count.
         self._obeyed_stops = self._watch.stops.count if stopped else 0
         for number, delay_s in enumerate(_retry_delays(patience_s)):
             if is_saved or is_asked:
@@ -180,7 +184,7 @@ class CheckpointManager:
         when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
         if self._context.ranks.is_rank0:
             with suppress(OSError):
-                self._watch.stops.clear()  # it was obeyed
+                self._watch.stops.clear()  # the request was obeyed
         raise raised_everywhere(
             CheckpointError(
                 f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
@@ -189,6 +193,7 @@ class CheckpointManager:
         )
 
     def _save(self, state: TrainState) -> bool:
+        """Save the state and wait for it. Returns whether it is saved."""
         run_on_rank0(lambda: _check_is_there(self._run_dir))
         self.begin(state)
         self.finish(state.step)
@@ -208,25 +213,28 @@ class CheckpointManager:
 
     def _wait(self, seconds: float) -> bool:
         """Wait, all ranks equally long. Returns whether any was asked to leave (`_is_asked_to_leave`)."""
-        end_s, is_over, is_asked = time.monotonic() + seconds, False, False
+        end_s = time.monotonic() + seconds
+        is_over = is_asked = False
         while not is_over and not is_asked:
             self._watch.beat("wait for the disk")
             time.sleep(min(_POLL_S, seconds))
-            own = StepFlags(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
-            is_asked, is_over, _ = all_reduce_flags(own, world_size=self._context.ranks.world_size)
+            local = StepFlags(stop=self._is_asked_to_leave(), written=time.monotonic() >= end_s)
+            is_asked, is_over, _ = all_reduce_flags(local, world_size=self._context.ranks.world_size)
         return is_asked
 
     def set_newest(self, folder: Path) -> None:
-        """After a rewind: that one is saved, and steps that are made again have to be."""
+        """Set the newest checkpoint after a rewind. Steps that are made again are saved again."""
         self._newest = folder
 
     def _is_asked_to_leave(self) -> bool:
-        """Whether this rank was asked to stop in the last save, more often than what led to it."""
+        """Whether this rank was asked to stop during the last save, by a request that did not lead to it."""
         return self._obeyed_stops is not None and self._watch.stops.count > self._obeyed_stops
 
     def _wait_for_removal(self) -> bool:
-        """Of older checkpoints, on rank 0. Returns whether it is done: in the last save not for whoever asks to stop,
-        since the next start removes what is left."""
+        """Wait for the removal of older checkpoints, on rank 0.
+
+        Returns whether it is done. A stop request in the last save ends the wait: the next start removes the rest.
+        """
         while self._removal is not None and self._removal.is_alive():
             self._watch.beat("prune")
             if self._is_asked_to_leave():
@@ -235,34 +243,38 @@ class CheckpointManager:
         return True
 
     def _prune(self, newest: Path) -> None:
-        """On rank 0. A file system that cannot is no reason to stop."""
+        """Remove older checkpoints, on rank 0. An error of the file system is logged, and does not end the run."""
         checkpoint = self._context.config.checkpoint
         if not self._wait_for_removal():
             return
         try:
             steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
-            losses = {step: loss for step, loss in self._evaluated.items() if step in steps and checkpoint.keep_best}
-            best = {min(losses, key=losses.__getitem__)} if losses else ()
+            best = self._best_step(steps) if checkpoint.keep_best else set()
             keep = steps_to_keep(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
             leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
         except OSError as error:
             warn_for_all("older checkpoints cannot be removed: %s", error)
             return
-        # To free hundreds of gigabytes takes a file system minutes.
+        # A file system takes minutes to free hundreds of gigabytes.
         self._removal = threading.Thread(target=_remove, args=(leaving, step_of(newest)), name="prune", daemon=True)
         self._removal.start()
 
+    def _best_step(self, steps: list[int]) -> set[int]:
+        """Return the step, of these, with the lowest validation loss; an empty set if none was evaluated."""
+        losses = {step: loss for step, loss in self._evaluated.items() if step in steps}
+        return {min(losses, key=losses.__getitem__)} if losses else set()
+
 
 def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Those of the network, which our own layers have none of."""
+    """Yield the buffers of the network by name. Layers of this package have none, layers of plugins may."""
     return engine.model.named_buffers()
 
 
 def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
-    """Take away checkpoints whose step is not to be kept, never `newest`, which was just committed. Rank 0 only.
+    """Rename checkpoints that are not to be kept; never `newest`, which was just committed. Rank 0 only.
 
-    Returns the folders that are left to be removed. They are renamed, so they are no checkpoints any more, and what a
-    crash leaves of them is collected at the next start. What somebody reads (`kept`) stays until the next time.
+    Returns the renamed folders, which are left to be removed. They are no checkpoints any more, and the next start
+    removes what a crash leaves of them. A checkpoint that a process reads (`kept`) stays until the next call.
     """
     leaving = []
     for path in list_checkpoints(run_dir):
@@ -271,7 +283,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
         failpoint("prune", step=step_of(newest))
         renamed = path.with_name(f"{path.name}.tmp-pruned")
         shutil.rmtree(renamed, ignore_errors=True)
-        with suppress(OSError):  # then it stays until the next time; that is no reason to stop
+        with suppress(OSError):  # it then stays until the next call, which is no reason to stop
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 if _may_be_taken(descriptor):
@@ -283,6 +295,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
 
 
 def _may_be_taken(descriptor: int) -> bool:
+    """Whether no process reads the folder, by its lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -293,13 +306,14 @@ def _may_be_taken(descriptor: int) -> bool:
 
 
 def _remove(folders: list[Path], step: int) -> None:
+    """Delete folders, in a thread."""
     for folder in folders:
         failpoint("prune-half", step=step)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _retry_delays(patience_s: float) -> Iterator[float]:
-    """Seconds between attempts, growing, that make up the patience."""
+    """Yield the seconds between attempts, which grow and add up to the patience."""
     delay_s = _FIRST_RETRY_S
     while patience_s > 0:
         yield min(delay_s, patience_s)
@@ -307,6 +321,7 @@ def _retry_delays(patience_s: float) -> Iterator[float]:
 
 
 def _check_is_there(run_dir: Path) -> None:
+    """Check that the run directory still exists. Raises CheckpointError if not."""
     if was_removed(run_dir):
         raise CheckpointError(
             f"the run directory {run_dir} was removed or moved while the run was going on, and is not made anew: "

@@ -1,11 +1,11 @@
-"""Writing checkpoints behind the training: whole or not at all, one at a time.
+"""The writer of checkpoints, in the background: each is complete or absent, and one is written at a time.
 
     step boundary   state is copied into host memory                   `begin`, all ranks; the step waits for this
-    behind steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives
+    during steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives
     step boundary   all ranks have written: manifest and rename        `finish`, all ranks; the rename commits
 
-Files go to `step_N.tmp-NONCE`. A crash anywhere leaves that folder, which nobody reads and the next start removes, or
-the committed one. A file system that fails never ends a run here: what was written is removed, `finish` says why on
+Files go to `step_N.tmp-NONCE`. A crash leaves the committed folder or that one, which nobody reads and the next start
+removes. A file system that fails never ends a run here. The files written are removed, `finish` returns the reason on
 every rank, and the loop tries again later.
 """
 
@@ -47,24 +47,24 @@ Content = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors and metadata of one file."""
 
 Write = Callable[[Path], dict[str, Any]]
-"""Write one file; returns its bytes and sha256."""
+"""Function that writes one file and returns its bytes and sha256."""
 
 
 _POLL_S = 0.05
 
 
 class SaveResult(NamedTuple):
-    """How a save ended; the same on every rank."""
+    """Result of a save; the same on every rank."""
 
     step: int
     folder: Path
     gib: float
     error: str
-    """Why there is none; empty if there is one."""
+    """Reason why there is no checkpoint; empty if there is one."""
 
 
 class AsyncWriter:
-    """Saves of one run, one at a time. Its methods are called by all ranks together, but for `is_written`."""
+    """Writer of one run's checkpoints, one at a time. All ranks call its methods together, except `is_written`."""
 
     def __init__(self, context: RunContext, watch: Watch) -> None:
         self.context, self.watch = context, watch
@@ -80,12 +80,12 @@ class AsyncWriter:
 
     @property
     def in_flight(self) -> bool:
-        """A save was begun and not finished. The same on every rank."""
+        """Whether a save was begun and not finished; the same on every rank."""
         return self._step >= 0
 
     @property
     def is_written(self) -> bool:
-        """This rank has nothing left to write of the save in flight."""
+        """Whether this rank has nothing left to write of the save in flight."""
         return self._thread is None or not self._thread.is_alive()
 
     def begin(
@@ -96,14 +96,15 @@ class AsyncWriter:
         failpoint("save-begin", step=state.step)
         self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
         tensors = self._tensors(state, engine, probe)
-        own = self._local_files(state, engine) if self.context.ranks.is_rank0 else {}
+        local_files = self._local_files(state, engine) if self.context.ranks.is_rank0 else {}
         # All files of this save name its state.json, so that none is ever taken for one of another save.
-        saved_with = {STATE_KEY: broadcast_object(sha256_of_bytes(own.get(STATE, b"")))}
+        saved_with = {STATE_KEY: broadcast_object(sha256_of_bytes(local_files.get(STATE, b"")))}
         if callbacks is not None:
             states, metadata = callbacks
-            own[CALLBACKS] = save(states, metadata | saved_with)
-        needed = sum(file_bytes(content) for content, _ in tensors.values()) + sum(len(data) for data in own.values())
-        self._needed = sum(gather_objects(needed))
+            local_files[CALLBACKS] = save(states, metadata | saved_with)
+        tensor_bytes = sum(file_bytes(content) for content, _ in tensors.values())
+        other_bytes = sum(len(data) for data in local_files.values())
+        self._needed = sum(gather_objects(tensor_bytes + other_bytes))
         try:
             run_on_rank0(lambda: _in_file_system(self._check_space, self._temporary(state.step), needed=self._needed))
         except CheckpointError as error:
@@ -111,29 +112,30 @@ class AsyncWriter:
             return
         tensors = self._on_host(tensors)
         failpoint("save-copied", step=state.step)
-        files: dict[str, Write] = {
-            name: self._tensor_writer(content, metadata | saved_with) for name, (content, metadata) in tensors.items()
-        }
-        files |= {name: _bytes_writer(data) for name, data in own.items()}
+        files: dict[str, Write] = {}
+        for name, (content, metadata) in tensors.items():
+            files[name] = self._tensor_writer(content, metadata | saved_with)
+        for name, data in local_files.items():
+            files[name] = _bytes_writer(data)
         self._thread = threading.Thread(target=self._write, args=(files,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> SaveResult:
-        """Wait for all ranks to have written, and commit. Raises only what is no failure of the file system."""
+        """Wait until all ranks have written, and commit. A failure of the file system is returned, not raised."""
         self._wait()
         step, self._step, self._thread = self._step, -1, None
         final, temporary = checkpoint_folder(self.context.run_dir, step), self._temporary(step)
-        parts = gather_objects(
-            (self._written, None if self._error is None else _explained(self._error, temporary, needed=self._needed))
-        )
+        local_reason = None if self._error is None else _explained(self._error, temporary, needed=self._needed)
+        parts = gather_objects((self._written, local_reason))
         reasons = [reason for _, reason in parts if reason is not None]
+        facts_by_file = {name: facts for written, _ in parts for name, facts in written.items()}
 
         def commit() -> None:
             if reasons:
                 raise CheckpointError(reasons[0])
             self.watch.confirm_lock()
             failpoint("save-manifest", step=step)
-            write_manifest(temporary, {name: facts for written, _ in parts for name, facts in written.items()})
+            write_manifest(temporary, facts_by_file)
             failpoint("save-manifest-done", step=step)
             failpoint("save-rename", step=step)
             commit_folder(temporary, final)
@@ -149,12 +151,15 @@ class AsyncWriter:
         return SaveResult(step, final, self._needed / 2**30, "")
 
     def _wait(self) -> None:
-        """Until all ranks have written. In short collectives, so that a slow disk is no rank that hangs; and beating
-        while this rank's own part grows or is done, so that the one is named whose disk stands still."""
-        seen = -1
+        """Wait until all ranks have written.
+
+        The collectives are short, so a rank with a slow disk does not count as hanging. This rank sends a beat while
+        its part grows or is done, so the watchdog names the rank whose disk stands still.
+        """
+        last_num_bytes = -1
         while not all(gather_objects(self.is_written)):
-            if self.is_written or self._num_bytes > seen:
-                seen = self._num_bytes
+            if self.is_written or self._num_bytes > last_num_bytes:
+                last_num_bytes = self._num_bytes
                 self.watch.beat("commit")
             if self._thread is not None and self._thread.is_alive():
                 self._thread.join(_POLL_S)
@@ -162,15 +167,16 @@ class AsyncWriter:
                 time.sleep(_POLL_S)
 
     def _temporary(self, step: int) -> Path:
+        """Return the folder to which files go before the commit."""
         final = checkpoint_folder(self.context.run_dir, step)
         return final.with_name(f"{final.name}.tmp-{self.watch.nonce}")
 
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
-        """(tensors, metadata) of each file of this rank, as views where they can be."""
+        """Return (tensors, metadata) of each file of this rank, as views where possible."""
         memories = memory_tensors(state.memories)
         ranks, lanes = self.context.ranks, f"{self.context.lanes.start:05d}-{self.context.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
-        # At stage 0 all ranks hold the same.
+        # At stage 0 all ranks hold the same weights and state.
         if self.context.config.engine.zero_stage > 0 or ranks.is_rank0:
             files[f"engine/{ranks.rank:05d}.safetensors"] = fragment_tensors(engine.fragments())
         if ranks.is_rank0:
@@ -178,12 +184,16 @@ class AsyncWriter:
         return files
 
     def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
-        if self._host is None:
-            return {name: ({k: t.detach().contiguous() for k, t in ts.items()}, m) for name, (ts, m) in files.items()}
-        return self._host.copy(files)
+        """Copy tensors to host memory, unless they are on the host and are written before the next step."""
+        if self._host is not None:
+            return self._host.copy(files)
+        on_host: dict[str, Content] = {}
+        for name, (tensors, metadata) in files.items():
+            on_host[name] = ({key: tensor.detach().contiguous() for key, tensor in tensors.items()}, metadata)
+        return on_host
 
     def _local_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
-        """What rank 0 writes besides tensors."""
+        """Return the content of the files that rank 0 writes in addition to tensors."""
         config, tokenizer = whole(self.context.config), self.context.tokenizer
         settings = config_to_toml(config).encode()
         content = {
@@ -205,7 +215,8 @@ class AsyncWriter:
             "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
         }
-        if plugins := loaded_plugins():
+        plugins = loaded_plugins()
+        if plugins:
             content["plugins"] = [plugin._asdict() for plugin in plugins]
         return {
             SETTINGS: settings,
@@ -214,9 +225,10 @@ class AsyncWriter:
         }
 
     def _check_space(self) -> None:
+        """Check that the checkpoint fits on the disk. Raises CheckpointError, or OSError."""
         folder = self.context.run_dir / CHECKPOINTS
         if not folder.is_dir():
-            folder.mkdir()  # not the run directory: one that is gone is not to be rebuilt
+            folder.mkdir()  # not the run directory: if that is gone, it must not be made again
             flush_folder(self.context.run_dir)
         free = shutil.disk_usage(folder).free
         if free < self._needed:
@@ -226,6 +238,7 @@ class AsyncWriter:
             )
 
     def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:
+        """Return a function that writes a file of tensors."""
         step = self._step
 
         def on_progress(num_bytes: int) -> None:
@@ -235,7 +248,7 @@ class AsyncWriter:
         return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
 
     def _write(self, files: dict[str, Write]) -> None:
-        """Runs in the thread."""
+        """Write all files of this rank, in the thread. An error is kept for `finish`."""
         temporary, step = self._temporary(self._step), self._step
         try:
             for name, write in files.items():
@@ -246,29 +259,28 @@ class AsyncWriter:
                 self._written[name] = write(path)
                 failpoint("save-file-done", step=step)
             failpoint("save-written", step=step)
-        except Exception as error:  # noqa: BLE001  whatever it is, `finish` tells all ranks
+        except Exception as error:  # noqa: BLE001  whatever it is, `finish` reports it to all ranks
             self._error = error
 
 
 class HostCopy:
-    """Host memory that a rank's tensors are copied into; kept from save to save, so that only the first one pays for
-    making it."""
+    """Host memory to which a rank's tensors are copied. It is kept from save to save, so only the first allocates."""
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def copy(self, files: dict[str, Content]) -> dict[str, Content]:
-        """The same with tensors on the host, which stay as they are until the next call."""
-        copies = {
-            name: ({key: self._copy((name, key), tensor) for key, tensor in tensors.items()}, metadata)
-            for name, (tensors, metadata) in files.items()
-        }
+        """Copy the tensors of all files to the host. The copies do not change until the next call."""
+        copies: dict[str, Content] = {}
+        for name, (tensors, metadata) in files.items():
+            copies[name] = ({key: self._copy((name, key), tensor) for key, tensor in tensors.items()}, metadata)
         if self._pin:
             torch.cuda.synchronize()
         return copies
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
+        """Copy a tensor into its buffer, which is made if it is missing or has another shape or type."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
@@ -277,6 +289,8 @@ class HostCopy:
 
 
 def _bytes_writer(data: bytes) -> Write:
+    """Return a function that writes a file of bytes."""
+
     def write(path: Path) -> dict[str, Any]:
         write_bytes(path, data)
         return {"bytes": len(data), "sha256": sha256_of_bytes(data)}
@@ -285,6 +299,7 @@ def _bytes_writer(data: bytes) -> Write:
 
 
 def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> None:
+    """Run an action, and raise CheckpointError for an OSError."""
     try:
         action()
     except OSError as error:
@@ -292,6 +307,7 @@ def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> N
 
 
 def _explained(error: Exception, path: Path, *, needed: int) -> str:
+    """Describe an error with its place and its remedy. `needed` are the bytes of the checkpoint."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):
