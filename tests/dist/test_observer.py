@@ -115,7 +115,7 @@ RANK = RankInfo(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), 
 
 @pytest.fixture
 def no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("memory_use", "evaluate"):
+    for module in ("memory_stats", "evaluate"):
         monkeypatch.setattr(f"txl_dist.train.report.{module}.all_reduce_sum", lambda values: values)
 
 
@@ -229,11 +229,11 @@ WITHOUT_ITS_TOKENIZER = """
 from pathlib import Path
 from txl_dist.config.load import Config, load_config
 from txl_dist.train import start
-class Run(start.Run):
+class Run(start.TrainingRun):
     def go(self):
         Path("corpus/tokenizer.json").unlink()
         return super().go()
-start.Run = Run
+start.TrainingRun = Run
 print(start.pretrain(load_config("tiny.toml")).ended == "done")
 """
 
