@@ -9,7 +9,7 @@ to a file alone, next to its like of train, and below a folder that has another 
     c4-validation.00000-of-00008.json  test-00000-of-00001-5f1c.txt   held out   held out          held out
     test_clean.txt  dev-other/a.txt  testset.txt  enwik8-test.txt     doubtful   held out          held out
     tests/a.txt  testing.md  evaluation.md  (code bases have them)    trained    held out          trained
-    evaluation.py  testing.py                                         trained    trained           trained
+    evaluation.py  testing.py  validation.py                          trained    trained           trained
     latest.txt  contest.txt  developer.txt                            trained    trained           trained
 
 The like of `test_clean.txt` is `train_clean.txt` in the same folder: words such as set and data, numbers, versions and
@@ -41,7 +41,7 @@ SPLIT_WORDS = {
 }
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})
 """Code bases have them too: alone they mean nothing."""
-_QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout"}
+_QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout", "validation"}
 """The same, for source code and for the pages that describe it."""
 _CODE, _PAGE = ".py", ".md"
 """Suffixes of source code and of such pages among those that a folder of text has."""
