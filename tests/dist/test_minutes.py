@@ -41,7 +41,7 @@ def minutes_worker(ranks: RankInfo, folder: str, corpus: str, cases: dict[str, d
     for name, checkpoint in cases.items():
         for max_steps in (12, 20) if name == "continued" else (12,):
             clock = Clock(ranks.rank)
-            loop.Saving = functools.partial(CheckpointManager, clock_s=lambda clock=clock: clock.now_s)  # type: ignore[misc]
+            loop.CheckpointManager = functools.partial(CheckpointManager, clock_s=lambda clock=clock: clock.now_s)  # type: ignore[misc]
             config = tiny_config(
                 run={"dir": f"{folder}/{name}"},
                 data={"path": corpus},
