@@ -1,19 +1,19 @@
-"""Whole shards of corpora at URLs, kept in a folder of the node that all its processes share.
+"""Cache of whole shards of corpora at URLs, in a folder that all processes of a node share.
 
     CACHE/
-      HASH-train-000003.tar             a shard: its size and sha256 were proven before it got this name
-      HASH-train-000003.tar.lock        held by whoever downloads it; the others wait for that download
-      HASH-train-000004.tar.R.N.part    a download under way that will have N bytes, or was killed
+      HASH-train-000003.tar             a shard; its size and sha256 were checked before it got this name
+      HASH-train-000003.tar.lock        held by the process that downloads it; the others wait for that download
+      HASH-train-000004.tar.R.N.part    a download under way that will have N bytes, or a killed one
       cache.lock                        held while room is made
 
-- A name begins with the hash of the content: corpora with equal shard names do not meet, and a shard that was
-  prepared again is another file. So the name is the proof, and only the size is looked at on opening.
-- A shard is in use while anybody on the node has it mapped: the map holds a shared flock, which the kernel drops with
-  the process, however it ends. Room is made by removing the shards whose opening is longest ago, never one in use.
-- Whatever is not named like a shard of the cache is not touched.
+- A name begins with the hash of the content. So shards of equal names from two corpora do not collide, and a shard that
+  was prepared again is another file. The name is the proof, and opening checks only the size.
+- A shard is in use while any process of the node has it mapped. The map holds a shared flock, which the kernel drops
+  with the process, however it ends. Room is made by removing the least recently opened shards that are not in use.
+- A file that is not named like a shard of the cache is not touched.
 
-What it gives up: bits that flip on the disk later are found by the crc32 of the document that has them, not here.
-Lock files stay, empty; removing them would let two processes hold the lock. Small files are not cached.
+What it gives up: bits that flip on the disk later are found by the crc32 of their document, not here. Empty lock files
+stay, since removing them would let two processes hold one lock. Small files are not cached.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from txl_dist.errors import UnreachableError
 from txl_dist.io.files import flush_folder, open_new, sha256_of_file
 
 NUM_PREFETCHERS = 4
-"""Downloads of a process that run ahead of the reader."""
+"""Number of downloads of a process that run ahead of the reader."""
 
-_OURS = re.compile(r"[0-9a-f]{32}-.+?(\.(?P<bytes>\d+)\.part)?(?<!\.lock)")
+_CACHE_FILE = re.compile(r"[0-9a-f]{32}-.+?(\.(?P<bytes>\d+)\.part)?(?<!\.lock)")
 _POLL_S = 0.05
 _MAX_POLLS = 20
 
 
 class CachedStorage(RemoteStorage):
-    """Downloads a shard when it is opened, or before, and maps it."""
+    """Storage that downloads a shard when it is opened, or before, and maps it."""
 
     def __init__(self, origin: Origin, *, folder: Path, max_bytes: int, retries: int) -> None:
-        """Raises DataError if the folder cannot be made."""
+        """Cache the origin's shards in `folder`. Raises UnreachableError if the folder cannot be made."""
         super().__init__(origin, retries=retries)
         with _errors_of(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -67,18 +67,19 @@ class CachedStorage(RemoteStorage):
         self._num_prefetchers = 0
 
     def path_of(self, info: ShardInfo) -> Path:
-        """Where a shard is kept."""
-        # Hashed once more: whatever an index says there, it is no path.
-        return self._folder / f"{hashlib.sha256(info.sha256.encode()).hexdigest()[:32]}-{info.name}"
+        """Return the path of a shard in the cache."""
+        # Hashed once more: whatever the index says there, the hash is no path.
+        key = hashlib.sha256(info.sha256.encode()).hexdigest()[:32]
+        return self._folder / f"{key}-{info.name}"
 
     @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """Raises DataError too if the cache has no room or cannot be used."""
+        """Open a shard. Raises DataError as `Storage` does, or if the cache has no room or cannot be used."""
         return self._open(info, patient=True)
 
     @override
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Daemon threads: a download under way holds up nobody's exit, and is a part file then."""
+        """Download shards in daemon threads. A download does not delay the exit; it leaves a part file then."""
         with self._hints_lock:
             self._hints.update((info.name, info) for info in infos)
             while self._num_prefetchers < min(NUM_PREFETCHERS, len(self._hints)):
@@ -86,6 +87,7 @@ class CachedStorage(RemoteStorage):
                 threading.Thread(target=self._work, name="txl-cache", daemon=True).start()
 
     def _work(self) -> None:
+        """Download hinted shards until there are none."""
         while True:
             with self._hints_lock:
                 if not self._hints:
@@ -94,17 +96,18 @@ class CachedStorage(RemoteStorage):
                 info = self._hints.pop(next(iter(self._hints)))
             try:
                 self._open(info, patient=False)
-            except Exception as error:  # noqa: BLE001  only a hint: whoever opens the shard tries again and is told
+            except Exception as error:  # noqa: BLE001  only a hint: opening the shard tries again and raises
                 logger.debug("no prefetch of %s: %s", self.name_of(info.name), error)
 
     def _open(self, info: ShardInfo, *, patient: bool) -> MappedPayload:
-        """`patient` waits for other processes and tries again; otherwise whatever is in the way is an error."""
-        path, name = self.path_of(info), self.name_of(info.name)
+        """Open a shard, downloading it if needed. Without `patient` a wait for a process or a retry is an error."""
+        path = self.path_of(info)
+        name = self.name_of(info.name)
         payload = self._open_kept(path, info)
         if payload is not None:
             return payload
         with self._download_lock(path, patient=patient):
-            # Another process may have been here before the lock was ours.
+            # Another process may have downloaded it before this one got the lock.
             payload = self._open_kept(path, info)
             if payload is not None:
                 return payload
@@ -114,12 +117,13 @@ class CachedStorage(RemoteStorage):
             return retrying(lambda: self._download(path, info, patient=patient), what=name, retries=retries)
 
     def _open_kept(self, path: Path, info: ShardInfo) -> MappedPayload | None:
-        """The shard, if it is kept and has its size."""
+        """Map the shard if it is in the cache and has its size."""
         with _errors_of(self._folder), suppress(FileNotFoundError), path.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH)
-            is_kept = os.path.samestat(path.stat(), os.fstat(stream.fileno()))  # not removed before the lock was ours
+            # False if the shard was removed before this process got the lock.
+            is_kept = os.path.samestat(path.stat(), os.fstat(stream.fileno()))
             if is_kept and path.stat().st_size == info.bytes:
-                with suppress(PermissionError):  # another user's; its place in the queue is all that is lost
+                with suppress(PermissionError):  # another user's file: it is only removed earlier
                     os.utime(path)
                 return self._mapped(stream, path, info)
         return None
@@ -132,7 +136,7 @@ class CachedStorage(RemoteStorage):
         return MappedPayload(stream, remedy=remedy)
 
     def _download(self, path: Path, info: ShardInfo, *, patient: bool) -> MappedPayload:
-        """One try. The lock on the shard is held."""
+        """Download and map a shard in one try. The caller holds the lock on the shard."""
         part, stream = self._reserve(path, info, patient=patient)
         try:
             self._origin.download(info.name, part)
@@ -174,14 +178,17 @@ class CachedStorage(RemoteStorage):
         return FileLock(self._folder / "cache.lock")
 
     def _reserve(self, path: Path, info: ShardInfo, *, patient: bool) -> tuple[Path, IO[bytes]]:
-        """(an empty part file whose name says how much room it will need, the same, open and locked as in use)."""
-        # A name of its own for each try: a download that was given up may still open and write its file.
+        """Make room for a shard. Returns (path of an empty part file, the same file, open and locked as in use).
+
+        The file's name says how many bytes it will need. Raises UnreachableError if there is no room.
+        """
+        # Each try has a name of its own: a download that was given up may still open and write its file.
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{info.bytes}.part")
         polls = _MAX_POLLS if patient and info.bytes <= self._max_bytes else 0
         while True:
             with _errors_of(self._folder), self._room_lock():
                 for old in self._folder.glob(f"{glob.escape(path.name)}.*.part"):
-                    old.unlink(missing_ok=True)  # of a killed process: we hold the lock on this shard
+                    old.unlink(missing_ok=True)  # a killed process left it: this one holds the lock on the shard
                 has_room, is_downloading = self._make_room(info.bytes)
                 if has_room:
                     stream = open_new(part)
@@ -192,19 +199,19 @@ class CachedStorage(RemoteStorage):
                     f"the cache {self._folder} of {self._max_bytes / 2**30:.3g} GiB has no room for {info.bytes} "
                     f"bytes of {self.name_of(info.name)}: it is larger, or all there is in use. Raise data.cache_gib."
                 )
-            # What is downloaded now will be a shard that nobody may have opened yet; what is in use, may be so for the
-            # moment of a prefetch only.
+            # A shard that is downloaded now may be unused soon. One in use may be so only for the moment of a prefetch.
             polls -= not is_downloading
             time.sleep(_POLL_S)
 
     def _make_room(self, num_bytes: int) -> tuple[bool, bool]:
-        """(whether so many bytes fit now, whether downloads are under way).
+        """Remove unused shards to fit `num_bytes` more, or none if that is not enough.
 
-        Nothing is removed unless it is enough.
+        Returns (whether so many bytes fit now, whether downloads are under way).
         """
         kept = sorted(self._each_kept(), key=lambda file: file.opened_ns)
         excess = sum(file.bytes for file in kept) + num_bytes - self._max_bytes
-        unused, is_downloading = [], False
+        unused = []
+        is_downloading = False
         with ExitStack() as locks:
             for file in kept:
                 if excess <= 0:
@@ -220,23 +227,27 @@ class CachedStorage(RemoteStorage):
         return excess <= 0, is_downloading
 
     def _each_kept(self) -> Iterator[_KeptFile]:
+        """Yield the shards and part files of the cache."""
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                ours = _OURS.fullmatch(entry.name)
-                if ours and entry.is_file(follow_symlinks=False):
+                match = _CACHE_FILE.fullmatch(entry.name)
+                if match and entry.is_file(follow_symlinks=False):
                     with suppress(FileNotFoundError):  # a part whose download failed
                         stat = entry.stat(follow_symlinks=False)
-                        yield _KeptFile(Path(entry.path), int(ours["bytes"] or stat.st_size), stat.st_mtime_ns)
+                        num_bytes = int(match["bytes"] or stat.st_size)
+                        yield _KeptFile(Path(entry.path), num_bytes, stat.st_mtime_ns)
 
 
 class _KeptFile(NamedTuple):
+    """Shard or part file in the cache."""
+
     path: Path
     bytes: int
     opened_ns: int
 
 
 def _is_unused(path: Path, locks: ExitStack) -> bool:
-    """Whether no process has a file in use; until `locks` are left none can begin to."""
+    """Return whether no process uses a file. If so, none can begin to until `locks` are released."""
     with suppress(FileNotFoundError):
         stream = locks.enter_context(path.open("rb"))
         try:
@@ -248,6 +259,7 @@ def _is_unused(path: Path, locks: ExitStack) -> bool:
 
 @contextmanager
 def _errors_of(folder: Path) -> Iterator[None]:
+    """Raise UnreachableError in place of an OSError of the cache folder."""
     try:
         yield
     except Timeout:

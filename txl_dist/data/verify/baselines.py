@@ -1,9 +1,9 @@
-"""What counting alone predicts: the scores that a trained model has to beat on a corpus.
+"""Baselines from counts: the scores that a trained model has to beat on a corpus.
 
 Order 0 knows how frequent each token is: p(b) = (c_b + 1) / (N + V). The bigram table also knows the token before:
-p(b | a) = (c_ab + k p(b)) / (c_a + k), with the smoothing k that scores best among a few, on the held-out split
-itself, which favours the baseline. Counts come from the train split; scores are nats per held-out token, over all
-targets in file order. Pairs are counted sparsely: memory grows with the tokens, not with the vocabulary squared.
+p(b | a) = (c_ab + k p(b)) / (c_a + k). Its smoothing k is the best of a few on the held-out split itself, which favours
+the baseline. Counts come from the train split. Scores are nats per held-out token, over all targets in file order.
+Pairs are counted sparsely: memory grows with the number of tokens, not with the vocabulary squared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from txl_dist.errors import DataError
 
 
 class Baselines(NamedTuple):
-    """Nats per held-out token."""
+    """Scores of the baselines in nats per held-out token."""
 
     order0: float
     bigram: float
@@ -42,15 +42,23 @@ def order0_and_bigram(
     pairs, pair_counts = np.unique(_pairs(train_ids, vocab_size), return_counts=True)
     wanted = _pairs(valid_ids, vocab_size)
     places = np.minimum(pairs.searchsorted(wanted), len(pairs) - 1)
-    seen = np.where(pairs[places] == wanted, pair_counts[places], 0)
+    is_seen = pairs[places] == wanted
+    seen = np.where(is_seen, pair_counts[places], 0)
     # The last token of the train split precedes nothing.
-    before = np.bincount(train_ids[:-1], minlength=vocab_size)[valid_ids[:-1]]
-    bigram, best_k = min((_nats((seen + k * order0) / (before + k)), float(k)) for k in ks)
+    contexts = np.bincount(train_ids[:-1], minlength=vocab_size)
+    before = contexts[valid_ids[:-1]]
+    scores = []
+    for k in ks:
+        smoothed = (seen + k * order0) / (before + k)
+        scores.append((_nats(smoothed), float(k)))
+    bigram, best_k = min(scores)
     return Baselines(order0=_nats(order0), bigram=bigram, best_k=best_k, num_targets=len(wanted))
 
 
 def _pairs(ids: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
-    pairs: npt.NDArray[np.int64] = ids[:-1].astype(np.int64) * vocab_size + ids[1:]
+    """Return one number for each pair of neighbouring ids."""
+    first_ids = ids[:-1].astype(np.int64)
+    pairs: npt.NDArray[np.int64] = first_ids * vocab_size + ids[1:]
     return pairs
 
 
