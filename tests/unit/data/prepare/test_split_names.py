@@ -117,7 +117,8 @@ BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
     **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "evaluation.md"), (SILENT, HELD)),
     **dict.fromkeys(("tests_unit/b.txt", "docs/development_notes.md"), (SILENT, SILENT)),
     **dict.fromkeys(("test_model.py", "loader_test.py"), (SAID, SAID)),
-    **dict.fromkeys(("evaluation.py", "read/eval.PY", "testing.py", "held_out.py", "report/validation.py"), (SILENT, SILENT)),
+    **dict.fromkeys(("evaluation.py", "read/eval.PY", "testing.py", "held_out.py"), (SILENT, SILENT)),
+    "report/validation.py": (SILENT, SILENT),
     # no name of a split
     **dict.fromkeys(("latest.txt", "contest.txt", "attest.txt", "protest/b.txt", "detest.txt"), (SILENT, SILENT)),
     **dict.fromkeys(("testament.txt", "invalid.txt", "developer.txt", "device/b.txt", "value.txt"), (SILENT, SILENT)),
@@ -202,7 +203,8 @@ def test_a_name_with_more_words_is_held_out_below_a_folder_with_train_in_it_and_
 
 
 def test_unit_tests_of_a_program_named_train_are_text_as_before(tmp_path: Path) -> None:
-    files = {"train.py", "model.py", "test_model.py", "tests/model_test.py", "evaluation.py", "eval.py", "validation.py"}
+    files = {"train.py", "model.py", "test_model.py", "tests/model_test.py"}
+    files |= {"evaluation.py", "eval.py", "validation.py"}
     assert splits_of(laid_out(tmp_path / "code", *files))[0]["train"] == files
 
 
