@@ -15,7 +15,7 @@ PACKAGE = ROOT / "txl_dist"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in package_files(ROOT)}
 MOST_PER_FILE = 9.0
 """Syntax nodes per line of code. OLMo-core has 7.0 on average, litgpt 7.2, lingua 7.7, nanochat 9.8."""
-MOST_ON_AVERAGE = 7.21
+MOST_ON_AVERAGE = 7.17
 """Over the package; the aim is 6.5."""
 FEWEST_LINES = 15
 """A file with fewer lines of code has no density to speak of."""
@@ -29,10 +29,7 @@ STILL_DENSE: frozenset[str] = frozenset(
         "inference/weights.py",
         "model/fused_attention.py",
         "model/relative_attention.py",
-        "planning/doctor/doctor.py",
-        "planning/dry_run.py",
         "report/inspect_run.py",
-        "report/pictures.py",
     }
 )
 """Files above the limit that wait to be unfolded."""
@@ -47,7 +44,7 @@ STILL_NESTED: dict[str, int] = {
     "model/kernels/launch.py": 1,
     "planning/doctor/checks.py": 1,
     "report/compare.py": 2,
-    "report/pictures.py": 5,
+    "report/pictures.py": 1,
     "report/records.py": 5,
     "report/report.py": 1,
     "train/callbacks.py": 2,
@@ -80,7 +77,6 @@ STILL_UNFORMATTED: frozenset[str] = frozenset(
         "model/kernels/residual_norm.py",
         "model/kernels/softmax.py",
         "report/figures.py",
-        "report/pictures.py",
         "train/report/metric_table.py",
     }
 )
@@ -91,11 +87,11 @@ STILL_OF: dict[str, int] = {
     "convert": 16,
     "data": 38,
     "evaluation": 13,
-    "inference": 19,
+    "inference": 11,
     "launcher": 1,
     "model": 25,
-    "planning": 55,
-    "report": 21,
+    "planning": 45,
+    "report": 18,
     "train": 53,
 }
 """Docstrings that begin with "Of" or "What", by package."""
@@ -104,9 +100,9 @@ STILL_SHORT: dict[str, int] = {
     "convert": 5,
     "data": 18,
     "evaluation": 3,
-    "inference": 4,
+    "inference": 3,
     "model": 10,
-    "planning": 8,
+    "planning": 7,
     "report": 4,
     "train": 20,
 }

@@ -23,7 +23,7 @@ from txl_dist.evaluation.tables import Result, part_lines, table
 from txl_dist.evaluation.target import Target, open_target
 from txl_dist.io.files import write_output
 from txl_dist.report.figures import draw_png
-from txl_dist.report.pictures import sweep
+from txl_dist.report.pictures import chart_over_lengths
 
 STATIC = Adapting()
 """Settings of an evaluation whose weights do not follow the text."""
@@ -104,7 +104,7 @@ def _write_files(outputs: Outputs, scores: Scores, results: dict[str, Result], s
         write_log_probs(outputs.log_probs, split, scores.log_p_N)
     if outputs.plot is not None:
         with_memory = {name: values for name, values in scores.results.items() if name != MEMORY_OFF}
-        chart = sweep(with_memory)
+        chart = chart_over_lengths(with_memory)
         assert chart is not None  # several lengths were scored
         write_output(outputs.plot, draw_png(chart))
     if outputs.json is not None:

@@ -1,24 +1,24 @@
 """The cached core: a model with frozen weights, run over the keys and values of the past.
 
 The plain model keeps hidden states and projects the whole memory to keys and values again for every segment. With
-weights that stay as they are, each position is projected once, and so is the encoding of each distance. Evaluation,
-scoring, generation and serving all run on this, and give what the plain model gives, to rounding.
+frozen weights each position is projected once, and so is the encoding of each distance. Evaluation, scoring,
+generation and serving all run on this core. Its results equal the plain model's up to rounding.
 
     frozen = FrozenModel(model)
-    ring = frozen.ring(num_rows=4, memory_len=512, chunk_len=64)       # what the rows remember: changed by each chunk
+    ring = frozen.ring(num_rows=4, memory_len=512, chunk_len=64)       # the rows' memory: each chunk changes it
     hidden_BTD = frozen.run(tokens_BT, ring)                           # T <= chunk_len
     log_p = frozen.log_probabilities(hidden_BTD)
 
-**The ring.** Position p stands at slot p mod R of each layer's buffer, R = memory_len + chunk_len, and again R slots
-later; so the last R positions always lie side by side, oldest first, and attention reads them as a view. A chunk is
-two copies of its own keys and values, whatever the length of the past: nothing is joined, moved or allocated. All rows
-write to the same slots; a row that remembers less has nothing at the oldest of them, and does not see them.
+**The ring.** Position p is at slot p mod R of each layer's buffer, R = memory_len + chunk_len, and again R slots later.
+So the last R positions are always contiguous, oldest first, and attention reads them as a view. A chunk costs two
+copies of its own keys and values, whatever the length of the past: nothing is joined, moved or allocated. All rows
+write to the same slots. A row that remembers less has nothing in the oldest slots, and does not see them.
 
-**The scores.** The term of the distances is one product, [queries, distances K-1 ... 0]. Behind each of its rows stand
-T - 1 cells of -inf, and row i is read T-1-i cells further on: the relative shift of `model.relative_attention` as a
-view, in which a future key has a distance below zero, and is masked by standing there. It
-is added to the products of queries and keys, and all happens to so few heads and rows at a time that their scores stay
-in a CPU's cache.
+**The scores.** The term of the distances is one product, [queries, distances K-1 ... 0]. Each of its rows is followed
+by T - 1 cells of -inf, and row i is read T-1-i cells further on. This is the relative shift of
+`model.relative_attention` as a view: a future key has a distance below zero, so it reads -inf and is masked. The view
+is added to the products of queries and keys. Few heads and rows are computed at a time, so that their scores stay in a
+CPU's cache.
 
 Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = past + T keys, N heads, H head width.
 """
@@ -48,26 +48,30 @@ from txl_dist.model.rms_norm import RmsNorm, rms_norm
 from txl_dist.model.transformer_xl import TransformerXL
 
 BLOCK_LEN = {"cpu": 128, "cuda": 512}
-"""Queries of a chunk that attend at a time, by kind of device: few of their scores are of future keys."""
+"""Queries of a chunk that attend at a time, by kind of device. Short blocks have few scores of future keys."""
 MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
-"""As many of them at a time, in heads and rows, or one row of one head: what stays in a CPU's cache, and on a GPU few
-large products."""
+"""Largest number of scores at a time, but at least one row of one head, by kind of device.
+
+On a CPU they stay in the cache. On a GPU they make few large products.
+"""
 MOST_LOGITS = 2**26
-"""At a time, in tokens times vocabulary, where no partition is given, or those of one token: 256 MiB in fp32."""
+"""Largest number of logits at a time without a partition, but at least those of one token: 256 MiB in fp32."""
 
 
 class CacheState(NamedTuple):
-    """What one row remembers, as a value of its own: to keep, to save, to give to other rows."""
+    """Memory of one row as a value, which can be kept, saved and put into other rows."""
 
     key_values: tuple[Tensor, ...]
-    """key_value_2NSH of each layer: keys, then values, at the last positions, oldest first. Layers may have fewer than
-    S of them (`train.memory_lens`)."""
+    """key_value_2NSH of each layer: keys, then values, at the last positions, oldest first.
+
+    Layers may have fewer than S positions (`train.memory_lens`).
+    """
     document_S: Tensor
     """int64: document of each of the last S <= M positions."""
 
 
 class KVCache:
-    """What some rows remember: the keys and values of each layer at the last positions. Made by `FrozenModel.ring`."""
+    """Memory of some rows: each layer's keys and values at the last positions. Made by `FrozenModel.ring`."""
 
     def __init__(
         self,
@@ -79,57 +83,66 @@ class KVCache:
         with_documents: bool,
         least_len: int = 0,
     ) -> None:
-        section, anchor = owner.model.section, owner.model.embedding.weight(0)
+        section = owner.model.section
+        weight = owner.model.embedding.weight(0)
         self.owner = owner
-        """Whose keys and values they are."""
-        self.memory_len, self.chunk_len, self.least_len = memory_len, chunk_len, least_len
+        """Model that computed the keys and values."""
+        self.memory_len = memory_len
+        self.chunk_len = chunk_len
+        self.least_len = least_len
         lens = owner.model.memory_of_layers(memory_len)
         self.memory_lens = tuple(max(length, min(least_len, memory_len)) for length in lens)
-        """Of each layer, the longest `memory_len`."""
+        """Memory length of each layer. The longest is `memory_len`."""
         self.size = memory_len + chunk_len
-        head, tail = (2, section.num_heads, num_rows), (section.head_width,)
+        self.key_values: list[Tensor] = []
         with _room_for(num_rows, memory_len=memory_len):
-            self.key_values = [
-                anchor.new_zeros(*head, 2 * (length + chunk_len) + chunk_len, *tail) for length in self.memory_lens
-            ]
+            for length in self.memory_lens:
+                num_slots = 2 * (length + chunk_len) + chunk_len
+                shape = (2, section.num_heads, num_rows, num_slots, section.head_width)
+                self.key_values.append(weight.new_zeros(shape))
         self.documents = None
         if with_documents:
             places = (num_rows, 2 * self.size + chunk_len)
-            self.documents = torch.full(places, EMPTY, dtype=torch.int64, device=anchor.device)
-        # Positions that each row remembers, by layer: more than are read, so that the last may be taken back.
+            self.documents = torch.full(places, EMPTY, dtype=torch.int64, device=weight.device)
+        # Positions that each row remembers, by layer: more than are read, so that the last can be dropped again.
         self._known_LB = np.zeros((len(lens), num_rows), dtype=np.int64)
         self._sizes_L1 = np.array(self.memory_lens)[:, None] + chunk_len
         self._position = 0  # the next one
 
     @property
     def num_rows(self) -> int:
-        """B."""
+        """B, the number of rows."""
         return self._known_LB.shape[1]
 
     @property
     def num_known(self) -> np.ndarray:
-        """Positions that each row remembers, [B], `size` at most."""
+        """Number of positions that each row remembers, [B], at most `size`."""
         num_known: np.ndarray = self._known_LB[self.memory_lens.index(self.memory_len)]
         return num_known
 
     @property
     def past_len(self) -> int:
-        """Positions of the past that a chunk reads: as many as the row with the longest one has."""
+        """Number of past positions that a chunk reads: those of the row with the longest past."""
         return min(int(self.num_known.max(initial=0)), self.memory_len)
 
     def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
-        """Make room for a chunk, of which each layer's keys and values follow. Returns mask_BTK, or None where every
-        row sees all of the past."""
-        past_len, first = self.past_len, self._position % self.size
+        """Make room for a chunk, before `write` is called with each layer's keys and values.
+
+        Returns mask_BTK, or None if every row sees all of the past.
+        """
+        past_len = self.past_len
+        first = self._position % self.size
         mask = None
         if self.documents is not None:
             assert document_BT is not None
             for start in (first, first + self.size):
                 self.documents[:, start : start + num_tokens] = document_BT
-            seen_B1K = self.documents[:, None, first + self.size - past_len : first + self.size + num_tokens]
-            mask = seen_B1K == document_BT[:, :, None]
+            here = first + self.size
+            document_B1K = self.documents[:, None, here - past_len : here + num_tokens]
+            mask = document_B1K == document_BT[:, :, None]
         elif int(self.num_known.min(initial=past_len)) < past_len:
-            begin_B = torch.from_numpy(np.maximum(past_len - self.num_known, 0)).to(self.key_values[0].device)
+            num_missing_B = np.maximum(past_len - self.num_known, 0)
+            begin_B = torch.from_numpy(num_missing_B).to(self.key_values[0].device)
             key_K = torch.arange(past_len + num_tokens, device=begin_B.device)
             mask = (key_K >= begin_B[:, None])[:, None].expand(-1, num_tokens, -1)
         self._position += num_tokens
@@ -137,13 +150,16 @@ class KVCache:
         return mask
 
     def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
-        """Put a chunk behind the past of a layer. Returns (key_NBKH, value_NBKH) of both, as views."""
-        buffer, num_tokens = self.key_values[layer], key_value_2NBTH.shape[3]
-        size, position = self.memory_lens[layer] + self.chunk_len, buffer.stride(3)
+        """Append a chunk to the past of a layer. Returns (key_NBKH, value_NBKH) of past and chunk, as views."""
+        buffer = self.key_values[layer]
+        num_tokens = key_value_2NBTH.shape[3]
+        size = self.memory_lens[layer] + self.chunk_len
+        slot_stride = buffer.stride(3)
         first = (self._position - num_tokens) % size
+        # Both copies of the slots as one view, because calls dominate the time of a single token.
         both = buffer.as_strided(
-            (2, *key_value_2NBTH.shape), (size * position, *buffer.stride()), first * position
-        )  # its two places, as one view: a token is a handful of calls
+            (2, *key_value_2NBTH.shape), (size * slot_stride, *buffer.stride()), first * slot_stride
+        )
         both.copy_(key_value_2NBTH)
         past_len = min(past_len, self.memory_lens[layer])
         key, value = buffer.narrow(3, first + size - past_len, past_len + num_tokens).unbind(0)
@@ -151,18 +167,21 @@ class KVCache:
 
     @torch.inference_mode()
     def past(self, row: int, *, without_last: int = 0, most: int | None = None) -> CacheState:
-        """A copy of what a row remembers, `memory_len` positions or `most`, as if the last so many had not been there.
+        """Copy a row's memory, `memory_len` positions or `most`, as if the last `without_last` did not exist.
 
-        As many as the ring takes at a time are taken back without a trace; for more the oldest are missing, where the
+        Up to `chunk_len` positions can be dropped so without loss. For more, the oldest positions are missing if the
         memory was full.
         """
-        length = int(np.clip(self.num_known[row] - without_last, 0, self.memory_len if most is None else most))
+        limit = self.memory_len if most is None else most
+        length = int(np.clip(self.num_known[row] - without_last, 0, limit))
         key_values = []
         for buffer, memory_len, known_B in zip(self.key_values, self.memory_lens, self._known_LB, strict=True):
             size = memory_len + self.chunk_len
             stop = self._position % size + size - without_last
-            own = min(length, int(np.clip(known_B[row] - without_last, 0, memory_len if most is None else most)))
-            key_values.append(buffer[:, :, row, stop - own : stop].clone())
+            layer_limit = memory_len if most is None else most
+            num_known = int(np.clip(known_B[row] - without_last, 0, layer_limit))
+            layer_len = min(length, num_known)
+            key_values.append(buffer[:, :, row, stop - layer_len : stop].clone())
         documents = torch.zeros(length, dtype=torch.int64, device=key_values[0].device)
         if self.documents is not None:
             stop = self._position % self.size + self.size - without_last
@@ -171,12 +190,18 @@ class KVCache:
 
     @torch.inference_mode()
     def put(self, row: int, past: CacheState) -> None:
-        """Make a row remember a past, of which the last `size` positions count, in place of its own. Of one that lacks
-        positions in a layer which reads them here, only what is behind these."""
-        num_given = past.document_S.shape[0]
-        given_L = [key_value_2NSH.shape[2] for key_value_2NSH in past.key_values]
-        lacking = [own for own, needed in zip(given_L, self.memory_lens, strict=True) if own < min(num_given, needed)]
-        self._known_LB[:, row] = np.minimum(np.minimum(given_L, min(lacking, default=num_given)), self._sizes_L1[:, 0])
+        """Replace a row's memory by the last `size` positions of a past.
+
+        A layer of the past may have fewer positions than the same layer reads here. Then the row remembers only the
+        positions that all such layers have.
+        """
+        past_len = past.document_S.shape[0]
+        lens_L = [key_value_2NSH.shape[2] for key_value_2NSH in past.key_values]
+        num_complete = past_len
+        for layer_len, memory_len in zip(lens_L, self.memory_lens, strict=True):
+            if layer_len < min(past_len, memory_len):
+                num_complete = min(num_complete, layer_len)
+        self._known_LB[:, row] = np.minimum(np.minimum(lens_L, num_complete), self._sizes_L1[:, 0])
         for buffer, memory_len, key_value_2NSH in zip(self.key_values, self.memory_lens, past.key_values, strict=True):
             _put(buffer[:, :, row], key_value_2NSH, at=self._position, size=memory_len + self.chunk_len, axis=2)
         if self.documents is not None:
@@ -185,7 +210,7 @@ class KVCache:
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order; one may be named several times."""
+        """Keep these rows only, in this order. A row may be repeated."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
         with _room_for(len(rows), memory_len=self.memory_len):
             self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
@@ -194,11 +219,11 @@ class KVCache:
         self._known_LB = self._known_LB[:, list(rows)]
 
     def forget(self, row: int) -> None:
-        """Make a row remember nothing: others read as far back as the one that knows most."""
+        """Clear a row's memory, because all rows read as far back as the row with the longest past."""
         self._known_LB[:, row] = 0
 
     def copied(self, *, memory_len: int, chunk_len: int) -> KVCache:
-        """What the rows remember, in a ring of other lengths."""
+        """Copy the rows' memory into a ring of other lengths."""
         with_documents = self.documents is not None
         ring = self.owner.ring(
             num_rows=self.num_rows,
@@ -213,22 +238,30 @@ class KVCache:
 
 
 def _put(slots: Tensor, values: Tensor, *, at: int, size: int, axis: int) -> None:
-    """Write what was before position `at`, of which the last `size` count, to both copies of its slots; those behind
-    are written before they are read."""
-    num_given, following = values.shape[axis], at % size
-    for stop, length in ((following + size, min(num_given, size)), (following, min(following, num_given))):
-        slots.narrow(axis, stop - length, length).copy_(values.narrow(axis, num_given - length, length))
+    """Write the last `size` values before position `at` to both copies of their slots.
+
+    The slots from `at` on are written before they are read.
+    """
+    num_values = values.shape[axis]
+    next_slot = at % size
+    copies = ((next_slot + size, min(num_values, size)), (next_slot, min(next_slot, num_values)))
+    for stop, length in copies:
+        place = slots.narrow(axis, stop - length, length)
+        place.copy_(values.narrow(axis, num_values - length, length))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory could not be allocated, of which torch has a class for devices, and none for hosts."""
-    words = ("can't allocate memory", "Overflow when unpacking long")  # the latter: more than can be counted
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(word in str(error) for word in words)
+    """Whether an error means that memory could not be allocated. torch has such a class for devices, not for hosts."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    message = str(error)
+    # The second: the number of bytes is larger than an integer can hold.
+    return "can't allocate memory" in message or "Overflow when unpacking long" in message
 
 
 @contextmanager
 def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
-    """Raises ConfigError where memory could not be allocated."""
+    """Raise ConfigError if memory cannot be allocated in the block."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
@@ -241,8 +274,11 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
 
 
 class _Layer(NamedTuple):
-    """A block and what is computed of its weights once. Modules look up their parameters at every call, which takes a
-    tenth of the time of a token on a CPU: so linear maps and norms are functions here."""
+    """A block, with functions and tensors that are made from its weights once.
+
+    Modules look up their parameters at every call, which takes a tenth of the time of a token on a CPU. So linear maps
+    and norms are functions here.
+    """
 
     block: Block
     attention_norm: Callable[[Tensor], Tensor]
@@ -252,14 +288,16 @@ class _Layer(NamedTuple):
     ff_gate: Callable[[Tensor], Tensor] | None
     ff_out: Callable[[Tensor], Tensor]
     weight: Tensor
-    """Of queries, keys and values, [3 N H, D]; queries are scaled by H ** -0.5, with all that is added to them, unless
-    they are normed."""
+    """Projection to queries, keys and values, [3 N H, D].
+
+    Queries and their biases are scaled by H ** -0.5 here. Normed queries are scaled after the norm instead.
+    """
     bias: Tensor | None
     query_bias_2N11H: Tensor
-    """u, v; v is 0 where the model has none."""
+    """Biases u and v, scaled by H ** -0.5. v is 0 where the model has none."""
 
     def prepare_qkv(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(query_NBTH, key_value_2NBTH) as they are attended with, where they are normed or mixed."""
+        """Return (query_NBTH, key_value_2NBTH) ready for attention, where the model norms or mixes them."""
         query, key, value = projected_3NBTH.unbind(0)
         attention = self.block.attention
         if attention.norm_eps is not None:
@@ -267,22 +305,25 @@ class _Layer(NamedTuple):
         return query, torch.stack(attention.prepare_kv(key, value, first_value))
 
     def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
-        """As `Block.finish`, in evaluation, of positions S of any rows."""
-        hidden, pre_norm = hidden_SD + self.output(context_SD), self.block.pre_norm
-        if not pre_norm:
-            hidden = self.attention_norm(hidden)
-        given = self.ff_norm(hidden) if pre_norm else hidden
-        inner = self.ff_in(given)
+        """Compute the layer's output as `Block.finish` does in evaluation, for positions S of any rows."""
+        hidden = hidden_SD + self.output(context_SD)
+        if self.block.pre_norm:
+            ff_input = self.ff_norm(hidden)
+        else:
+            hidden = ff_input = self.attention_norm(hidden)
+        inner = self.ff_in(ff_input)
         if self.ff_gate is not None:
-            inner = swiglu(inner, self.ff_gate(given))
+            inner = swiglu(inner, self.ff_gate(ff_input))
         else:
             inner = ACTIVATIONS[self.block.activation](inner)
         hidden = hidden + self.ff_out(inner)
-        return hidden if pre_norm else self.ff_norm(hidden)
+        if self.block.pre_norm:
+            return hidden
+        return self.ff_norm(hidden)
 
 
 def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a linear map or a layer norm computes, with its parameters at hand."""
+    """Make a function of a linear map or a norm, which holds the parameters."""
     if isinstance(module, nn.Linear):
         return partial(F.linear, weight=module.weight, bias=module.bias)
     if isinstance(module, RmsNorm):
@@ -293,33 +334,33 @@ def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _Parts(NamedTuple):
-    """A chunk's attention, cut so that the scores of a part stay in a CPU's cache."""
+    """Attention of a chunk in parts, whose scores stay in a CPU's cache."""
 
     slices: list[tuple[slice, slice, slice]]
-    """Heads, rows and queries of each part; several rows only of as many heads as there is room for with all rows."""
+    """Heads, rows and queries of each part. Rows are split only where a single head has too many scores."""
     buffer: Tensor
-    """For the scores of one part."""
+    """Buffer for the scores of one part."""
 
     @classmethod
     def of(cls, num_heads: int, num_rows: int, num_tokens: int, *, num_keys: int, like: Tensor) -> _Parts:
-        """Of a chunk of more than one token."""
+        """Divide a chunk of more than one token into parts."""
         kind = "cuda" if like.is_cuda else "cpu"
-        queries, most = min(num_tokens, BLOCK_LEN[kind]), MOST_SCORES[kind]
-        lane = queries * (num_keys + queries - 1)
-        rows = min(num_rows, max(1, most // lane))
-        heads = min(num_heads, max(1, most // (lane * num_rows)))
-        slices = itertools.product(
-            [slice(n, n + heads) for n in range(0, num_heads, heads)],
-            [slice(b, b + rows) for b in range(0, num_rows, rows)],
-            [slice(i, min(i + queries, num_tokens)) for i in range(0, num_tokens, queries)],
-        )
-        return cls(list(slices), like.new_empty(heads * rows * lane))
+        most = MOST_SCORES[kind]
+        queries = min(num_tokens, BLOCK_LEN[kind])
+        num_scores = queries * (num_keys + queries - 1)  # of one head and row
+        rows = min(num_rows, max(1, most // num_scores))
+        heads = min(num_heads, max(1, most // (num_scores * num_rows)))
+        head_slices = [slice(n, n + heads) for n in range(0, num_heads, heads)]
+        row_slices = [slice(b, b + rows) for b in range(0, num_rows, rows)]
+        query_slices = [slice(i, min(i + queries, num_tokens)) for i in range(0, num_tokens, queries)]
+        slices = list(itertools.product(head_slices, row_slices, query_slices))
+        return cls(slices, like.new_empty(heads * rows * num_scores))
 
 
 class FrozenModel:
-    """A model whose weights do not change any more; in evaluation mode, with relative positions.
+    """Model with frozen weights, in evaluation mode, with relative positions.
 
-    Raises ConfigError if its positions know no memory (`sections.SCHEMES`).
+    Raises ConfigError if its positions support no memory (`config.schema.SCHEMES`).
     """
 
     @torch.inference_mode()
@@ -330,17 +371,21 @@ class FrozenModel:
                 "Run the model itself, on whole segments."
             )
         assert not model.training
-        self.model, section = model, model.section
+        self.model = model
+        section = model.section
         self.layers: list[_Layer] = []
         scale = section.head_width**-0.5
         for block in cast(list[Block], list(model.blocks)):
             attention = block.attention
-            content, position = attention.content_bias, attention.position_bias
+            content = attention.content_bias
+            position: Tensor | None = attention.position_bias
             assert content is not None
+            if position is None:
+                position = torch.zeros_like(content)
             value_bias = attention.key_value.value_bias
             bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
-            biases = torch.stack([content, torch.zeros_like(content) if position is None else position])
-            # Queries that are normed are scaled behind that.
+            biases = torch.stack([content, position])
+            # Normed queries are scaled after the norm.
             query_scale = 1.0 if section.query_key_norm else scale
             weight = torch.cat([attention.query.weight * query_scale, attention.key_value.weight])
             self.layers.append(
@@ -358,7 +403,7 @@ class FrozenModel:
                 )
             )
         self.tables = model.softmax.tables()
-        self._finishes = section.query_key_norm or section.value_residual
+        self._prepares_qkv = section.query_key_norm or section.value_residual
         self._window = {"off": None, "memory": 0, "memory_and_self": 1}[section.same_length]
         self._distances: list[tuple[Tensor, Tensor | None]] = []
 
@@ -372,12 +417,12 @@ class FrozenModel:
         with_documents: bool = False,
         least_len: int = 0,
     ) -> KVCache:
-        """A memory of `memory_len` tokens for some rows, that holds nothing; at most `chunk_len` are run at a time.
+        """Make an empty memory of `memory_len` tokens for some rows; at most `chunk_len` tokens are run at a time.
 
-        `with_documents`: each chunk comes with the document of each of its tokens, and sees no other. `least_len`: a
-        layer whose memory is shorter by training has no shorter one here, as far as `memory_len` goes.
+        `with_documents`: each chunk comes with the document of each token, which sees no other document. `least_len`:
+        shortest memory of any layer, as far as `memory_len` allows, even if the layer's memory was shorter in training.
 
-        Raises ConfigError if there is no room for it, or a query would see nothing.
+        Raises ConfigError if there is no room for it, or if a query would see nothing.
         """
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
@@ -392,16 +437,21 @@ class FrozenModel:
 
     @torch.inference_mode()
     def past_of(self, memory: Memory) -> list[CacheState]:
-        """What each lane of a memory of hidden states remembers, as keys and values."""
+        """Convert a memory of hidden states to keys and values, one `CacheState` per lane."""
         key_values: list[Tensor] = []
         for layer, hidden_BMD in zip(self.layers, memory.hidden, strict=True):
             first_value = key_values[0].select(-3, 1) if key_values else None
             key_values.append(layer.block.project_key_value(hidden_BMD, first_value))
         pasts = []
         for lane, document_M in enumerate(memory.document_BM):
-            first = int((document_M == EMPTY).sum())
-            held = [one[lane, max(0, one.shape[1] - (memory.memory_len - first)) :] for one in key_values]
-            pasts.append(CacheState(tuple(one.permute(1, 2, 0, 3) for one in held), document_M[first:]))
+            num_empty = int((document_M == EMPTY).sum())
+            num_known = memory.memory_len - num_empty
+            lane_key_values = []
+            for key_value_BM2NH in key_values:
+                first = max(0, key_value_BM2NH.shape[1] - num_known)
+                key_value_S2NH = key_value_BM2NH[lane, first:]
+                lane_key_values.append(key_value_S2NH.permute(1, 2, 0, 3))
+            pasts.append(CacheState(tuple(lane_key_values), document_M[num_empty:]))
         return pasts
 
     @torch.inference_mode()
@@ -413,22 +463,26 @@ class FrozenModel:
         document_BT: Tensor | None = None,
         partition: Partition | None = None,
     ) -> Tensor:
-        """hidden_BTD of a chunk, as `TransformerXL.forward` gives it; `ring` then remembers the chunk too.
+        """Compute hidden_BTD of a chunk, as `TransformerXL.forward` does, and append the chunk to `ring`.
 
-        `document_BT` (int64, >= 0) if the ring was made for documents; `partition` as there.
+        `document_BT` (int64, >= 0) if the ring was made `with_documents`. `partition` as in `TransformerXL.forward`.
         """
-        return self.run_embedded(self.model.embedding(tokens_BT, partition=partition), ring, document_BT=document_BT)[
-            -1
-        ]
+        embedded_BTD = self.model.embedding(tokens_BT, partition=partition)
+        return self.run_embedded(embedded_BTD, ring, document_BT=document_BT)[-1]
 
     @torch.inference_mode()
     def run_embedded(self, embedded_BTD: Tensor, ring: KVCache, *, document_BT: Tensor | None = None) -> list[Tensor]:
-        """As `run`, of vectors in place of tokens: the input of each layer, then the output of the last, normed."""
+        """Run a chunk of vectors instead of tokens; see `run`.
+
+        Returns the input of each layer, then the normed output of the last one, [B, T, D] each.
+        """
         num_tokens = embedded_BTD.shape[1]
         assert num_tokens <= ring.chunk_len
         past_len = ring.past_len
         mask_BTK = ring.advance(num_tokens, document_BT)
-        hidden_SD, known, hiddens = embedded_BTD.flatten(0, 1), self._distances_of(ring.size), []
+        hidden_SD = embedded_BTD.flatten(0, 1)
+        layer_distances = self._distances_of(ring.size)
+        hiddens = []
         section = self.model.section
         num_keys = past_len + num_tokens
         shape_BT3NH = (ring.num_rows, num_tokens, 3, section.num_heads, section.head_width)
@@ -436,8 +490,9 @@ class FrozenModel:
         if num_tokens > 1:
             parts = _Parts.of(section.num_heads, ring.num_rows, num_tokens, num_keys=num_keys, like=embedded_BTD)
             attend = partial(self._attend, parts=parts)
-        embedded_SD, first_value = hidden_SD, None
-        for index, (layer, distances) in enumerate(zip(self.layers, known, strict=True)):
+        embedded_SD = hidden_SD
+        first_value = None
+        for index, (layer, distances) in enumerate(zip(self.layers, layer_distances, strict=True)):
             if section.residual_scalars:
                 hidden_SD = self.model.residuals[index](hidden_SD, embedded_SD)
             hiddens.append(hidden_SD.view_as(embedded_BTD))
@@ -445,36 +500,42 @@ class FrozenModel:
             projected = F.linear(normed, layer.weight, layer.bias)
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
             query_NBTH, key_value_2NBTH = projected_3NBTH[0], projected_3NBTH[1:]
-            if self._finishes:
+            if self._prepares_qkv:
                 query_NBTH, key_value_2NBTH = layer.prepare_qkv(projected_3NBTH, first_value)
-                first_value = key_value_2NBTH[1] if index == 0 else first_value
+                if index == 0:
+                    first_value = key_value_2NBTH[1]
             key_NBKH, value_NBKH = ring.write(index, key_value_2NBTH, past_len=past_len)
             query_2NBTH = query_NBTH + layer.query_bias_2N11H
             window = num_keys if self._window is None else ring.memory_lens[index] + self._window
             mask = None if mask_BTK is None else mask_BTK[:, :, num_keys - key_NBKH.shape[2] :]
             context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask, window=window)
-            hidden_SD = layer.finish(hidden_SD, context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1))
+            context_SI = context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1)
+            hidden_SD = layer.finish(hidden_SD, context_SI)
         return [*hiddens, self.model.final_norm(hidden_SD).view_as(embedded_BTD)]
 
     @torch.inference_mode()
     def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
-        """log p of the whole vocabulary, [S, V], at least fp32."""
+        """Compute log p of the whole vocabulary, [S, V], at least fp32."""
         return self.model.softmax.log_probabilities(hidden_SD, tables=self.tables)
 
     @torch.inference_mode()
     def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
-        """nll_BT in nats of given targets, at least fp32; of some tokens at a time, if no partition of all is given."""
-        softmax, num_tokens = self.model.softmax, targets_BT.numel()
+        """Compute nll_BT in nats of the targets, at least fp32. Without a partition, tokens are taken in parts."""
+        softmax = self.model.softmax
+        num_tokens = targets_BT.numel()
         most = num_tokens if partition is not None else max(1, MOST_LOGITS // self.model.vocab_size)
         if num_tokens <= most:
             return softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
-        hidden_1SD, targets_1S = hidden_BTD.flatten(0, 1)[None], targets_BT.flatten()[None]
-        parts = zip(hidden_1SD.split(most, dim=1), targets_1S.split(most, dim=1), strict=True)
-        return torch.cat([softmax.losses(*part, tables=self.tables) for part in parts], dim=1).view(targets_BT.shape)
+        hidden_parts = hidden_BTD.flatten(0, 1)[None].split(most, dim=1)
+        target_parts = targets_BT.flatten()[None].split(most, dim=1)
+        nll_parts = []
+        for hidden_1sD, targets_1s in zip(hidden_parts, target_parts, strict=True):
+            nll_parts.append(softmax.losses(hidden_1sD, targets_1s, tables=self.tables))
+        return torch.cat(nll_parts, dim=1).view(targets_BT.shape)
 
     @torch.inference_mode()
     def top1_correct(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """hit_BT: 1.0 where the target is the most probable token."""
+        """Return top1_BT, 1.0 where the target is the most probable token, else 0.0."""
         return self.model.softmax.top1_correct(hidden_BTD, targets_BT, tables=self.tables)
 
     def _attend(
@@ -488,11 +549,16 @@ class FrozenModel:
         window: int,
         parts: _Parts,
     ) -> Tensor:
-        """context_NBTH. `distances` are S or more, down to that of a query to itself; those of `window` keys count."""
-        (N, B, T, H), K = query_2NBTH.shape[1:], key_NBKH.shape[2]
+        """Attend with several queries per row. Returns context_NBTH.
+
+        `distances` are K or more, down to that of a query to itself. A query sees at most `window` keys.
+        """
+        N, B, T, H = query_2NBTH.shape[1:]
+        K = key_NBKH.shape[2]
         context_NBTH = query_2NBTH.new_empty(N, B, T, H)
         for heads, rows, queries in parts.slices:
-            keys = slice(max(0, K - T + queries.start + 1 - window), K - T + queries.stop)
+            first_key = max(0, K - T + queries.start + 1 - window)
+            keys = slice(first_key, K - T + queries.stop)
             num_keys = keys.stop - keys.start
             content_query, position_query = query_2NBTH[:, heads, rows, queries]
             distance_NHS, bias_NS = distances
@@ -506,19 +572,15 @@ class FrozenModel:
             if mask_BTK is not None:
                 scores.masked_fill_(~mask_BTK[rows, queries, keys], float("-inf"))
             # Heads and rows as one dimension, of views.
-            content_query, key, value, out, scores = (
-                x.flatten(0, 1)
-                for x in (
-                    content_query,
-                    key_NBKH[heads, rows, keys],
-                    value_NBKH[heads, rows, keys],
-                    context_NBTH[heads, rows, queries],
-                    scores,
-                )
-            )
+            content_query = content_query.flatten(0, 1)
+            key = key_NBKH[heads, rows, keys].flatten(0, 1)
+            value = value_NBKH[heads, rows, keys].flatten(0, 1)
+            out = context_NBTH[heads, rows, queries].flatten(0, 1)
+            scores = scores.flatten(0, 1)
             scores.baddbmm_(content_query, key.transpose(1, 2))
-            if scores.dtype == at_least_fp32(scores.dtype):  # softmax in place; torch's own would copy what it is given
-                total = scores.sub_(scores.amax(-1, keepdim=True)).exp_().sum(-1, keepdim=True)
+            if scores.dtype == at_least_fp32(scores.dtype):  # softmax in place, where torch's own copies
+                scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+                total = scores.sum(-1, keepdim=True)
                 torch.bmm(scores, value, out=out).div_(total)
             else:
                 torch.bmm(scores.softmax(-1), value, out=out)
@@ -534,8 +596,9 @@ class FrozenModel:
         *,
         window: int,
     ) -> Tensor:
-        """As `_attend`, of one query per row: few operations count for more than a cache."""
-        (N, B, _, H), (distance_NHS, bias_NS) = query_2NB1H.shape[1:], distances
+        """Attend with one query per row; see `_attend`. Here few operations matter more than a CPU's cache."""
+        N, B, _, H = query_2NB1H.shape[1:]
+        distance_NHS, bias_NS = distances
         K = min(key_NBKH.shape[2], window)
         if window < key_NBKH.shape[2]:
             key_NBKH, value_NBKH = key_NBKH[:, :, -K:], value_NBKH[:, :, -K:]
@@ -551,9 +614,10 @@ class FrozenModel:
         return torch.bmm(probabilities, value).view(N, B, 1, H)
 
     def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Per layer (encodings as it sees them, its learned bias, scaled) of that many distances or more, S-1 ... 0.
+        """Return each layer's (distance_NHS, bias_NS or None), scaled, of `num_distances` or more, S-1 ... 0.
 
-        They are kept, being the same for every chunk."""
+        They are kept, because they are the same for every chunk.
+        """
         if not self._distances or self._distances[0][0].shape[2] < num_distances:
             scale = self.model.section.head_width**-0.5
             self._distances = []
@@ -572,9 +636,13 @@ class FrozenModel:
 def _scores_by_distance(
     query_NBTH: Tensor, distance_NHK: Tensor, bias_NK: Tensor | None, *, num_masked: int, buffer: Tensor
 ) -> Tensor:
-    """scores_NBTK of keys whose distances from the last query are K-1 ... 0, as a view of a buffer of at least
-    N * B * T * (K + T - 1). Those of the `num_masked` largest distances are -inf, and those of distances below 0."""
-    (N, B, T, H), K = query_NBTH.shape, distance_NHK.shape[2]
+    """Compute scores_NBTK by distance, of keys whose distances from the last query are K-1 ... 0.
+
+    They are a view of `buffer`, which has at least N * B * T * (K + T - 1) numbers. Scores of the `num_masked` largest
+    distances and of distances below 0 are -inf.
+    """
+    N, B, T, H = query_NBTH.shape
+    K = distance_NHK.shape[2]
     row_len = K + T - 1
     scores_NSR = buffer[: N * B * T * row_len].view(N, B * T, row_len)
     torch.bmm(query_NBTH.reshape(N, B * T, H), distance_NHK, out=scores_NSR[:, :, :K])

@@ -1,1 +1,1 @@
-"""What a run will cost, before it starts."""
+"""Predictions of the cost of a run, before it starts."""

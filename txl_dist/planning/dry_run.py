@@ -1,4 +1,4 @@
-"""What a run would be, without running it: `txl train --dry-run`."""
+"""`txl train --dry-run`: description of a run without running it: settings, batch, data, cost, warnings."""
 
 from __future__ import annotations
 
@@ -28,19 +28,25 @@ from txl_dist.train.warm_start import initial_weights
 
 
 def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iterator[str]:
-    """Everything `--dry-run` prints: settings, then what they make of a run. Raises TxlError where a real run would.
+    """Yield all that `--dry-run` prints: the settings, then the run that follows from them.
 
-    `shows_all`: every setting, not only those that differ from the defaults.
+    `shows_all` prints every setting, not only those that differ from the defaults.
+
+    Raises TxlError where a real run would.
     """
     device = torch.device("cuda" if uses_gpu() else "cpu")
     ranks = RankInfo(0, world_size, 0, device, num_threads=torch.get_num_threads())
     jobs = check_jobs(config, ranks=ranks)
-    first = jobs[0][1].corpora.first
+    _, first_job = jobs[0]
+    first_corpus = first_job.corpora.first
     if config.run.init:
-        initial_weights(config, first)
-    yield config_to_toml(config) if shows_all else changes_to_toml(config)
-    warnings = warnings_on_evaluation(config, first)
-    stream = jobs[0][1].corpora.begin
+        initial_weights(config, first_corpus)
+    if shows_all:
+        yield config_to_toml(config)
+    else:
+        yield changes_to_toml(config)
+    warnings = warnings_on_evaluation(config, first_corpus)
+    stream = first_job.corpora.begin
     for steps, job in jobs:
         if config.train.phases:
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
@@ -52,26 +58,33 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
         warnings += warnings_on_settings(job.config, plan=job.plan)
         warnings += warnings_on_repetition(job.config, job.corpora.train, stream, step=steps.start)
         parameters = count_parameters(job.config.model, vocab_size=job.vocab_size)
-        warnings += warnings_on_size(parameters, tokens=sum(split.tokens for split in job.corpora.train))
+        num_tokens = sum(split.tokens for split in job.corpora.train)
+        warnings += warnings_on_size(parameters, tokens=num_tokens)
         stream = stream.advanced(len(steps) * job.config.train.segment_len)
-    yield from (f"warning: {sentence}" for sentence in dict.fromkeys(warnings))
+    for warning in dict.fromkeys(warnings):
+        yield f"warning: {warning}"
 
 
 def describe_cost(job: RunContext, *, num_steps: int) -> Iterator[str]:
-    """Lines for a dry run: operations of so many steps, and predicted bytes per rank."""
-    train, device, on_gpu = job.config.train, job.ranks.device, job.ranks.device.type == "cuda"
-    parts = flops_by_part(
-        job.config.model,
+    """Yield the operations of so many steps, the predicted bytes per rank, and the size of a checkpoint."""
+    config = job.config
+    device = job.ranks.device
+    on_gpu = device.type == "cuda"
+    flops = flops_by_part(
+        config.model,
         vocab_size=job.vocab_size,
-        segment_len=train.segment_len,
-        memory_lens=train.memory_per_layer(job.config.model.num_layers),
+        segment_len=config.train.segment_len,
+        memory_lens=config.train.memory_per_layer(config.model.num_layers),
         microbatch_lanes=job.plan.microbatch_lanes,
     )
-    total = sum(parts.values()) * job.plan.tokens_per_step
-    yield f"cost: {per_token(parts)}, {total / 1e9:,.1f} GFLOP per step, {total * num_steps:.3g} FLOP in all"
-    held = bytes_per_rank(job.config, plan=job.plan, vocab_size=job.vocab_size, on_gpu=on_gpu)
-    listed = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in held.items())
-    yield f"memory per rank, estimated: {sum(held.values()) / 2**20:,.1f} MiB besides the program ({listed})"
-    whose = "a GPU" if on_gpu else "this machine, left for all its ranks"
-    yield f"memory of {whose}: {room_bytes(device) / 2**20:,.1f} MiB"
-    yield f"checkpoint: {checkpoint_size(job.config, vocab_size=job.vocab_size)}"
+    step_flops = sum(flops.values()) * job.plan.tokens_per_step
+    total_flops = step_flops * num_steps
+    yield f"cost: {per_token(flops)}, {step_flops / 1e9:,.1f} GFLOP per step, {total_flops:.3g} FLOP in all"
+    needed = bytes_per_rank(config, plan=job.plan, vocab_size=job.vocab_size, on_gpu=on_gpu)
+    needed_mib = {name: size / 2**20 for name, size in needed.items()}
+    total_mib = sum(needed.values()) / 2**20
+    listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in needed_mib.items())
+    yield f"memory per rank, estimated: {total_mib:,.1f} MiB besides the program ({listed})"
+    owner = "a GPU" if on_gpu else "this machine, left for all its ranks"
+    yield f"memory of {owner}: {room_bytes(device) / 2**20:,.1f} MiB"
+    yield f"checkpoint: {checkpoint_size(config, vocab_size=job.vocab_size)}"

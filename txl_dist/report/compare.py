@@ -19,7 +19,7 @@ import numpy as np
 from txl_dist.console.formatting import bounded, counted, format_table, printable
 from txl_dist.errors import ConfigError
 from txl_dist.report.figures import Line
-from txl_dist.report.pictures import Axis, Kind, Picture, PlotRow, picture_of, places, shortened
+from txl_dist.report.pictures import Axis, Kind, Picture, PlotRow, picture_of, shortened, x_values
 from txl_dist.report.records import is_number
 from txl_dist.report.report import check_writable, setting_rows, write_page
 from txl_dist.report.summary import RunRecords, best, facts_of, fixed, read_run
@@ -187,7 +187,7 @@ def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> d
     for row in rows:
         tables = [run.history.train if row.of == "train" else run.history.held_out for run in runs]
         lines = [
-            Line(label, places(run, table, row, hours=hours), table[row.columns[""]])
+            Line(label, x_values(run, table, row, hours=hours), table[row.columns[""]])
             for label, run, table in zip(labels, runs, tables, strict=True)
         ]
         groups[row.group].append(picture_of(row, lines, hours=hours))

@@ -1,15 +1,15 @@
-"""The pictures of a run's report: which numbers, against what, in which unit, and a sentence where there are none.
+"""Pictures of a run's report: which numbers, over which axis, in which unit, and a sentence where there are none.
 
-Each is a row of `_ROWS`, and `picture_of` draws them all, those of `txl compare` too. Numbers of the training over its
-steps stand in the table of metrics; losses, and what the memory does, here. What is no curve over the training, such
-as a loss over the length of the memory, finds its points itself.
+Each picture over the training is a row of `_ROWS`. `picture_of` draws the rows, those of `txl compare` too. Rows of
+metrics come from the metric table; rows of losses and of memory are here. A picture over another axis, such as the loss
+over the length of the memory, has a function of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from txl_dist.console.formatting import format_count
 from txl_dist.report.figures import COLOURS, Chart, Line, Mark, draw
-from txl_dist.report.records import Event, FloatArray, PartName, Parts, RecordTable, Scores
+from txl_dist.report.records import Event, FloatArray, LossPart, PartName, Parts, RecordTable, Scores
 from txl_dist.report.summary import TROUBLES, RunRecords, corpus_name
 from txl_dist.train.report.metric_table import METRICS
 
@@ -26,266 +26,432 @@ _MARKS = {
     "dashed lines": {"start": "resumed", "rewound": TROUBLES["rewound"]},
     "triangles": {event: word for event, word in TROUBLES.items() if event != "rewound"},
 }
-"""By how they look: events, and what people call them."""
+"""Events that pictures mark and their words for people, by the shape of the mark."""
 _MAX_LABEL = 22
+"""Characters of a name in the legend."""
+_MAX_DESCRIBED = 6
+"""Lines that the description of a picture has in words."""
+_SHORT_HOURS = 2
+"""Hours of work below which an axis of time is in minutes."""
 _NUM_BINS = 8
-"""Of positions in the segment: enough tokens in each to see more than chance."""
+"""Bins of positions in the segment: each has enough tokens to see more than chance."""
 
 Kind = Literal["train", "eval", "look", "layers", "all"]
 Axis = Literal["step", "tokens", "hours", "position"]
 
 
 class Picture(NamedTuple):
-    """A figure of the page, or why there is none."""
+    """A figure of the page, or the reason why there is none."""
 
     title: str
     svg: Markup
-    """Empty where there is nothing to draw."""
+    """Picture as SVG; empty where there is nothing to draw."""
     caption: str
 
 
 class PlotRow(NamedTuple):
-    """A picture: of columns of the records over the training, if not of something else."""
+    """Definition of a picture: columns of the records, an axis, a unit and texts."""
 
     group: str
     title: str
     unit: str
-    """Of the vertical axis, and what it shows."""
+    """Label of the vertical axis, with its unit."""
     columns: dict[str, str]
-    """By the word for each in the legend. PREFIX_ stands for PREFIX_0, PREFIX_1 ..."""
+    """Columns by their word in the legend. PREFIX_ stands for PREFIX_0, PREFIX_1 ..."""
     of: Kind = "train"
-    """Kind of the records; all are training and evaluations, a line each."""
+    """Kind of the records; `all` has a line for training and one for each evaluation."""
     by: Axis = "step"
     is_log: bool = False
     caption: str = ""
     missing: str = ""
-    """Why a run may not have it."""
+    """Reason why a run may lack these numbers."""
 
 
 _LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
-_BESIDE = ("embedding", "softmax")
+_NOT_LAYERS = ("embedding", "softmax")
 _LAYERS = "Layer 0 is nearest the text."
-_ROWS = (
+_LOSS_ROWS = (
     PlotRow(_LOSS, "Loss against tokens", _NATS, {"": "loss"}, "all", "tokens", is_log=True),
     PlotRow(_LOSS, "Loss against time", _NATS, {"": "loss"}, "all", "hours", is_log=True),
-    PlotRow(_LOSS, "Bits per byte", "bits per byte of text", {"": "bits_per_byte"}, "all", "tokens", is_log=True,
-        caption="The loss per byte of text, which does not depend on the tokenizer."),
-    PlotRow(_LOSS, "Accuracy", "% of the tokens", {"": "accuracy_pct"}, "all", "tokens",
+    PlotRow(
+        _LOSS,
+        "Bits per byte",
+        "bits per byte of text",
+        {"": "bits_per_byte"},
+        "all",
+        "tokens",
+        is_log=True,
+        caption="The loss per byte of text, which does not depend on the tokenizer.",
+    ),
+    PlotRow(
+        _LOSS,
+        "Accuracy",
+        "% of the tokens",
+        {"": "accuracy_pct"},
+        "all",
+        "tokens",
         caption="How often the most probable token is the target.",
-        missing="metrics.accuracy_every_steps and eval.accuracy are off"),
-    PlotRow(_LOSS, "Held-out loss per cluster of the vocabulary", _NATS, {"cluster": "loss_cluster_"}, "eval",
-        is_log=True, caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
-        missing="there is one cluster only, or no evaluation yet"),
-    PlotRow(_MEMORY, "Gain from the memory", "loss without less loss with, nats", {"": "memory_gain"}, "look",
-        caption="How much lower the loss per token is with memory than without."),
-    PlotRow(_MEMORY, "Size of the memory", "root mean square", {"layer": "memory_norm_"}, "look",
-        caption=f"How large the hidden states in memory are. {_LAYERS}"),
-    PlotRow(_MEMORY, "Attention on memory", "share of attention, %", {"layer": "memory_attention_pct_"}, "look",
-        caption=f"The rest falls on the segment. {_LAYERS}"),
-    *(PlotRow(one.curve.group, one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log,
-          missing=one.curve.missing) for one in METRICS.values() if one.curve),
-    *(PlotRow("Layers", title, unit, {"layer": f"{name}_"} | {word: f"{name}_{word}" for word in beside}, "layers",
-          is_log=True, caption=f"{caption} {_LAYERS}", missing="metrics.norms_every_steps is off")
-      for title, unit, name, beside, caption in (
-          ("Gradients", "norm before clipping", "gradient_norm", _BESIDE, "The embedding's are with those of weights "
-           "that the softmax shares with it."),
-          ("Weights", "norm", "weight_norm", _BESIDE, ""),
-          ("Activations", "root mean square", "activation_rms", (), "What a layer gives to the next, without dropout."),
-      )),
-    PlotRow("Speed", "Time per rank", "ms per step",
-        {word: f"{word}_rank_ms" for word in ("fastest", "median", "slowest")},
-        caption="A rank's own part of a step, before it meets another.", missing="there is one rank only"),
-)  # fmt: skip
+        missing="metrics.accuracy_every_steps and eval.accuracy are off",
+    ),
+    PlotRow(
+        _LOSS,
+        "Held-out loss per cluster of the vocabulary",
+        _NATS,
+        {"cluster": "loss_cluster_"},
+        "eval",
+        is_log=True,
+        caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
+        missing="there is one cluster only, or no evaluation yet",
+    ),
+)
+_MEMORY_ROWS = (
+    PlotRow(
+        _MEMORY,
+        "Gain from the memory",
+        "loss without less loss with, nats",
+        {"": "memory_gain"},
+        "look",
+        caption="How much lower the loss per token is with memory than without.",
+    ),
+    PlotRow(
+        _MEMORY,
+        "Size of the memory",
+        "root mean square",
+        {"layer": "memory_norm_"},
+        "look",
+        caption=f"How large the hidden states in memory are. {_LAYERS}",
+    ),
+    PlotRow(
+        _MEMORY,
+        "Attention on memory",
+        "share of attention, %",
+        {"layer": "memory_attention_pct_"},
+        "look",
+        caption=f"The rest falls on the segment. {_LAYERS}",
+    ),
+)
+
+
+def _metric_rows() -> Iterator[PlotRow]:
+    """Yield a picture for each metric of the metric table that has a curve."""
+    for metric in METRICS.values():
+        curve = metric.curve
+        if curve:
+            columns = {"": metric.name}
+            yield PlotRow(curve.group, curve.title, curve.axis, columns, is_log=curve.is_log, missing=curve.missing)
+
+
+def _layer_row(title: str, unit: str, name: str, *, others: Sequence[str] = (), caption: str = "") -> PlotRow:
+    """Return a picture of one line per layer, and one for each of the `others`: modules that are no layers."""
+    columns = {"layer": f"{name}_"}
+    for word in others:
+        columns[word] = f"{name}_{word}"
+    missing = "metrics.norms_every_steps is off"
+    return PlotRow(
+        "Layers", title, unit, columns, "layers", is_log=True, caption=f"{caption} {_LAYERS}", missing=missing
+    )
+
+
+_LAYER_ROWS = (
+    _layer_row(
+        "Gradients",
+        "norm before clipping",
+        "gradient_norm",
+        others=_NOT_LAYERS,
+        caption="The embedding's are with those of weights that the softmax shares with it.",
+    ),
+    _layer_row("Weights", "norm", "weight_norm", others=_NOT_LAYERS),
+    _layer_row(
+        "Activations",
+        "root mean square",
+        "activation_rms",
+        caption="What a layer gives to the next, without dropout.",
+    ),
+)
+_RANK_ROW = PlotRow(
+    "Speed",
+    "Time per rank",
+    "ms per step",
+    {"fastest": "fastest_rank_ms", "median": "median_rank_ms", "slowest": "slowest_rank_ms"},
+    caption="A rank's own part of a step, before it meets another.",
+    missing="there is one rank only",
+)
+_ROWS = (*_LOSS_ROWS, *_MEMORY_ROWS, *_metric_rows(), *_LAYER_ROWS, _RANK_ROW)
+"""All pictures over the training, in the order of the page."""
 _LOSS_BY_POSITION = PlotRow(_MEMORY, "Loss per position in the segment", _NATS, {}, by="position", is_log=True)
 _GAIN_BY_POSITION = PlotRow(
-    _MEMORY, "Gain from the memory per position", "loss without less loss with, nats", {}, by="position",
-    caption="How much higher the loss on the same tokens is behind an empty memory. The first tokens of a segment have "
-    "only the memory behind them.",
-)  # fmt: skip
+    _MEMORY,
+    "Gain from the memory per position",
+    "loss without less loss with, nats",
+    {},
+    by="position",
+    caption="How much higher the loss on the same tokens is after an empty memory. The first tokens of a segment have "
+    "only the memory before them.",
+)
 
 
 def pictures_of(run: RunRecords) -> dict[str, list[Picture]]:
-    """All pictures of a report, by the heading that they stand under."""
+    """Draw all pictures of a run's report, by the heading of their group."""
     groups: dict[str, list[Picture]] = {row.group: [] for row in _ROWS}
-    groups[_MEMORY].append(_positions(run))
-    hours, train = run.history.hours, run.history.train
-    tables = {
-        "train": {"": train},
-        "eval": {"": run.history.held_out},
-        "look": {"": run.history.look},
-        "layers": {"": run.history.layers},
-        "all": {"training": train} | {corpus_name(kind): table for kind, table in run.history.evals.items()},
-    }
+    groups[_MEMORY].append(_position_picture(run))
+    hours = run.history.hours
     for row in _ROWS:
-        lines = [
-            Line(
-                shortened(" ".join(filter(None, (name, word, column.removeprefix(prefix))))),
-                places(run, table, row, hours=hours),
-                table[column],
-            )
-            for name, table in tables[row.of].items()
-            for word, prefix in row.columns.items()
-            for column in spread(table.numbered(prefix), most=len(COLOURS)) or [prefix]
-        ]
-        missing = "; ".join(run.no_bits.values()) if row.title == "Bits per byte" else row.missing
-        left_out = {
-            few(word, len(table.numbered(prefix)))
-            for table in tables[row.of].values()
-            for word, prefix in row.columns.items()
-        }
-        row = row._replace(missing=missing, caption=" ".join(filter(None, [row.caption, *sorted(left_out)])))
-        picture = picture_of(row, lines, hours=hours, marks=_marks(run, row))
-        groups[row.group].append(picture)
+        lines = _lines(run, row, hours=hours)
+        captions = [row.caption, *_omitted_lines(run, row)]
+        row = row._replace(caption=" ".join(filter(None, captions)))
+        if row.title == "Bits per byte":
+            row = row._replace(missing="; ".join(run.no_bits.values()))
+        groups[row.group].append(picture_of(row, lines, hours=hours, marks=_marks(run, row)))
     return groups
 
 
+def _tables(run: RunRecords, kind: Kind) -> dict[str, RecordTable]:
+    """Return the tables of a kind of records, by their word in the legend."""
+    history = run.history
+    if kind == "all":
+        tables = {"training": history.train}
+        for name, table in history.evals.items():
+            tables[corpus_name(name)] = table
+        return tables
+    one_table = {
+        "train": history.train,
+        "eval": history.held_out,
+        "look": history.look,
+        "layers": history.layers,
+    }
+    return {"": one_table[kind]}
+
+
+def _lines(run: RunRecords, row: PlotRow, *, hours: float) -> list[Line]:
+    """Return the lines of a picture: one per table and column, of numbered columns a selection."""
+    lines = []
+    for table_word, table in _tables(run, row.of).items():
+        x = x_values(run, table, row, hours=hours)
+        for column_word, prefix in row.columns.items():
+            columns = spread(table.numbered(prefix), most=len(COLOURS)) or [prefix]
+            for column in columns:
+                words = (table_word, column_word, column.removeprefix(prefix))
+                label = shortened(" ".join(filter(None, words)))
+                lines.append(Line(label, x, table[column]))
+    return lines
+
+
+def _omitted_lines(run: RunRecords, row: PlotRow) -> list[str]:
+    """Return sentences on lines that a picture has no room for, sorted; empty ones are possible."""
+    sentences = set()
+    for table in _tables(run, row.of).values():
+        for word, prefix in row.columns.items():
+            sentences.add(few(word, len(table.numbered(prefix))))
+    return sorted(sentences)
+
+
 def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks: Sequence[Mark] = ()) -> Picture:
-    """Draw lines as a row says, or say why not; `hours` is how far an axis of hours goes."""
+    """Draw the lines of a row, or say why there are none; `hours` is the length of an axis of hours."""
     shown = [line for line in lines if np.isfinite(line.x + line.y).any()]
     if not shown:
         reason = f"; {row.missing}" if row.missing else ""
         return Picture(row.title, Markup(), f"{row.title}: nothing is on record{reason}.")
+    notes = [row.caption]
+    if row.is_log:
+        notes.append("Logarithmic scale.")
     absent = ", ".join(line.label for line in lines if line not in shown)
-    notes = [row.caption, "Logarithmic scale." * row.is_log, f"Not on record for {absent}." if absent else ""]
-    x_label = {
-        "step": "step",
-        "tokens": "tokens seen",
-        "hours": "hours of work" if hours >= 2 else "minutes of work",
-        "position": "position in the segment, %",
-    }[row.by]
-    chart = Chart(row.title, lines, x_label, row.unit, row.is_log)
-    svg = draw(chart, marks=marks, alt=_described(chart._replace(lines=shown)))
+    if absent:
+        notes.append(f"Not on record for {absent}.")
+    chart = Chart(row.title, lines, _x_label(row.by, hours=hours), row.unit, row.is_log)
+    svg = draw(chart, marks=marks, alt=_description(chart._replace(lines=shown)))
     return Picture(row.title, Markup(svg), " ".join(filter(None, notes)))
 
 
-def places(run: RunRecords, table: RecordTable, row: PlotRow, *, hours: float) -> FloatArray:
-    """Where the records of a table stand on the axis of a row, that goes to so many hours; NaN where nobody knows."""
-    if row.by == "hours":
-        return table["hours"] * (1 if hours >= 2 else 60) if run.history.hours else np.full(len(table), np.nan)
-    return run.tokens_at(table["step"]) if row.by == "tokens" else table["step"]
+def _x_label(axis: Axis, *, hours: float) -> str:
+    """Name an axis with its unit."""
+    if axis == "hours":
+        return "hours of work" if hours >= _SHORT_HOURS else "minutes of work"
+    if axis == "tokens":
+        return "tokens seen"
+    if axis == "position":
+        return "position in the segment, %"
+    return "step"
 
 
-def _described(chart: Chart) -> str:
-    """A picture in words; lines beyond the sixth are counted."""
+def x_values(run: RunRecords, table: RecordTable, row: PlotRow, *, hours: float) -> FloatArray:
+    """Return the place of each record on a row's axis; NaN where it is unknown.
+
+    An axis of `hours` is in minutes where it is short.
+    """
+    if row.by == "tokens":
+        return run.tokens_at(table["step"])
+    if row.by != "hours":
+        return table["step"]
+    if not run.history.hours:
+        return np.full(len(table), np.nan)
+    return table["hours"] * (1 if hours >= _SHORT_HOURS else 60)
+
+
+def _description(chart: Chart) -> str:
+    """Describe a picture in words; lines after the sixth are counted only."""
     parts = []
-    for line in chart.lines[:6]:
+    for line in chart.lines[:_MAX_DESCRIBED]:
         y = line.y[np.isfinite(line.y)]
-        first, last, lowest, highest = (format_count(value) for value in (y[0], y[-1], y.min(), y.max()))
-        ends = f"from {first} to {last}, lowest {lowest}, highest {highest}"
-        parts.append(f"{line.label or chart.y_label} {ends if len(y) > 1 else first}")
-    more = f"; and {len(chart.lines) - 6} more lines" if len(chart.lines) > 6 else ""
+        values = format_count(y[0])
+        if len(y) > 1:
+            values = f"from {values} to {format_count(y[-1])}"
+            values += f", lowest {format_count(y.min())}, highest {format_count(y.max())}"
+        parts.append(f"{line.label or chart.y_label} {values}")
+    num_more = len(chart.lines) - _MAX_DESCRIBED
+    more = f"; and {num_more} more lines" if num_more > 0 else ""
     return f"{chart.name}: {chart.y_label} against {chart.x_label}. {'; '.join(parts)}{more}."
 
 
 def shortened(label: str) -> str:
-    """A name that fits into a legend: the middle of a long one is left out."""
+    """Shorten a name for the legend: the middle of a long one is left out."""
+    if len(label) <= _MAX_LABEL:
+        return label
     half = _MAX_LABEL // 2 - 1
-    return label if len(label) <= _MAX_LABEL else f"{label[:half]}..{label[-half:]}"
+    return f"{label[:half]}..{label[-half:]}"
 
 
 def few(word: str, num: int) -> str:
-    """For a caption, where a picture has not room for a line of each."""
-    return f"{len(COLOURS)} of {num:,} {word}s." if num > len(COLOURS) else ""
+    """Say for a caption how many lines are shown; empty where all of them are."""
+    if num <= len(COLOURS):
+        return ""
+    return f"{len(COLOURS)} of {num:,} {word}s."
 
 
 def spread(items: Sequence[Item], *, most: int) -> list[Item]:
-    """The first, the last, and others in even steps between them, where there are more than so many."""
+    """Select up to `most` items in even steps, with the first and the last of them."""
     num = min(len(items), most)
-    return [items[round((len(items) - 1) * index / max(num - 1, 1))] for index in range(num)]
+    steps = max(num - 1, 1)
+    return [items[round((len(items) - 1) * index / steps)] for index in range(num)]
 
 
 def marks_explained(run: RunRecords) -> str:
-    """What the marks in the pictures stand for; empty if there are none."""
-    counts = Counter(event.name for event in _marked(run))
-    signs = {
-        sign: ", ".join(f"{word} ({counts[name]:,})" for name, word in names.items() if counts[name])
-        for sign, names in _MARKS.items()
-    }
-    return "; ".join(f"{sign}: {words}" for sign, words in signs.items() if words)
+    """Explain the marks in the pictures of a run; empty if there are none."""
+    counts = Counter(event.name for event in _marked_events(run))
+    explained = []
+    for sign, names in _MARKS.items():
+        words = [f"{word} ({counts[name]:,})" for name, word in names.items() if counts[name]]
+        if words:
+            explained.append(f"{sign}: {', '.join(words)}")
+    return "; ".join(explained)
 
 
 def _marks(run: RunRecords, row: PlotRow) -> list[Mark]:
-    events = _marked(run)
+    """Return the marks of a picture: resumptions and rewinds as dashed lines, other troubles as triangles."""
+    events = _marked_events(run)
     table = RecordTable(
-        {name: np.array([float(getattr(event, name)) for event in events]) for name in ("step", "hours")}
+        {
+            "step": np.array([float(event.step) for event in events]),
+            "hours": np.array([float(event.hours) for event in events]),
+        }
     )
-    at = places(run, table, row, hours=run.history.hours)
-    return [Mark(x, event.name in _MARKS["dashed lines"]) for x, event in zip(at.tolist(), events, strict=True)]
+    x = x_values(run, table, row, hours=run.history.hours)
+    return [Mark(at, event.name in _MARKS["dashed lines"]) for at, event in zip(x.tolist(), events, strict=True)]
 
 
-def _marked(run: RunRecords) -> list[Event]:
-    known = {name for names in _MARKS.values() for name in names}
-    shown = [event for event in run.history.events if event.name in known]
-    return shown[1:] if shown and shown[0].name == "start" else shown  # the beginning is no resumption
+def _marked_events(run: RunRecords) -> list[Event]:
+    """Return the events that pictures mark, without the first start."""
+    marked_names = {name for names in _MARKS.values() for name in names}
+    events = [event for event in run.history.events if event.name in marked_names]
+    if events and events[0].name == "start":
+        return events[1:]
+    return events
 
 
-def _positions(run: RunRecords) -> Picture:
-    """The paired difference where a look measured it, else the loss itself; of the newest."""
-    has_look = len(run.history.look) and len(run.history.look.newest("loss_by_position_"))
-    table = run.history.look if has_look else run.history.held_out
-    with_memory, without = (table.newest(f"loss_by_position_{word}") for word in ("", "without_memory_"))
-    is_paired = len(with_memory) == len(without)
-    row, values = (_GAIN_BY_POSITION, without - with_memory) if is_paired else (_LOSS_BY_POSITION, with_memory)
+def _position_picture(run: RunRecords) -> Picture:
+    """Draw the newest gain from memory by position in the segment; without a measured gain, the loss by position."""
+    look = run.history.look
+    has_look = len(look) and len(look.newest("loss_by_position_"))
+    table = look if has_look else run.history.held_out
+    values = table.newest("loss_by_position_")
+    without_memory = table.newest("loss_by_position_without_memory_")
+    row = _LOSS_BY_POSITION
+    if len(values) == len(without_memory):  # on the same tokens
+        row = _GAIN_BY_POSITION
+        values = without_memory - values
     if not len(values):
         return picture_of(_LOSS_BY_POSITION, [])
-    bins = np.array_split(values, min(_NUM_BINS, len(values)))
-    y = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in bins])
+    means = []
+    for part in np.array_split(values, min(_NUM_BINS, len(values))):
+        finite = part[np.isfinite(part)]
+        means.append(finite.mean() if len(finite) else np.nan)
+    y = np.array(means)
     x = (np.arange(len(y)) + 0.5) * 100 / len(y)
     tokens = table["tokens"][-1]
-    about = f", over {tokens:,.0f} tokens, about {tokens / len(y):,.0f} for each point" if np.isfinite(tokens) else ""
-    caption = f"At step {table['step'][-1]:,.0f}{about}. {row.caption}".strip()
+    over = f", over {tokens:,.0f} tokens, about {tokens / len(y):,.0f} for each point" if np.isfinite(tokens) else ""
+    caption = f"At step {table['step'][-1]:,.0f}{over}. {row.caption}".strip()
     return picture_of(row._replace(caption=caption), [Line("", x, y)])
 
 
-def sweep(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
-    """The loss over the first of memory, segment and clamp that was scored with several lengths, a line for each of the
-    others'; None if none was."""
+def chart_over_lengths(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
+    """Return a chart of the loss over a length that was scored with several values; None if there is none.
+
+    The axis is the first such length of memory, segment and clamp. Each combination of the others has a line.
+    """
     names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
-    rows = [one for one in scores.values() if "memory_len" in one and "loss" in one]
-    several = [key for key in names if len({one.get(key) for one in rows}) > 1]
-    if not several:
+    rows = [score for score in scores.values() if "memory_len" in score and "loss" in score]
+    varying = [key for key in names if len({row.get(key) for row in rows}) > 1]
+    if not varying:
         return None
-    along, *others = several
+    along, *others = varying
     points: dict[str, dict[float, float]] = {}
-    for one in rows:
-        label = ", ".join(f"{names[key]} {format_count(one.get(key, math.nan))}" for key in others)
-        points.setdefault(label, {})[one.get(along, math.nan)] = one["loss"]
-    lines = [
-        Line(label, np.array(sorted(own)), np.array([own[length] for length in sorted(own)]))
-        for label, own in points.items()
-    ]
+    for row in rows:
+        label = ", ".join(f"{names[key]} {format_count(row.get(key, math.nan))}" for key in others)
+        losses = points.setdefault(label, {})
+        losses[row.get(along, math.nan)] = row["loss"]
+    lines = []
+    for label, losses in points.items():
+        lengths = sorted(losses)
+        lines.append(Line(label, np.array(lengths), np.array([losses[length] for length in lengths])))
     title = f"Held-out loss over the length of the {names[along]}"
     return Chart(title, lines, f"tokens of {names[along]}", _NATS, is_log=True)
 
 
 def memory_sweep(scores: Scores) -> list[Picture]:
-    """The loss over the length of the memory, or of what else was scored with several."""
-    chart = sweep(scores)
-    return [] if chart is None else [Picture(chart.name, Markup(draw(chart, alt=_described(chart))), "")]
+    """Draw the loss over the length of the memory, or over another length that was scored with several values."""
+    chart = chart_over_lengths(scores)
+    if chart is None:
+        return []
+    return [Picture(chart.name, Markup(draw(chart, alt=_description(chart))), "")]
+
+
+_PART_TITLES: dict[PartName, tuple[str, str]] = {
+    "by_cluster": ("Scores per cluster of the vocabulary", "cluster, the most frequent tokens first"),
+    "by_position": ("Scores per position in the segment", "position in the segment, tokens"),
+}
+"""Title and axis of the pictures of parts."""
 
 
 def part_pictures(parts: Parts) -> list[Picture]:
-    """The loss of each score over the clusters of its vocabulary, and over the positions in its segments, where there
-    are several."""
-    forms: dict[PartName, tuple[str, str]] = {
-        "by_cluster": ("Scores per cluster of the vocabulary", "cluster, the most frequent tokens first"),
-        "by_position": ("Scores per position in the segment", "position in the segment, tokens"),
-    }
+    """Draw the loss of each score over the clusters of its vocabulary and over the positions in its segments.
+
+    A score with one part only is left out.
+    """
     pictures = []
-    for key, (title, x_label) in forms.items():
-        scores = [(name, own) for name, own in parts[key].items() if len(own) > 1]
+    for key, (title, x_label) in _PART_TITLES.items():
+        scores = [(name, score_parts) for name, score_parts in parts[key].items() if len(score_parts) > 1]
         lines = []
-        for name, own in spread(scores, most=len(COLOURS)):
-            first, last, loss = np.array(own).T
-            x: FloatArray = (first + last) / 2
-            if key == "by_cluster":
-                x = np.arange(len(own), dtype=np.float64)
-            lines.append(Line(shortened(name), x, loss))
-        lines = [line for line in lines if np.isfinite(line.x + line.y).any()]
+        for name, score_parts in spread(scores, most=len(COLOURS)):
+            line = _part_line(name, score_parts, key)
+            if np.isfinite(line.x + line.y).any():
+                lines.append(line)
         if not lines:
             continue
+        notes = []
+        if key == "by_cluster":
+            clusters = scores[0][1]
+            ids = [f"{index}: ids {part.first:,.0f} to {part.last:,.0f}" for index, part in enumerate(clusters)]
+            notes.append(f"Clusters {', '.join(ids)}.")
+        notes.append(few("score", len(scores)))
         chart = Chart(title, lines, x_label, _NATS, is_log=True)
-        ids = [f"{index}: ids {one.first:,.0f} to {one.last:,.0f}" for index, one in enumerate(scores[0][1])]
-        notes = [f"Clusters {', '.join(ids)}." if key == "by_cluster" else "", few("score", len(scores))]
-        pictures.append(Picture(title, Markup(draw(chart, alt=_described(chart))), " ".join(filter(None, notes))))
+        svg = draw(chart, alt=_description(chart))
+        pictures.append(Picture(title, Markup(svg), " ".join(filter(None, notes))))
     return pictures
+
+
+def _part_line(name: str, parts: Sequence[LossPart], key: PartName) -> Line:
+    """Return the line of a score: its loss over the number of the cluster, or over the middle of the positions."""
+    first, last, loss = np.array(parts).T
+    x: FloatArray = (first + last) / 2
+    if key == "by_cluster":
+        x = np.arange(len(parts), dtype=np.float64)
+    return Line(shortened(name), x, loss)

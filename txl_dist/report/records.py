@@ -178,7 +178,7 @@ def read_scores(run_dir: Path) -> Scores:
     }
 
 
-def read_parts(run_dir: Path) -> Parts:
+def read_loss_parts(run_dir: Path) -> Parts:
     """Of the same file."""
     rows = _scored(run_dir)
     return {

@@ -21,7 +21,7 @@ from txl_dist.console.formatting import counted, format_duration, printable
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import atomic_replace
 from txl_dist.report.pictures import marks_explained, memory_sweep, part_pictures, pictures_of, spread
-from txl_dist.report.records import SCORES, Event, Scores, read_parts, read_scores
+from txl_dist.report.records import SCORES, Event, Scores, read_loss_parts, read_scores
 from txl_dist.report.summary import Fact, RunRecords, defaults, fact_lines, facts_of, fixed, lead, read_run
 from txl_dist.train.report.event_text import event_details
 
@@ -105,7 +105,7 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
         "marks": marks_explained(run),
         "groups": pictures_of(run),
         "score_rows": _score_rows(scores),
-        "score_pictures": memory_sweep(scores) + part_pictures(read_parts(run.path)),
+        "score_pictures": memory_sweep(scores) + part_pictures(read_loss_parts(run.path)),
         "event_rows": _event_rows(run.history.events),
         "event_counts": Counter(event.name for event in run.history.events),
         "samples": [

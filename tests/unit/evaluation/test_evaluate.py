@@ -29,7 +29,7 @@ from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.inference.probe import log_probabilities
 from txl_dist.model.memory import attended, build_mask, empty_memory
 from txl_dist.model.transformer_xl import TransformerXL
-from txl_dist.report.pictures import sweep
+from txl_dist.report.pictures import chart_over_lengths
 
 POSITIONS: dict[str, dict[str, Any]] = {
     "relative": {},
@@ -606,14 +606,14 @@ def test_a_picture_has_the_first_length_that_differs_along_its_axis_and_a_line_f
         for memory in (8, 0)
         for segment in (16, 32)
     }
-    chart = sweep({"order 0": {"loss": 9.0}, **scores})
+    chart = chart_over_lengths({"order 0": {"loss": 9.0}, **scores})
     assert chart is not None
     assert chart.x_label == "tokens of memory"
     assert {line.label: (line.x.tolist(), line.y.tolist()) for line in chart.lines} == {
         "segment 16": ([0, 8], [16, 24]),
         "segment 32": ([0, 8], [32, 40]),
     }
-    alone = sweep({name: one for name, one in scores.items() if one["memory_len"]})
+    alone = chart_over_lengths({name: one for name, one in scores.items() if one["memory_len"]})
     assert alone is not None
     assert (alone.x_label, [line.label for line in alone.lines]) == ("tokens of segment", [""])
-    assert sweep({"model": {"memory_len": 8, "loss": 1.0}, "order 0": {"loss": 2.0}}) is None
+    assert chart_over_lengths({"model": {"memory_len": 8, "loss": 1.0}, "order 0": {"loss": 2.0}}) is None

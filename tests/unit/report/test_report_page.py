@@ -22,7 +22,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.io import files
 from txl_dist.report.compare import write_comparison
 from txl_dist.report.pictures import part_pictures
-from txl_dist.report.records import History, RecordTable, read_history, read_parts
+from txl_dist.report.records import History, RecordTable, read_history, read_loss_parts
 from txl_dist.report.report import render, write_report
 from txl_dist.report.summary import facts_of, read_run
 
@@ -197,7 +197,7 @@ def test_scores_are_drawn_by_cluster_and_by_position_where_they_have_several(pag
 def test_parts_that_are_one_or_odd_are_no_picture(tmp_path: Path, odd: object) -> None:
     scores = {"model": {"loss": 2.0, "by_cluster": odd, "by_position": odd}, "other": odd}
     (tmp_path / "evaluation.json").write_text(json.dumps(scores), encoding="utf-8")
-    assert part_pictures(read_parts(tmp_path)) == []
+    assert part_pictures(read_loss_parts(tmp_path)) == []
 
 
 def test_every_axis_of_numbers_has_a_unit_or_a_name(run: Path) -> None:

@@ -1,1 +1,1 @@
-"""Is a machine, or a job of them, fit to train."""
+"""Checks of a machine, or of all nodes of a job, before training: `txl doctor`."""

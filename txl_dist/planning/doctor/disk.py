@@ -1,8 +1,7 @@
-"""Whether the file system of a run keeps what a checkpoint needs, and whether a corpus can be opened.
+"""Checks of the file system of a run, and of a corpus.
 
-    rename   over another file, as the commit of a checkpoint does        lock   refused to a second holder
-
-Tried in a folder of its own, which is gone afterwards.
+A checkpoint needs a rename over another file, and downloads need a lock that is refused to a second holder. Both are
+tried in a folder of their own, which is removed afterwards.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from txl_dist.io.files import flush_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The file system under a folder; without figures where `error` says why there are none."""
+    """File system under a folder; without figures where `error` gives the reason."""
 
     folder: str
     kind: str
-    """ext4, nfs4, tmpfs ...; empty if not known."""
+    """Type of the file system, such as ext4, nfs4 or tmpfs; empty if unknown."""
     free_gib: float = 0.0
     renames: bool = False
     locks: bool = False
@@ -35,7 +34,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusShards:
-    """A corpus as seen from here."""
+    """Corpus as this machine sees it."""
 
     location: str
     tokens: int = 0
@@ -43,21 +42,23 @@ class CorpusShards:
 
 
 def try_disk(folder: Path) -> Disk:
-    """Try where `folder` is, or would be made."""
+    """Try the file system on which a folder is or would be made."""
     folder = folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     disk = Disk(folder=str(folder), kind=_kind(folder))
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".txl-doctor-") as scratch:
-            renames, locks = _renames(Path(scratch)), _locks(Path(scratch))
-            return replace(disk, free_gib=psutil.disk_usage(str(folder)).free / 2**30, renames=renames, locks=locks)
+            renames = _renames(Path(scratch))
+            locks = _locks(Path(scratch))
+            free_gib = psutil.disk_usage(str(folder)).free / 2**30
+            return replace(disk, free_gib=free_gib, renames=renames, locks=locks)
     except OSError as error:
         return replace(disk, error=error.strerror or str(error))
 
 
 def try_corpus(location: str) -> CorpusShards:
-    """Open a corpus as a run would."""
+    """Open a corpus as a run does, and return its size or the error."""
     try:
         splits = open_corpus(location).splits.values()
         return CorpusShards(location=location, tokens=sum(split.tokens for split in splits))
@@ -66,7 +67,9 @@ def try_corpus(location: str) -> CorpusShards:
 
 
 def _renames(folder: Path) -> bool:
-    old, new = folder / "old", folder / "new"
+    """Check that a file can be renamed over another one, and that a folder can be flushed."""
+    old = folder / "old"
+    new = folder / "new"
     old.write_bytes(b"old")
     new.write_bytes(b"new")
     new.replace(old)
@@ -75,6 +78,7 @@ def _renames(folder: Path) -> bool:
 
 
 def _locks(folder: Path) -> bool:
+    """Check that a lock of a file is refused to a second holder."""
     path = folder / "lock"
     with path.open("wb") as first, path.open("wb") as second, suppress(OSError):
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -86,8 +90,11 @@ def _locks(folder: Path) -> bool:
 
 
 def _kind(folder: Path) -> str:
-    """Type of the file system that is mounted nearest above a folder."""
+    """Return the type of the file system on which a folder is; empty if unknown."""
     with suppress(OSError):
-        above = [one for one in psutil.disk_partitions(all=True) if folder.is_relative_to(one.mountpoint)]
-        return max(above, key=lambda one: len(one.mountpoint)).fstype if above else ""
+        partitions = psutil.disk_partitions(all=True)
+        above = [partition for partition in partitions if folder.is_relative_to(partition.mountpoint)]
+        if above:
+            nearest = max(above, key=lambda partition: len(partition.mountpoint))
+            return str(nearest.fstype)
     return ""

@@ -1,19 +1,20 @@
-"""`txl doctor`: looks at this machine, or under a launcher at every node and between them, and says what to mend.
+"""`txl doctor`: checks this machine, or under a launcher all nodes and the network, and says what to repair.
 
     alone               facts of this machine (`machine`) -> verdicts (`checks`)
-    under a launcher    ranks meet, each node is looked at once, differences and all-reduces (`fabric`) are judged too
+    under a launcher    each node is checked once; differences between nodes and all-reduces (`fabric`) are checked too
 
 A finding is a line that begins with the verdict:
 
     problem  node-b/rank8  disk  /runs (nfs4): 0.3 GiB free -> Free some: a save that finds no room is lost.
 
-If ranks do not meet, the first rank of each node that came reports its own node and who is missing.
+If the rendezvous of the ranks fails, the first rank of each node reports its own node and the missing ranks.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,86 +24,109 @@ from txl_dist.errors import ConfigError, TxlError
 from txl_dist.planning.doctor import fabric
 from txl_dist.planning.doctor.checks import Finding, Verdict, differences, judge, judge_reduce
 from txl_dist.planning.doctor.fabric import Reduce
-from txl_dist.planning.doctor.machine import Facts, gather
+from txl_dist.planning.doctor.machine import Facts, gather_facts
 from txl_dist.train.monitoring.run_lock import prove_shared
 
 SHARED_WITHIN_S = 10.0
+"""Seconds within which a file of one node must be visible on all others."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found. A node is called by its host, and in a job by its first rank too."""
+    """Facts and findings by node. The name of a node is its host, and in a job also its first rank."""
 
     nodes: dict[str, Facts]
     findings: dict[str, list[Finding]]
-    """By node; those between nodes under "all"."""
+    """Findings by node; those between nodes have the key "all"."""
     all_reduce: list[Reduce]
-    """Measured between ranks; empty for one."""
+    """All-reduces measured between ranks; empty for one rank."""
 
     def count(self, verdict: Verdict) -> int:
-        """Findings of a verdict. With a problem a run fails."""
-        return sum(finding.verdict == verdict for those in self.findings.values() for finding in those)
+        """Return the number of findings with a verdict. With a problem a run fails."""
+        return sum(finding.verdict == verdict for _, finding in self._all_findings())
 
     def lines(self) -> list[str]:
-        """A line per finding, and a summary."""
+        """Format a line per finding, and a summary."""
         width = max(map(len, self.findings))
-        lines = [
-            f"{finding.verdict:<7}  {node:<{width}}  {finding.name}  {finding.found}"
-            + (f" -> {finding.remedy}" if finding.remedy else "")
-            for node, those in self.findings.items()
-            for finding in those
-        ]
-        looked_at = f"{len(lines)} checks on {_nodes(len(self.nodes))}"
-        return [
-            *lines,
-            f"{looked_at}: {counted(self.count('problem'), 'problem')}, {counted(self.count('warning'), 'warning')}",
-        ]
+        lines = []
+        for node, finding in self._all_findings():
+            line = f"{finding.verdict:<7}  {node:<{width}}  {finding.name}  {finding.found}"
+            if finding.remedy:
+                line += f" -> {finding.remedy}"
+            lines.append(line)
+        checks = f"{len(lines)} checks on {_nodes(len(self.nodes))}"
+        problems = counted(self.count("problem"), "problem")
+        warnings = counted(self.count("warning"), "warning")
+        return [*lines, f"{checks}: {problems}, {warnings}"]
+
+    def _all_findings(self) -> Iterator[tuple[str, Finding]]:
+        """Yield each finding with the name of its node."""
+        for node, findings in self.findings.items():
+            for finding in findings:
+                yield node, finding
 
 
 def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | None:
-    """Look at everything. None on ranks for which another speaks; its verdict is theirs.
+    """Check the machine, or all nodes of a job, and return the report.
 
-    `timeout_s`: longest wait for other ranks, at each step.
+    Returns None on ranks whose findings another rank reports. `timeout_s` is the longest wait for other ranks, at each
+    step.
     """
-    facts = gather(run_dir=run_dir, data=data) if os.environ.get("LOCAL_RANK", "0") == "0" else None
+    facts = None
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        facts = gather_facts(run_dir=run_dir, data=data)
     if facts and os.environ.get("WORLD_SIZE", "1") == "1":
         return Report({facts.host: facts}, {facts.host: judge(facts)}, [])
-    met = False
+    has_met = False
     try:
         with distributed_context(timeout_s=timeout_s) as ranks:
-            met = True
+            has_met = True
             return _examine_job(ranks, facts)
     except (TxlError, RuntimeError) as error:  # torch's errors of communication are RuntimeErrors
         if facts is None:
             return None
         is_several = str(facts.num_local_ranks) != os.environ["WORLD_SIZE"]
-        what, _, remedy = str(error).partition(". ")
-        remedy = remedy if isinstance(error, TxlError) else "Look at the network between the nodes."
-        failed = Finding("communication" if met else "meeting", "problem", what, remedy)
-        return Report({facts.host: facts}, {facts.host: judge(facts, is_cut_off=is_several), "all": [failed]}, [])
+        problem, _, remedy = str(error).partition(". ")
+        if not isinstance(error, TxlError):
+            remedy = "Look at the network between the nodes."
+        name = "communication" if has_met else "meeting"
+        findings = {
+            facts.host: judge(facts, is_cut_off=is_several),
+            "all": [Finding(name, "problem", problem, remedy)],
+        }
+        return Report({facts.host: facts}, findings, [])
 
 
 def _examine_job(ranks: RankInfo, facts_here: Facts | None) -> Report | None:
-    """All ranks, the first of each node with its facts."""
-    facts = gather_objects(facts_here)
-    nodes = {f"{one.host}/rank{rank}": one for rank, one in enumerate(facts) if one is not None}
+    """Check all nodes together and return the report on rank 0. Called on all ranks.
+
+    `facts_here` is None except on the first rank of a node.
+    """
+    nodes: dict[str, Facts] = {}
+    for rank, facts in enumerate(gather_objects(facts_here)):
+        if facts is not None:
+            nodes[f"{facts.host}/rank{rank}"] = facts
     between = [Finding("meeting", "ok", f"{counted(ranks.world_size, 'rank')} on {_nodes(len(nodes))}")]
     if len(nodes) > 1:
-        folder = Path(next(iter(nodes.values())).disk.folder)
+        first_node = next(iter(nodes.values()))
+        folder = Path(first_node.disk.folder)
         between += [*differences(nodes), _judge_shared(ranks, folder, num_nodes=len(nodes))]
     reduces = fabric.measure_reduce(ranks)
     between.append(judge_reduce(reduces, num_nodes=len(nodes), on_gpu=ranks.device.type == "cuda"))
-    findings = {node: judge(one) for node, one in nodes.items()} | {"all": between}
-    return Report(nodes, findings, reduces) if ranks.is_rank0 else None
+    findings = {node: judge(facts) for node, facts in nodes.items()}
+    findings["all"] = between
+    if not ranks.is_rank0:
+        return None
+    return Report(nodes, findings, reduces)
 
 
 def _judge_shared(ranks: RankInfo, folder: Path, *, num_nodes: int) -> Finding:
-    """All ranks: whether all nodes write to one folder."""
+    """Check whether all nodes write to one folder. Called on all ranks."""
     try:
         prove_shared(folder, nonce=secrets.token_hex(8), ranks=ranks, seen_within_s=SHARED_WITHIN_S)
     except ConfigError as error:
-        what, _, remedy = str(error).partition(". ")
-        return Finding("shared folder", "problem", what, remedy)
+        problem, _, remedy = str(error).partition(". ")
+        return Finding("shared folder", "problem", problem, remedy)
     return Finding("shared folder", "ok", f"{folder} is the same on {counted(num_nodes, 'node')}")
 
 

@@ -1,9 +1,8 @@
-"""How fast the ranks of a job reach each other, measured within a bounded time.
+"""Speed of the network between the ranks of a job, measured within a bounded time.
 
-    reduce     all-reduces of growing size over all ranks (NCCL between GPUs, gloo between CPUs); larger ones are left
-               out once one took half a second. Bus bandwidth = 2 (W - 1) / W * bytes / s: what a link carries
-
-A rank that stands still ends in a message, as the groups of the ranks have a time limit, and not in silence.
+`measure_reduce` times all-reduces of growing size over all ranks: NCCL between GPUs, gloo between CPUs. It stops after
+the first size that takes half a second. Bus bandwidth is 2 (W - 1) / W * bytes / s for W ranks, the traffic of a link.
+A rank that hangs ends in an error message, since the process groups have a time limit.
 """
 
 from __future__ import annotations
@@ -19,38 +18,39 @@ from txl_dist.distributed.collectives import RankInfo, barrier, broadcast_object
 MIB = 2**20
 SIZES_BYTES = (4096, 256 * 1024, 4 * MIB, 64 * MIB)
 REPEAT_FOR_S = 0.3
+"""Seconds for which an all-reduce of one size is repeated, at most 51 times."""
 ENOUGH_S = 0.5
+"""Seconds of one all-reduce after which larger sizes are left out."""
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """An all-reduce of one size."""
+    """Measurement of an all-reduce of one size."""
 
     num_bytes: int
     ms: float
     bus_gb_s: float
-    """1e9 bytes per second."""
+    """Bus bandwidth in 1e9 bytes per second."""
 
 
 def measure_reduce(ranks: RankInfo) -> list[Reduce]:
-    """All ranks: time all-reduces. The figures are those of the slowest rank."""
-    found: list[Reduce] = []
+    """Time all-reduces of growing size, by the slowest rank. Called on all ranks."""
+    reduces: list[Reduce] = []
     for num_bytes in SIZES_BYTES:
         values = torch.zeros(num_bytes // 4, device=ranks.device)
         for _ in range(2):  # the first one connects
             first_s = broadcast_object(_time_reduces(values, count=1))
-        seconds = max(
-            gather_objects(_time_reduces(values, count=broadcast_object(int(1 + min(50, REPEAT_FOR_S / first_s)))))
-        )
-        bus = 2 * (ranks.world_size - 1) / ranks.world_size * num_bytes / seconds / 1e9
-        found.append(Reduce(num_bytes, 1000 * seconds, bus))
+        count = broadcast_object(int(1 + min(50, REPEAT_FOR_S / first_s)))
+        seconds = max(gather_objects(_time_reduces(values, count=count)))
+        bus_gb_s = 2 * (ranks.world_size - 1) / ranks.world_size * num_bytes / seconds / 1e9
+        reduces.append(Reduce(num_bytes, 1000 * seconds, bus_gb_s))
         if max(first_s, seconds) > ENOUGH_S:
             break
-    return found
+    return reduces
 
 
 def _time_reduces(values: torch.Tensor, *, count: int) -> float:
-    """Seconds for one."""
+    """Return the mean seconds of one all-reduce on this rank."""
     barrier()
     start_s = time.perf_counter()
     for _ in range(count):

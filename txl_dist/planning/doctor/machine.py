@@ -1,9 +1,9 @@
-"""What this process finds on its machine, for `txl doctor`: plain facts, without a verdict (those are in `checks`).
+"""Facts of the machine for `txl doctor`, without verdicts (those are in `checks`).
 
-    gather(...) -> Facts        versions, devices, cores, memory, network, programs, disk, corpus
+    gather_facts(...) -> Facts    versions, devices, cores, memory, network, programs, disk, corpus
 
-Whatever cannot be found out (no /proc, no nvidia-smi, no cgroup) is an empty or neutral value, never an error. Sizes
-are in GiB.
+A fact that cannot be read (no /proc, no nvidia-smi, no cgroup) is an empty or neutral value, never an error. Sizes are
+in GiB.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from txl_dist.train.preflight import drivers_of_gpus
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
-"""Versions that have to agree between nodes."""
+"""Packages whose versions must agree between nodes."""
 READ = (
     *("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "RANK"),
     *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TXL_FAULT"),
 )
-"""Environment variables that verdicts hang on. No others are read: their values may be secret."""
+"""Environment variables that checks need. No others are read, since their values may be secret."""
 
 
 class Device(NamedTuple):
@@ -52,74 +52,80 @@ class Device(NamedTuple):
     free_gib: float
     capability: tuple[int, int]
     has_code: bool
-    """This build of torch has code for it."""
+    """Whether this build of torch has code for it."""
     peak_tflops: float
-    """In bf16; 0 where it is not known."""
+    """Peak TFLOP/s in bf16; 0 where it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One machine, as one process sees it."""
+    """Facts of one machine, as one process sees it."""
 
     host: str
     python: str
     versions: dict[str, str]
-    """Of `WATCHED`, where installed."""
+    """Versions of the installed packages of `WATCHED`."""
     unmet: tuple[str, ...]
-    """Requirements of this package that what is installed does not meet, with what is."""
+    """Requirements of this package that are not met, each with the installed version."""
     torch_cuda: str
-    """CUDA that torch was built for; empty for none."""
+    """CUDA version that torch was built for; empty for none."""
     driver: str
-    """NVIDIA's, as nvidia-smi says it; empty for none."""
+    """Version of the NVIDIA driver by nvidia-smi; empty for none."""
     num_driver_gpus: int
     devices: tuple[Device, ...]
     """GPUs that this process can use."""
     backends: dict[str, str]
-    """gloo, nccl: version if it has one; missing where torch lacks it."""
+    """Backends that torch has, gloo and nccl, with the version where there is one."""
     num_cores: int
-    """That this process may run on."""
+    """Cores that this process may run on."""
     cgroup_cores: float
-    """Processor time that its control group may use, in cores; 0 means no limit."""
+    """CPU time that the control group may use, in cores; 0 means no limit."""
     num_local_ranks: int
     memory_gib: float
     room_gib: float
-    """What processes may still take, swap included, within the limits of their control groups."""
+    """Memory that processes may still allocate, within the limits of their control groups."""
     shm_gib: float
     shm_free_gib: float
     max_files: int
-    """That a process may hold open: the soft limit; -1 means none."""
+    """Files that a process may hold open: the soft limit; -1 means none."""
     max_pinned: int
     """Bytes that a process may pin in memory: the soft limit; -1 means none."""
     has_infiniband: bool
     interfaces: dict[str, str]
     """Network interfaces that are up, without lo, with their IPv4 address."""
     host_address: str
-    """What the host name resolves to; empty if it does not."""
+    """Address that the host name resolves to; empty if it resolves to none."""
     environment: dict[str, str]
-    """Of `READ`, where set."""
+    """Values of the variables of `READ` that are set."""
     broken_launcher_files: tuple[str, ...]
-    """Of the .deepspeed_env files that the launcher reads, those that it fails on."""
+    """The .deepspeed_env files on which the launcher fails."""
     programs: tuple[str, ...]
-    """deepspeed, pdsh, ssh: those on PATH."""
+    """Programs on PATH, of deepspeed, pdsh and ssh."""
     lacks_compiler: str
-    """What Triton misses to compile; empty for nothing."""
+    """Reason why Triton cannot compile; empty if it can."""
     disk: Disk
     corpus: CorpusShards | None
 
 
-def gather(*, run_dir: Path, data: str = "") -> Facts:
-    """Look around. `run_dir` need not exist: its nearest parent that does is tried. `data`: a corpus, if given."""
+def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
+    """Gather the facts of this machine.
+
+    `run_dir` need not exist: its nearest parent that exists is tried. `data` is a corpus to open, or empty.
+    """
     shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
     drivers = drivers_of_gpus()
+    versions = {name: _version(name) for name in WATCHED}
+    versions = {name: version for name, version in versions.items() if version} | {"txl_dist": __version__}
+    num_devices = torch.cuda.device_count() if uses_gpu() else 0
     return Facts(
         host=socket.gethostname(),
         python=platform.python_version(),
-        versions={name: version for name in WATCHED if (version := _version(name))} | {"txl_dist": __version__},
+        versions=versions,
         unmet=tuple(_unmet()),
         torch_cuda=torch.version.cuda or "",
         driver=drivers[0] if drivers else "",
         num_driver_gpus=len(drivers),
-        devices=tuple(map(_device, range(torch.cuda.device_count()))) if uses_gpu() else (),
+        devices=tuple(_device(index) for index in range(num_devices)),
         backends=_backends(),
         num_cores=len(os.sched_getaffinity(0)),
         cgroup_cores=_cgroup_cores(),
@@ -143,13 +149,15 @@ def gather(*, run_dir: Path, data: str = "") -> Facts:
 
 
 def _broken_launcher_files() -> Iterator[str]:
+    """Yield the .deepspeed_env files with a line without an equals sign."""
     for path in environment_files():
-        with suppress(OSError, UnicodeDecodeError):  # what cannot be read here, the launcher says itself
+        with suppress(OSError, UnicodeDecodeError):  # the launcher itself reports a file that cannot be read
             if not all("=" in line for line in read_text(path).splitlines()):
                 yield str(path)
 
 
 def _version(name: str) -> str:
+    """Return the installed version of a package; empty if it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -157,30 +165,41 @@ def _version(name: str) -> str:
 
 
 def _unmet() -> Iterator[str]:
+    """Yield the requirements of this package that are not met, each with the installed version."""
     with suppress(importlib.metadata.PackageNotFoundError):  # run from its source, as in our images
-        for need in map(Requirement, importlib.metadata.requires("txl_dist") or []):
-            applies = need.marker is None or need.marker.evaluate({"extra": ""})
-            version = _version(need.name)
-            if applies and not (version and need.specifier.contains(version, prereleases=True)):
-                yield f"{need.name}{need.specifier} (is {version or 'not installed'})"
+        for text in importlib.metadata.requires("txl_dist") or []:
+            requirement = Requirement(text)
+            marker = requirement.marker
+            if marker is not None and not marker.evaluate({"extra": ""}):
+                continue
+            version = _version(requirement.name)
+            if not version or not requirement.specifier.contains(version, prereleases=True):
+                yield f"{requirement.name}{requirement.specifier} (is {version or 'not installed'})"
 
 
 def _device(index: int) -> Device:
+    """Read the facts of one GPU."""
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    # Code for 8.0 runs on 8.6 too; ptx of an older architecture is compiled when it is first used.
-    compiled = [name.partition("_")[2].rstrip("af") for name in torch.cuda.get_arch_list()]
+    has_code = False
+    for name in torch.cuda.get_arch_list():  # sm_86, compute_90, sm_120a
+        architecture = name.partition("_")[2].rstrip("af")
+        # Code for 8.0 runs on 8.6 too; ptx of an older architecture is compiled when it is first used.
+        if architecture[:-1] == str(properties.major) and int(architecture[-1]) <= properties.minor:
+            has_code = True
+            break
     return Device(
         name=properties.name,
         memory_gib=total / GIB,
         free_gib=free / GIB,
         capability=(properties.major, properties.minor),
-        has_code=any(one[:-1] == str(properties.major) and int(one[-1]) <= properties.minor for one in compiled),
+        has_code=has_code,
         peak_tflops=peak_tflops(properties.name, precision="bf16"),
     )
 
 
 def _backends() -> dict[str, str]:
+    """Return the communication backends of torch with their versions."""
     backends = {}
     if torch.distributed.is_gloo_available():
         backends["gloo"] = ""
@@ -190,25 +209,29 @@ def _backends() -> dict[str, str]:
 
 
 def _cgroup_cores() -> float:
+    """Return the smallest CPU limit of the control groups, in cores; 0 means no limit."""
     limits = []
     for group, is_v2 in control_groups("cpu"):
-        quota, _, period = _text(group / ("cpu.max" if is_v2 else "cpu.cfs_quota_us")).partition(" ")
+        file_name = "cpu.max" if is_v2 else "cpu.cfs_quota_us"
+        quota, _, period = _text(group / file_name).partition(" ")
         if quota not in ("", "max", "-1"):
             limits.append(int(quota) / int(period or "100000"))
     return min(limits, default=0.0)
 
 
 def _interfaces() -> dict[str, str]:
+    """Return the IPv4 address of each network interface that is up, without lo."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup} - {"lo"}
-    return {
-        name: address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if name in up and address.family == socket.AF_INET
-    }
+    interfaces = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if name in up and address.family == socket.AF_INET:
+                interfaces[name] = address.address
+    return interfaces
 
 
 def _host_address() -> str:
+    """Return the address of the host name; empty if it resolves to none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -216,6 +239,7 @@ def _host_address() -> str:
 
 
 def _text(path: str | Path) -> str:
+    """Read a small file; empty if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return Path(path).read_text(encoding="utf-8").strip()
     return ""

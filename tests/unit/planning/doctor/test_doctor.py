@@ -17,7 +17,7 @@ from txl_dist.planning.doctor.checks import Finding, differences, judge, judge_r
 from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
 from txl_dist.planning.doctor.doctor import Report
 from txl_dist.planning.doctor.fabric import Reduce
-from txl_dist.planning.doctor.machine import Device, Facts, gather
+from txl_dist.planning.doctor.machine import Device, Facts, gather_facts
 from txl_dist.train.footprint import room
 
 H100 = Device("NVIDIA H100 80GB HBM3", 79.0, 78.5, (9, 0), True, 989.4)
@@ -253,13 +253,13 @@ def test_values_of_variables_that_it_has_nothing_to_say_of_are_not_read(
 ) -> None:
     monkeypatch.setenv("LD_SDK_KEY", "secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    found = gather(run_dir=tmp_path).environment
+    found = gather_facts(run_dir=tmp_path).environment
     assert "LD_SDK_KEY" not in found
     assert found["OMP_NUM_THREADS"] == "1"
 
 
 def test_facts_are_gathered_here_and_can_be_written_as_json(tmp_path: Path) -> None:
-    facts = gather(run_dir=tmp_path)
+    facts = gather_facts(run_dir=tmp_path)
     assert facts.num_cores >= 1
     assert facts.memory_gib > 0
     assert "torch" in facts.versions
