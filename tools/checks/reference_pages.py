@@ -43,7 +43,7 @@ refused with the nearest known one, also where it comes from another code base. 
 prints the settings of a run that differ from the defaults, with `--all` all of them. `RUN/config.toml` has all.
 
 Sizes are global: they do not depend on the number of ranks. *On resume* says what happens when the same run is started
-again with another value ([going on with other settings](checkpoints.md#going-on-with-other-settings)).
+again with another value ([resuming with other settings](checkpoints.md#resuming-with-other-settings)).
 """
 COMMANDS_HEAD = f"""# Command reference
 
