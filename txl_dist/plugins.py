@@ -120,8 +120,8 @@ def register_metric(
 ) -> None:
     """Add a number to training and evaluation records: metrics.jsonl, TensorBoard, console and report.
 
-    `measure(record)` runs on rank 0. It gets the other numbers of a record (docs/seeing.md lists them), read-only. It
-    returns the number, or None if the record lacks what it needs. If it raises, the number is left out and the run
+    `measure(record)` runs on rank 0. It gets the other numbers of a record, read-only (docs/monitoring.md lists them).
+    It returns the number, or None if the record lacks what it needs. If it raises, the number is left out and the run
     continues.
 
     Args:
