@@ -74,7 +74,7 @@ def test_the_page_of_stable_formats_lists_the_versions_that_are_read() -> None:
     from txl_dist.io import manifest
     from txl_dist.tokenizers import base
 
-    page = (ROOT / "docs/stability.md").read_text(encoding="utf-8").partition("## File formats")[2]
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8").partition("## File formats")[2]
     rows = dict(re.findall(r"^\| ([\w ]+?)(?: \(`[^|]*)? \| (\d[^|]*) \|$", page, flags=re.MULTILINE))
     versions = {what: tuple(map(int, re.findall(r"(?<![\w])\d(?![\w])", text))) for what, text in rows.items()}
     assert versions == {

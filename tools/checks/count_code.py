@@ -1,6 +1,7 @@
 """Count the code of the package: files, lines, and density, the syntax nodes per line.
 
     python -m tools.checks.count_code                    # this checkout, a line per package
+    python -m tools.checks.count_code FILE ...           # these files, a line per file
     python -m tools.checks.count_code --root CHECKOUT    # another one
     python -m tools.checks.count_code --files 20         # also the 20 densest files
     python -m tools.checks.count_code --package olmo_core --root CHECKOUT/src   # another project's package
@@ -99,17 +100,30 @@ def sizes_by_package(root: Path, package: str = PACKAGE) -> dict[str, dict[Path,
     return groups
 
 
-def _line(name: str, size: Size) -> str:
-    return f"{name:<14}{size.files:>5} files{size.lines:>8,} lines of code{size.density:>7.2f} nodes per line"
+def _line(name: str, size: Size, *, width: int = 14) -> str:
+    return f"{name:<{width}}{size.files:>5} files{size.lines:>8,} lines of code{size.density:>7.2f} nodes per line"
+
+
+def _print_files(paths: list[Path]) -> None:
+    """Print a line per file, and the sum."""
+    sizes = [size_of(path) for path in paths]
+    width = max(len(str(path)) for path in paths) + 1
+    for path, size in zip(paths, sizes, strict=True):
+        print(_line(str(path), size, width=width))
+    print(_line("all", total(sizes), width=width))
 
 
 def main() -> None:
-    """Print a line per package and the sum."""
+    """Print a line per package or per file, and the sum."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("paths", type=Path, nargs="*", metavar="FILE", help="count these files instead of the package")
     parser.add_argument("--root", type=Path, default=ROOT, help="checkout to count")
     parser.add_argument("--package", default=PACKAGE, help="folder in it")
     parser.add_argument("--files", type=int, default=0, metavar="N", help="also print the N densest files")
     options = parser.parse_args()
+    if options.paths:
+        _print_files(options.paths)
+        return
     groups = sizes_by_package(options.root, options.package)
     for name in sorted(groups, key=lambda name: (name != TOP, name)):
         print(_line(name, total(list(groups[name].values()))))

@@ -1,10 +1,11 @@
-"""Writes the pages that are made from the code: docs/settings.md (every setting) and docs/commands.md (every verb).
+"""Writes what pages take from the code: docs/settings.md (every setting), docs/commands.md (every verb), tables.
 
-    python -m tools.checks.reference_pages            write both
-    python -m tools.checks.reference_pages --check    say which one is stale; exit code 1 then
+    python -m tools.checks.reference_pages            write all
+    python -m tools.checks.reference_pages --check    say which page is stale; exit code 1 then
 
 A setting's type, bounds, default and meaning come from the schema of its section, what a change means for a run that
-continues from its `Resume` class, a verb's page from its own --help. tests/docs/test_pages.py holds both to the code.
+continues from its `Resume` class, a verb's page from its own --help. `page_tables` makes the tables that stand in
+other pages. tests/docs/test_pages.py holds all of them to the code.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tools.checks.page_tables import TABLES, with_table
 from txl_dist.cli.main import VERBS, main
 from txl_dist.config.load import Config, resume_policy
 
@@ -142,12 +144,25 @@ def _escaped(text: str) -> str:
 
 
 PAGES = {"settings.md": settings_page, "commands.md": commands_page}
+"""Pages that are made from the code as a whole."""
+
+
+def page_now(name: str) -> str:
+    """Return what a page of docs/ should hold by the code as it is now. Raises ValueError for a page without marks."""
+    if name in PAGES:
+        return PAGES[name]()
+    title, make_table = TABLES[name]
+    return with_table((DOCS / name).read_text(encoding="utf-8"), title, make_table())
 
 
 def stale_pages() -> list[str]:
     """Names of the pages in docs/ that are not what the code gives now."""
-    paths = {name: DOCS / name for name in PAGES}
-    return [n for n, path in paths.items() if not path.is_file() or path.read_text(encoding="utf-8") != PAGES[n]()]
+    stale = []
+    for name in (*PAGES, *TABLES):
+        path = DOCS / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != page_now(name):
+            stale.append(name)
+    return stale
 
 
 def run() -> int:
@@ -162,7 +177,7 @@ def run() -> int:
         )
         return 1 if stale else 0
     for name in stale:
-        (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
+        (DOCS / name).write_text(page_now(name), encoding="utf-8")
         print(f"docs/{name}: written")
     return 0
 
