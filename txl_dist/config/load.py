@@ -45,7 +45,7 @@ from txl_dist.io.files import decode_text, parse_toml, path_of, read_bytes
 
 
 class Config(Section):
-    """All sections of a run."""
+    """Settings of a run, by section; frozen."""
 
     run: RunSection = RunSection()
     data: DataSection = DataSection()
@@ -296,12 +296,12 @@ def _check_texts(value: Any, *, source: str, name: str = "") -> None:
 
 
 def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:
-    """Settings for one's own program: those of a file, or the defaults, with others in their place.
+    """Return the settings of a file, or the defaults, with some of them replaced.
 
         configure("configs/quickstart.toml", data={"path": "data/first"}, train={"num_lanes": 8})
 
-    Plugins that `run.plugins` names are imported. Raises ConfigError for a name or a value that is wrong, with what
-    was meant, as for a file.
+    Plugins that `run.plugins` names are imported. Raises ConfigError for an unknown name or a wrong value. The message
+    proposes the nearest name, as for a file.
     """
     load_plugins(_plugins_in(sections))
     values = {} if path is None else load_config(path_of(path), imports_plugins=True).model_dump(mode="json")

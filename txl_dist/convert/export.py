@@ -224,11 +224,13 @@ def _check_alike(package: Package) -> None:
 
 
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
-    """A bundle, or what a bundle in fp32 of a run's newest whole checkpoint, or of a checkpoint, would hold. A string
-    may be the address of a bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION], which is downloaded.
+    """Open a trained model: a bundle, a checkpoint, or a run's newest complete checkpoint.
 
-    Raises CheckpointError if nothing whole is found, ConfigError for a path to something else and
-    for a device that is not there.
+    A checkpoint is opened as the bundle in fp32 that `txl export` would write. A string may be the address of a bundle
+    on the Hugging Face Hub, hf://OWNER/NAME[@REVISION], which is downloaded.
+
+    Raises CheckpointError if no complete checkpoint is found, ConfigError for a path to something else and for a
+    device that does not exist.
     """
     source, device = local_model(source), check_device(device)
     if require(source, *TRAINED) is ArtifactKind.BUNDLE:
