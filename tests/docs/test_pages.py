@@ -27,6 +27,7 @@ from tests.docs.pages import (
     pattern_of,
     prose_of,
 )
+from tools.checks.prose import count_pages
 from tools.checks.reference_pages import help_text, stale_pages
 from txl_dist.cli.main import VERBS
 from txl_dist.config.load import setting_names
@@ -50,6 +51,13 @@ FLAGS_OF_OTHERS = {
     *("--master_port", "--master_addr", "--no_ssh", "--node_rank", "--ssh_port", "--module", "--no_ssh_check"),
 }
 """Of the `deepspeed` launcher, which `txl launch` passes on."""
+
+MOST_PAGES, MOST_WORDS = 34, 67_000
+"""Bounds of docs/, in words as `wc -w` counts them. They may be lowered and never raised."""
+MOST_LONG_PCT = 16.0
+"""Sentences over 25 words in docs/ and README, in percent."""
+MOST_SEMICOLONS = 18.5
+"""Semicolons in 1,000 words of prose of docs/ and README."""
 
 ATTRIBUTES = {"model.config", "model.empty_memory", "optim.apply_settings"}
 """What looks like a setting and is code."""
@@ -75,6 +83,16 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_the_reference_pages_are_what_the_code_gives() -> None:
     assert stale_pages() == [], "run `python -m tools.checks.reference_pages`"
+
+
+def test_the_documentation_stays_short_and_plain() -> None:
+    """`python -m tools.checks.prose` prints these numbers."""
+    docs = count_pages([page for page in PAGES if page.parent.name == "docs"])
+    assert docs.pages <= MOST_PAGES
+    assert docs.words <= MOST_WORDS
+    with_readme = count_pages(PAGES)
+    assert with_readme.long_pct <= MOST_LONG_PCT
+    assert with_readme.semicolons_per_1000 <= MOST_SEMICOLONS
 
 
 @pytest.mark.parametrize("page", WITH_LINKS, ids=lambda page: str(page.relative_to(ROOT)))
