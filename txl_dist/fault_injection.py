@@ -1,6 +1,6 @@
-"""Injected faults for tests of reliability: the one place that reads TXL_FAULT. Without it no fault happens.
+"""Injected faults for tests of reliability: the one place that reads TXL_FAILPOINTS. Without it no fault happens.
 
-    TXL_FAULT=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
+    TXL_FAILPOINTS=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
 
 The program calls `failpoint(phase, step=...)` at places that may fail. When rank, step and phase of this process match
 an entry for the n-th time (default: the first), its fault happens there, once. Rank, step and phase may be `*`. The
@@ -32,7 +32,7 @@ KINDS = (*SIGNALS, *ERRORS, *ACTED_ON_BY_CALLER, "raise", "hang", "spin", "slow"
 
 
 class Fault(NamedTuple):
-    """Entry of TXL_FAULT; rank, step and phase are kept as written, and `*` matches any."""
+    """Entry of TXL_FAILPOINTS; rank, step and phase are kept as written, and `*` matches any."""
 
     kind: str
     rank: str
@@ -51,7 +51,7 @@ def failpoint(phase: str, *, step: int) -> str:
     """Let the fault that is injected for this rank, step and phase happen.
 
     Returns the kind of a fault that the caller has to act on, else "". Raises OSError or RuntimeError if that is the
-    fault, and ValueError for a TXL_FAULT that cannot be parsed.
+    fault, and ValueError for a TXL_FAILPOINTS that cannot be parsed.
     """
     faults = _pending_faults()
     for index, fault in enumerate(faults):
@@ -69,14 +69,14 @@ def failpoint(phase: str, *, step: int) -> str:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Parse the entries of TXL_FAULT. Raises ValueError, naming the entry that is wrong."""
+    """Parse the entries of TXL_FAILPOINTS. Raises ValueError, naming the entry that is wrong."""
     faults = []
     for entry in filter(None, text.split(",")):
         kind, *where = entry.split(":")
         is_valid = kind in KINDS and 2 <= len(where) <= 3 and all(map(_is_number_or_any, where[:2]))
         if not is_valid:
             raise ValueError(
-                f"TXL_FAULT: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."
+                f"TXL_FAILPOINTS: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."
             )
         rank, step = where[:2]
         phase, nth = "step", ""
@@ -95,15 +95,15 @@ def _is_number_or_any(word: str) -> bool:
 def _pending_faults() -> list[Fault]:
     """Return the faults that may still happen in this process.
 
-    TXL_FAULT is read at the first failpoint, so that a forked rank has a list of its own.
+    TXL_FAILPOINTS is read at the first failpoint, so that a forked rank has a list of its own.
     """
-    return parse_faults(os.environ.get("TXL_FAULT", ""))
+    return parse_faults(os.environ.get("TXL_FAILPOINTS", ""))
 
 
 def _announce(fault: Fault, *, step: int, phase: str) -> None:
     """Write a line about a fault to stderr, in one piece and at once."""
     rank = os.environ.get("RANK", "0")
-    line = f"TXL_FAULT {fault.kind} rank {rank} step {step} phase {phase} time {time.time():.3f}\n"
+    line = f"TXL_FAILPOINTS {fault.kind} rank {rank} step {step} phase {phase} time {time.time():.3f}\n"
     os.write(2, line.encode())
 
 
@@ -112,9 +112,9 @@ def _inject(kind: str) -> str:
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind in ERRORS:
-        raise OSError(ERRORS[kind], f"{os.strerror(ERRORS[kind])} (ordered by TXL_FAULT)")
+        raise OSError(ERRORS[kind], f"{os.strerror(ERRORS[kind])} (ordered by TXL_FAILPOINTS)")
     elif kind == "raise":
-        raise RuntimeError("ordered by TXL_FAULT")
+        raise RuntimeError("ordered by TXL_FAILPOINTS")
     elif kind == "hang":
         while True:
             time.sleep(3600)

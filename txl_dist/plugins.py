@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 from txl_dist.config.registry import Plugin, add_row, load_plugins, loaded_plugins
+from txl_dist.config.renamed import new_keyword
 from txl_dist.config.schema import OPTIMIZERS, SCHEMES, ModelSection, OptimizerKind, OptimSection, PositionScheme
 from txl_dist.data.prepare.sources import TEXT_SOURCES, TextSource
 from txl_dist.errors import ConfigError
@@ -155,8 +156,9 @@ def register_tokenizer(
 
     Args:
         settings: Fields of `Learning` that it uses in addition to end_of_text: vocab_size, min_frequency, lower_case,
-            only_seen, sentence_marks.
+            observed_symbols, double_eos.
     """
     kind = tokenizer.kind
     add_row(KINDS, kind, tokenizer, what="tokenizer")
-    add_row(LEARNT_KINDS, kind, LearntKind(settings, 1, learn), what="tokenizer")
+    options = tuple(new_keyword(name, command="prepare") for name in settings)
+    add_row(LEARNT_KINDS, kind, LearntKind(options, 1, learn), what="tokenizer")

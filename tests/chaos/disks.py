@@ -99,7 +99,7 @@ def removed(lab: Lab, *, moment: str) -> Case:
 
 def _check(case: Case, run: Run, *, missing: int) -> None:
     text = run.jobs[-1].text
-    case.message_ok = re.search(rf"step_0*{missing}\b", text) is not None and "ordered by TXL_FAULT" in text
+    case.message_ok = re.search(rf"step_0*{missing}\b", text) is not None and "ordered by TXL_FAILPOINTS" in text
     if not case.message_ok:
         case.problems.append("the log does not name the checkpoint and the error")
     if case.exit_codes != [[0, 0]]:

@@ -56,7 +56,7 @@ BLOWS: dict[str, Callable[[Job, Run, int], object]] = {
     "kill -9 of all ranks and a flipped bit": _rot,
 }
 ORDERED = {"kill -9 in a save": "kill", "an exception": "raise", "a hang": "hang", "a full disk": "enospc"}
-"""Faults that strike from inside: kind of TXL_FAULT."""
+"""Faults that strike from inside: kind of TXL_FAILPOINTS."""
 IN_A_WRITE = ("save-file", "save-file-half", "save-manifest", "save-rename")
 IN_A_SAVE_ONLY = {
     "kill -9 in a save": (*IN_A_WRITE, "save-copied", "save-renamed", "prune-half"),
@@ -118,7 +118,7 @@ class Storm:
             return codes
 
     def _order(self, name: str, rank: int, *, step: int) -> str:
-        """The entry of TXL_FAULT, or nothing for what comes from outside; in a save, the next one from that step."""
+        """The entry of TXL_FAILPOINTS, or nothing for a fault from outside; in a save, the next one from that step."""
         if name not in ORDERED:
             return ""
         if name not in IN_A_SAVE_ONLY:

@@ -63,7 +63,7 @@ def exception(lab: Lab, *, rank: int, ranks: int = 2, phase: str = "step") -> Ca
     fault = f"raise:{rank}:{STEP_OF[phase]}:{phase}"
     case, run = lab.survive("hangs: an exception", ranks=ranks, fault=fault)
     text = run.jobs[0].text
-    case.message_ok = text.count("Traceback") == 1 and text.count("RuntimeError: ordered by TXL_FAULT") == 1
+    case.message_ok = text.count("Traceback") == 1 and text.count("RuntimeError: ordered by TXL_FAILPOINTS") == 1
     if not case.message_ok or CAUSE.search(text):
         case.problems.append(f"not one traceback, or more than that: {text[-1500:]}")
     if case.detect_s is None or case.detect_s > DEATH_LIMIT_S:

@@ -224,7 +224,7 @@ def first_new_step(job: Job, run: Run) -> float:
 
 
 def paused(job: Job) -> None:
-    """Wait until a fault of TXL_FAULT strikes: with `slow`, the two seconds after this are ours."""
+    """Wait until a fault of TXL_FAILPOINTS strikes: with `slow`, the two seconds after this are ours."""
     job.wait_for(lambda: bool(job.struck))
 
 

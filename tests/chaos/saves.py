@@ -1,7 +1,7 @@
 """Crashes in the middle of a save, and files that rot afterwards.
 
-The points of the sweep are not listed here: a run with TXL_FAULT=trace names every point that a save passes, on every
-rank, and each is a case.
+The points of the sweep are not listed here: a run with TXL_FAILPOINTS=trace names every point that a save passes, on
+every rank, and each is a case.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARES_PCT = (0, 1, 50, 99)
 
 
 def crash_points(lab: Lab, *, stage: int) -> list[str]:
-    """Every point of one save as an entry of TXL_FAULT that kills there; of the many inside a file, the middle one."""
+    """Every point of one save as an entry of TXL_FAILPOINTS that kills there; of the many in a file the middle one."""
     run, points = lab.new_run("trace"), []
     with lab.start(run, *SWEEP, "--engine.zero_stage", str(stage), fault=f"trace:*:{SWEEP_STEP}:*") as job:
         job.wait()

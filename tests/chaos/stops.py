@@ -140,11 +140,11 @@ def launcher(lab: Lab, *, kind: str, moment: str, number: int = signal.SIGTERM) 
     case, run = lab.case(name, fault=MOMENTS[moment]), lab.new_run(name)
     run.log.touch()
     words = (str(lab.config), "--run.dir", str(run.dir), *WORDS)
-    with mock.patch.dict(os.environ, {"TXL_FAULT": case.fault}):
+    with mock.patch.dict(os.environ, {"TXL_FAILPOINTS": case.fault}):
         process = _start(kind, words, cwd=run.log.parent / f"{run.dir.name}-launcher")
     try:
         log = Path(run.log.parent / f"{run.dir.name}-launcher" / "launcher.log")
-        wait_for(lambda: "TXL_FAULT slow" in log.read_text(encoding="utf-8"), process=process)
+        wait_for(lambda: "TXL_FAILPOINTS slow" in log.read_text(encoding="utf-8"), process=process)
         family = psutil.Process(process.pid).children(recursive=True)
         asked_s = time.time()
         for one in LAUNCHERS[kind](process):

@@ -116,8 +116,8 @@ def test_a_bundle_of_it_has_the_losses_that_the_engine_had_with_it(averaged: Pat
         last, mean = (tmp_path / run.name / word for word in ("last", "mean"))
         tolerance = 1e-4 if case[1] == "fp32" else 0.1
         for out, average in ((last, False), (mean, True)):
-            assert export_bundle(run, out, average=average).error <= tolerance  # proven on the engine's own losses
-        kept = consolidated_weights(checkpoint_folder(run, 4), average=True)
+            assert export_bundle(run, out, use_ema=average).error <= tolerance  # proven on the engine's own losses
+        kept = consolidated_weights(checkpoint_folder(run, 4), use_ema=True)
         weights = load_bundle(mean).model.state_dict()
         assert all(torch.equal(weights[name], rows[:]) for name, rows in kept.items() if name in weights)
         probes = [load_bundle(out).probe["losses"] for out in (last, mean)]
@@ -144,7 +144,7 @@ def elastic_worker(ranks: RankInfo, folder: str) -> tuple[dict[str, Tensor], boo
 
 def test_it_loads_on_other_ranks_and_stages_and_may_be_switched_off_and_on(averaged: Path, tmp_path: Path) -> None:
     ((averages, dropped, begins_anew),) = run_ranks(elastic_worker, str(averaged), world_size=1, folder=tmp_path)
-    kept = consolidated_weights(checkpoint_folder(averaged / name_of(3, "fp32", {}), 4), average=True)
+    kept = consolidated_weights(checkpoint_folder(averaged / name_of(3, "fp32", {}), 4), use_ema=True)
     assert averages.keys() == kept.keys()
     assert all(torch.equal(averages[name], rows[:].flatten()) for name, rows in kept.items())
     assert dropped
@@ -153,7 +153,7 @@ def test_it_loads_on_other_ranks_and_stages_and_may_be_switched_off_and_on(avera
     with pytest.raises(
         CheckpointError, match=r"holds no average of its weights: it was trained with optim\.ema_decay=0"
     ):
-        export_bundle(without, tmp_path / "bundle", average=True)
+        export_bundle(without, tmp_path / "bundle", use_ema=True)
 
 
 def skipping_worker(ranks: RankInfo) -> bool:
@@ -192,7 +192,7 @@ def test_a_run_tells_the_loss_of_the_average_and_trains_as_without(
     assert losses[0] == losses[1]
     told = [record["loss"] for record in records_of(Path("mean"), "eval")]
     assert told != [record["loss"] for record in records_of(Path("plain"), "eval")]
-    for source, flags in (("plain", ["--average"]), ("mean", ["--average"])):
+    for source, flags in (("plain", ["--ema"]), ("mean", ["--ema"])):
         assert main(["export", source, f"bundles/{source}", *flags]) == 0
         capsys.readouterr()
         assert main(["evaluate", f"bundles/{source}", "--data", "data", "--json", "facts.json"]) == 0
@@ -203,5 +203,5 @@ def test_a_run_tells_the_loss_of_the_average_and_trains_as_without(
 def test_other_formats_are_made_of_a_bundle_of_it(averaged: Path, tmp_path: Path) -> None:
     run = averaged / name_of(0, "fp32", {})
     with pytest.raises(ConfigError, match="Export such a bundle first"):
-        export(run, tmp_path / "folder", format="huggingface-code", average=True)
+        export(run, tmp_path / "folder", format="huggingface-code", ema=True)
     assert not (tmp_path / "folder").exists()

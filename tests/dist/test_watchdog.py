@@ -85,7 +85,7 @@ def outcome_of(
 ) -> Outcome:
     port, ranks = forked.free_port(), []
     for rank in range(world_size):
-        variables = forked.environment(**forked.place(rank, world_size, port), TXL_FAULT=fault)
+        variables = forked.environment(**forked.place(rank, world_size, port), TXL_FAILPOINTS=fault)
         err = folder / f"stderr-{rank}"
         ranks.append(forked.start(worker, limit_s, num_steps, variables=variables, cwd=folder, err=err))
     try:
@@ -97,7 +97,7 @@ def outcome_of(
     codes = [process.exitcode for process in ranks]
     last_s = max(float((folder / f"at-{rank}").read_text()) for rank in range(world_size))
     text = "".join((folder / f"stderr-{rank}").read_text() for rank in range(world_size))
-    lines = [line for line in text.splitlines() if not line.startswith("TXL_FAULT")]
+    lines = [line for line in text.splitlines() if not line.startswith("TXL_FAILPOINTS")]
     return Outcome(codes, lines, time.time() - last_s, folder)
 
 
@@ -166,7 +166,7 @@ def test_a_rank_that_was_killed_is_named_once_and_the_others_leave_at_once(culpr
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_an_error_of_a_ranks_own_is_the_only_thing_said(culprit: int, tmp_path: Path) -> None:
     outcome = outcome_of(f"raise:{culprit}:{FAULT_STEP}", tmp_path, world_size=2, limit_s=60)
-    assert outcome.lines == ["own error: ordered by TXL_FAULT"]
+    assert outcome.lines == ["own error: ordered by TXL_FAILPOINTS"]
     assert outcome.codes == [1 if rank == culprit else HANG for rank in (0, 1)]
 
 

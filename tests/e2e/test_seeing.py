@@ -24,7 +24,7 @@ def records_of(run: Path) -> list[dict[str, Any]]:
 def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TXL_FAULT", SLOW)
+    monkeypatch.setenv("TXL_FAILPOINTS", SLOW)
     words = [str(config_file), "--train.max_steps", "20", "--eval.every_steps", "10", "--checkpoint.every_steps", "10"]
     samples = ["--metrics.sample_every_steps", "10", "--metrics.sample_len", "12", "--metrics.sample_prompt", "the cat"]
     process = start_training(*words, *samples, cwd=tmp_path, ranks=2)
@@ -69,7 +69,7 @@ def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
 
 def test_a_prompt_that_the_tokenizer_does_not_know_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("only plain letters here\n" * 200, encoding="utf-8")
-    words = ["--out", "letters", "--tokenizer", "char", "--only-seen", "--valid-fraction", "0"]
+    words = ["--out", "letters", "--tokenizer", "char", "--observed-symbols", "--valid-fraction", "0"]
     prepared = txl("prepare", "plain.txt", *words, cwd=tmp_path)
     assert prepared.returncode == 0, prepared.stderr
     (tmp_path / "run.toml").write_text('[data]\npath = "letters"\neval_split = ""\n', encoding="utf-8")

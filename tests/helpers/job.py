@@ -25,11 +25,11 @@ GRACE_S = 1.0
 """From the first rank that fails to SIGTERM for the others: `launch.py` looks every second."""
 KILL_S = 5.0
 """From that SIGTERM to SIGKILL; `launch.py` waits 30 s."""
-ANNOUNCED = re.compile(r"^TXL_FAULT (\w+) rank (\d+) step (\d+) phase (\S+) time ([\d.]+)\n", re.MULTILINE)
+ANNOUNCED = re.compile(r"^TXL_FAILPOINTS (\w+) rank (\d+) step (\d+) phase (\S+) time ([\d.]+)\n", re.MULTILINE)
 
 
 class Struck(NamedTuple):
-    """A fault of TXL_FAULT that happened."""
+    """A fault of TXL_FAILPOINTS that happened."""
 
     kind: str
     rank: int
@@ -55,7 +55,7 @@ class Job:
         self._port, self.leaked_bytes = str(free_port()), 0
         self._processes = []
         for rank in range(ranks):
-            variables = forked.environment(**forked.place(rank, ranks, self._port), TXL_FAULT=fault)
+            variables = forked.environment(**forked.place(rank, ranks, self._port), TXL_FAILPOINTS=fault)
             self._processes.append(forked.start(forked.run_txl, *words, variables=variables, cwd=cwd, out=log))
 
     def __enter__(self) -> Job:
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def struck(self) -> list[Struck]:
-        """The faults of TXL_FAULT that happened, in order. Reads only what was logged since it was last asked."""
+        """The faults of TXL_FAILPOINTS that happened, in order. Reads only what was logged since it was last asked."""
         with self.log.open("rb") as file:
             file.seek(self._scanned)
             whole, _, _ = file.read().rpartition(b"\n")

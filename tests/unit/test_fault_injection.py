@@ -26,7 +26,7 @@ NOTHING = [f"{step} {phase} -" for step in (1, 2) for phase in ("step", "save-fi
 def start(orders: str, program: str = PROGRAM, *, rank: str = "1") -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", program],
-        env=os.environ | {"RANK": rank, "TXL_FAULT": orders},
+        env=os.environ | {"RANK": rank, "TXL_FAILPOINTS": orders},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -48,7 +48,10 @@ def test_nothing_happens_unordered() -> None:
 def test_what_the_caller_acts_on_is_returned_once() -> None:
     lines, announced, _ = run("nan:1:2,spike:1:1:save-file")
     assert lines == [*NOTHING[:1], "1 save-file spike", "1 save-file -", "2 step nan", *NOTHING[4:]]
-    assert announced == ["TXL_FAULT spike rank 1 step 1 phase save-file", "TXL_FAULT nan rank 1 step 2 phase step"]
+    assert announced == [
+        "TXL_FAILPOINTS spike rank 1 step 1 phase save-file",
+        "TXL_FAILPOINTS nan rank 1 step 2 phase step",
+    ]
 
 
 def test_a_fault_may_wait_for_the_second_time() -> None:
@@ -65,7 +68,7 @@ def test_a_star_matches_every_rank_step_and_phase() -> None:
 def test_a_trace_lists_every_point_and_hides_no_other_fault() -> None:
     lines, announced, _ = run("trace:*:*:*,inf:1:2:step", rank="1")
     assert lines == [*NOTHING[:3], "2 step inf", *NOTHING[4:]]
-    traced = [f"TXL_FAULT trace rank 1 step {line[0]} phase {line[2:-2]}" for line in NOTHING]
+    traced = [f"TXL_FAILPOINTS trace rank 1 step {line[0]} phase {line[2:-2]}" for line in NOTHING]
     assert [line for line in announced if "trace" in line] == traced
 
 
@@ -80,7 +83,7 @@ def test_errors_of_the_file_system_and_of_nobody_are_raised() -> None:
 def test_a_signal_ends_the_process_at_the_point(kind: str, number: int) -> None:
     assert run(f"{kind}:1:1:save-file") == (
         NOTHING[:1],
-        [f"TXL_FAULT {kind} rank 1 step 1 phase save-file"],
+        [f"TXL_FAILPOINTS {kind} rank 1 step 1 phase save-file"],
         -number,
     )
 
@@ -92,7 +95,7 @@ def test_a_frozen_process_stays_where_it_is(kind: str, status: str) -> None:
     assert process.stderr is not None
     try:
         assert process.stdout.readline() == "1 step -\n"
-        assert process.stderr.readline().startswith(f"TXL_FAULT {kind} rank 1")
+        assert process.stderr.readline().startswith(f"TXL_FAILPOINTS {kind} rank 1")
         end_s = time.monotonic() + 30
         while psutil.Process(process.pid).status() != status:
             assert time.monotonic() < end_s
@@ -108,7 +111,7 @@ def test_a_spinning_process_holds_the_interpreter_through_signals() -> None:
     process = start("spin:1:1:save-file", handler + PROGRAM)
     assert process.stderr is not None
     try:
-        assert process.stderr.readline().startswith("TXL_FAULT spin rank 1")
+        assert process.stderr.readline().startswith("TXL_FAILPOINTS spin rank 1")
         time.sleep(0.5)  # it is announced just before
         process.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):

@@ -203,7 +203,11 @@ def test_a_recipes_corpus_has_the_tokenizer_of_the_papers(name: str, monkeypatch
     else:
         own = PrepareSettings([corpus_of(name)]).completed()
         assert settings.name == corpus_of(name)
-        assert (settings.kind, settings.learning(), settings.all_splits) == (own.kind, own.learning(), own.all_splits)
+        assert (settings.kind, settings.learning(), settings.tokenizer_all_splits) == (
+            own.kind,
+            own.learning(),
+            own.tokenizer_all_splits,
+        )
 
 
 def test_tiny_shakespeare_is_labmls_experiment() -> None:

@@ -236,7 +236,7 @@ FOREIGN: list[tuple[str, str]] = [
     ("serve bundles/x 8080", "its address is --host and --port"),
     ("serve bundles/x --port http", "--port http: it must be a whole number .port to listen on"),
     ("serve bundles/x --port 70000", "--port 70000: it must be 0 ... 65535"),
-    ("serve bundles/x --max_num_seqs 8", "Did you mean --rows"),
+    ("serve bundles/x --max_batch_size 8", "Did you mean --max-num-seqs"),
     ("serve bundles/x --served_model_name m", "Did you mean --name"),
     ("inspect data/x data/y", "cannot use 'data/y'.*Look into one path at a time"),
     ("inspect data/x --max_length 5", "Did you mean --max-tokens"),

@@ -35,7 +35,7 @@ class PrepareArguments(PrepareSettings):
     """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
     """The same for a second held-out split."""
-    source: Annotated[str, arg(name="from")] = ""
+    archive: str = ""
     """Local archive, file or folder of a named corpus, in place of a download."""
     kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"
     """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe. Or a kind of

@@ -45,7 +45,7 @@ from txl_dist.cli.tyro_events import Argument, list_arguments
 from txl_dist.config.foreign_names import find_command
 from txl_dist.config.load import Config, changed, choices_of, load_config, setting_names
 from txl_dist.config.registry import load_plugins
-from txl_dist.config.renamed import words_in_new_names
+from txl_dist.config.renamed import rename_variables, words_in_new_names
 from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError, TxlError, missing_package
@@ -305,9 +305,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         rest = decode_words(rest)
         if verb not in ("launch", "sweep"):  # these pass the words unchanged to other processes
             rest = decode_texts(rest)
+        rename_variables()
         _refuse_empty_paths(rest)
+        rest = words_in_new_names(rest, command=verb)
         if verb in _WITH_SETTINGS:
-            rest = words_in_new_names(rest)
             return _WITH_SETTINGS[verb](rest)
         call(VERBS[verb], rest, prog=f"txl {verb}")
     except TxlError as error:

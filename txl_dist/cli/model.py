@@ -69,7 +69,7 @@ def export(
     stated: Annotated[Stated, arg(name="")] = Stated(),  # noqa: B008  frozen
     format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
     dtype: WeightType = "fp32",
-    average: bool = False,
+    ema: bool = False,
     push_to_hub: str = "",
     private: bool = False,
     plugins: tuple[str, ...] = (),
@@ -83,7 +83,7 @@ def export(
         format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
             token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
         dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
-        average: Take the average of the weights (optim.ema_decay); for bundles, of which the other formats can be made.
+        ema: Take the average of the weights (optim.ema_decay); for bundles, of which the other formats can be made.
         push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that gets the folder; created if missing.
         private: Create the repository as a private one, if it is missing.
         plugins: Modules to import first, which runs their code; for what was made with plugins.
@@ -97,9 +97,9 @@ def export(
         )
     source = local_source(source)
     kind = require(source, *TRAINED)
-    if average and (format != "bundle" or kind is ArtifactKind.BUNDLE):
+    if ema and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
-            f"--average makes a bundle of a run or a checkpoint, and this would make {format} of {kind.value}. "
+            f"--ema makes a bundle of a run or a checkpoint, and this would make {format} of {kind.value}. "
             "Export such a bundle first, then this from it."
         )
     _require_output(out, _WRITES[format])
@@ -114,13 +114,13 @@ def export(
     if remark := stated.remark():
         echo(remark, to=sys.stderr)
     announce(f"exporting {source}, {kind.value}")
-    _write(source, out, stated, format=format, dtype=dtype, average=average)
+    _write(source, out, stated, format=format, dtype=dtype, ema=ema)
     if push_to_hub:
         announce(f"pushing {out} to {push_to_hub}")
         echo(f"{out}: pushed, {push_folder(out, push_to_hub, private=private)}")
 
 
-def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, average: bool) -> None:
+def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, ema: bool) -> None:
     """Write the exported folder, and print its size and how far its losses differ."""
     from txl_dist.convert.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
@@ -141,7 +141,7 @@ def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: Weigh
         if not written.has_tokenizer:
             echo("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
-    made = export_bundle(source, out, dtype=dtype, average=average, stated=stated)
+    made = export_bundle(source, out, dtype=dtype, use_ema=ema, stated=stated)
     share = "" if dtype == "fp32" else f", {made.share:.3f} of fp32"
     echo(
         f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "

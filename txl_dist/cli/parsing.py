@@ -31,6 +31,7 @@ from txl_dist.cli.tyro_events import (
 )
 from txl_dist.config.foreign_names import find_counterpart
 from txl_dist.config.load import choices_of, explain_flag, lower, setting_names
+from txl_dist.config.renamed import new_flag_of_similar
 from txl_dist.console.echo import echo
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks, read_rank_environment
@@ -173,6 +174,9 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     lacks = ""
     if "." not in name and any(candidate.endswith(f".{name}") for candidate in known):
         lacks = " (its section is missing)"
+    new_name = new_flag_of_similar(name, known)
+    if new_name:
+        return f"unknown flag {flag}. Did you mean {_spelling(new_name)}?"
     hint = did_you_mean(name, known, spell=_spelling)
     if not hint:
         prefixes = [candidate for candidate in known if _is_prefix(candidate, name)]

@@ -1,4 +1,4 @@
-"""Settings that have another name since an earlier version: the one table, and how each spelling is read.
+"""Settings, flags and other names that were renamed since an earlier version, and how each spelling is read.
 
 A file, a flag or a saved configuration may use the old name. It means the same, and nothing but this module knows it.
 `config_from_dict` reads files and saved configurations; the command line reads its words here before anything else.
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txl_dist.console.echo import echo
+from txl_dist.console.suggest import nearest
 from txl_dist.errors import ConfigError
 
 
@@ -55,6 +57,37 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("guard.check_replicas_every", "guard.check_replicas_every_steps", "0.3.0"),
 )
 """Every renamed setting."""
+
+RENAMED_FLAGS: dict[str, tuple[Renamed, ...]] = {
+    "prepare": (
+        Renamed("only_seen", "observed_symbols", "0.3.0"),
+        Renamed("sentence_marks", "double_eos", "0.3.0"),
+        Renamed("all_splits", "tokenizer_all_splits", "0.3.0"),
+        Renamed("part_bytes", "block_bytes", "0.3.0"),
+        Renamed("from", "archive", "0.3.0"),
+    ),
+    "export": (Renamed("average", "ema", "0.3.0"),),
+    "serve": (
+        Renamed("rows", "max_num_seqs", "0.3.0"),
+        Renamed("queue", "max_queue", "0.3.0"),
+        Renamed("max_prompt", "max_prompt_len", "0.3.0"),
+        Renamed("max_texts", "max_choices", "0.3.0"),
+        Renamed("max_body", "max_body_bytes", "0.3.0"),
+        Renamed("grace", "shutdown_timeout", "0.3.0"),
+        Renamed("memory_age", "memory_ttl", "0.3.0"),
+    ),
+}
+"""Every renamed flag of a command, with underscores. The flags of settings are in `RENAMED`."""
+
+COMMANDS_WITH_SETTINGS = ("train", "launch", "plan", "sweep")
+"""Commands whose flags are settings too."""
+
+RENAMED_VARIABLES = (Renamed("TXL_FAULT", "TXL_FAILPOINTS", "0.3.0"),)
+"""Every renamed environment variable."""
+
+_LEAST_ALIKE = 0.85
+"""Least similarity at which an unknown flag is taken for a misspelt old name."""
+
 _BY_OLD = {renamed.old: renamed for renamed in RENAMED}
 _BY_NEW = {renamed.new: renamed for renamed in RENAMED}
 
@@ -94,11 +127,12 @@ def warn_of_old_names(values: Mapping[str, Any], *, source: str) -> None:
         _warn(f"{source}: {_since(renamed)} Under [{new_section}] write: {new_key} = {_as_toml(value)}")
 
 
-def words_in_new_names(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line with the flags of renamed settings, and their values, in the new spelling.
+def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[str]:
+    """Return the words of a command with renamed flags, and their values, in the new spelling.
 
-    Raises ConfigError naming both flags if one setting is given by both. Each old flag gets a warning.
+    Raises ConfigError naming both flags if both spellings of one flag are given. Each old flag gets a warning.
     """
+    by_old = _flags_by_old(command)
     result: list[str] = []
     renamed: Renamed | None = None  # of the flag whose values follow
     given = {_setting(word) for word in words if word.startswith("--")}
@@ -106,18 +140,66 @@ def words_in_new_names(words: Sequence[str]) -> list[str]:
         if not word.startswith("--"):
             result.append(word if renamed is None else _flag_value(renamed, word))
             continue
-        renamed = _BY_OLD.get(_setting(word))
+        renamed = by_old.get(_setting(word))
         if renamed is None:
             result.append(word)
             continue
         if renamed.new in given:
             raise ConfigError(_both(renamed, "the command line"))
         _, is_joined, value = word.partition("=")
-        flag = f"--{renamed.new.replace('_', '-')}"
+        flag = _flag(renamed.new)
         new_word = f"{flag}={_flag_value(renamed, value)}" if is_joined else flag
         _warn(f"{word.partition('=')[0]}: {_since(renamed)} Write: {flag}")
         result.append(new_word)
     return result
+
+
+def new_keyword(name: str, *, command: str) -> str:
+    """Return the new name of a keyword argument, without a warning; a name that is not renamed stays."""
+    by_old = _flags_by_old(command)
+    return by_old[name].new if name in by_old else name
+
+
+def keywords_in_old_names(keywords: Mapping[str, Any], *, command: str) -> dict[str, Any]:
+    """Return keyword arguments, named like the flags of a command, under the names of version 0.2."""
+    old_names = {renamed.new: renamed.old for renamed in RENAMED_FLAGS[command]}
+    return {old_names.get(name, name): value for name, value in keywords.items()}
+
+
+def new_flag_of_similar(name: str, known: Collection[str]) -> str:
+    """Return the new name of a renamed flag whose old name is similar to an unknown one; empty if there is none.
+
+    Only flags in `known` are returned.
+    """
+    new_names: dict[str, str] = {}
+    for renamed in RENAMED:
+        new_names[renamed.old] = renamed.new
+    for flags in RENAMED_FLAGS.values():
+        for renamed in flags:
+            new_names[renamed.old] = renamed.new
+    possible = {old: new for old, new in new_names.items() if new in known}
+    similar = nearest(name, possible, least_alike=_LEAST_ALIKE)
+    return possible[similar[0]] if similar else ""
+
+
+def rename_variables() -> None:
+    """Set each renamed environment variable that only has its old name, with a warning.
+
+    Raises ConfigError naming both if both are set to different values.
+    """
+    for renamed in RENAMED_VARIABLES:
+        old_value = os.environ.get(renamed.old, "")
+        if not old_value:
+            continue
+        if os.environ.get(renamed.new, old_value) != old_value:
+            raise ConfigError(_both(renamed, "the environment"))
+        _warn(f"{_since(renamed)} Set: {renamed.new}={shlex.quote(old_value)}")
+        os.environ[renamed.new] = old_value
+
+
+def warn_of_old_method(old: str, new: str) -> None:
+    """Print a warning, once, that a public method or function has another name since version 0.3.0."""
+    _warn(_since(Renamed(old, new, "0.3.0")))
 
 
 def name_since(name: str) -> str:
@@ -147,6 +229,20 @@ def flat_in_old_names(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             result[renamed.old] = renamed.old_value(value)
     return result
+
+
+def _flags_by_old(command: str) -> dict[str, Renamed]:
+    """Return the renamed flags of a command by their old names, with the `no_` forms of switches."""
+    by_old = dict(_BY_OLD) if command in COMMANDS_WITH_SETTINGS else {}
+    for renamed in RENAMED_FLAGS.get(command, ()):
+        by_old[renamed.old] = renamed
+        by_old[f"no_{renamed.old}"] = renamed._replace(old=f"no_{renamed.old}", new=f"no_{renamed.new}")
+    return by_old
+
+
+def _flag(name: str) -> str:
+    """Return a name with underscores as a flag."""
+    return f"--{name.replace('_', '-')}"
 
 
 def _setting(flag: str) -> str:

@@ -302,7 +302,7 @@ class OptimSection(Section):
     inverse_sqrt."""
     ema_decay: Annotated[Probability, WARNED] = 0.0
     """Decay per step of an exponential average of the fp32 weights, kept beside them and saved with them; 0 keeps none.
-    It begins with the weights behind the first update. `eval.use_ema` scores it, `txl export --average` takes it."""
+    It begins with the weights behind the first update. `eval.use_ema` scores it, `txl export --ema` takes it."""
 
     @property
     def kind(self) -> OptimizerKind:

@@ -61,7 +61,7 @@ def read_trained(run: Path) -> Trained:
     return use_trained(run, _in_memory)
 
 
-def use_trained(run: Path, use: Callable[[Trained], T], *, average: bool = False) -> T:
+def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False) -> T:
     """What `use` makes of a run's newest whole checkpoint, or of a checkpoint folder, whose weights, or their averages,
     it may read piece by piece. Raises CheckpointError.
 
@@ -73,7 +73,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, average: bool = False
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
                 )
-            return use(_read_checkpoint(run, name=run.name, average=average))
+            return use(_read_checkpoint(run, name=run.name, use_ema=use_ema))
     looked_at: list[Path] | None = None
     rejected: list[str] = []
     while (listed := list_checkpoints(run)) != looked_at:
@@ -82,7 +82,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, average: bool = False
             with kept(folder):
                 try:
                     if not (problems := checkpoint_problems(folder)):
-                        used = use(_read_checkpoint(folder, name=run.name, average=average))
+                        used = use(_read_checkpoint(folder, name=run.name, use_ema=use_ema))
                         for reason in rejected:
                             logger.warning("passed over a damaged checkpoint, %s", reason)
                         return used
@@ -100,7 +100,7 @@ def _in_memory(trained: Trained) -> Trained:
     return trained._replace(package=dataclasses.replace(trained.package, weights=weights))
 
 
-def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
+def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
     """`name` says of which run it is, for those who get the model."""
     saved = read_state(folder)
     config = load_config(folder / SETTINGS)
@@ -110,15 +110,15 @@ def _read_checkpoint(folder: Path, *, name: str, average: bool) -> Trained:
     precision, probe = config.engine.dtype, read_probe(folder, vocab_size=tokenizer.vocab_size)
     package = Package(
         section=config.model,
-        weights=consolidated_weights(folder, average=average),
+        weights=consolidated_weights(folder, use_ema=use_ema),
         tokenizer=tokenizer,
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,
         memory_lens=config.train.memory_lens,
         document_border="mask" if config.data.document_mask else "carry",
         begins_documents=scores_first_tokens(config, saved),
-        source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if average else {}),
-        probe={"tokens": probe["tokens"], "losses": probe[AVERAGE_LOSSES if average else "losses"]},
+        source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if use_ema else {}),
+        probe={"tokens": probe["tokens"], "losses": probe[AVERAGE_LOSSES if use_ema else "losses"]},
         probe_dtype=precision,
     )
     return Trained(folder, config, package)
@@ -138,7 +138,7 @@ def _with_card(trained: Trained, stated: Stated) -> Package:
     """Return the package of a checkpoint with a card: what its run recorded and the user states."""
     package, saved = trained.package, read_state(trained.folder)
     is_average = bool(package.source.get("average"))
-    card = card_of_checkpoint(trained.folder, saved, trained.config, average=is_average).with_stated(stated)
+    card = card_of_checkpoint(trained.folder, saved, trained.config, use_ema=is_average).with_stated(stated)
     if card.sample is None:
         card = card.model_copy(update={"sample": _sample(package, where=str(trained.folder))})
     return dataclasses.replace(package, card=card)
@@ -162,9 +162,9 @@ def _rounded_once(package: Package, dtype: str) -> Package:
 
 
 def export_bundle(
-    source: Path, out: Path, *, dtype: str = "fp32", average: bool = False, stated: Stated = NOTHING_STATED
+    source: Path, out: Path, *, dtype: str = "fp32", use_ema: bool = False, stated: Stated = NOTHING_STATED
 ) -> Exported:
-    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time; by `average` of the
+    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time; by `use_ema` of the
     averages that a run or checkpoint has of its weights. Its card includes what is `stated`.
 
     Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
@@ -177,7 +177,7 @@ def export_bundle(
         return Exported(folder, error, num_bytes, num_bytes / (4 * values))
 
     if detect_artifact(source) is not ArtifactKind.BUNDLE:
-        return use_trained(source, lambda trained: write(trained.folder, _with_card(trained, stated)), average=average)
+        return use_trained(source, lambda trained: write(trained.folder, _with_card(trained, stated)), use_ema=use_ema)
     package, held = read_bundle(source)
     package.proven(held, where=str(source))
     described = dataclasses.replace(package, card=package.card.with_stated(stated))

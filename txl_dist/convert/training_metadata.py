@@ -24,12 +24,12 @@ from txl_dist.train.checkpoint.validate import SavedState
 Record = dict[str, Any]
 
 
-def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, average: bool) -> Card:
-    """The facts of a checkpoint; `average` says whether its card is about the averages of the weights."""
+def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_ema: bool) -> Card:
+    """The facts of a checkpoint; `use_ema` says whether its card is about the averages of the weights."""
     state = saved.values
     start, records = _records_at(folder.parent.parent, step=saved.step)
     names = start.get("corpora") or [Path(path).name for path in state.get("corpora", ())]
-    is_scored = config.eval.use_ema == average
+    is_scored = config.eval.use_ema == use_ema
     token = str(start.get("token") or "token")
     scores = [_score(record, config, corpora=names, token=token) for record in records.values()] if is_scored else []
     saved_s = records.get("event saved", {}).get("time_s")
@@ -42,7 +42,7 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, avera
         version=str(state["code_version"]),
         date=_day(saved_s),
         scores=tuple(score for score in scores if score is not None),
-        sample=None if average else _sample(records.get("sample", {}), step=saved.step),
+        sample=None if use_ema else _sample(records.get("sample", {}), step=saved.step),
     )
 
 

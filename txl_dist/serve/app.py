@@ -351,8 +351,8 @@ def _check_limits(completion: CompletionRequest, service: Service) -> None:
     limits = [
         ("max_tokens", completion.max_tokens, serving.max_tokens, "tokens of a text"),
         ("logprobs", completion.logprobs or 0, serving.max_logprobs, "alternatives of a token"),
-        ("n", num_texts, serving.max_texts, "texts of a request, its prompts times n"),
-        ("prompt", num_prompts, serving.queue, "prompts of a request"),
+        ("n", num_texts, serving.max_choices, "texts of a request, its prompts times n"),
+        ("prompt", num_prompts, serving.max_queue, "prompts of a request"),
     ]
     for name, requested, limit, what in limits:
         if requested > limit:
@@ -429,7 +429,7 @@ def _model_of(service: Service) -> dict[str, Any]:
         "object": "model",
         "created": service.created,
         "owned_by": "txl_dist",
-        "max_model_len": serving.max_prompt + serving.max_tokens,
+        "max_model_len": serving.max_prompt_len + serving.max_tokens,
         "memory_len": service.memory_len,
         "vocab_size": model.tokenizer.vocab_size,
         "parameters": sum(parameter.numel() for parameter in model.network.parameters()),

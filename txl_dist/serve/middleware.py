@@ -45,8 +45,8 @@ class Gate:
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
         self._app, self._service, self._key = app, service, key.encode()
         serving = service.serving
-        self._max_body, self._max_upload = serving.max_body, service.largest_memory + HEADER_BYTES
-        self._max_requests = serving.rows + serving.queue + SPARE_REQUESTS
+        self._max_body, self._max_upload = serving.max_body_bytes, service.largest_memory + HEADER_BYTES
+        self._max_requests = serving.max_num_seqs + serving.max_queue + SPARE_REQUESTS
         self.num_active = 0
         """Number of requests in work, without those for open paths."""
         self._num_uploads = 0

@@ -29,50 +29,50 @@ class Serving:
     the environment."""
     api_key_file: Path | None = None
     """File with the key that clients must send."""
-    rows: int = 64
+    max_num_seqs: int = 64
     """Maximum number of texts generated at once; each holds a memory."""
-    queue: int = 256
+    max_queue: int = 256
     """Maximum number of queued prompts. Further requests get HTTP 429."""
     memory_len: int = -1
     """Tokens of memory; more than in training is allowed. -1 means as trained."""
-    max_prompt: int = 32_768
+    max_prompt_len: int = 32_768
     """Maximum number of tokens of a prompt."""
     max_tokens: int = 4_096
     """Maximum number of tokens to generate per text."""
-    max_texts: int = 64
+    max_choices: int = 64
     """Maximum number of texts per request: its prompts times n."""
     max_logprobs: int = 20
     """Maximum number of alternatives per token, with their log-probabilities."""
-    max_body: int = 2**20
+    max_body_bytes: int = 2**20
     """Maximum number of bytes of a request's body; a memory's file may be larger."""
     timeout: float = 600.0
     """Seconds per request. After that its texts end as they are; a request that has not begun gets HTTP 408."""
-    grace: float = 30.0
+    shutdown_timeout: float = 30.0
     """Seconds that running requests get after SIGTERM, before their texts end as they are."""
     memories: int = 1_000
     """Maximum number of stored memories; 0 stores none. The least recently used one is removed first."""
     memory_bytes: int = 2**30
     """Maximum number of bytes of all stored memories together."""
-    memory_age: float = 3_600.0
+    memory_ttl: float = 3_600.0
     """Seconds after its last use until a stored memory expires."""
 
     def check(self) -> None:
         """Raise ConfigError for an option out of range."""
         rules = [
             ("port", 0 <= self.port < 2**16, "0 ... 65535"),
-            ("rows", self.rows >= 1, "1 or more texts"),
-            ("queue", self.queue >= 1, "1 or more prompts"),
+            ("max_num_seqs", self.max_num_seqs >= 1, "1 or more texts"),
+            ("max_queue", self.max_queue >= 1, "1 or more prompts"),
             ("memory_len", self.memory_len >= -1, "0 or more tokens, or -1 for as trained"),
-            ("max_prompt", self.max_prompt >= 1, "1 or more tokens"),
+            ("max_prompt_len", self.max_prompt_len >= 1, "1 or more tokens"),
             ("max_tokens", self.max_tokens >= 1, "1 or more tokens"),
-            ("max_texts", self.max_texts >= 1, "1 or more texts"),
+            ("max_choices", self.max_choices >= 1, "1 or more texts"),
             ("max_logprobs", self.max_logprobs >= 0, "0 or more tokens"),
-            ("max_body", self.max_body >= 1, "1 or more bytes"),
+            ("max_body_bytes", self.max_body_bytes >= 1, "1 or more bytes"),
             ("timeout", self.timeout > 0, "above 0 seconds"),
-            ("grace", self.grace >= 0, "0 or more seconds"),
+            ("shutdown_timeout", self.shutdown_timeout >= 0, "0 or more seconds"),
             ("memories", self.memories >= 0, "0 or more"),
             ("memory_bytes", self.memory_bytes >= 0, "0 or more bytes"),
-            ("memory_age", 0 < self.memory_age < math.inf, "above 0 seconds"),
+            ("memory_ttl", 0 < self.memory_ttl < math.inf, "above 0 seconds"),
         ]
         for name, holds, rule in rules:
             if not holds:

@@ -1,7 +1,7 @@
 """Server process from start to end.
 
-On SIGTERM or SIGINT it drains. New requests are refused, and those in work get up to `--grace` seconds. Then the
-process ends with exit code 0. A second signal ends it at once.
+On SIGTERM or SIGINT it drains. New requests are refused, and those in work get up to `--shutdown-timeout` seconds. Then
+the process ends with exit code 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ class Server:
         finally:
             self.service.worker.stop()
         if self.service.worker.has_failed:
-            raise TxlError("nothing can be written any more; the log says why. Start again, perhaps with fewer --rows.")
+            raise TxlError(
+                "nothing can be written any more; the log says why. Start again, perhaps with fewer --max-num-seqs."
+            )
 
     def stop(self) -> None:
         """Request a stop: drain, then end. May be called from any thread."""
@@ -88,7 +90,7 @@ class Server:
         self._draining = asyncio.ensure_future(self._end())
 
     async def _end(self) -> None:
-        end = time.monotonic() + self.service.serving.grace
+        end = time.monotonic() + self.service.serving.shutdown_timeout
         while self._gate.num_active and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.service.worker.set_deadline(by=time.monotonic())
@@ -113,6 +115,6 @@ def serve(model: LanguageModel, serving: Serving, listening: socket.socket, *, n
     server = Server(model, serving, listening, name=name)
     if not serving.key() and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
         logger.warning("whoever reaches this machine may use the model; --api-key-file asks for a key")
-    logger.info("%s is served at %s; %s at once", name, server.url, counted(serving.rows, "text"))
+    logger.info("%s is served at %s; %s at once", name, server.url, counted(serving.max_num_seqs, "text"))
     asyncio.run(server.run(heeds_signals=True))
     logger.info("stopped")

@@ -38,9 +38,11 @@ class Service:
 
     def __init__(self, model: LanguageModel, serving: Serving, *, name: str) -> None:
         self.model, self.serving, self.name = model, serving, name
-        self.worker = Worker(model, num_rows=serving.rows, max_queue=serving.queue, memory_len=serving.memory_len)
+        self.worker = Worker(
+            model, num_rows=serving.max_num_seqs, max_queue=serving.max_queue, memory_len=serving.memory_len
+        )
         self.memories = MemoryStore(
-            most=serving.memories, most_bytes=serving.memory_bytes, most_age_s=serving.memory_age
+            most=serving.memories, most_bytes=serving.memory_bytes, most_age_s=serving.memory_ttl
         )
         self.metrics, self.created = Metrics(), int(time.time())
         self.is_draining = False
@@ -48,8 +50,8 @@ class Service:
         self.memory_len = model.window(serving.memory_len)
         self._keys = itertools.count()
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "txl_rows": ("Texts that are written.", lambda: self.worker.num_rows),
-            "txl_queued": ("Prompts that wait.", lambda: self.worker.num_waiting),
+            "txl_requests_running": ("Texts that are written.", lambda: self.worker.num_rows),
+            "txl_requests_waiting": ("Prompts that wait.", lambda: self.worker.num_waiting),
             "txl_memories": ("Memories that are kept.", lambda: len(self.memories)),
             "txl_memory_bytes": ("Bytes of them.", lambda: self.memories.num_bytes),
         }
@@ -121,10 +123,10 @@ class Service:
         return prepared
 
     def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self.serving.max_prompt:
+        if num_tokens > self.serving.max_prompt_len:
             raise APIError(
                 400,
-                f"the prompt has {counted(num_tokens, 'token')}; this server takes {self.serving.max_prompt:,}. "
+                f"the prompt has {counted(num_tokens, 'token')}; this server takes {self.serving.max_prompt_len:,}. "
                 "Shorten it, or give its beginning to POST /v1/memories, and go on from there.",
                 param="prompt",
                 code="context_length_exceeded",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from txl_dist.config.renamed import new_keyword
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
@@ -25,9 +26,9 @@ class LearntKind(NamedTuple):
 
 
 LEARNT_KINDS: dict[str, LearntKind] = {
-    "byte": LearntKind(("only_seen",), 256),
-    "char": LearntKind(("lower_case", "only_seen"), 256),
-    "word": LearntKind(("vocab_size", "min_frequency", "lower_case", "sentence_marks"), 1),
+    "byte": LearntKind(("observed_symbols",), 256),
+    "char": LearntKind(("lower_case", "observed_symbols"), 256),
+    "word": LearntKind(("vocab_size", "min_frequency", "lower_case", "double_eos"), 1),
     "bpe": LearntKind(("vocab_size", "min_frequency"), 256),
     "unigram": LearntKind(("vocab_size",), 256),
 }
@@ -46,10 +47,17 @@ class Learning:
     """Make text lower case (char, word)."""
     end_of_text: bool = True
     """Put an end-of-text after each document. Named corpora with the tokenizer of the papers never have one."""
-    only_seen: bool = False
+    observed_symbols: bool = False
     """Give no ids to bytes or characters that do not occur (byte, char)."""
-    sentence_marks: bool = False
+    double_eos: bool = False
     """Mark the start and end of lines as lm1b does (word)."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an option by the name that an earlier version gave it, which a plugin may use."""
+        new_name = new_keyword(name, command="prepare")
+        if new_name == name:
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}")
+        return getattr(self, new_name)
 
     def num_marks(self, kind: str) -> int:
         """Return the number of ids that are not text: end-of-text, and for words the line mark and the unknown."""

@@ -45,16 +45,16 @@ def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
 
     `vocab_size` is the largest number of ids, all marks included. 0 means 4,096 for bpe and unigram, and no limit for
     word; byte and char do not use it. `min_frequency` is the fewest occurrences of a word, or of a BPE merge. Without
-    `end_of_text` documents join without a mark, as in other code bases. With `only_seen` byte and char have no id for
-    symbols that the texts lack, and no `<unk>`. A word vocabulary always has a symbol for unknown words, because
+    `end_of_text` documents join without a mark, as in other code bases. With `observed_symbols` byte and char have no
+    id for symbols that the texts lack, and no `<unk>`. A word vocabulary always has a symbol for unknown words, because
     validation text may have some. Where the text itself spells that symbol, as WikiText and PTB do, it is the same
-    one. `sentence_marks` are those of lm1b: `<S>` at both ends of each line, and `<UNK>`.
+    one. `double_eos` are those of lm1b: `<S>` at both ends of each line, and `<UNK>`.
     Raises ConfigError for an impossible size or a setting that the kind does not have, and DataError without text.
     """
     learning = Learning(**settings)
     learning.check_kind(kind)
-    only_seen, end_of_text, min_frequency = learning.only_seen, learning.end_of_text, learning.min_frequency
-    marks = SENTENCE_MARKS if learning.sentence_marks else PLAIN_MARKS
+    only_seen, end_of_text, min_frequency = learning.observed_symbols, learning.end_of_text, learning.min_frequency
+    marks = SENTENCE_MARKS if learning.double_eos else PLAIN_MARKS
     num_marks = learning.num_marks(kind)
     max_size = learning.vocab_size - num_marks if learning.vocab_size else 0
     num_subwords = max_size or DEFAULT_SUBWORDS - num_marks

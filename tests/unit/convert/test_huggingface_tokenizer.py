@@ -15,7 +15,7 @@ TEXTS = ["the cat sat on the mat,\n  it's 12 o'clock \u00e9\u4e2d.\n\nThe dog di
     ("kind", "settings"),
     [
         ("byte", {}),
-        ("byte", {"only_seen": True}),
+        ("byte", {"observed_symbols": True}),
         ("char", {}),
         ("char", {"lower_case": True}),
         ("word", {}),
@@ -46,5 +46,5 @@ def test_the_spelling_of_the_end_of_text_is_text() -> None:
 
 
 def test_what_would_give_other_ids_is_not_written() -> None:
-    ours = train_tokenizer("word", lambda: TEXTS, sentence_marks=True)
+    ours = train_tokenizer("word", lambda: TEXTS, double_eos=True)
     assert library_tokenizer(ours, begins_documents=True) is None

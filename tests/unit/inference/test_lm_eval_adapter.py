@@ -220,5 +220,5 @@ def test_without_the_package_it_names_the_extra(tmp_path: Path) -> None:
 @pytest.fixture
 def base_url(setting: Setting) -> Iterator[str]:
     """Of `txl serve`."""
-    with served(setting.lm, memory_len=MEMORY_LEN, max_prompt=100_000) as server:
+    with served(setting.lm, memory_len=MEMORY_LEN, max_prompt_len=100_000) as server:
         yield server.url

@@ -51,7 +51,7 @@ BORDER = 1e-5
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(random_model(), max_prompt=5_000, max_tokens=400, max_texts=64, queue=128) as running:
+    with served(random_model(), max_prompt_len=5_000, max_tokens=400, max_choices=64, max_queue=128) as running:
         yield running
 
 
@@ -476,7 +476,7 @@ def test_what_is_told_is_bounded_by_tokens_not_by_characters(server: Served) -> 
 
 
 def test_paths_without_a_key_read_no_body_and_a_doubled_type_opens_no_wider_door(server: Served) -> None:
-    with served(random_model(), max_body=2_000) as small:
+    with served(random_model(), max_body_bytes=2_000) as small:
         for start, status in (("GET /health", b" 200 "), ("POST /v1/memories", b" 413 ")):
             head = f"{start} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
             head += "Content-Type: application/octet-stream\r\nConnection: close\r\nContent-Length: 3000\r\n\r\n"
@@ -504,7 +504,10 @@ def test_a_prompt_whose_scores_are_no_numbers_is_a_defect_of_the_model_and_told_
 
 
 def test_who_waits_when_the_server_ends_is_told_that_it_ends() -> None:
-    with served(random_model(), rows=1, grace=0.3, max_tokens=1_000_000) as server, ThreadPoolExecutor(2) as pool:
+    with (
+        served(random_model(), max_num_seqs=1, shutdown_timeout=0.3, max_tokens=1_000_000) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
         first = pool.submit(server.complete, TEXT, max_tokens=1_000_000, allowed_token_ids=[1])  # which ends no text
         wait_until(lambda: bool(server.service.worker.num_rows))
         second = pool.submit(server.complete, TEXT)
@@ -542,7 +545,7 @@ def test_prometheus_is_told_what_was_done(server: Served) -> None:
     assert value("txl_time_to_first_token_seconds_count") > 0
     assert value("txl_time_per_output_token_seconds_count") > 0
     assert value("process_resident_memory_bytes") > 1e7
-    assert {value(name) for name in ("txl_rows", "txl_queued")} == {0}
+    assert {value(name) for name in ("txl_requests_running", "txl_requests_waiting")} == {0}
 
 
 def test_a_memory_is_used_by_many_changed_by_none_and_goes_on_as_the_whole_text(server: Served) -> None:
@@ -639,7 +642,7 @@ def test_memories_go_by_number_bytes_and_age() -> None:
         names = [server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"] for i in range(3)]
         assert [server.ask("GET", f"/v1/memories/{name}").status for name in names] == [404, 200, 200]
         assert server.service.memories.num_bytes == 2 * size
-    with served(random_model(), memory_age=0.3) as server:
+    with served(random_model(), memory_ttl=0.3) as server:
         name = server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"]
         assert server.complete("a", memory=name).status == 200
         time.sleep(0.4)
@@ -702,7 +705,7 @@ def test_only_those_with_the_key_are_served_but_health_is_open(tmp_path: Any, mo
 
 
 def test_a_body_that_is_too_long_is_refused_however_it_is_sent(server: Served) -> None:
-    with served(random_model(), max_body=1000) as small:
+    with served(random_model(), max_body_bytes=1000) as small:
         assert small.complete("a" * 900).status == 200
         assert small.complete("a" * 1000).status == 413
         connection = small.connect()
@@ -777,10 +780,10 @@ def test_clients_that_send_a_long_body_first_read_the_refusal(server: Served, as
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
 def test_every_early_answer_reaches_a_client_that_sends_everything_first(is_chunked: bool) -> None:
-    with served(random_model(), max_body=1000, api_key="secret") as closed:
+    with served(random_model(), max_body_bytes=1000, api_key="secret") as closed:
         assert b" 401 " in by_socket(closed, "/v1/completions", is_chunked=is_chunked)
         assert b" 405 " in by_socket(closed, "/health", is_chunked=is_chunked)
-    with served(random_model(), max_body=1000) as server:
+    with served(random_model(), max_body_bytes=1000) as server:
         answer_of_413 = by_socket(server, "/v1/completions", is_chunked=is_chunked)
         assert b" 413 " in answer_of_413
         assert b"the body has more than 1,000 bytes" in answer_of_413
@@ -797,7 +800,7 @@ def test_only_an_early_answer_closes_the_connection(server: Served) -> None:
 @pytest.mark.parametrize("bound", ["bytes", "seconds"])
 def test_what_is_discarded_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(gate, "DRAIN_BYTES" if bound == "bytes" else "DRAIN_S", 2**20 if bound == "bytes" else 0.5)
-    with served(random_model(), max_body=1000) as server:
+    with served(random_model(), max_body_bytes=1000) as server:
         endless = socket.create_connection((server.address.hostname, server.address.port), timeout=60)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: 99999999999"
@@ -814,7 +817,7 @@ def test_what_is_discarded_is_bounded(monkeypatch: pytest.MonkeyPatch, bound: st
 
 
 def test_who_finds_the_queue_full_is_told_to_come_again() -> None:
-    with served(random_model(), rows=1, queue=2, max_tokens=100_000) as server:
+    with served(random_model(), max_num_seqs=1, max_queue=2, max_tokens=100_000) as server:
         streams = [begin_stream(server, max_tokens=100_000)]
         wait_until(lambda: server.service.worker.num_rows == 1)
         streams += [begin_stream(server) for _ in range(2)]
@@ -838,7 +841,7 @@ def begin_stream(server: Served, prompt: str = TEXT, **fields: Any) -> socket.so
 
 
 def test_the_time_of_a_request_ends_its_texts_as_they_are_and_refuses_those_that_have_not_begun() -> None:
-    with served(random_model(), rows=1, timeout=0.5, max_tokens=1_000_000) as server:
+    with served(random_model(), max_num_seqs=1, timeout=0.5, max_tokens=1_000_000) as server:
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(server.complete, TEXT, max_tokens=1_000_000, temperature=0, keep_memory=True)
             wait_until(lambda: server.service.worker.num_rows == 1)
@@ -902,7 +905,7 @@ def test_a_long_prompt_does_not_stall_a_text_that_is_written(server: Served) -> 
 
 
 def test_a_server_that_drains_ends_what_it_has_and_takes_nothing_new() -> None:
-    with served(random_model(), max_tokens=1_000_000, grace=1.0) as server, ThreadPoolExecutor(2) as pool:
+    with served(random_model(), max_tokens=1_000_000, shutdown_timeout=1.0) as server, ThreadPoolExecutor(2) as pool:
         endless = pool.submit(server.complete, TEXT, max_tokens=1_000_000, temperature=0)
         wait_until(lambda: server.service.worker.num_rows == 1)
         short = pool.submit(server.complete, TEXT, max_tokens=200, temperature=0)
@@ -977,7 +980,7 @@ def test_a_signal_lets_a_stream_end_and_the_program_leaves_with_0(tmp_path: Path
 
     bundle = make(tmp_path / "made").bundle
     command = [sys.executable, "-m", "txl_dist", "serve", str(bundle), "--port", "0", "--max-tokens", "1000000"]
-    process = subprocess.Popen([*command, "--grace", "1"], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, "--shutdown-timeout", "1"], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     url = next(found[1] for line in process.stderr if (found := re.search(r"served at (\S+);", line)))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
@@ -999,7 +1002,7 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd:
     port = str(taken.getsockname()[1])
     for flags, message in (
         (["--port", port], f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what does, or"),
-        (["--rows", "0"], "--rows 0: it must be 1 or more texts."),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0: it must be 1 or more texts."),
         (["--api-key", "a b"], "printable ASCII without blanks"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read --api-key-file"),
         (["--prot", port], "unknown flag --prot. Did you mean --port?"),

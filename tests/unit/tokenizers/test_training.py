@@ -58,7 +58,7 @@ def test_the_unknown_has_an_id_even_if_nothing_was_unknown() -> None:
 
 
 def test_sentence_marks_stand_on_both_sides_and_are_counted_so() -> None:
-    tokenizer = train_tokenizer("word", lambda: ["a a\nb <UNK>\n"], sentence_marks=True, end_of_text=False)
+    tokenizer = train_tokenizer("word", lambda: ["a a\nb <UNK>\n"], double_eos=True, end_of_text=False)
     assert tokenizer.symbols == ("<S>", "a", "<UNK>", "b")
     assert tokenizer.encode("b c\n").tolist() == [0, 3, 2, 0]
 
@@ -89,7 +89,7 @@ def test_words_of_a_long_text_are_never_a_list() -> None:
 
 def test_only_seen_bytes_have_ids_and_others_are_refused_by_name() -> None:
     texts = ["abba", "a\xe9"]
-    tokenizer = train_tokenizer("byte", lambda: texts, only_seen=True, end_of_text=False)
+    tokenizer = train_tokenizer("byte", lambda: texts, observed_symbols=True, end_of_text=False)
     assert tokenizer.vocab_size == 4
     assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
     with pytest.raises(DataError, match=r"byte '0x63' is not in the vocabulary"):
@@ -99,11 +99,11 @@ def test_only_seen_bytes_have_ids_and_others_are_refused_by_name() -> None:
         build_tokenizer({"kind": "byte", "symbols": ["a"], "end_of_text": None})
 
 
-@pytest.mark.parametrize("only_seen", [False, True])
-def test_bytes_that_are_no_utf8_are_encoded_as_they_were(only_seen: bool) -> None:
+@pytest.mark.parametrize("observed_symbols", [False, True])
+def test_bytes_that_are_no_utf8_are_encoded_as_they_were(observed_symbols: bool) -> None:
     content = bytes(range(256)) + "caf\u00e9 \u4e2d".encode() + b"\xe4\xb8"
     text = content.decode("utf-8", errors="surrogateescape")
-    tokenizer = train_tokenizer("byte", lambda: [text], only_seen=only_seen)
+    tokenizer = train_tokenizer("byte", lambda: [text], observed_symbols=observed_symbols)
     assert tokenizer.spellings is not None
     ids = tokenizer.encode(text).tolist()
     assert b"".join(tokenizer.spellings[i] for i in ids) == content
@@ -115,12 +115,12 @@ def test_bytes_that_are_no_utf8_are_encoded_as_they_were(only_seen: bool) -> Non
 
 
 def test_only_seen_characters_leave_no_place_for_the_unknown() -> None:
-    tokenizer = train_tokenizer("char", lambda: ["Hello"], only_seen=True, end_of_text=False)
+    tokenizer = train_tokenizer("char", lambda: ["Hello"], observed_symbols=True, end_of_text=False)
     assert isinstance(tokenizer, CharTokenizer)
     assert tokenizer.symbols == ("l", "H", "e", "o")
     with pytest.raises(DataError, match="character 'x'"):
         tokenizer.encode("Hex")
-    lower = train_tokenizer("char", lambda: ["Hello"], only_seen=True, end_of_text=False, lower_case=True)
+    lower = train_tokenizer("char", lambda: ["Hello"], observed_symbols=True, end_of_text=False, lower_case=True)
     assert lower.decode(lower.encode("HELLO")) == "hello"
 
 
@@ -165,9 +165,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("unigram", {"min_frequency": 2}, "min_frequency has no meaning"),
     ("byte", {"lower_case": True}, "lower_case has no meaning for a byte tokenizer, only for char and word"),
     ("bpe", {"lower_case": True}, "lower_case has no meaning"),
-    ("word", {"only_seen": True}, "only_seen has no meaning"),
-    ("bpe", {"only_seen": True}, "only_seen has no meaning"),
-    ("char", {"sentence_marks": True}, "sentence_marks has no meaning"),
+    ("word", {"observed_symbols": True}, "observed_symbols has no meaning"),
+    ("bpe", {"observed_symbols": True}, "observed_symbols has no meaning"),
+    ("char", {"double_eos": True}, "double_eos has no meaning"),
     ("word", {"vocab_size": 3}, "needs 4 or more"),
     ("word", {"vocab_size": 2, "end_of_text": False}, "needs 3 or more"),
     ("unigram", {"vocab_size": 256}, "needs 257 or more"),

@@ -24,7 +24,7 @@ def recorded() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("settings", [{"kind": "byte"}, {"kind": "bpe", "vocab_size": 300}, {"kind": "char"}], ids=str)
 def test_the_text_is_that_of_the_documents_each_with_a_mark_behind(tmp_path: Path, settings: dict[str, object]) -> None:
-    corpus = tiny_corpus(tmp_path, texts=[*random_texts(count=40), *NEW], all_splits=True, **settings)
+    corpus = tiny_corpus(tmp_path, texts=[*random_texts(count=40), *NEW], tokenizer_all_splits=True, **settings)
     given = [json.loads(line)["text"] for line in (tmp_path / "corpus.jsonl").read_text().split("\n") if line]
     found = list[bytes]()
     for name in corpus.split_names:
@@ -36,7 +36,7 @@ def test_the_text_is_that_of_the_documents_each_with_a_mark_behind(tmp_path: Pat
 
 
 def test_where_tokens_say_no_end_of_documents_no_mark_does(tmp_path: Path) -> None:
-    split = tiny_corpus(tmp_path, kind="char", all_splits=True, end_of_text=False).split("valid")
+    split = tiny_corpus(tmp_path, kind="char", tokenizer_all_splits=True, end_of_text=False).split("valid")
     text = marked_text(split)
     assert (split.tokens, split.text_bytes) == (len(text.decode()), len(text))
 
@@ -92,7 +92,7 @@ def test_other_tokens_of_a_known_text_are_counted_anew_and_compressed_no_more(
     texts = random_texts(count=60)
     for kind in ("byte", "char", "byte", "char"):
         if not (tmp_path / kind).exists():
-            tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind, all_splits=True)
+            tiny_corpus(tmp_path, name=kind, texts=texts, kind=kind, tokenizer_all_splits=True)
         measure(open_corpus(tmp_path / kind), split="valid", train="train", is_trial=False)
     rows = recorded()
     assert [anchors.kind_of(row["anchor"]) for row in rows] == ["order 0", "bigram", "copy", "order 0", "bigram"]

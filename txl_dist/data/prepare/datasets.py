@@ -67,7 +67,7 @@ class NamedCorpus:
     members: tuple[Member, ...]
     tokenizer: dict[str, Any]
     """How the papers read it: arguments of `train_tokenizer` (`kind` and so on); `documents` and `encoding_errors` of
-    `txl prepare`; and `all_splits`: the vocabulary is counted on the held-out splits too."""
+    `txl prepare`; and `tokenizer_all_splits`: the vocabulary is counted on the held-out splits too."""
     ends: tuple[tuple[str, int], ...] = ()
     """Splits and where they end, in bytes, if one member holds them all."""
     clean: Callable[[bytes], bytes] = field(default=bytes)
@@ -234,7 +234,7 @@ def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress |
     if reasons:
         raise DataError(
             f"cannot download {name} ({'; '.join(reasons)}). Try later, or fetch it on another machine and name the "
-            "file with --from."
+            "file with --archive."
         )
     return path
 
@@ -256,7 +256,7 @@ def _fetch(url: str, path: Path, progress: Progress | None) -> None:
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
 _SHAKESPEARE = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 _WORDS = {"kind": "word", "end_of_text": False, "documents": "file"}
-_CHARACTERS = {"end_of_text": False, "only_seen": True, "documents": "file", "all_splits": True}
+_CHARACTERS = {"end_of_text": False, "observed_symbols": True, "documents": "file", "tokenizer_all_splits": True}
 
 
 def _wikitext(name: str, sha256: str, *, train: str = "", num_tokens: int = 0, valid: str, test: str) -> NamedCorpus:
@@ -311,7 +311,7 @@ NAMED: dict[str, NamedCorpus] = {
             ),
             Member(f"{_R13}/heldout-monolingual.tokenized.shuffled/news.en.heldout-00000-of-00050", ("valid", "test")),
         ),
-        tokenizer={**_WORDS, "min_frequency": 3, "sentence_marks": True},
+        tokenizer={**_WORDS, "min_frequency": 3, "double_eos": True},
     ),
     "tinyshakespeare": NamedCorpus(
         urls=("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),

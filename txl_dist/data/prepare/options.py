@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from txl_dist import __version__
 from txl_dist.config.registry import loaded_plugins
+from txl_dist.config.renamed import keywords_in_old_names
 from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
 from txl_dist.errors import ConfigError
 from txl_dist.tokenizers.learning import Learning
@@ -37,11 +38,11 @@ class PrepareSettings(Learning):
     """The same for a second held-out split."""
     ignore_split_names: bool = False
     """Train on all inputs. Else files and folders named train, valid, dev, val or test keep these splits."""
-    source: str = ""
+    archive: str = ""
     """Local archive, file or folder of a named corpus, in place of a download."""
     kind: str = "auto"
     """Tokenizer to learn from the train split. auto: that of the named corpus, else bpe."""
-    all_splits: bool = False
+    tokenizer_all_splits: bool = False
     """Learn the tokenizer from the held-out splits too, as papers do for closed vocabularies."""
     tokenizer_fraction: float = 1.0
     """Share of the train documents, by a hash of their content, that the tokenizer is learnt from."""
@@ -71,7 +72,7 @@ class PrepareSettings(Learning):
     """Tokens in a shard, about; fewer where it would hold more than a million documents."""
     num_workers: int = 0
     """Processes; 0: one per core, or none beside this one for less than 16 MiB of input."""
-    part_bytes: int = 0
+    block_bytes: int = 0
     """Bytes of input that a worker takes at once; 0: chosen by the size of the input. Changes no output."""
     overwrite: bool = False
     """Replace another corpus in the way."""
@@ -91,15 +92,15 @@ class PrepareSettings(Learning):
             raise ConfigError(f"tokenizer_fraction={self.tokenizer_fraction} must be above 0 and at most 1.")
         if self.shard_len < 1:
             raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
-        if min(self.num_workers, self.part_bytes) < 0:
-            raise ConfigError("num_workers and part_bytes must be 0 or more; 0 lets the program choose.")
-        learning = self._changed("kind", *self.learning(), "all_splits")
+        if min(self.num_workers, self.block_bytes) < 0:
+            raise ConfigError("num_workers and block_bytes must be 0 or more; 0 lets the program choose.")
+        learning = self._changed("kind", *self.learning(), "tokenizer_all_splits")
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
                 f"{_flags(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
                 "Leave them out, or leave the file out to train a tokenizer."
             )
-        of_text = {*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "source"}
+        of_text = {*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "archive"}
         unused = self._changed(*sorted(of_text - {"end_of_text"}))
         if self.vocab_list is not None and (unused or self.name is not None):
             raise ConfigError(
@@ -111,8 +112,8 @@ class PrepareSettings(Learning):
                 f"the named corpus {self.name} has splits of its own. Leave out {_flags(held_out)}, or give the "
                 "paths of its files."
             )
-        if self.source and self.name is None:
-            raise ConfigError("--from takes the place of a named corpus's download. Give its name as the input.")
+        if self.archive and self.name is None:
+            raise ConfigError("--archive takes the place of a named corpus's download. Give its name as the input.")
 
     @property
     def learns(self) -> bool:
@@ -173,11 +174,14 @@ class PrepareSettings(Learning):
                 )
 
     def content_hash(self) -> str:
-        """Hash of everything that changes the corpus, but for the inputs."""
-        of_inputs = {"inputs", "valid_inputs", "test_inputs", "source", "stdin_format", "allow_protocols"}
-        return hashlib.sha256(
-            repr(self._facts(of_inputs | {"num_workers", "part_bytes", "overwrite"})).encode()
-        ).hexdigest()
+        """Hash of everything that changes the corpus, but for the inputs.
+
+        Settings have the names of version 0.2 in it, so that a corpus which 0.2 prepared is recognized.
+        """
+        of_inputs = {"inputs", "valid_inputs", "test_inputs", "archive", "stdin_format", "allow_protocols"}
+        kept = self._facts(of_inputs | {"num_workers", "block_bytes", "overwrite"})
+        by_old_name = sorted(keywords_in_old_names(kept, command="prepare").items())
+        return hashlib.sha256(repr(dict(by_old_name)).encode()).hexdigest()
 
     def stamp(self) -> str:
         """Hash of everything that changes the parts of a preparation, but for the content of the inputs."""
@@ -208,5 +212,5 @@ class PrepareSettings(Learning):
 
 def _flags(names: Sequence[str]) -> str:
     """As the command line has them."""
-    own = {"kind": "tokenizer", "tokenizer_path": "tokenizer-file", "source": "from"}
+    own = {"kind": "tokenizer", "tokenizer_path": "tokenizer-file"}
     return ", ".join(f"--{own.get(name, name.removesuffix('_inputs')).replace('_', '-')}" for name in names)

@@ -80,7 +80,7 @@ class Preparation:
     def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[InputPart]:  # noqa: B008  immutable
         """What some files hold, from a cursor on."""
         settings = self.settings
-        part_bytes = settings.part_bytes or _choose_part_bytes(_total_bytes(files))
+        part_bytes = settings.block_bytes or _choose_part_bytes(_total_bytes(files))
         allowed, column = settings.allow_protocols, settings.jsonl_field
         return read_parts(files, part_bytes=part_bytes, begin=begin, allow_protocols=allowed, jsonl_field=column)
 
@@ -129,7 +129,7 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
     assert name is not None
     with Progress(f"getting {name}", total=0) as progress:
         paths = materialise(
-            name, scratch / DOWNLOADS, source=settings.source, progress=lambda done, _: progress.reach(done)
+            name, scratch / DOWNLOADS, source=settings.archive, progress=lambda done, _: progress.reach(done)
         )
     files = [file for split, own in paths.items() for file in list_sources(own, settings, split=split).files]
     return [file._replace(identity=name) for file in files]
@@ -230,7 +230,7 @@ def _train_texts(job: Preparation) -> Iterator[str]:
     _spool(job)
     reading, fraction = job.reading, job.settings.tokenizer_fraction
     has_text = False
-    splits = set(SPLITS) if job.settings.all_splits else {TRAIN}
+    splits = set(SPLITS) if job.settings.tokenizer_all_splits else {TRAIN}
     for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
         for piece in pieces_of(document, given_for=given_for, reading=reading):
             has_text = has_text or bool(piece.document.text)

@@ -173,7 +173,7 @@ def _programs(facts: Facts) -> Iterator[Finding]:
 
 DANGERS = {
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code that files hold",
-    "TXL_FAULT": "faults are made to happen on purpose, as in tests",
+    "TXL_FAILPOINTS": "faults are made to happen on purpose, as in tests",
 }
 """What variables do that a run should not have."""
 

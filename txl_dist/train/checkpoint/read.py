@@ -216,13 +216,13 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
     )
 
 
-def consolidated_weights(folder: Path, *, average: bool = False) -> dict[str, Rows]:
+def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Rows]:
     """The model's weights in fp32, the ones that the optimizer keeps, or their averages, under their names; a tied one
     once. They are read when they are asked for.
 
     Needs neither ranks nor DeepSpeed. Raises CheckpointError, as reading them may.
     """
-    files, kind = FragmentFiles(folder / "engine"), AVERAGE if average else WEIGHT
+    files, kind = FragmentFiles(folder / "engine"), AVERAGE if use_ema else WEIGHT
     if kind not in files.kinds:
         raise CheckpointError(f"{folder} holds no average of its weights: it was trained with optim.ema_decay=0.")
 

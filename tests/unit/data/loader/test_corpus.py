@@ -228,7 +228,7 @@ def test_a_failed_preparation_leaves_nothing_but_finished_work(tmp_path: Path) -
         prepare_corpus(tmp_path / "out", inputs=[source], kind="byte")
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(DataError, match="line 51"):
-        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, part_bytes=100, valid_fraction=0.0)
+        prepare_corpus(tmp_path / "out", inputs=[source], tokenizer_path=given, block_bytes=100, valid_fraction=0.0)
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / ".out.prepare"])
 
 
@@ -337,7 +337,7 @@ def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path:
         ({"tokenizer_path": given, "kind": "byte"}, "--tokenizer have no meaning .* Leave them out"),
         ({"valid_fraction": 0.5, "test_fraction": 0.5}, "nothing to train on"),
         ({"tokenizer_fraction": 0.0}, "tokenizer_fraction=0.0 must be above 0"),
-        ({"num_workers": -1}, "num_workers and part_bytes must be 0 or more"),
+        ({"num_workers": -1}, "num_workers and block_bytes must be 0 or more"),
     ]
     for settings, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -194,7 +194,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "word": {"kind": "word"},
     "word_few": {"kind": "word", "vocab_size": 9},
     "word_lower": {"kind": "word", "lower_case": True},
-    "word_sentences": {"kind": "word", "sentence_marks": True},
+    "word_sentences": {"kind": "word", "double_eos": True},
     "bpe": {"kind": "bpe", "vocab_size": 300},
     "unigram": {"kind": "unigram", "vocab_size": 300},
 }

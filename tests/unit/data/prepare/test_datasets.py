@@ -102,7 +102,7 @@ def test_enwik8_is_cut_by_bytes_and_loses_its_newlines(monkeypatch: pytest.Monke
 
 def test_enwik8_becomes_one_id_per_byte_that_occurs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     splits = cut_in_three("enwik8", monkeypatch, tmp_path, b"ab\n\xff\xc3\xa9ab" * 5)
-    settings = {key: NAMED["enwik8"].tokenizer[key] for key in ("kind", "end_of_text", "only_seen")}
+    settings = {key: NAMED["enwik8"].tokenizer[key] for key in ("kind", "end_of_text", "observed_symbols")}
     assert NAMED["enwik8"].tokenizer["encoding_errors"] == "keep"
     texts = [content.decode("utf-8", errors="surrogateescape") for parts in splits.values() for content in parts]
     tokenizer = train_tokenizer(settings.pop("kind"), lambda: texts, **settings)
@@ -317,7 +317,7 @@ def test_a_cut_or_changed_download_leads_to_the_next_mirror_and_else_to_an_error
     ends = (("train", 3), ("valid", 4))
     with server(sending(sent, cut=cut)) as bad, server(sending(b"text")) as good:
         stand_in(monkeypatch, "tinyshakespeare", b"text", ends=ends, urls=(f"{bad}/input.txt",))
-        with pytest.raises(DataError, match=rf"{bad}/input\.txt: .*{expected}.*--from"):
+        with pytest.raises(DataError, match=rf"{bad}/input\.txt: .*{expected}.*--archive"):
             materialise("tinyshakespeare", tmp_path)
         assert not (tmp_path / "tinyshakespeare").exists()
         stand_in(monkeypatch, "tinyshakespeare", b"text", ends=ends, urls=(f"{bad}/input.txt", f"{good}/input.txt"))
@@ -328,7 +328,7 @@ def test_without_a_network_the_error_names_the_address_and_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stand_in(monkeypatch, "tinyshakespeare", b"text", urls=("http://127.0.0.1:1/input.txt",))
-    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:1/input\.txt.*--from"):
+    with pytest.raises(DataError, match=r"http://127\.0\.0\.1:1/input\.txt.*--archive"):
         materialise("tinyshakespeare", tmp_path)
 
 
@@ -337,7 +337,9 @@ def test_every_named_corpus_has_proof_addresses_and_settings_that_training_takes
         assert len(corpus.sha256) == 64, name
         assert all(url.startswith("https://") for url in corpus.urls)
         settings = {
-            k: v for k, v in corpus.tokenizer.items() if k not in ("documents", "encoding_errors", "all_splits")
+            k: v
+            for k, v in corpus.tokenizer.items()
+            if k not in ("documents", "encoding_errors", "tokenizer_all_splits")
         }
         assert train_tokenizer(settings.pop("kind"), lambda: ["a b\n" * 3], **settings).end_of_text is None
         assert set(dict.fromkeys(split for _, split in corpus.file_names())) <= {"train", "valid", "test"}

@@ -60,7 +60,7 @@ def test_the_same_text_goes_on_whatever_its_path_and_time_and_how_the_work_is_di
     os.utime("a.txt", (1, 1))
     assert prepare_corpus("out", **SETTINGS).is_unchanged
     assert prepare_corpus("out", **{**SETTINGS, "inputs": [tmp_path / "c.txt"]}).is_unchanged
-    assert prepare_corpus("out", **SETTINGS, num_workers=2, part_bytes=1000).is_unchanged
+    assert prepare_corpus("out", **SETTINGS, num_workers=2, block_bytes=1000).is_unchanged
 
 
 def test_a_damaged_shard_is_mended_by_the_same_command_and_a_damaged_index_is_refused_at_once(

@@ -117,9 +117,9 @@ def test_workers_and_the_size_of_parts_change_no_byte(tmp_path: Path, texts: Pat
     settings = {**SETTINGS, "inputs": [str(texts)], "duplicates": "drop"}
     expected = prepare_corpus(tmp_path / "one", **settings, num_workers=1)
     assert {split: len(expected.corpus.split(split).shards) for split in ("train", "valid", "test")}["train"] > 5
-    for number, (num_workers, part_bytes) in enumerate([(2, 4000), (3, 15000), (1, 1500)]):
+    for number, (num_workers, block_bytes) in enumerate([(2, 4000), (3, 15000), (1, 1500)]):
         folder = tmp_path / str(number)
-        prepare_corpus(folder, **settings, num_workers=num_workers, part_bytes=part_bytes)
+        prepare_corpus(folder, **settings, num_workers=num_workers, block_bytes=block_bytes)
         assert content_of(folder) == content_of(tmp_path / "one")
     other = prepare_corpus(tmp_path / "seed", **settings, seed=1).corpus
     assert other.fingerprint != expected.corpus.fingerprint
@@ -131,7 +131,7 @@ def test_workers_and_the_size_of_parts_change_no_byte(tmp_path: Path, texts: Pat
 def test_after_a_kill_the_same_command_goes_on_and_ends_as_if_nothing_had_happened(
     tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch, where: str, after: int
 ) -> None:
-    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "part_bytes": 5000}
+    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "block_bytes": 5000}
     expected = prepare_corpus(tmp_path / "expected", **settings)
     killed(tmp_path / "out", settings, where, after)
     calls = {"encode_part": 0, "write_planned": 0, "train_tokenizer": 0}
@@ -163,7 +163,7 @@ def test_after_a_kill_the_same_command_goes_on_and_ends_as_if_nothing_had_happen
 
 @pytest.mark.slow
 def test_an_output_inside_the_input_folder_is_no_input_after_a_kill_either(tmp_path: Path, texts: Path) -> None:
-    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "part_bytes": 5000}
+    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "block_bytes": 5000}
     expected = prepare_corpus(tmp_path / "expected", **settings).corpus
     killed(texts / "out", settings, "write_planned", 2)
     summary = prepare_corpus(texts / "out", **settings)
@@ -174,7 +174,7 @@ def test_an_output_inside_the_input_folder_is_no_input_after_a_kill_either(tmp_p
 
 @pytest.mark.slow
 def test_after_a_kill_in_the_midst_of_workers_none_of_them_lives_on(tmp_path: Path, texts: Path) -> None:
-    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 2, "part_bytes": 2000}
+    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 2, "block_bytes": 2000}
     tokenizer = tiny_corpus(tmp_path, name="given").folder / "tokenizer.json"
     settings = {**settings, "kind": "auto", "tokenizer_path": str(tokenizer)}
     pids = killed(tmp_path / "out", settings, "read_parts", 9)
@@ -191,7 +191,7 @@ def test_after_a_kill_in_the_midst_of_workers_none_of_them_lives_on(tmp_path: Pa
 
 def test_stdin_cannot_be_read_again_after_a_kill_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = (write_jsonl(tmp_path / f"{i}.jsonl", random_texts(count=100, seed=i)) for i in range(2))
-    settings = {**SETTINGS, "inputs": ["-"], "stdin_format": "jsonl", "num_workers": 1, "part_bytes": 3000}
+    settings = {**SETTINGS, "inputs": ["-"], "stdin_format": "jsonl", "num_workers": 1, "block_bytes": 3000}
     killed(tmp_path / "out", settings, "encode_part", 4, input=first.read_bytes())
     assert (tmp_path / ".out.prepare").exists()
     with second.open("rb") as stream, monkeypatch.context() as patch, recorded_log() as log:
@@ -265,7 +265,7 @@ def test_a_second_preparation_of_the_same_target_is_refused_and_says_whose_it_is
 
 @pytest.mark.slow
 def test_other_settings_discard_what_was_finished_and_say_so(tmp_path: Path, texts: Path) -> None:
-    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "part_bytes": 5000}
+    settings = {**SETTINGS, "inputs": [str(texts)], "num_workers": 1, "block_bytes": 5000}
     killed(tmp_path / "out", settings, "write_planned", 2)
     with recorded_log() as log:
         summary = prepare_corpus(tmp_path / "out", **{**settings, "seed": 5})
@@ -287,7 +287,7 @@ def test_after_a_file_was_mended_what_came_before_it_is_kept(tmp_path: Path) -> 
         write_jsonl(folder / f"{i}.jsonl", every[i * 100 : i * 100 + 100])
     good = (folder / "2.jsonl").read_text()
     (folder / "2.jsonl").write_text(good + "{\n")
-    settings: dict[str, Any] = {"inputs": [folder], "tokenizer_path": given, "part_bytes": 4000, "num_workers": 1}
+    settings: dict[str, Any] = {"inputs": [folder], "tokenizer_path": given, "block_bytes": 4000, "num_workers": 1}
     with pytest.raises(DataError, match=r"2\.jsonl, line 101"):
         prepare_corpus(tmp_path / "out", **settings)
     (folder / "2.jsonl").write_text(good.replace("a", "b"))
@@ -369,11 +369,15 @@ def test_the_tokenizer_may_be_learnt_from_a_share_of_the_train_documents(tmp_pat
     share = prepare_corpus(tmp_path / "share", **settings, tokenizer_fraction=0.3).corpus
     assert 30 < share.vocab_size < 100 < whole.vocab_size
     assert share.split("train").documents == whole.split("train").documents
-    assert prepare_corpus(tmp_path / "all", **settings, all_splits=True).corpus.vocab_size == 202 > whole.vocab_size
+    assert (
+        prepare_corpus(tmp_path / "all", **settings, tokenizer_all_splits=True).corpus.vocab_size
+        == 202
+        > whole.vocab_size
+    )
 
 
 def test_a_document_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
-    given = train_tokenizer("byte", lambda: ["abc"], only_seen=True)
+    given = train_tokenizer("byte", lambda: ["abc"], observed_symbols=True)
     given.save(tmp_path / "tokenizer.json")
     source = write_jsonl(tmp_path / "a.jsonl", ["abc"] * 20 + ["abcd"])
     settings: dict[str, Any] = {"tokenizer_path": tmp_path / "tokenizer.json", "valid_fraction": 0.0}
@@ -386,7 +390,13 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
 ) -> None:
     content = "".join(f"line {i}\t\n" for i in range(100)).encode()
     digest = hashlib.sha256(content).hexdigest()
-    settings = {"kind": "byte", "documents": "file", "end_of_text": False, "only_seen": True, "all_splits": True}
+    settings = {
+        "kind": "byte",
+        "documents": "file",
+        "end_of_text": False,
+        "observed_symbols": True,
+        "tokenizer_all_splits": True,
+    }
     entry = NamedCorpus(
         urls=("http://127.0.0.1:9/none",),
         sha256=digest,
@@ -412,7 +422,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
         prepare_corpus(tmp_path / "no", inputs=["mine", "stdlib"])
     with pytest.raises(ConfigError, match="splits of its own"):
         prepare_corpus(tmp_path / "no", **given, valid_fraction=0.2)
-    with pytest.raises(ConfigError, match="--from"):
+    with pytest.raises(ConfigError, match="--archive"):
         prepare_corpus(tmp_path / "no", inputs=["stdlib"], source="x")
 
 
@@ -433,7 +443,7 @@ MEASURED = """
 import re, sys
 from pathlib import Path
 from txl_dist.data.prepare.run import prepare_corpus
-prepare_corpus(sys.argv[2], inputs=[sys.argv[1]], tokenizer_path=sys.argv[3], num_workers=1, part_bytes=1 << 19,
+prepare_corpus(sys.argv[2], inputs=[sys.argv[1]], tokenizer_path=sys.argv[3], num_workers=1, block_bytes=1 << 19,
                shard_len=1 << 20, valid_fraction=0.01)
 # Not ru_maxrss, which keeps the peak of whoever started this process.
 print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)

@@ -80,11 +80,11 @@ def test_arrays_lists_and_records_of_the_same_ids_are_the_same_corpus(tmp_path: 
     (tmp_path / "d.npy.gz").write_bytes(gzip.compress(sink.getvalue()))
     found = {}
     for name in ("a.npy", "b.jsonl", "c.jsonl", "d.npy.gz"):
-        for part_bytes in (0, 64):
-            own = tmp_path / f"{name}-{part_bytes}"
+        for block_bytes in (0, 64):
+            own = tmp_path / f"{name}-{block_bytes}"
             own.mkdir()
             field = {"jsonl_field": "input_ids"} if name.startswith("c") else {}
-            found[own.name] = prepared(own, names, tmp_path / name, part_bytes=part_bytes, **field).fingerprint
+            found[own.name] = prepared(own, names, tmp_path / name, block_bytes=block_bytes, **field).fingerprint
     assert len(set(found.values())) == 1, found
 
 

@@ -461,7 +461,7 @@ def test_commands_run_only_if_allowed_and_any_exit_status_but_0_is_an_error() ->
 def test_a_command_that_goes_on_printing_after_an_error_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     tokenizer = tiny_corpus(tmp_path).folder / "tokenizer.json"
     source = ["pipe:(echo bad; yes) | cat", "--allow-protocols", "pipe", "--stdin-format", "jsonl"]
-    words = [*source, "--tokenizer-file", str(tokenizer), "--num-workers", "1", "--part-bytes", "8", "--out", "out"]
+    words = [*source, "--tokenizer-file", str(tokenizer), "--num-workers", "1", "--block-bytes", "8", "--out", "out"]
     command = [sys.executable, "-m", "txl_dist", "prepare", *words]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert result.returncode == 2

@@ -89,8 +89,8 @@ def test_ends_are_held_out_alike_by_any_number_of_workers_size_of_parts_and_from
     source = write_jsonl(tmp_path / "a.jsonl", texts)
     settings: dict[str, Any] = {"kind": "bpe", "vocab_size": 300, "test_fraction": 0.1, "shard_len": 2_000}
     prepare_corpus(tmp_path / "one", inputs=[source], **settings, num_workers=1)
-    for number, part_bytes in ((2, 3_000), (3, 100), (1, 5_000)):
-        prepare_corpus(tmp_path / str(number), inputs=[source], **settings, num_workers=number, part_bytes=part_bytes)
+    for number, block_bytes in ((2, 3_000), (3, 100), (1, 5_000)):
+        prepare_corpus(tmp_path / str(number), inputs=[source], **settings, num_workers=number, block_bytes=block_bytes)
         assert content_of(tmp_path / str(number)) == content_of(tmp_path / "one")
     with source.open("rb") as stream, monkeypatch.context() as patch:
         patch.setattr("sys.stdin", type("Stdin", (), {"buffer": stream, "fileno": stream.fileno})())
@@ -132,7 +132,7 @@ def test_a_stream_longer_than_what_is_kept_of_it_goes_by_the_hash_and_is_read_on
 ) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [prose(300, seed=number) for number in range(100)])
     monkeypatch.setattr(job, "MOST_BEGUN", most)
-    settings: dict[str, Any] = {"tokenizer_path": tokenizer, "part_bytes": 2_000, "valid_fraction": 0.2}
+    settings: dict[str, Any] = {"tokenizer_path": tokenizer, "block_bytes": 2_000, "valid_fraction": 0.2}
     prepare_corpus(tmp_path / "file", inputs=[source], **settings)
     command = f"pipe:echo run >> {tmp_path}/runs; cat {source}"
     piped = {"inputs": [command], "stdin_format": "jsonl", "allow_protocols": ("pipe",), **settings}
@@ -184,7 +184,7 @@ def test_a_tokenizer_of_others_is_learnt_from_the_whole_of_a_stream_whose_beginn
 
 def test_after_a_kill_in_the_midst_the_same_ends_are_held_out(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [prose(5_000, seed=number) for number in range(4)])
-    settings: dict[str, Any] = {"inputs": [str(source)], "kind": "byte", "part_bytes": 5_000, "num_workers": 1}
+    settings: dict[str, Any] = {"inputs": [str(source)], "kind": "byte", "block_bytes": 5_000, "num_workers": 1}
     prepare_corpus(tmp_path / "expected", **settings)
     killed(tmp_path / "out", settings, "encode_part", 2)
     assert prepare_corpus(tmp_path / "out", **settings).parts_kept == 2
@@ -195,7 +195,7 @@ def test_parts_of_another_way_to_hold_out_are_not_kept(tmp_path: Path, monkeypat
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text(prose(5_000))
-    settings: dict[str, Any] = {"inputs": [folder], "kind": "byte", "part_bytes": 1, "num_workers": 1}
+    settings: dict[str, Any] = {"inputs": [folder], "kind": "byte", "block_bytes": 1, "num_workers": 1}
 
     def failing(*_: Any) -> None:
         raise KeyboardInterrupt
