@@ -139,25 +139,25 @@ def write(model: str, *, scale: str, max_tokens: int, seed: int, out: Path | Non
 def main(words: list[str]) -> None:
     """Do what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in ("ids", "made"):
-        own = verbs.add_parser(verb)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for command in ("ids", "made"):
+        own = commands.add_parser(command)
         own.add_argument("--out", type=Path, required=True)
-        if verb == "ids":
+        if command == "ids":
             own.add_argument("folder", type=Path)
         else:
             own.add_argument("--pieces", type=int, default=400)
-    own = verbs.add_parser("write")
+    own = commands.add_parser("write")
     own.add_argument("model")
     own.add_argument("--scale", choices=NOTES, default="C", help="major key whose pitches are allowed")
     own.add_argument("--max-tokens", type=int, default=120)
     own.add_argument("--seed", type=int, default=1)
     own.add_argument("--out", type=Path, help="MIDI file to write")
     given = parser.parse_args(words)
-    if given.verb == "write":
+    if given.command == "write":
         write(given.model, scale=given.scale, max_tokens=given.max_tokens, seed=given.seed, out=given.out)
     else:
-        save(*(ids_of_folder(given.folder) if given.verb == "ids" else made_up(given.pieces)), given.out)
+        save(*(ids_of_folder(given.folder) if given.command == "ids" else made_up(given.pieces)), given.out)
 
 
 if __name__ == "__main__":

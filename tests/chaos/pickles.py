@@ -1,7 +1,7 @@
 """A crafted pickle in the place of every file that a run, a checkpoint, a bundle or a corpus has: nothing is executed.
 
-Manifests are signed again over the crafted file, so that no checksum stands before the readers. Every verb that reads
-such a folder is tried; it may refuse, or leave the file alone.
+Manifests are signed again over the crafted file, so that no checksum stands before the readers. Every command that
+reads such a folder is tried; it may refuse, or leave the file alone.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def poisoned(
     source: Path,
     name: str,
     seal: Callable[[Path], None],
-    verbs: list[list[str]],
+    commands: list[list[str]],
     kinds: Collection[str] = KINDS,
 ) -> Case:
-    """Replace one file of a copy of `source` by each payload and try the verbs; `{}` in their words is the copy."""
+    """Replace one file of a copy of `source` by each payload and try the commands; `{}` in their words is the copy."""
     case = lab.case(f"pickles: {what}", fault=name)
     case.trials, executed, tracebacks = 0, 0, 0
     flag, log = lab.folder / "executed", lab.folder / "pickles.log"
@@ -72,9 +72,9 @@ def poisoned(
         shutil.copytree(source, folder)
         (folder / name).write_bytes(payload(kind, flag))
         seal(folder)
-        for verb in verbs:
-            ranks = 2 if verb[0] == "train" else 1
-            with Job(*(word.format(folder) for word in verb), log=log, ranks=ranks) as job:
+        for command in commands:
+            ranks = 2 if command[0] == "train" else 1
+            with Job(*(word.format(folder) for word in command), log=log, ranks=ranks) as job:
                 case.exit_codes.append(job.wait())
                 tracebacks += "Traceback" in job.text
             case.trials += 1
@@ -137,14 +137,14 @@ def in_checkpoints(lab: Lab, *, stage: int, pattern: str = "*") -> Iterator[Tria
     files = sorted((newest / name).as_posix() for name in (*files_of(run.dir / newest), MANIFEST))
     files += sorted(path.name for path in run.dir.iterdir() if path.is_file())
     go_on = ["train", str(lab.config), "--run.dir", "{}", "--engine.zero_stage", str(stage), "--train.max_steps", "14"]
-    verbs = [go_on, ["export", "{}", str(lab.folder / "exported")], ["verify", "{}"]]
+    commands = [go_on, ["export", "{}", str(lab.folder / "exported")], ["verify", "{}"]]
     # Another number of ranks or stage reads the same files by another way.
     other = [*go_on[:-3], "0" if stage else "1", *go_on[-2:]]
     for name in files:
         if Path(name).match(pattern):
-            reads = [*verbs, other] if "/engine/" in name else verbs
+            reads = [*commands, other] if "/engine/" in name else commands
             yield partial(
-                poisoned, lab, what=f"checkpoint ZeRO-{stage}", source=run.dir, name=name, seal=sealed, verbs=reads
+                poisoned, lab, what=f"checkpoint ZeRO-{stage}", source=run.dir, name=name, seal=sealed, commands=reads
             )
 
 
@@ -157,9 +157,9 @@ def in_bundle(lab: Lab) -> Iterator[Trial]:
         assert job.wait() == [0], job.text
     run_dir = str(lab.folder / "from-bundle")
     begin = ["train", str(lab.config), "--run.dir", run_dir, "--train.max_steps", "1", "--init", "{}"]
-    verbs = [["generate", "{}", "--max-tokens", "3"], ["verify", "{}"], begin]
+    commands = [["generate", "{}", "--max-tokens", "3"], ["verify", "{}"], begin]
     for name in (*files_of(bundle), MANIFEST):
-        yield partial(poisoned, lab, what="bundle", source=bundle, name=name, seal=sealed, verbs=verbs)
+        yield partial(poisoned, lab, what="bundle", source=bundle, name=name, seal=sealed, commands=commands)
 
 
 def in_corpus(lab: Lab) -> Iterator[Trial]:
@@ -167,11 +167,11 @@ def in_corpus(lab: Lab) -> Iterator[Trial]:
     corpus = Path(lab.corpus)
     run_dir = str(lab.folder / "from-corpus")
     read = ["train", str(lab.config), "--data.path", "{}", "--run.dir", run_dir, "--train.max_steps", "2"]
-    verbs = [read, ["verify", "{}"], ["inspect", "{}"]]
+    commands = [read, ["verify", "{}"], ["inspect", "{}"]]
     kinds = {path.suffix: path.name for path in sorted(corpus.iterdir()) if path.is_file()}
     names = [*kinds.values(), "tokenizer.json", "index.json"]
     for name in dict.fromkeys(names):
-        yield partial(poisoned, lab, what="corpus", source=corpus, name=name, seal=sealed_corpus, verbs=verbs)
+        yield partial(poisoned, lab, what="corpus", source=corpus, name=name, seal=sealed_corpus, commands=commands)
     for suffix in (".npy", ".pyd", ".pickle", ".pth"):
         tar = next(iter(sorted(corpus.glob("train-*.tar")))).name
 
@@ -185,7 +185,7 @@ def in_corpus(lab: Lab) -> Iterator[Trial]:
             sealed_corpus(folder)
 
         case_name = f"corpus, {suffix} in a shard"
-        yield partial(poisoned, lab, what=case_name, source=corpus, name=tar, seal=into_member, verbs=verbs)
+        yield partial(poisoned, lab, what=case_name, source=corpus, name=tar, seal=into_member, commands=commands)
 
 
 def pickles(lab: Lab) -> Iterator[Trial]:

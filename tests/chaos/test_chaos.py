@@ -135,9 +135,9 @@ def test_no_crafted_pickle_is_executed(lab: Lab) -> None:
     run = lab.unbroken()
     name = f"checkpoints/step_{run.checkpoints[-1]:09d}/engine/00000.safetensors"
     go_on = ["train", str(lab.config), "--run.dir", "{}", "--train.max_steps", "30"]
-    verbs = [go_on, ["export", "{}", str(lab.folder / "bundle")]]
+    commands = [go_on, ["export", "{}", str(lab.folder / "bundle")]]
     assert_passed(
-        poisoned(lab, what="a checkpoint", source=run.dir, name=name, seal=sealed, verbs=verbs, kinds=("torch",))
+        poisoned(lab, what="a checkpoint", source=run.dir, name=name, seal=sealed, commands=commands, kinds=("torch",))
     )
 
 

@@ -116,15 +116,15 @@ def test_what_one_rank_alone_cannot_read_is_told_by_all(tmp_path: Path) -> None:
     assert shard.name in (tmp_path / "out-1").read_text()
 
 
-@pytest.mark.parametrize("verb", ["evaluate", "recl"])
+@pytest.mark.parametrize("command", ["evaluate", "recl"])
 @pytest.mark.parametrize("who", [0, 1])
 def test_only_rank_0_looks_whether_a_file_can_be_written_and_all_tell_what_it_finds(
-    tmp_path: Path, verb: str, who: int
+    tmp_path: Path, command: str, who: int
 ) -> None:
     """Each rank is in a folder of its own, and one of the two has the folder that is named."""
     made, port = make(tmp_path / "made"), forked.free_port()
-    given = [verb, str(made.bundle), "--data", str(made.corpus.folder), "--json", "results/scores.json"]
-    given += ["--step", "9", "--max-context", "18", "--num-tokens", "4"] if verb == "recl" else ["--num-lanes", "2"]
+    given = [command, str(made.bundle), "--data", str(made.corpus.folder), "--json", "results/scores.json"]
+    given += ["--step", "9", "--max-context", "18", "--num-tokens", "4"] if command == "recl" else ["--num-lanes", "2"]
     ranks = []
     for rank in range(2):
         (tmp_path / f"at-{rank}" / ("results" if rank == who else "others")).mkdir(parents=True)

@@ -29,7 +29,7 @@ from tests.docs.pages import (
 )
 from tools.checks.prose import count_pages
 from tools.checks.reference_pages import help_text, stale_pages
-from txl_dist.cli.main import VERBS
+from txl_dist.cli.main import COMMANDS
 from txl_dist.config.load import setting_names
 
 PACKAGE = ROOT / "txl_dist"
@@ -144,12 +144,12 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
 
 
 @each_page
-def test_every_flag_of_a_verb_that_is_named_exists(page: Path) -> None:
+def test_every_flag_of_a_command_that_is_named_exists(page: Path) -> None:
     wrong = [
-        f"txl {verb} {flag}"
-        for verb, words in commands_of(page)
+        f"txl {command} {flag}"
+        for command, words in commands_of(page)
         for flag in (word.split("=")[0] for word in words if re.match(r"--[a-zA-Z]", word))
-        if flag.replace("_", "-") not in flags_of(verb) | PLACEHOLDERS
+        if flag.replace("_", "-") not in flags_of(command) | PLACEHOLDERS
     ]
     assert wrong == [], f"{page.name} names flags that do not exist"
 
@@ -164,9 +164,9 @@ def test_no_page_promises_a_time_without_a_figure_and_its_command(page: Path) ->
 
 
 @each_page
-def test_every_verb_that_is_named_exists(page: Path) -> None:
-    named = {verb for code in code_of(page) for verb in re.findall(r"(?:^|\s)txl ([a-z]+)", code)}
-    assert named <= VERBS.keys(), page.name
+def test_every_command_that_is_named_exists(page: Path) -> None:
+    named = {command for code in code_of(page) for command in re.findall(r"(?:^|\s)txl ([a-z]+)", code)}
+    assert named <= COMMANDS.keys(), page.name
 
 
 @each_page
@@ -236,11 +236,11 @@ def texts_of_the_package() -> list[str]:
 
 
 def commands_of(page: Path) -> Iterator[tuple[str, list[str]]]:
-    """(verb, words) of every `txl VERB ...` in the code of a page."""
+    """(command, words) of every `txl COMMAND ...` in the code of a page."""
     for code in code_of(page):
         for line in code.replace("\\\n", " ").splitlines():
             match = re.match(r"(?:\$ )?(?:.*\| *)?txl ([a-z]+)(.*)", line.split(" #")[0].strip())
-            if match and match[1] in VERBS:
+            if match and match[1] in COMMANDS:
                 yield match[1], words_of(match[2])
 
 
@@ -255,11 +255,11 @@ def words_of(line: str) -> list[str]:
 
 
 @cache
-def flags_of(verb: str) -> set[str]:
+def flags_of(command: str) -> set[str]:
     """With hyphens. Settings are flags of `launch`, `plan` and `sweep` as well, which pass them on."""
-    helps = [help_text(verb), help_text("train") if verb in ("launch", "plan", "sweep") else ""]
+    helps = [help_text(command), help_text("train") if command in ("launch", "plan", "sweep") else ""]
     found = set(re.findall(r"(?<![\w-])--[\w.-]+", "".join(helps)))
-    return {flag.replace("_", "-") for flag in found | (FLAGS_OF_OTHERS if verb == "launch" else set())}
+    return {flag.replace("_", "-") for flag in found | (FLAGS_OF_OTHERS if command == "launch" else set())}
 
 
 def test_the_rules_see_what_is_wrong(tmp_path: Path) -> None:

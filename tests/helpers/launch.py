@@ -1,4 +1,4 @@
-"""The command line as a person starts it: `txl VERB`, training on several ranks, the `deepspeed` launcher itself."""
+"""The command line as a person starts it: `txl COMMAND`, training on several ranks, the `deepspeed` launcher itself."""
 
 import signal
 import subprocess

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.bundles import make
-from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.main import COMMANDS, main
 from txl_dist.cli.typed_text import decode_texts
 from txl_dist.config.load import config_from_dict
 from txl_dist.console.echo import fitted
@@ -21,17 +21,17 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import why_unwritable
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_on_60_columns_keeps_every_flag_whole(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     with contextlib.suppress(SystemExit):
-        main([verb, "--help"])
+        main([command, "--help"])
     wide = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "60")
     with contextlib.suppress(SystemExit):
-        main([verb, "--help"])
+        main([command, "--help"])
     narrow = capsys.readouterr().out
     flags = {word.strip(",") for word in wide.split() if word.startswith("--") and len(word) < 50}
     assert [flag for flag in flags if flag not in narrow] == []
@@ -43,11 +43,13 @@ def test_the_usage_fits_60_columns(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 60
-    assert [verb for verb in VERBS if f"\n  {verb}" not in shown] == []
+    assert [command for command in COMMANDS if f"\n  {command}" not in shown] == []
 
 
 def test_a_wrapped_line_begins_where_its_words_do_and_colours_take_no_column() -> None:
-    assert fitted("usage: txl verb [--one] [--two]", width=20) == "usage: txl verb\n       [--one]\n       [--two]"
+    assert (
+        fitted("usage: txl command [--one] [--two]", width=20) == "usage: txl command\n       [--one]\n       [--two]"
+    )
     assert fitted("  75    it was stopped and saved", width=20) == "  75    it was\n        stopped and\n        saved"
     assert fitted("one two three", width=7) == "one two\nthree"
     assert fitted("\x1b[1mone\x1b[0m two\x1b[m three", width=7) == "\x1b[1mone\x1b[0m two\x1b[m\nthree"
@@ -57,10 +59,10 @@ def test_a_wrapped_line_begins_where_its_words_do_and_colours_take_no_column() -
 def test_every_help_is_ascii_in_a_locale_of_ascii() -> None:
     code = """
 import contextlib
-from txl_dist.cli.main import VERBS, main
-for verb in ["", *VERBS]:
+from txl_dist.cli.main import COMMANDS, main
+for command in ["", *COMMANDS]:
     with contextlib.suppress(SystemExit):
-        main([verb, "--help"] if verb else [])
+        main([command, "--help"] if command else [])
 """
     locale = {"LC_ALL": "C", "LANG": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=locale, check=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.recipes import CONFIGS, header
-from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import Config, check_config, config_changes, load_config, plan_batch
 from txl_dist.config.schema import TrainSection
 from txl_dist.data.prepare.datasets import NAMED
@@ -93,18 +93,20 @@ def commands(name: str) -> list[list[str]]:
 
 
 def called(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
-    """What the header's commands, one of each verb, give to the verbs: the command line reads them, the verbs wait."""
+    """Return the arguments that the header's commands, one of each, give to their functions, which are not run."""
     calls: dict[str, dict[str, Any]] = {}
-    for verb in ("prepare", "evaluate"):
-        signature = inspect.signature(VERBS[verb])
+    for command in ("prepare", "evaluate"):
+        signature = inspect.signature(COMMANDS[command])
 
-        @functools.wraps(VERBS[verb])
-        def record(*values: Any, verb: str = verb, signature: inspect.Signature = signature, **named: Any) -> None:
+        @functools.wraps(COMMANDS[command])
+        def record(
+            *values: Any, command: str = command, signature: inspect.Signature = signature, **named: Any
+        ) -> None:
             bound = signature.bind(*values, **named)
             bound.apply_defaults()
-            calls[verb] = bound.arguments
+            calls[command] = bound.arguments
 
-        monkeypatch.setitem(VERBS, verb, record)
+        monkeypatch.setitem(COMMANDS, command, record)
     found = commands(name)
     assert [words[1] for words in found] == ["prepare", "evaluate"]
     assert [main(words[1:]) for words in found] == [0, 0]

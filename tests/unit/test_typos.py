@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import BaseModel
 
-from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import Config, setting_names
 from txl_dist.console.suggest import nearest
 
@@ -164,7 +164,7 @@ def test_slips_of_other_kinds_in_the_file(
     assert refusal("train", str(path), capsys=capsys).rstrip("\n").endswith(meant)
 
 
-def test_a_misspelt_verb_is_answered_with_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_command_is_answered_with_the_near_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "unknown command 'trian'. Did you mean train?" in capsys.readouterr().err
 
@@ -228,13 +228,15 @@ def explained(help_text: str) -> dict[str, str]:
     return {name: re.sub(r"\((default|required|repeatable).*", "", text).strip() for name, text in found.items()}
 
 
-@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "launch"])  # whose usage is a page of prose
-def test_every_flag_of_every_verb_says_what_it_does(
-    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "command", [command for command in COMMANDS if command != "launch"]
+)  # whose usage is a page of prose
+def test_every_flag_of_every_command_says_what_it_does(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")  # wider ones have columns side by side
     with pytest.raises(SystemExit):
-        main([verb, "--help"])
+        main([command, "--help"])
     texts = explained(capsys.readouterr().out)
-    assert len(texts) >= (len(setting_names()) if verb == "train" else 2)
+    assert len(texts) >= (len(setting_names()) if command == "train" else 2)
     assert [name for name, text in texts.items() if len(text.split()) < 2] == []

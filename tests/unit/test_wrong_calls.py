@@ -1,4 +1,4 @@
-"""Wrong calls of every verb: one line, what is wrong and a remedy that fits, exit code 2, no traceback, nothing heavy.
+"""Wrong calls of every command: one line, what is wrong and a fitting remedy, exit code 2, no traceback, nothing heavy.
 
 All in this process and without torch, as a person would be answered: at once.
 """
@@ -385,7 +385,7 @@ def test_where_a_package_is_missing_one_line_names_it_and_the_environment(tmp_pa
         missing_package(ModuleNotFoundError("a defect of ours", name="txl_dist.nowhere"))
 
 
-def test_a_package_that_only_a_verb_needs_is_named_in_one_line_too(tmp_path: Path) -> None:
+def test_a_package_that_only_a_command_needs_is_named_in_one_line_too(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['generate', 'b']; "
     code += "from txl_dist.cli.main import run; run()"
     (tmp_path / "b").mkdir()

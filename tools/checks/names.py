@@ -17,7 +17,7 @@ from pathlib import Path
 from tools.checks.sources import PACKAGE, ROOT, package_files, top_definitions
 
 COPIED = "huggingface_code"
-CLI = ("cli", "verbs")
+CLI = ("cli",)
 """Folders of commands: a command's file is named after the command, as is the package that does its work."""
 
 

@@ -1,10 +1,10 @@
-"""Writes what pages take from the code: docs/settings.md (every setting), docs/commands.md (every verb), tables.
+"""Writes what pages take from the code: docs/settings.md (every setting), docs/commands.md (every command), tables.
 
     python -m tools.checks.reference_pages            write all
     python -m tools.checks.reference_pages --check    say which page is stale; exit code 1 then
 
 A setting's type, bounds, default and meaning come from the schema of its section, what a change means for a run that
-continues from its `Resume` class, a verb's page from its own --help. `page_tables` makes the tables that stand in
+continues from its `Resume` class, a command's page from its own --help. `page_tables` makes the tables that stand in
 other pages. tests/docs/test_pages.py holds all of them to the code.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 from unittest import mock
 
 from tools.checks.page_tables import TABLES, with_table
-from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import Config, resume_policy
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -51,8 +51,8 @@ COMMANDS_HEAD = f"""# Command reference
 
 {MADE_BY}
 
-What `txl VERB --help` prints. `python -m txl_dist VERB` is the same. Exit codes: 0 done, 2 a mistake that the message
-explains, 75 and 76 of a training that wants to be started again ([checkpoints.md](checkpoints.md#stopping)).
+What `txl COMMAND --help` prints. `python -m txl_dist COMMAND` is the same. Exit codes: 0 done, 2 a mistake that the
+message explains, 75 and 76 of a training that wants to be started again ([checkpoints.md](checkpoints.md#stopping)).
 
 ## Shell completion
 
@@ -85,26 +85,26 @@ def settings_page() -> str:
 
 
 def commands_page() -> str:
-    """Markdown of docs/commands.md: each verb's help, without the settings, which have a page of their own."""
+    """Markdown of docs/commands.md: each command's help, without the settings, which have a page of their own."""
     parts = [COMMANDS_HEAD]
-    for verb in VERBS:
-        lines = list(_without_rules(help_text(verb)))
-        if verb == "train":
+    for command in COMMANDS:
+        lines = list(_without_rules(help_text(command)))
+        if command == "train":
             first = next(index for index, line in enumerate(lines) if line == "run options")
             lines = [*lines[:first], "--section.key VALUE: every setting; see the configuration reference"]
-        parts.append(f"## {verb}\n\n```text\n{chr(10).join(lines).strip()}\n```\n")
+        parts.append(f"## {command}\n\n```text\n{chr(10).join(lines).strip()}\n```\n")
     return "\n".join(parts)
 
 
-def help_text(verb: str) -> str:
-    """What `txl VERB --help` prints into a pipe: 100 columns of ASCII, without colour."""
+def help_text(command: str) -> str:
+    """What `txl COMMAND --help` prints into a pipe: 100 columns of ASCII, without colour."""
     printed = io.StringIO()
     with (
         mock.patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}),
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),
     ):
-        main([verb, "--help"])
+        main([command, "--help"])
     return printed.getvalue()
 
 

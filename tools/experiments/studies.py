@@ -137,8 +137,8 @@ def measure(name: str, *, variant: str, corpus: Path, seed: int, steps: int, out
     about |= {"steps": steps, "seed": seed}
     place = out / folder_of(name, **about, trial=trial)
     config = config_of(study, variant, corpus=corpus, vocab_size=data.vocab_size, seed=seed, steps=steps, place=place)
-    verb = ("launch", "--num_accelerators", study.ranks) if study.ranks > 1 else ("train",)
-    run_txl(*verb, RECIPE, *flags_of(config, base=RECIPE))
+    command = ("launch", "--num_accelerators", study.ranks) if study.ranks > 1 else ("train",)
+    run_txl(*command, RECIPE, *flags_of(config, base=RECIPE))
     result = place / "study.json"
     run_txl("evaluate", place, "--num-lanes", 16, "--json", result)
     scored = json.loads(result.read_text(encoding="utf-8"))["model"]

@@ -1,1 +1,1 @@
-"""The verbs of the command line: flags and help in a signature, one call, no logic."""
+"""The commands of the command line: flags and help in a signature, one call, no logic."""

@@ -188,7 +188,7 @@ def completion(shell: Positional[Shell], /) -> None:
     """
     listed = list_arguments(TrainArguments, default=_DEFAULTS)
     settings = [_with_choices(argument) for argument in listed if _is_setting(argument)]
-    commands = [_describe_command(name) for name in VERBS]
+    commands = [_describe_command(name) for name in COMMANDS]
     echo(completion_script(shell, commands, settings=settings))
 
 
@@ -199,13 +199,13 @@ def _is_setting(argument: Argument) -> bool:
 
 def _describe_command(name: str) -> Command:
     """Describe a command for the completion script."""
-    summary = (VERBS[name].__doc__ or "").splitlines()[0].rstrip(".")
+    summary = (COMMANDS[name].__doc__ or "").splitlines()[0].rstrip(".")
     argument_classes: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
     if name in ("train", "launch"):
         listed = list_arguments(TrainArguments, default=_DEFAULTS)
         arguments = [argument for argument in listed if not _is_setting(argument)]
     else:
-        arguments = list_arguments(argument_classes.get(name, VERBS[name]))
+        arguments = list_arguments(argument_classes.get(name, COMMANDS[name]))
     if name == "launch":
         arguments += launcher_arguments()
     takes_settings = name in ("train", "launch", *argument_classes)
@@ -251,7 +251,7 @@ def _values_of_flag(flag: str, words: Sequence[str]) -> list[str]:
 _PATH_FLAGS = {"--out", "--data", "--valid", "--test", "--data.path", "--run.dir"}
 _PATH_FLAGS_JOINED = {f"{flag}=" for flag in _PATH_FLAGS}
 
-VERBS: dict[str, Callable[..., object]] = {
+COMMANDS: dict[str, Callable[..., object]] = {
     "prepare": prepare,
     "train": train,
     "launch": launch,
@@ -294,26 +294,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         echo(_usage())
         return 0
-    verb, *rest = arguments
-    if verb in ("--version", "-V", "-v", "version"):
+    command, *rest = arguments
+    if command in ("--version", "-V", "-v", "version"):
         echo(__version__)
         return 0
-    if verb not in VERBS:
-        echo(f"txl: error: {_unknown_command(verb)}", to=sys.stderr)
+    if command not in COMMANDS:
+        echo(f"txl: error: {_unknown_command(command)}", to=sys.stderr)
         return 2
     try:
         rest = decode_words(rest)
-        if verb not in ("launch", "sweep"):  # these pass the words unchanged to other processes
+        if command not in ("launch", "sweep"):  # these pass the words unchanged to other processes
             rest = decode_texts(rest)
         rename_variables()
         _refuse_empty_paths(rest)
-        rest = words_in_new_names(rest, command=verb)
-        if verb in _WITH_SETTINGS:
-            return _WITH_SETTINGS[verb](rest)
-        call(VERBS[verb], rest, prog=f"txl {verb}")
+        rest = words_in_new_names(rest, command=command)
+        if command in _WITH_SETTINGS:
+            return _WITH_SETTINGS[command](rest)
+        call(COMMANDS[command], rest, prog=f"txl {command}")
     except TxlError as error:
-        if verb not in RANKED or _should_print(error):
-            echo(f"txl {verb}: error: {error}", to=sys.stderr)
+        if command not in RANKED or _should_print(error):
+            echo(f"txl {command}: error: {error}", to=sys.stderr)
         return error.exit_code
     return 0
 
@@ -325,7 +325,7 @@ def _unknown_command(word: str) -> str:
     if word.startswith("-"):
         hint = did_you_mean(word, ("--version", "--help")) or " Flags follow the command: txl COMMAND --flag value."
         return f"unknown flag {word}.{hint}"
-    return f"unknown command {word!r}.{find_command(word, VERBS) or ' `txl --help` lists the commands.'}"
+    return f"unknown command {word!r}.{find_command(word, COMMANDS) or ' `txl --help` lists the commands.'}"
 
 
 def _refuse_empty_paths(words: Sequence[str]) -> None:
@@ -415,10 +415,10 @@ def _is_speaker() -> bool:
 
 def _usage() -> str:
     """Return the list of commands, wrapped to the width of the terminal."""
-    head = "usage: txl VERB ...   (also: python -m txl_dist VERB; deepspeed --module txl_dist train CONFIG)"
+    head = "usage: txl COMMAND ...   (also: python -m txl_dist COMMAND; deepspeed --module txl_dist train CONFIG)"
     width = shutil.get_terminal_size((160, 24)).columns  # wide into a pipe
     lines = [*textwrap.wrap(head, width), ""]
-    for name, function in VERBS.items():
+    for name, function in COMMANDS.items():
         summary = (function.__doc__ or "").splitlines()[0]
         lines += textwrap.wrap(f"  {name:<10} {summary}", width, subsequent_indent=" " * 13)
-    return "\n".join([*lines, "", "txl VERB --help explains the flags of a verb."])
+    return "\n".join([*lines, "", "txl COMMAND --help explains the flags of a command."])

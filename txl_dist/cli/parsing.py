@@ -66,12 +66,12 @@ def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> An
         raise ConfigError(_explain(error.refusal, words, arguments=arguments, prog=prog)) from None
 
 
-def call(verb: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
+def call(command: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
     """Read the words of a command and run it."""
 
-    @functools.wraps(verb)
+    @functools.wraps(command)
     def bound(*values: Any, **named: Any) -> Callable[[], object]:
-        return functools.partial(verb, *values, **named)
+        return functools.partial(command, *values, **named)
 
     parse(bound, words, prog=prog)()
 

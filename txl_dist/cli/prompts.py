@@ -65,7 +65,7 @@ def generate_texts(
         active: dict[int, tuple[Given, Prompt]] = {}
         problems: list[ConfigError] = []
         prompts = _start_prompts(given, model, memory, active, problems)
-        chunks = model.write(prompts, writing, keep_memory=save_memory is not None)
+        chunks = model.stream_batch(prompts, writing, keep_memory=save_memory is not None)
         stream: TextIO | None = None
         is_shown = is_one and out is None
         if is_shown:

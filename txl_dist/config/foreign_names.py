@@ -451,7 +451,7 @@ COUNTERPARTS = (
 )
 
 
-COMMANDS = {
+FOREIGN_COMMANDS = {
     "run start fit pretrain learn continue resume": ("train CONFIG.toml", "The same command continues a run."),
     "finetune fine_tune fine-tune ft": ("train CONFIG.toml --init BUNDLE", ""),
     "eval test validate score perplexity ppl bench benchmark": ("evaluate RUN", ""),
@@ -539,7 +539,7 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
 
 def find_command(word: str, commands: Collection[str]) -> str:
     """Return the end of a message about an unknown command, beginning with a blank; empty if no command is near."""
-    for others, (ours, remark) in COMMANDS.items():
+    for others, (ours, remark) in FOREIGN_COMMANDS.items():
         if word.lower() in others.split() and ours.split()[0] in commands:
             return f" Did you mean `txl {ours}`?" + (f" {remark}" if remark else "")
     return did_you_mean(word, commands)

@@ -85,6 +85,9 @@ COMMANDS_WITH_SETTINGS = ("train", "launch", "plan", "sweep")
 RENAMED_VARIABLES = (Renamed("TXL_FAULT", "TXL_FAILPOINTS", "0.3.0"),)
 """Every renamed environment variable."""
 
+RENAMED_METHODS = (Renamed("LanguageModel.write", "LanguageModel.stream_batch", "0.3.0"),)
+"""Every renamed public method."""
+
 _LEAST_ALIKE = 0.85
 """Least similarity at which an unknown flag is taken for a misspelt old name."""
 
@@ -197,9 +200,11 @@ def rename_variables() -> None:
         os.environ[renamed.new] = old_value
 
 
-def warn_of_old_method(old: str, new: str) -> None:
-    """Print a warning, once, that a public method or function has another name since version 0.3.0."""
-    _warn(_since(Renamed(old, new, "0.3.0")))
+def warn_of_old_method(name: str) -> None:
+    """Print a warning, once, that a public method, `Class.name`, has another name now."""
+    for renamed in RENAMED_METHODS:
+        if renamed.old == name:
+            _warn(_since(renamed))
 
 
 def name_since(name: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from txl_dist.config.renamed import warn_of_old_method
 from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.inference.bundle import Bundle
@@ -27,7 +28,7 @@ from txl_dist.inference.generate import Decoder, Request
 from txl_dist.inference.kv_cache import FrozenModel, KVCache
 from txl_dist.inference.options import SamplingParams, check_count, check_ids, check_text
 from txl_dist.inference.probe import log_probabilities
-from txl_dist.inference.scheduler import Completion, FinishReason, OutputChunk, Prompt, Scheduler, write
+from txl_dist.inference.scheduler import Completion, FinishReason, OutputChunk, Prompt, Scheduler, stream
 from txl_dist.inference.text_memory import TextMemory, fingerprint_of, load_memory, read_memory
 from txl_dist.io.files import path_of
 from txl_dist.model.transformer_xl import TransformerXL
@@ -187,7 +188,7 @@ class LanguageModel:
         encoded = [self.prompt(prompt, memory) for prompt in _several(prompts)]
         texts: dict[tuple[int, int], str] = defaultdict(str)
         generations: dict[tuple[int, int], Generation] = {}
-        for chunk in self.write(encoded, params, keep_memory=keep_memory):
+        for chunk in self.stream_batch(encoded, params, keep_memory=keep_memory):
             key = chunk.prompt, chunk.sample
             texts[key] += chunk.text
             if chunk.ending:
@@ -200,10 +201,10 @@ class LanguageModel:
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
         """Generate from one prompt, yielding pieces of the text as they are made; see `generate`."""
         _refuse_samples(settings)
-        chunks = self.write([self.prompt(prompt, memory)], SamplingParams.of(settings))
+        chunks = self.stream_batch([self.prompt(prompt, memory)], SamplingParams.of(settings))
         return (chunk.text for chunk in chunks if chunk.text)
 
-    def write(
+    def stream_batch(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
         """Generate from many prompts, which are read one by one. Yields pieces of all texts as they are made."""
@@ -213,7 +214,14 @@ class LanguageModel:
                 f"a model with {self.network.section.positions} positions remembers nothing. Leave the memory out."
             )
         decoder = self._decoder(writing.memory_len)
-        return write(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
+        return stream(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
+
+    def write(
+        self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
+    ) -> Iterator[OutputChunk]:
+        """Call `stream_batch`, after a warning. This is its name of version 0.2."""
+        warn_of_old_method("LanguageModel.write")
+        return self.stream_batch(prompts, writing, keep_memory=keep_memory)
 
     def writer(self, *, num_rows: int, memory_len: int = -1) -> Scheduler:
         """Make a scheduler for prompts that are added and removed at any time.

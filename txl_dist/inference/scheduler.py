@@ -247,7 +247,7 @@ class Scheduler:
         return [work for work in self._works.values() if work.job.key == key]
 
 
-def write(
+def stream(
     decoder: Decoder,
     tokenizer: Tokenizer,
     prompts: Iterable[Prompt],

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import setting_names
 
 SHELLS = ("bash", "zsh", "fish")
@@ -143,7 +143,7 @@ def test_a_script_is_valid_names_every_command_and_setting_and_starts_no_program
     shell: str, scripts: dict[str, Path]
 ) -> None:
     text = scripts[shell].read_text(encoding="ascii")
-    assert [name for name in [*VERBS, *setting_names()] if name not in text] == []
+    assert [name for name in [*COMMANDS, *setting_names()] if name not in text] == []
     assert "(txl" not in text
     need(shell)
     assert subprocess.run([shell, "-n", str(scripts[shell])], capture_output=True, check=True).stderr == b""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.corpora import tiny_corpus
 from txl_dist import __version__
-from txl_dist.cli.main import VERBS, main
+from txl_dist.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[3]
 
@@ -96,8 +96,8 @@ def test_a_switch_among_the_settings_is_true_where_no_value_follows(
 def test_every_help_is_answered_without_importing_a_heavy_library() -> None:
     code = """
 import contextlib, io, sys
-from txl_dist.cli.main import VERBS, main
-for arguments in [[], ["--help"], ["-h"], ["--version"], *([verb, "--help"] for verb in VERBS)]:
+from txl_dist.cli.main import COMMANDS, main
+for arguments in [[], ["--help"], ["-h"], ["--version"], *([command, "--help"] for command in COMMANDS)]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         try:
@@ -108,33 +108,33 @@ for arguments in [[], ["--help"], ["-h"], ["--version"], *([verb, "--help"] for 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     lines = done.stdout.splitlines()
-    assert len(lines) == 4 + len(VERBS)
+    assert len(lines) == 4 + len(COMMANDS)
     assert [line for line in lines if not line.endswith("] 0 True")] == []
 
 
-def test_the_usage_names_every_verb_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_usage_names_every_command_with_a_summary(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of("--help") == 0
     usage = capsys.readouterr().out
     in_one_line = " ".join(usage.split())  # the help is wrapped at the width of the terminal
-    for verb, function in VERBS.items():
+    for command, function in COMMANDS.items():
         assert (function.__doc__ or "").splitlines()[0] in in_one_line
-        assert f"\n  {verb}" in usage
+        assert f"\n  {command}" in usage
     assert exit_code_of() == 0
     assert capsys.readouterr().out == usage
     assert exit_code_of("--version") == 0
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_a_verb_explains_all_its_flags(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code_of(verb, "--help") == 0
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_explains_all_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code_of(command, "--help") == 0
     out = capsys.readouterr().out
-    assert f"usage: txl {verb}" in out
+    assert f"usage: txl {command}" in out
     assert "Args:" not in out, "the docstring was taken apart"
 
 
 @pytest.mark.parametrize("flag", ["--local_rank=0", "--local-rank=3"])
-def test_the_flag_that_the_launcher_puts_before_the_verb_is_dropped(
+def test_the_flag_that_the_launcher_puts_before_the_command_is_dropped(
     flag: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of(flag, "--version") == 0
@@ -142,7 +142,7 @@ def test_the_flag_that_the_launcher_puts_before_the_verb_is_dropped(
     assert exit_code_of(flag, "train", "--help") == 0
 
 
-def test_an_unknown_verb_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code_of("trian", "x.toml") == 2
     captured = capsys.readouterr()
     assert captured.err == "txl: error: unknown command 'trian'. Did you mean train?\n"
@@ -331,7 +331,7 @@ def test_a_corpus_is_never_written_over_the_folder_that_one_is_in(
     assert list(here.iterdir()) == []
 
 
-def test_help_with_a_verb_behind_it_is_that_verbs_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_with_a_command_behind_it_is_that_commands_help(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["help", "verify"])
     assert not stop.value.code

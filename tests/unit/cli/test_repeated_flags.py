@@ -48,7 +48,7 @@ def test_values_that_look_like_flags_are_kept_as_they_were_typed() -> None:
 
 
 @pytest.mark.parametrize("words", [["--r", "0.1", "--r", "0.5"], ["--r", "0.1", "0.5"], ["--r=0.1", "--r=0.5"]])
-def test_lists_of_numbers_and_a_verb_with_many_targets(words: list[str]) -> None:
+def test_lists_of_numbers_and_a_command_with_many_targets(words: list[str]) -> None:
     @functools.wraps(recl)
     def bound(*values: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
         return values, named

@@ -14,7 +14,7 @@ import pytest
 from tyro import _errors
 from tyro.conf import CascadeSubcommandArgs, Fixed, Positional, create_mutex_group
 
-from txl_dist.cli import parsing as verb_words
+from txl_dist.cli import parsing
 from txl_dist.cli.tyro_events import (
     InvalidChoice,
     InvalidValue,
@@ -179,9 +179,9 @@ def test_every_class_of_event_of_this_tyro_is_known_and_an_unknown_one_is_still_
     def fail(*_: Any, **__: Any) -> None:
         raise WordsRefusedError(refusal_of(NewEvent("txl x")))
 
-    monkeypatch.setattr(verb_words, "run_tyro", fail)
+    monkeypatch.setattr(parsing, "run_tyro", fail)
     with pytest.raises(ConfigError) as caught:
-        verb_words.parse(command, ["p"], prog="txl x")
+        parsing.parse(command, ["p"], prog="txl x")
     assert str(caught.value) == "the command line cannot be read (NewEvent). See txl x --help."
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli.main import VERBS, TrainArguments, main
+from txl_dist.cli.main import COMMANDS, TrainArguments, main
 from txl_dist.cli.plan import PlanArguments
 from txl_dist.cli.sweep import SweepArguments
 from txl_dist.cli.tyro_events import list_arguments
-from txl_dist.config.foreign_names import COMMANDS, COUNTERPARTS, SECTIONS, find_counterpart
+from txl_dist.config.foreign_names import COUNTERPARTS, FOREIGN_COMMANDS, SECTIONS, find_counterpart
 from txl_dist.config.load import Config, choices_of, setting_names
 from txl_dist.errors import ConfigError
 from txl_dist.inference.options import SamplingParams
@@ -95,7 +95,7 @@ NOTES = [
 
 def known_to(command: str) -> set[str]:
     """Names of the flags of a command, and of the settings where it takes them."""
-    target = OWN_READERS.get(command, VERBS[command])
+    target = OWN_READERS.get(command, COMMANDS[command])
     default = TrainArguments(config=Path("c"), settings=Config()) if command == "train" else None
     listed = list_arguments(target, default=default) if default else list_arguments(target)
     names = {name.lstrip("-").replace("-", "_") for argument in listed for name in argument.names}
@@ -175,7 +175,7 @@ def test_a_file_of_another_code_base_is_answered_in_the_words_of_a_file(
 
 
 def test_every_counterpart_is_a_setting_or_a_flag_of_some_command_and_its_value_is_possible() -> None:
-    known = set().union(*(known_to(command) for command in VERBS if command != "launch"))
+    known = set().union(*(known_to(command) for command in COMMANDS if command != "launch"))
     assert [row.here for row in COUNTERPARTS if row.here and row.here not in known] == []
     assert [row.needs for row in COUNTERPARTS if row.needs and row.needs not in known] == []
     of_settings = [row for row in COUNTERPARTS if row.value and row.here in setting_names()]
@@ -191,7 +191,7 @@ def test_notes_name_settings_that_exist_and_end_as_sentences() -> None:
     assert [note for note in notes if not note.endswith(".")] == []
 
 
-@pytest.mark.parametrize("command", [command for command in VERBS if command != "launch"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "launch"])
 def test_no_name_of_ours_is_taken_for_one_of_others(command: str) -> None:
     known = known_to(command)
     settings = [name for name in known if "." in name]
@@ -256,10 +256,10 @@ def test_the_usage_is_printed_however_it_is_asked_for(words: list[str], capsys: 
 
 
 def test_no_command_of_others_is_one_of_ours() -> None:
-    others = [word for words in COMMANDS for word in words.split()]
+    others = [word for words in FOREIGN_COMMANDS for word in words.split()]
     assert len(others) == len(set(others))
-    assert set(others) & set(VERBS) == set()
-    assert {ours.split()[0] for ours, _ in COMMANDS.values()} <= {*VERBS, "completion"}
+    assert set(others) & set(COMMANDS) == set()
+    assert {ours.split()[0] for ours, _ in FOREIGN_COMMANDS.values()} <= {*COMMANDS, "completion"}
 
 
 def test_settings_of_generation_in_a_program_are_answered_too() -> None:

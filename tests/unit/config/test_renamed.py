@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from txl_dist.cli.main import VERBS as COMMANDS
-from txl_dist.cli.main import main
+from txl_dist.cli.main import COMMANDS, main
 from txl_dist.cli.tyro_events import list_arguments
 from txl_dist.config import renamed
 from txl_dist.config.load import Config, config_fingerprint, config_from_dict, configure, load_config, setting_names

@@ -18,6 +18,7 @@ import torch
 import txl_dist
 from tests.helpers.language import distance_to_border
 from tests.helpers.models import random_tokens, tiny_section
+from txl_dist.config import renamed
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import Package
 from txl_dist.inference.generate import Decoder, Request
@@ -459,10 +460,21 @@ def test_prompts_are_read_one_by_one_as_rows_become_free(lm: LanguageModel) -> N
             read.append(number)
             yield lm.prompt("abc")
 
-    pieces = lm.write(prompts(), SamplingParams(max_tokens=5, batch_size=2))
+    pieces = lm.stream_batch(prompts(), SamplingParams(max_tokens=5, batch_size=2))
     next(pieces)
     assert len(read) <= 2
     assert sum(piece.ending is not None for piece in pieces) == 6
+
+
+def test_write_is_stream_batch_with_one_warning(lm: LanguageModel, capsys: pytest.CaptureFixture[str]) -> None:
+    renamed._warn.cache_clear()
+    params = SamplingParams(max_tokens=5, temperature=0)
+    expected = [chunk.text for chunk in lm.stream_batch([lm.prompt("abc")], params)]
+    for _ in range(2):
+        assert [chunk.text for chunk in lm.write([lm.prompt("abc")], params)] == expected
+    assert capsys.readouterr().err.splitlines() == [
+        "txl: warning: LanguageModel.write is named LanguageModel.stream_batch since version 0.3.0."
+    ]
 
 
 def test_the_package_imports_no_torch_and_names_what_it_has() -> None:

@@ -1,4 +1,4 @@
-"""Verbs that take a while say what they do before anything heavy is imported."""
+"""Commands that take a while say what they do before anything heavy is imported."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli.sweep import sweep as sweep_verb
+from txl_dist.cli.sweep import sweep as sweep_command
 from txl_dist.config.load import Config, config_to_toml
 from txl_dist.errors import ConfigError
 from txl_dist.launcher import sweep as sweep_file
@@ -213,9 +213,9 @@ def test_a_setting_of_all_runs_is_none_of_the_grid(tmp_path: Path) -> None:
     words = [str(recipe), "--grid", "optim.lr=1e-3,2e-3", "--out", str(tmp_path / "out")]
     for flag in (["--optim.lr", "5e-3"], ["--optim.lr=5e-3"]):
         with pytest.raises(ConfigError, match=r"^optim\.lr is given for all runs and in --grid"):
-            sweep_verb([*words, *flag], read_settings=lambda words: Config())
+            sweep_command([*words, *flag], read_settings=lambda words: Config())
     with pytest.raises(ConfigError, match=r"train\.max_steps is given for all runs"):
-        sweep_verb(
+        sweep_command(
             [str(recipe), "--grid", "train.max_steps=1,2", "--train.max-steps", "3"],
             read_settings=lambda words: Config(),
         )

@@ -210,7 +210,7 @@ def config_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_verb_prints_and_writes_json_and_a_picture(
+def test_the_command_prints_and_writes_json_and_a_picture(
     config_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--gpus", "4", "--gpu", "H100", "--vocab-size", "1000", "--train.num_lanes", "64", "--interconnect", "25"]
@@ -269,7 +269,7 @@ def test_impossible_questions_are_refused_with_a_remedy(
         (["--tokens", "inf"], "--tokens inf: it must be a whole number"),
     ],
 )
-def test_a_word_too_many_leads_to_the_help_of_this_verb(
+def test_a_word_too_many_leads_to_the_help_of_this_command(
     config_file: str, words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", config_file, *words, "--gpus", "4", "--gpu", "h100", "--vocab-size", "1000"]) == 2

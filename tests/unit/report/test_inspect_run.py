@@ -178,7 +178,7 @@ def test_a_run_and_a_checkpoint_generate_what_their_bundle_generates(
     assert captured.err.startswith(f"generating up to 12 tokens with {golden_run / part}, {kind}; seed 3 ...")
 
 
-def test_the_verb_names_corpus_shard_and_document_and_refuses_what_a_run_knows_itself(
+def test_the_command_names_corpus_shard_and_document_and_refuses_what_a_run_knows_itself(
     tmp_path: Path, corpora: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path / "run")

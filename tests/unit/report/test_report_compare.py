@@ -206,7 +206,7 @@ def test_what_cannot_be_compared_is_refused(runs: list[Path], tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_both_verbs_answer_and_name_their_page(
+def test_both_commands_answer_and_name_their_page(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(runs[0]), "--out", str(tmp_path / "r.html")]) == 0

@@ -76,8 +76,8 @@ def test_a_run_has_a_folder_of_its_own_and_the_last_record_of_a_step_counts(
 ) -> None:
     places = []
 
-    def run_txl(verb: str, *words: object) -> float:
-        if verb == "evaluate":
+    def run_txl(command: str, *words: object) -> float:
+        if command == "evaluate":
             Path(str(words[-1])).write_text(json.dumps({"model": {"loss": 2.0}}))
             return 0.0
         places.append(Path(str(words[words.index("--run.dir") + 1])))

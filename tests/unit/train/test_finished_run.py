@@ -34,7 +34,7 @@ def test_a_finished_run_names_its_step_and_the_next_commands(tmp_path: Path) -> 
     reached, go_on, next_line = finished_lines(run, config, command="txl train c.toml")
     assert reached == f"{run} is done: it has reached step 200 of train.max_steps=200"
     assert go_on == "to go on: txl train c.toml --train.max_steps 400"
-    assert [f"txl {verb} {run}" in next_line for verb in ("report", "evaluate", "export")] == [True] * 3
+    assert [f"txl {command} {run}" in next_line for command in ("report", "evaluate", "export")] == [True] * 3
 
 
 def test_the_next_commands_of_a_run_with_plugins_name_them_where_they_are_needed(tmp_path: Path) -> None:

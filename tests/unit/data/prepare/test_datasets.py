@@ -159,7 +159,7 @@ def test_the_files_of_wikitext_alone_make_the_corpus_that_its_name_makes(
     members = tuple(replace(member, sha256=sha256(files[member.name])) for member in NAMED["wikitext-2"].members)
     stand_in(monkeypatch, "wikitext-2", b"", members=members)
     train, valid, test = (save(tmp_path / Path(name).name, content) for name, content in files.items())
-    prepare_corpus(tmp_path / "by-name", inputs=("wikitext-2",), source=str(tmp_path))
+    prepare_corpus(tmp_path / "by-name", inputs=("wikitext-2",), archive=str(tmp_path))
     words = {"kind": "word", "end_of_text": False}
     prepare_corpus(tmp_path / "by-files", inputs=(train,), valid_inputs=(valid,), test_inputs=(test,), **words)
     by_name, by_files = (open_corpus(tmp_path / folder) for folder in ("by-name", "by-files"))

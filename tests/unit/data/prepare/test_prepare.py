@@ -423,7 +423,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     with pytest.raises(ConfigError, match="splits of its own"):
         prepare_corpus(tmp_path / "no", **given, valid_fraction=0.2)
     with pytest.raises(ConfigError, match="--archive"):
-        prepare_corpus(tmp_path / "no", inputs=["stdlib"], source="x")
+        prepare_corpus(tmp_path / "no", inputs=["stdlib"], archive="x")
 
 
 def test_a_shard_ends_where_documents_do_and_none_is_empty(tmp_path: Path) -> None:

@@ -335,7 +335,7 @@ def test_a_compressed_tar_under_the_name_of_a_plain_one_is_refused(tmp_path: Pat
         reindex_corpus(folder, tokenizer_path=tokenizer)
 
 
-def test_the_verb_reindexes_a_folder_and_refuses_flags_that_would_have_no_effect(
+def test_the_command_reindexes_a_folder_and_refuses_flags_that_would_have_no_effect(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = foreign_tars(tmp_path / "tars")

@@ -28,7 +28,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def inspect(corpus: Corpus | str, *flags: object, capsys: pytest.CaptureFixture[str]) -> str:
-    """What the verb prints."""
+    """What the command prints."""
     location = corpus if isinstance(corpus, str) else str(corpus.folder)
     assert main(["inspect", location, *map(str, flags)]) == 0
     return capsys.readouterr().out
