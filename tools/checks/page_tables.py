@@ -26,7 +26,7 @@ PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
     ),
     "Corpus": ("split_names", "split", "tokenizer"),
     "LanguageModel": (
-        *("encode", "decode", "score", "score_batch", "generate", "generate_batch", "stream"),
+        *("encode", "decode", "score", "score_batch", "generate", "generate_batch", "stream", "stream_batch"),
         *("memory", "load_memory", "empty_memory", "hidden", "network", "tokenizer"),
     ),
     "RunResult": ("exit_code",),
