@@ -30,7 +30,7 @@ from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.report.evaluate import POSITION_BINS, evaluate_split
-from txl_dist.train.report.memory_stats import NUM_SEGMENTS, look
+from txl_dist.train.report.memory_stats import NUM_SEGMENTS, measure_memory
 from txl_dist.train.report.sampling import sample_text
 
 pytestmark = pytest.mark.dist
@@ -52,7 +52,7 @@ def observing_worker(ranks: RankInfo, stage: int, folder: str) -> NUMBERS:
     maker, split = batch_maker(engine.model, mask_documents=False), corpus.split("valid")
     before = [value.clone() for _, value in engine.named_values()]
     generator = torch.get_rng_state()
-    record = look(engine, split, maker=maker, config=config, ranks=ranks, step=7)
+    record = measure_memory(engine, split, maker=maker, config=config, ranks=ranks, step=7)
     text = sample_text(engine, corpus.tokenizer, config, device=ranks.device, seed=5)
     result = evaluate_split(engine, split, maker=maker, config=config, ranks=ranks)
     after = [value for _, value in engine.named_values()]
@@ -61,7 +61,7 @@ def observing_worker(ranks: RankInfo, stage: int, folder: str) -> NUMBERS:
     is_untouched = all(same) and torch.equal(generator, torch.get_rng_state()) and engine.model.training
     watched = [layer for layer in engine.model.modules() if isinstance(layer, Attention) and "attend" in vars(layer)]
     return {
-        "look": {name: value for name, value in record.items() if name != "seconds"},
+        "memory": {name: value for name, value in record.items() if name != "seconds"},
         "text": text,
         "evaluation": result.record(7) | {"seconds": 0.0},
         "is_untouched": is_untouched and not watched,
@@ -77,12 +77,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def test_every_stage_shows_the_same_and_changes_nothing(tmp_path: Path, corpus: Corpus) -> None:
     alone = run_ranks(observing_worker, 0, corpus.location, world_size=1, folder=tmp_path)[0]
     assert alone["is_untouched"]
-    assert set(alone["look"]) >= {"step", "tokens", "memory_gain", "memory_norm_1", "memory_attention_pct_1"}
+    assert set(alone["memory"]) >= {"step", "tokens", "memory_gain", "memory_norm_1", "memory_attention_pct_1"}
     for stage in (1, 3):
         for found in run_ranks(observing_worker, stage, corpus.location, world_size=2, folder=tmp_path):
             assert found["is_untouched"]
             assert found["text"] == alone["text"]
-            for kind in ("look", "evaluation"):
+            for kind in ("memory", "evaluation"):
                 assert found[kind].keys() == alone[kind].keys()
                 for name, value in alone[kind].items():
                     assert found[kind][name] == pytest.approx(value, abs=2e-5, nan_ok=True), (stage, kind, name)
@@ -135,7 +135,7 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     config = config_of(0)
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
-    record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
+    record = measure_memory(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
     layer = engine.model.blocks[1].attention
     found: list[float] = []
     attend = layer.attend
@@ -156,20 +156,20 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     assert 5 < record["memory_attention_pct_1"] < 95
 
 
-def test_a_split_that_fills_no_memory_is_not_looked_at(tmp_path: Path, no_other_ranks: None) -> None:
+def test_a_split_that_fills_no_memory_is_not_measured(tmp_path: Path, no_other_ranks: None) -> None:
     short = tiny_corpus(tmp_path, texts=["abcdefgh" * 30, "abc"], valid_fraction=0.5, shard_len=4000)
     config = config_of(0, eval={"num_lanes": 1}, train={"segment_len": 400, "memory_len": 12})
     engine: Any = PlainEngine(config, vocab_size=short.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
     assert short.split("valid").tokens < 400
-    assert look(engine, short.split("valid"), maker=maker, config=config, ranks=RANK, step=1) is None
+    assert measure_memory(engine, short.split("valid"), maker=maker, config=config, ranks=RANK, step=1) is None
 
 
 def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_other_ranks: None) -> None:
     config = config_of(0)
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
-    record = look(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
+    record = measure_memory(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
     nlls = []
     for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8), 2, 2 + NUM_SEGMENTS):
         nothing = empty_memory([0, 0], num_lanes=3, width=32, like=torch.empty(0))

@@ -36,11 +36,11 @@ def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     assert code == 0, log.read_text(encoding="utf-8")[-4000:]
 
     records = records_of(run)
-    kinds = {kind: [record for record in records if record["kind"] == kind] for kind in ("eval", "look", "sample")}
+    kinds = {kind: [record for record in records if record["kind"] == kind] for kind in ("eval", "memory", "sample")}
     assert [[record["step"] for record in found] for found in kinds.values()] == [[10, 20]] * 3
     assert all(record["prompt"] == "the cat" and record["text"] for record in kinds["sample"])
     assert {"loss_cluster_0", "loss_cluster_1", "loss_cluster_2"} <= kinds["eval"][0].keys()
-    assert len(kinds["look"][0]["loss_by_position"]) == 24
+    assert len(kinds["memory"][0]["loss_by_position"]) == 24
     train = [record for record in records if record["kind"] == "train"]
     assert [record["step"] for record in train] == list(range(1, 21))
     assert all(len(record["rank_ms"]) == 2 for record in train)

@@ -94,7 +94,7 @@ def test_asked_to_stop_in_a_stage_it_goes_on_there_on_one_rank(tmp_path: Path, c
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     lanes = (32, 16, 8)  # of the stages until 12, until 21, and of [train]
     for checkpoint in list_checkpoints(tmp_path / "run"):
-        stage = checkpoint_facts(checkpoint)["stage"]
+        stage = checkpoint_facts(checkpoint)["phase"]
         number = 1 + sum(step_of(checkpoint) > end for end in (12, 21))
         assert (stage["number"], stage["of"], stage["num_lanes"]) == (number, 3, lanes[number - 1])
 

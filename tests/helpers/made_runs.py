@@ -126,7 +126,7 @@ def _occasional(step: int, clock: Clock, chance: random.Random, *, max_steps: in
                    "seconds": 3.0, **bits, **clusters, "time_s": clock.after(3)}  # fmt: skip
         with_memory = [loss + 0.02 * math.exp(-place / 4) for place in range(32)]
         without = [loss + 0.1 + 0.9 * math.exp(-place / 6) for place in range(32)]
-        yield {"kind": "look", "step": step, "seconds": 0.4, "tokens": 4096, "memory_gain": 0.28 - 40 / (step + 200),
+        yield {"kind": "memory", "step": step, "seconds": 0.4, "tokens": 4096, "memory_gain": 0.28 - 40 / (step + 200),
                **{f"memory_norm_{layer}": 0.5 + 0.2 * layer + step / 5000 for layer in range(4)},
                **{f"memory_attention_pct_{layer}": 20 + 10 * layer + 20 * step / max_steps for layer in range(4)},
                "loss_by_position": with_memory, "loss_by_position_without_memory": without,

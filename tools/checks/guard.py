@@ -92,7 +92,7 @@ class Renamed(NamedTuple):
     """(old value, new value) of those that are written in another way too; all others are the same."""
 
 
-RENAMED: tuple[Renamed, ...] = ()
+RENAMED: tuple[Renamed, ...] = (Renamed("kind", "kind", (("look", "memory"),)),)
 """Every renamed key of a JSON file or of a row of metrics.jsonl, whatever the file."""
 
 

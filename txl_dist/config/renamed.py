@@ -88,6 +88,12 @@ RENAMED_VARIABLES = (Renamed("TXL_FAULT", "TXL_FAILPOINTS", "0.3.0"),)
 RENAMED_METHODS = (Renamed("LanguageModel.write", "LanguageModel.stream_batch", "0.3.0"),)
 """Every renamed public method."""
 
+RENAMED_RECORDS = (Renamed("look", "memory", "0.3.0"),)
+"""Every renamed kind of record in `metrics.jsonl`."""
+
+RENAMED_EVENTS = (Renamed("stage", "phase", "0.3.0"),)
+"""Every renamed event in `metrics.jsonl`."""
+
 _LEAST_ALIKE = 0.85
 """Least similarity at which an unknown flag is taken for a misspelt old name."""
 
@@ -221,6 +227,16 @@ def flat_in_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
             result[name] = value
         else:
             result[renamed.new] = renamed.new_value(value)
+    return result
+
+
+def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of `metrics.jsonl`, of any version, with the kind and the event that it has today."""
+    result = dict(record)
+    for key, table in (("kind", RENAMED_RECORDS), ("event", RENAMED_EVENTS)):
+        for renamed in table:
+            if record.get(key) == renamed.old:
+                result[key] = renamed.new
     return result
 
 

@@ -217,7 +217,7 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         "problems": problems,
         "bytes": _bytes_of(folder),
         **{key: saved.values[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
-        "stage": _stage_facts(folder, saved.step),
+        "phase": _phase_facts(folder, saved.step),
         "kinds": kinds,
         "lanes": lanes,
         "stream": _stream_facts(folder, saved.stream),
@@ -226,15 +226,15 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
     }
 
 
-def _stage_facts(folder: Path, step: int) -> dict[str, int] | None:
-    """Of the stage that its last step belongs to; None for a run without stages, or a checkpoint without settings."""
+def _phase_facts(folder: Path, step: int) -> dict[str, int] | None:
+    """Of the phase that its last step belongs to; None for a run without phases, or a checkpoint without settings."""
     with suppress(TxlError, OSError):
-        stages = list(each_phase(load_config(folder / SETTINGS)))
-        if len(stages) > 1:
-            number = next((n for n, (steps, _) in enumerate(stages, 1) if step <= steps.stop), len(stages))
-            train = stages[number - 1][1].train
+        phases = list(each_phase(load_config(folder / SETTINGS)))
+        if len(phases) > 1:
+            number = next((n for n, (steps, _) in enumerate(phases, 1) if step <= steps.stop), len(phases))
+            train = phases[number - 1][1].train
             lengths = {key: getattr(train, key) for key in ("num_lanes", "segment_len", "memory_len")}
-            return {"number": number, "of": len(stages), **lengths}
+            return {"number": number, "of": len(phases), **lengths}
     return None
 
 
@@ -293,7 +293,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
         f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {counted(facts['world_size'], 'rank')}, ZeRO "
         f"{facts['zero_stage']}, {facts['precision']}"
         + (f", loss scale {facts['loss_scale']['cur_scale']:g}" if facts["loss_scale"] else ""),
-        *_stage_lines(facts["stage"]),
+        *_phase_lines(facts["phase"]),
         f"skipped steps: {health['skipped_steps']}; spikes: {health['num_spikes']}; rewinds: {health['rewinds']}",
         f"tokenizer {facts['tokenizer_fingerprint'][:16]}, {facts['vocab_size']:,} ids; settings "
         f"{facts['config_fingerprint'][:16]}",
@@ -312,11 +312,11 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
     ]
 
 
-def _stage_lines(stage: dict[str, int] | None) -> list[str]:
-    if stage is None:
+def _phase_lines(phase: dict[str, int] | None) -> list[str]:
+    if phase is None:
         return []
-    lengths = f"{counted(stage['num_lanes'], 'lane')} x {counted(stage['segment_len'], 'token')}"
-    return [f"stage {stage['number']} of {stage['of']}: {lengths}, a memory of {stage['memory_len']}"]
+    lengths = f"{counted(phase['num_lanes'], 'lane')} x {counted(phase['segment_len'], 'token')}"
+    return [f"phase {phase['number']} of {phase['of']}: {lengths}, a memory of {phase['memory_len']}"]
 
 
 def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:

@@ -36,7 +36,7 @@ _SHORT_HOURS = 2
 _NUM_BINS = 8
 """Bins of positions in the segment: each has enough tokens to see more than chance."""
 
-Kind = Literal["train", "eval", "look", "layers", "all"]
+Kind = Literal["train", "eval", "memory", "layers", "all"]
 Axis = Literal["step", "tokens", "hours", "position"]
 
 
@@ -110,7 +110,7 @@ _MEMORY_ROWS = (
         "Gain from the memory",
         "loss without less loss with, nats",
         {"": "memory_gain"},
-        "look",
+        "memory",
         caption="How much lower the loss per token is with memory than without.",
     ),
     PlotRow(
@@ -118,7 +118,7 @@ _MEMORY_ROWS = (
         "Size of the memory",
         "root mean square",
         {"layer": "memory_norm_"},
-        "look",
+        "memory",
         caption=f"How large the hidden states in memory are. {_LAYERS}",
     ),
     PlotRow(
@@ -126,7 +126,7 @@ _MEMORY_ROWS = (
         "Attention on memory",
         "share of attention, %",
         {"layer": "memory_attention_pct_"},
-        "look",
+        "memory",
         caption=f"The rest falls on the segment. {_LAYERS}",
     ),
 )
@@ -216,7 +216,7 @@ def _tables(run: RunRecords, kind: Kind) -> dict[str, RecordTable]:
     one_table = {
         "train": history.train,
         "eval": history.held_out,
-        "look": history.look,
+        "memory": history.memory,
         "layers": history.layers,
     }
     return {"": one_table[kind]}
@@ -359,9 +359,9 @@ def _marked_events(run: RunRecords) -> list[Event]:
 
 def _position_picture(run: RunRecords) -> Picture:
     """Draw the newest gain from memory by position in the segment; without a measured gain, the loss by position."""
-    look = run.history.look
-    has_look = len(look) and len(look.newest("loss_by_position_"))
-    table = look if has_look else run.history.held_out
+    memory = run.history.memory
+    has_gain = len(memory) and len(memory.newest("loss_by_position_"))
+    table = memory if has_gain else run.history.held_out
     values = table.newest("loss_by_position_")
     without_memory = table.newest("loss_by_position_without_memory_")
     row = _LOSS_BY_POSITION

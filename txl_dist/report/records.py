@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from txl_dist.artifacts import RECORDS
+from txl_dist.config.renamed import record_in_new_names
 from txl_dist.console.formatting import printable
 from txl_dist.errors import DataError
 from txl_dist.io.files import open_regular, parse_object, read_bytes
@@ -96,7 +97,7 @@ class History:
     train: RecordTable
     evals: dict[str, RecordTable]
     """By kind: `eval`, and `eval_NAME` for further corpora."""
-    look: RecordTable
+    memory: RecordTable
     layers: RecordTable
     events: list[Event]
     samples: list[TextSample]
@@ -120,7 +121,7 @@ class History:
     @property
     def step(self) -> int:
         """The newest step on record."""
-        ends = [table.last("step") or 0.0 for table in (self.train, self.look, *self.evals.values())]
+        ends = [table.last("step") or 0.0 for table in (self.train, self.memory, *self.evals.values())]
         starts = [event.step for event in self.events[-1:]]
         return int(max([*ends, *starts]))
 
@@ -238,7 +239,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.num_records = self.num_damaged = 0
-        self._rows = {kind: _Rows() for kind in ("train", "eval", "look", "layers")}
+        self._rows = {kind: _Rows() for kind in ("train", "eval", "memory", "layers")}
         self._reached: list[tuple[dict[str, int], int]] = []
         self._events: list[Event] = []
         self._samples: dict[tuple[int, str], TextSample] = {}
@@ -249,7 +250,7 @@ class _Reader:
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
         try:
-            record = parse_object(line)
+            record = record_in_new_names(parse_object(line))
             kind, step = record["kind"], record["step"]
             if not (isinstance(kind, str) and type(step) is int and 0 <= step <= MOST):
                 raise ValueError(line)
@@ -265,7 +266,7 @@ class _Reader:
             prompt, text = str(record.get("prompt", "")), str(record.get("text", ""))
             self._samples.pop((step, prompt), None)
             self._samples[step, prompt] = TextSample(step, prompt, text)
-        elif kind in ("train", "look", "layers") or kind.startswith("eval"):
+        elif kind in ("train", "memory", "layers") or kind.startswith("eval"):
             self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
 
     def history(self) -> History:
@@ -277,7 +278,7 @@ class _Reader:
         return History(
             train=tables["train"],
             evals={kind: table for kind, table in tables.items() if kind.startswith("eval") and len(table)},
-            look=tables["look"],
+            memory=tables["memory"],
             layers=tables["layers"],
             events=self._events,
             samples=sorted(self._samples.values(), key=lambda sample: sample.step),

@@ -53,7 +53,7 @@ from txl_dist.train.stability import Health, after_rewind
 from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.step import Stepper
 
-_PATIENCE_S = {"stopped": 15.0, "stage": 900.0, "done": 900.0}
+_PATIENCE_S = {"stopped": 15.0, "phase": 900.0, "done": 900.0}
 """Seconds to retry the final checkpoint: short after a stop request, long at the end of a stage or of the run."""
 _GROUP_GRACE_S = 30
 """Seconds by which collectives time out later than the watchdog, whose message is more exact."""
@@ -150,10 +150,10 @@ class TrainingRun:
         return state
 
     def _ending(self, state: TrainState) -> str:
-        """Return the name of the event that ends this stage: stopped, done or stage."""
+        """Return the name of the event that ends this phase: stopped, done or phase."""
         if self.stopped:
             return "stopped"
-        return "done" if state.step >= self.max_steps else "stage"
+        return "done" if state.step >= self.max_steps else "phase"
 
     def _first_state(self) -> TrainState:
         """Return the state of the checkpoint to resume from, or that of a new run."""

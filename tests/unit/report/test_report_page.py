@@ -172,8 +172,8 @@ def test_the_gain_per_position_is_paired_and_in_bins_with_their_tokens(page: Pag
 
 @pytest.mark.parametrize(("num", "words"), [(8, ""), (12, "Layer 0 is nearest the text. 8 of 12 layers.")])
 def test_a_picture_without_room_for_all_layers_says_so(tmp_path: Path, num: int, words: str) -> None:
-    looks = [{"kind": "look", "step": step, "memory_norm": [1.0] * num} for step in (1, 2)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, looks)), encoding="utf-8")
+    measured = [{"kind": "memory", "step": step, "memory_norm": [1.0] * num} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, measured)), encoding="utf-8")
     write_report(tmp_path)
     text = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
     assert ("of 12 layers" in text) == bool(words)
@@ -360,7 +360,7 @@ def lengthened(history: History, num: int) -> History:
         history,
         train=table(history.train, num),
         evals={kind: table(one, num // 100) for kind, one in history.evals.items()},
-        look=table(history.look, num // 100, memory_norm=24, memory_attention_pct=24),
+        memory=table(history.memory, num // 100, memory_norm=24, memory_attention_pct=24),
         events=[event._replace(step=n, hours=float(n)) for n in range(num // 2000) for event in history.events],
         samples=[history.samples[0]._replace(step=step, text="text " * 10_000) for step in range(1000)],
     )
@@ -387,8 +387,8 @@ NEVER_MEASURED = [
     [
         {"kind": "train", "loss": 1e300, "step_ms": 1e308, "tokens_per_s": -1e308},
         {"kind": "event", "event": "start", "parameters": 10**400, "ranks": "\x1b[31m\ud800"},
-        {"kind": "look", "memory_norm_" + "9" * 5000: 1.0},
-        {"kind": "look", "loss_by_position": [None], "loss_by_position_without_memory": [1e308]},
+        {"kind": "memory", "memory_norm_" + "9" * 5000: 1.0},
+        {"kind": "memory", "loss_by_position": [None], "loss_by_position_without_memory": [1e308]},
     ],
 ]
 

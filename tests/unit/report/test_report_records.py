@@ -126,24 +126,34 @@ def test_of_times_per_rank_the_extremes_and_the_middle_are_kept(tmp_path: Path) 
 
 def test_losses_per_position_are_those_of_the_newest_record_that_holds(tmp_path: Path) -> None:
     evaluation = {"kind": "eval", "step": 30, "loss": 1.0, "loss_by_position": [5.0, 4.0]}
-    looks = [
-        {"kind": "look", "step": step, "loss_by_position": [3.0, None], "loss_by_position_without_memory": [4.0, 3.5]}
+    measured = [
+        {"kind": "memory", "step": step, "loss_by_position": [3.0, None], "loss_by_position_without_memory": [4.0, 3.5]}
         for step in (20, 40)
     ]
-    look = read_history(write(tmp_path, event("start", 0), *looks, evaluation, event("rewound", 30))).look
-    assert look["step"].tolist() == [20.0]
-    assert np.array_equal(look.newest("loss_by_position_"), [3.0, math.nan], equal_nan=True)
-    assert look.newest("loss_by_position_without_memory_").tolist() == [4.0, 3.5]
+    memory = read_history(write(tmp_path, event("start", 0), *measured, evaluation, event("rewound", 30))).memory
+    assert memory["step"].tolist() == [20.0]
+    assert np.array_equal(memory.newest("loss_by_position_"), [3.0, math.nan], equal_nan=True)
+    assert memory.newest("loss_by_position_without_memory_").tolist() == [4.0, 3.5]
     alone = read_history(write(tmp_path, evaluation))
     assert alone.held_out.newest("loss_by_position_").tolist() == [5.0, 4.0]
-    assert len(alone.look.newest("loss_by_position_")) == 0
+    assert len(alone.memory.newest("loss_by_position_")) == 0
+
+
+def test_a_run_that_another_version_began_keeps_one_curve(tmp_path: Path) -> None:
+    """Version 0.2 named the record of the memory `look`, and the event at the end of a phase `stage`."""
+    old = {"kind": "look", "step": 10, "memory_gain": 0.5}
+    new = {"kind": "memory", "step": 20, "memory_gain": 0.75}
+    history = read_history(write(tmp_path, event("start", 0), old, event("stage", 10), event("start", 10), new))
+    assert history.memory["step"].tolist() == [10.0, 20.0]
+    assert history.memory["memory_gain"].tolist() == [0.5, 0.75]
+    assert [happened.name for happened in history.events] == ["start", "phase", "start"]
 
 
 def test_all_kinds_of_a_whole_run_are_found(tmp_path: Path) -> None:
     history = read_history(make_run(tmp_path / "run"))
     assert set(history.evals) == {"eval", "eval_code"}
     assert history.train["step"].tolist() == list(range(10, 2001, 10))
-    assert history.look.numbered("memory_norm_") == [f"memory_norm_{layer}" for layer in range(4)]
+    assert history.memory.numbered("memory_norm_") == [f"memory_norm_{layer}" for layer in range(4)]
     assert [sample.step for sample in history.samples] == list(range(200, 2001, 200))
     given_up = sum(record["kind"] == "train" for record in records(seed=1, num_ranks=4, max_steps=2000, lr=1e-3)) - 200
     assert history.num_superseded == given_up > 0

@@ -19,7 +19,7 @@ _DETAILS = {
     "clipped": "{clipped_pct:.0f} % of {steps:,} steps, by the default optim.clip_norm {clip_norm:g}; the gradients' "
     "norm was {grad_norm:.3g} on average. Set optim.clip_norm",
     "stopped": "the same command continues",
-    "stage": "this stage is done; the next one begins",
+    "phase": "this phase is done; the next one begins",
     "done": "all steps are finished",
 }
 """By event, from its fields and from what `_readable` makes of them."""

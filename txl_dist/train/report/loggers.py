@@ -344,7 +344,7 @@ def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
     head = [step, Cell(kind)]
     if kind == "sample":
         return [Cell("\n".join([line_of(head), *(f"  | {line}" for line in _lines(record))]))]
-    if kind == "look":
+    if kind == "memory":
         shares = [value for name, value in record.items() if name.startswith("memory_attention_pct")]
         by_layer = f"attention on memory by layer {' '.join(f'{share:.0f}%' for share in shares)}"
         return [

@@ -1,4 +1,4 @@
-"""A closer look at what the memory does, on a few segments of held-out text.
+"""Measurements of what the memory does, on a few segments of held-out text.
 
 Per layer: how large the remembered hidden states are, and which share of the attention goes to them rather than to the
 segment; over the layers: the losses by position in the segment, with the memory and with an empty one. It costs the
@@ -32,10 +32,10 @@ from txl_dist.train.report.evaluate import LossSums
 from txl_dist.train.report.loggers import Record
 
 NUM_SEGMENTS = 4
-"""That are looked at, of every lane of the evaluation."""
+"""Number of segments that are measured, of every lane of the evaluation."""
 
 
-def look(
+def measure_memory(
     engine: Engine,
     split: Split,
     *,
@@ -45,7 +45,7 @@ def look(
     step: int,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Record | None:
-    """The record of a look, for a run with memory; None if the split is too short to fill any. All ranks call it
+    """Return the memory record of a run with memory; None if the split is too short to fill any. All ranks call it
     together. Padding counts nowhere, so the record does not depend on the number of ranks.
 
     What `before_segment` raises, on all ranks together, ends it.

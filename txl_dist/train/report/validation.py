@@ -17,7 +17,7 @@ from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.evaluate import evaluate_split
 from txl_dist.train.report.loggers import MetricReporter, Record
-from txl_dist.train.report.memory_stats import look
+from txl_dist.train.report.memory_stats import measure_memory
 from txl_dist.train.report.sampling import sample_text
 from txl_dist.train.state import RunContext
 
@@ -87,7 +87,7 @@ class Validator:
             for split in self._splits
         ]
         if self._config.train.memory_len:
-            record = look(
+            record = measure_memory(
                 self._engine,
                 self._splits[0],
                 maker=self._maker,
@@ -97,7 +97,7 @@ class Validator:
                 before_segment=before_segment,
             )
             if record is not None:
-                self._reporter.write("look", record)
+                self._reporter.write("memory", record)
         pairs = list(zip(self._splits, results, strict=True))
         for split, result in reversed(pairs):  # that of the first corpus says that all are done
             self._reporter.write(labelled("eval", split, self._splits), result.record(step))

@@ -43,9 +43,9 @@ def accumulated(folder: Path) -> Any:
     return EventAccumulator(str(folder)).Reload()
 
 
-def test_a_look_and_a_sample_have_lines_for_people() -> None:
-    assert format_record("look", LOOK, max_steps=99) == (
-        "step 40/99  look  memory gains 0.0500 nats per token  attention on memory by layer 25% 76%"
+def test_a_memory_record_and_a_sample_have_lines_for_people() -> None:
+    assert format_record("memory", LOOK, max_steps=99) == (
+        "step 40/99  memory  memory gains 0.0500 nats per token  attention on memory by layer 25% 76%"
     )
     assert format_record("sample", SAMPLE, max_steps=99) == "step 40/99  sample\n  | The end <b>of</b>\n  |   it"
     saved = format_record("train", {**TRAIN_RECORD, "save_s": 0.254}, max_steps=1000)
@@ -65,16 +65,16 @@ def test_tensorboard_gets_lists_as_curves_positions_as_one_picture_and_words_as_
 
     report = reporter(tmp_path, tensorboard=True)
     report.write("train", TRAIN_RECORD | {"rank_ms": [10.0, 12.5]})
-    report.write("look", LOOK)
+    report.write("memory", LOOK)
     report.write("sample", SAMPLE)
     report.write("event", {"event": "start", "step": 40, "ranks": 2, "device": "x86_64"})
     report.close()
     folder = tmp_path / "tensorboard"
     assert scalars(folder, "train/rank_ms/01") == [(40, 12.5)]
-    assert scalars(folder, "look/memory_attention_pct_1") == [(40, 75.5)]
+    assert scalars(folder, "memory/memory_attention_pct_1") == [(40, 75.5)]
     found = accumulated(folder)
     assert not [tag for tag in found.Tags()["scalars"] if "loss_by_position" in tag]
-    (curve,) = found.Tensors("look/loss_by_position_without_memory")
+    (curve,) = found.Tensors("memory/loss_by_position_without_memory")
     heights = make_ndarray(curve.tensor_proto)
     assert heights == pytest.approx(np.array([[0, 100 / 3, 4], [100 / 3, 200 / 3, 3], [200 / 3, 100, 2]]))
     (text,) = found.Tensors("sample/text")

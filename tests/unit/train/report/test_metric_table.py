@@ -37,7 +37,7 @@ report.close()
 
 def show(folder: Path, *, columns: int | None, **environment: str) -> tuple[list[str], str]:
     """(the lines of the log as a terminal of so many columns, or a pipe, got them, log.txt)."""
-    words = [str(folder), json.dumps([["train", FULL], ["eval", EVAL_RECORD], ["look", LOOK]])]
+    words = [str(folder), json.dumps([["train", FULL], ["eval", EVAL_RECORD], ["memory", LOOK]])]
     own = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}
     command = [sys.executable, "-c", SCRIPT, *words]
     if columns is None:
@@ -62,7 +62,7 @@ def test_a_line_of_numbers_fits_the_terminal_and_log_txt_has_the_whole_line(tmp_
     assert max(len(plain(line)) for line in lines) <= columns
     assert all(word in lines[0] for word in ("loss 2.0000", "skipped 3", "damaged documents 2"))
     assert format_record("train", FULL, max_steps=1000) in log
-    assert format_record("look", LOOK, max_steps=1000) in log
+    assert format_record("memory", LOOK, max_steps=1000) in log
 
 
 @pytest.mark.parametrize("columns", [300, pytest.param(None, marks=pytest.mark.slow)])
