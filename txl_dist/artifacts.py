@@ -23,10 +23,14 @@ LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
 """Names of the other files and folders in a run directory."""
 STATE, PROBE = "state.json", "probe.safetensors"
 """Names of files in a checkpoint."""
-FORMAT_VERSION = 2
-"""Format version of a checkpoint. Version 1, written by 0.1.0, held DeepSpeed's own files, which are pickles."""
-PER_LAYER_VERSION = 3
-"""Format version of a checkpoint with memories of different lengths (`train.memory_lens`), which version 2 lacks."""
+FORMAT_VERSION = 4
+"""Format version of the checkpoints that are written."""
+READABLE_VERSIONS = (2, 3, 4)
+"""Format versions of the checkpoints that are read.
+
+Version 1, written by 0.1.0, held DeepSpeed's own files, which are pickles. Version 2 has memories of one length.
+Version 3 has memories of different lengths (`train.memory_lens`). Version 4 has another key in the stream state.
+"""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Files of a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")

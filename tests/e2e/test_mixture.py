@@ -57,7 +57,7 @@ def test_a_mixture_goes_on_with_more_lanes_and_other_weights(
     after = read_state(checkpoint).values
     for one, folder, old_lanes in zip(after["stream"]["corpora"], (corpus, second), (6, 2), strict=True):
         assert (one["num_lanes"], one["position"]) == (2 * old_lanes, 4 * 24)
-        lengths = [int(step) for step in one["rest"].split()][1::2]
+        lengths = [int(step) for step in one["unread"].split()][1::2]
         assert sum(lengths) == open_corpus(folder).split("train").tokens - old_lanes * 10 * 24, "what no lane has read"
     assert after["tokens_seen"] == 10 * 8 * 24 + 4 * 16 * 24
     assert sorted(path.name for path in (checkpoint / "lanes").iterdir()) == [

@@ -125,13 +125,13 @@ class StrangersCorpus:
     num_lanes: int
     position: int = 0
     epoch: int = 0
-    rest: list[tuple[int, int]] = field(default_factory=list)
+    unread: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [first, end) of tokens of the epoch; none: all of it."""
     skips: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def _rest_ranges(self) -> list[tuple[int, int]]:
-        return self.rest or [(0, self.data.num_tokens)]
+        return self.unread or [(0, self.data.num_tokens)]
 
     @cached_property
     def _rest_numbers(self) -> np.ndarray:
@@ -170,7 +170,7 @@ class StrangersCorpus:
         if num_lanes == self.num_lanes:
             return self
         if not self.num_lanes:  # was paused
-            return StrangersCorpus(self.data, self.seed, num_lanes, epoch=self.epoch, rest=self.rest)
+            return StrangersCorpus(self.data, self.seed, num_lanes, epoch=self.epoch, unread=self.unread)
         if self.position < self._rest_stripe:
             epoch, begin, stripe, numbers = self.epoch, 0, self._rest_stripe, self._rest_numbers
         else:
@@ -190,7 +190,7 @@ class StrangersCorpus:
             else:
                 ranges.append((number, number + 1))
         whole = [(0, self.data.num_tokens)]
-        return StrangersCorpus(self.data, self.seed, num_lanes, epoch=epoch, rest=[] if ranges == whole else ranges)
+        return StrangersCorpus(self.data, self.seed, num_lanes, epoch=epoch, unread=[] if ranges == whole else ranges)
 
 
 def lanes_of_corpora(num_lanes: int, weights: Sequence[float]) -> list[int]:
@@ -225,12 +225,12 @@ class StrangersRun:
 
     def load(self, stream: dict[str, Any]) -> None:
         """The `stream` of a checkpoint's state.json."""
-        assert stream["version"] == 2
+        assert stream["version"] == 3
         self.seed = stream["seed"]
         self.corpora = []
         for split, values in zip(self.splits, stream["corpora"], strict=True):
             assert (values["fingerprint"], values["split"]) == (split.fingerprint, split.split)
-            ranges = {key: ranges_of(values[key]) for key in ("rest", "skips")}
+            ranges = {key: ranges_of(values[key]) for key in ("unread", "skips")}
             place = {key: values[key] for key in ("num_lanes", "position", "epoch")}
             self.corpora.append(StrangersCorpus(split, self.seed, **place, **ranges))
 

@@ -67,7 +67,7 @@ def test_the_wheel_works_where_only_it_and_its_dependencies_are_installed(tmp_pa
 
 
 def test_the_page_of_stable_formats_lists_the_versions_that_are_read() -> None:
-    from txl_dist.artifacts import FORMAT_VERSION, PER_LAYER_VERSION
+    from txl_dist.artifacts import READABLE_VERSIONS
     from txl_dist.convert import onnx_graphs
     from txl_dist.data import format as corpus_format
     from txl_dist.inference import bundle, text_memory
@@ -80,7 +80,7 @@ def test_the_page_of_stable_formats_lists_the_versions_that_are_read() -> None:
     assert versions == {
         "corpus": (corpus_format.FORMAT_VERSION,),
         "tokenizer": (base.FORMAT_VERSION,),
-        "checkpoint": (FORMAT_VERSION, PER_LAYER_VERSION),
+        "checkpoint": READABLE_VERSIONS,
         "manifest": (manifest.FORMAT_VERSION,),
         "bundle": bundle.FORMAT_VERSIONS,
         "memory of a text": (int(text_memory.FORMAT_VERSION),),

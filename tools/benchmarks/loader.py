@@ -203,7 +203,7 @@ def print_state() -> None:
         print(f"state of {one.num_lanes:,} lanes, cut anew {cuts} times within an epoch: {size:,} bytes")
         plan = LanePlan([10**12] * 10, one.cut(), seed=0, document_tokens=lambda shard: np.ones(1, np.int64))
         epoch, rest = plan.rest_of_epoch(10**9 * (cuts + 1))
-        one = CorpusState("corpus", "f" * 64, "train", num_lanes=next_lanes, epoch=epoch, rest=rest)
+        one = CorpusState("corpus", "f" * 64, "train", num_lanes=next_lanes, epoch=epoch, unread=rest)
 
 
 def plan_epoch() -> float:

@@ -92,7 +92,11 @@ class Renamed(NamedTuple):
     """(old value, new value) of those that are written in another way too; all others are the same."""
 
 
-RENAMED: tuple[Renamed, ...] = (Renamed("kind", "kind", (("look", "memory"),)),)
+RENAMED: tuple[Renamed, ...] = (
+    Renamed("kind", "kind", (("look", "memory"),)),
+    Renamed("rest", "unread"),
+    Renamed("document_border", "document_mask", (("carry", False), ("mask", True))),
+)
 """Every renamed key of a JSON file or of a row of metrics.jsonl, whatever the file."""
 
 

@@ -142,7 +142,7 @@ def main() -> None:
     print(f"{arguments.shards:,} shards, {num_tokens:,} tokens, segments of {arguments.segment_len}")
     cut, ranges = LanePartition(phases[0][0]), []
     for num_lanes, world_size, steps in phases:
-        cut = LanePartition(num_lanes, cut.epoch, cut.rest)
+        cut = LanePartition(num_lanes, cut.epoch, cut.unread)
         facts = []
         for rank in range(world_size):
             # Each rank plans for itself: nothing is shared with the others.

@@ -94,6 +94,12 @@ RENAMED_RECORDS = (Renamed("look", "memory", "0.3.0"),)
 RENAMED_EVENTS = (Renamed("stage", "phase", "0.3.0"),)
 """Every renamed event in `metrics.jsonl`."""
 
+RENAMED_KEYS: dict[str, tuple[Renamed, ...]] = {
+    "stream": (Renamed("rest", "unread", "0.3.0"),),
+    "bundle": (Renamed("document_border", "document_mask", "0.3.0", (("carry", False), ("mask", True))),),
+}
+"""Every renamed key of a file format: of a corpus in a checkpoint's stream state, and of a bundle's config.json."""
+
 _LEAST_ALIKE = 0.85
 """Least similarity at which an unknown flag is taken for a misspelt old name."""
 
@@ -237,6 +243,18 @@ def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
         for renamed in table:
             if record.get(key) == renamed.old:
                 result[key] = renamed.new
+    return result
+
+
+def keys_in_new_names(values: Mapping[str, Any], *, of: str) -> dict[str, Any]:
+    """Return an object of a file format, of any version, under the keys of today; `of` is a row of `RENAMED_KEYS`."""
+    by_old = {renamed.old: renamed for renamed in RENAMED_KEYS[of]}
+    result = {}
+    for key, value in values.items():
+        if key in by_old:
+            result[by_old[key].new] = by_old[key].new_value(value)
+        else:
+            result[key] = value
     return result
 
 

@@ -22,7 +22,7 @@ from txl_dist.io.manifest import MANIFEST, describe_file, files_of, problems_of,
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 STEP = "step_000000016"
-GOLDENS = [Path(__file__).parents[2] / "golden" / f"checkpoint_v{version}" for version in (2, 3)]
+GOLDENS = [Path(__file__).parents[2] / "golden" / f"checkpoint_v{version}" for version in (2, 3, 4)]
 CHECKPOINT = GOLDENS[0] / STEP
 """Of what is no matter of the version."""
 
@@ -42,7 +42,7 @@ def test_it_is_whole_and_small_and_holds_every_part_of_the_format(golden: Path) 
     assert sum(path.stat().st_size for path in golden.rglob("*") if path.is_file()) < 200_000
     config, state = load_config(checkpoint / "config.toml"), read_state(checkpoint).values
     assert golden.name == f"checkpoint_v{state['format_version']}"
-    assert bool(config.train.memory_lens) == (state["format_version"] == 3)
+    assert bool(config.train.memory_lens) == (state["format_version"] >= 3)
     assert (state["zero_stage"], state["world_size"], len(config.model.cutoffs)) == (1, 2, 2)
     assert len(list((checkpoint / "lanes").iterdir())) == 2
     assert state["stream"]["corpora"][0]["skips"]
@@ -90,12 +90,12 @@ def with_version(version: Any, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("version", [1, 4, None])
+@pytest.mark.parametrize("version", [1, 5, None])
 def test_another_version_is_refused_with_the_way_out(
     tmp_path: Path, version: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_version(version, tmp_path / "step_000000016")
-    sentence = f"has format version {version}; this program reads 2 and 3. Use the version of txl_dist that wrote it."
+    sentence = f"has format version {version}; this program reads 2, 3 and 4. Use the version of txl_dist that wrote"
     with pytest.raises(CheckpointError, match=sentence):
         read_state(folder)
     for words in (["inspect", str(folder)], ["export", str(folder), str(tmp_path / "bundle")]):
@@ -106,13 +106,13 @@ def test_another_version_is_refused_with_the_way_out(
 
 @pytest.mark.dist
 def test_a_run_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
-    folder = with_version(4, tmp_path / "run" / "checkpoints" / CHECKPOINT.name)
+    folder = with_version(5, tmp_path / "run" / "checkpoints" / CHECKPOINT.name)
     before = folder.stat().st_mtime_ns, sorted(folder.rglob("*"))
     settings = tmp_path / "run" / "config.toml"
     shutil.copy(GOLDENS[0] / "settings.toml", settings)
     done = txl("train", str(settings), "--data.path", str(GOLDENS[0] / "corpus"), "--run.dir", "run", cwd=tmp_path)
     assert done.returncode == 2
-    assert "has format version 4; this program reads 2 and 3" in done.stderr
+    assert "has format version 5; this program reads 2, 3 and 4" in done.stderr
     assert (folder.stat().st_mtime_ns, sorted(folder.rglob("*"))) == before
 
 

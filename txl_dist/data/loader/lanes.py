@@ -76,7 +76,7 @@ class LanePartition:
     num_lanes: int
     epoch: int = 0
     """The first epoch that was partitioned."""
-    rest: Ranges = ()
+    unread: Ranges = ()
     """Token ranges of that epoch that were partitioned. Empty means the whole epoch."""
 
 
@@ -154,7 +154,7 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
 
 def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
     """Return how often a corpus of `num_tokens` tokens has been read when its lanes are at `position`."""
-    num_unread = sum(end - first for first, end in cut.rest) or num_tokens
+    num_unread = sum(end - first for first, end in cut.unread) or num_tokens
     first_stripe_len = num_unread // max(cut.num_lanes, 1)
     if position < first_stripe_len:
         num_read = num_tokens - num_unread + position * cut.num_lanes
@@ -191,7 +191,7 @@ class LanePlan:
                 "Prepare more text or lower train.num_lanes."
             )
         self.cut = cut
-        unread = np.array(cut.rest or ((0, self.num_tokens),), dtype=np.int64)
+        unread = np.array(cut.unread or ((0, self.num_tokens),), dtype=np.int64)
         lengths = unread[:, 1] - unread[:, 0]
         self._unread_firsts = unread[:, 0]  # in the epoch; the next two: in the joined unread ranges
         self._unread_ends = np.cumsum(lengths)

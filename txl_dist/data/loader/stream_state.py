@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from txl_dist.config.renamed import keys_in_new_names
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import LanePartition, LanePlan, Ranges, allot_lanes, merged, outside
 from txl_dist.errors import CheckpointError
 
-STATE_VERSION = 2
+STATE_VERSION = 3
+"""Version of the state that is written."""
+READABLE_VERSIONS = (2, 3)
+"""Version 2, written by 0.2, has another key for `unread`."""
 
 
 class PositionRange(NamedTuple):
@@ -48,14 +52,14 @@ class CorpusState:
     """Number of tokens that each lane was trained on, or skipped, since the partition was made. Never in a skip."""
     epoch: int = 0
     """Epoch in which the partition was made."""
-    rest: Ranges = ()
+    unread: Ranges = ()
     """Token ranges of that epoch that were partitioned. Empty means the whole epoch."""
     skips: Ranges = ()
     """Lane positions of this partition that no lane trains on, past ones included."""
 
     def cut(self) -> LanePartition:
         """Return the partition that `LanePlan` needs."""
-        return LanePartition(num_lanes=self.num_lanes, epoch=self.epoch, rest=self.rest)
+        return LanePartition(num_lanes=self.num_lanes, epoch=self.epoch, unread=self.unread)
 
     def next_ranges(self, num_tokens: int) -> Iterator[PositionRange]:
         """Yield the positions of the next `num_tokens` tokens of each lane."""
@@ -114,30 +118,32 @@ class StreamState:
         return [(corpus.fingerprint, corpus.split, corpus.num_lanes) for corpus in reading]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values. After each new partition within an epoch, `rest` takes about 20 bytes more per lane."""
+        """Return JSON values. After each new partition within an epoch, `unread` takes about 20 bytes more per lane."""
         values = asdict(self)
         for corpus_values, corpus in zip(values["corpora"], self.corpora, strict=True):
-            corpus_values["rest"] = _text_of(corpus.rest)
+            corpus_values["unread"] = _text_of(corpus.unread)
             corpus_values["skips"] = _text_of(corpus.skips)
         return values
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StreamState:
         """Read what `to_dict` returned. Raises CheckpointError for values of another version or form."""
-        if values.get("version") != STATE_VERSION:
+        if values.get("version") not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
             raise CheckpointError(
-                f"the stream state has version {values.get('version')}, this program reads {STATE_VERSION}. "
+                f"the stream state has version {values.get('version')}, this program reads {readable}. "
                 "Continue with the program that wrote the checkpoint."
             )
         try:
             corpora = []
-            for corpus in values["corpora"]:
+            for saved in values["corpora"]:
+                corpus = keys_in_new_names(saved, of="stream")
                 ranges = {
-                    "rest": _ranges_of(corpus["rest"]),
+                    "unread": _ranges_of(corpus["unread"]),
                     "skips": _ranges_of(corpus.get("skips", "")),  # older states have no skips
                 }
                 corpora.append(CorpusState(**{**corpus, **ranges}))
-            return StreamState(**{**values, "corpora": tuple(corpora)})
+            return StreamState(**{**values, "corpora": tuple(corpora), "version": STATE_VERSION})
         except (AttributeError, TypeError, KeyError, ValueError, OverflowError) as error:
             raise CheckpointError(f"the stream state of the checkpoint is damaged: {error}.") from error
 
@@ -211,8 +217,8 @@ def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> Corpu
     """Return the state of one corpus as `new`'s lanes continue after `old`'s."""
     if old.num_lanes == new.num_lanes:
         return replace(old, name=new.name)
-    if not old.num_lanes:  # it was paused: `rest` has listed its unread tokens since then
+    if not old.num_lanes:  # it was paused: `unread` has listed its unread tokens since then
         return replace(old, name=new.name, num_lanes=new.num_lanes)
     plan = LanePlan(split.shard_tokens, old.cut(), seed=0, document_tokens=lambda shard: np.empty(0, np.int64))
     epoch, unread = plan.rest_of_epoch(old.position, old.skips)
-    return replace(new, epoch=epoch, rest=unread)
+    return replace(new, epoch=epoch, unread=unread)

@@ -17,19 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 
 from txl_dist.artifacts import (
     CHECKPOINT_NAME,
-    FORMAT_VERSION,
-    PER_LAYER_VERSION,
     PROBE,
+    READABLE_VERSIONS,
     SETTINGS,
     STATE,
     list_checkpoints,
     step_of,
 )
+from txl_dist.config.renamed import keys_in_new_names
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.io.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
@@ -63,8 +63,14 @@ class _Corpus(_Section):
     num_lanes: _Count
     position: _Count
     epoch: _Count
-    rest: str
+    unread: str
     skips: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_new_names(cls, values: Any) -> Any:
+        """Rename the keys of an earlier version."""
+        return keys_in_new_names(values, of="stream") if isinstance(values, dict) else values
 
 
 class _Stream(_Section):
@@ -122,9 +128,11 @@ def read_state(folder: Path) -> SavedState:
     ):
         data = read_bytes(path)
         state = parse_object(data)
-    if (version := state.get("format_version")) not in (FORMAT_VERSION, PER_LAYER_VERSION):
+    if (version := state.get("format_version")) not in READABLE_VERSIONS:
+        *others, last = READABLE_VERSIONS
+        readable = f"{', '.join(map(str, others))} and {last}"
         raise _OtherVersionError(
-            f"{folder} has format version {version}; this program reads {FORMAT_VERSION} and {PER_LAYER_VERSION}. "
+            f"{folder} has format version {version}; this program reads {readable}. "
             "Use the version of txl_dist that wrote it."
         )
     try:

@@ -24,7 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 import txl_dist
-from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PER_LAYER_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
+from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
 from txl_dist.config.load import config_fingerprint, config_to_toml
 from txl_dist.config.phases import whole
 from txl_dist.config.registry import loaded_plugins
@@ -197,7 +197,7 @@ class AsyncWriter:
         config, tokenizer = whole(self.context.config), self.context.tokenizer
         settings = config_to_toml(config).encode()
         content = {
-            "format_version": PER_LAYER_VERSION if config.train.memory_lens else FORMAT_VERSION,
+            "format_version": FORMAT_VERSION,
             "code_version": txl_dist.__version__,
             "step": state.step,
             "tokens_seen": state.tokens_seen,

@@ -116,7 +116,7 @@ def test_however_often_lanes_are_cut_anew_each_epoch_is_read_once(
     read: list[tuple[int, int, int, int]] = []
     cut, left_out = LanePartition(1), 0
     for num_lanes, position in cuts:
-        cut = LanePartition(min(num_lanes, num_tokens), cut.epoch, cut.rest)
+        cut = LanePartition(min(num_lanes, num_tokens), cut.epoch, cut.unread)
         totals = [int(shard.sum()) for shard in lengths]
         plan = LanePlan(totals, cut, seed=seed, document_tokens=lengths.__getitem__, num_cached=2)
         for lane in range(cut.num_lanes):
@@ -132,7 +132,7 @@ def test_however_often_lanes_are_cut_anew_each_epoch_is_read_once(
         left_out += (epoch - cut.epoch) * cut.num_lanes
         cut = LanePartition(cut.num_lanes, epoch, rest)
     assert len(set(read)) == len(read), "no token twice in an epoch"
-    unread = sum(end - first for first, end in cut.rest) or num_tokens
+    unread = sum(end - first for first, end in cut.unread) or num_tokens
     missing = num_tokens * (cut.epoch + 1) - unread - len(read)
     assert 0 <= missing <= left_out, "fewer than num_lanes tokens are left out of an epoch, none of the present one"
 
@@ -157,7 +157,7 @@ def test_what_lanes_skip_is_never_read_and_all_else_of_each_epoch_once(
     skipped: list[tuple[int, ...]] = []
     cut, left_out = LanePartition(1), 0
     for num_lanes, position, skipping in cuts:
-        cut = LanePartition(min(num_lanes, num_tokens), cut.epoch, cut.rest)
+        cut = LanePartition(min(num_lanes, num_tokens), cut.epoch, cut.unread)
         plan = LanePlan(totals, cut, seed=seed, document_tokens=lengths.__getitem__, num_cached=2)
         skips = merged(sorted((first, first + length) for first, length in skipping))
         position, _ = next(outside(skips, position, 1000))
@@ -173,7 +173,7 @@ def test_what_lanes_skip_is_never_read_and_all_else_of_each_epoch_once(
         cut = LanePartition(cut.num_lanes, epoch, rest)
     everything = read + skipped
     assert len(set(everything)) == len(everything), "no token twice in an epoch, nor one that was to be skipped"
-    unread = sum(end - first for first, end in cut.rest) or num_tokens
+    unread = sum(end - first for first, end in cut.unread) or num_tokens
     missing = num_tokens * (cut.epoch + 1) - unread - len(everything)
     assert 0 <= missing <= left_out, "fewer than num_lanes tokens are left out of an epoch, none of the present one"
 

@@ -144,8 +144,14 @@ def test_the_first_batches_of_a_seed_are_frozen(tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_version_or_form_is_refused() -> None:
-    form = {"version": 2, "seed": 3}
-    for values in ({"version": 1}, {}, form, {**form, "corpora": [{"name": "a"}]}, {**form, "corpora": [{"rest": 1}]}):
+    form = {"version": 3, "seed": 3}
+    for values in (
+        {"version": 1},
+        {},
+        form,
+        {**form, "corpora": [{"name": "a"}]},
+        {**form, "corpora": [{"unread": 1}]},
+    ):
         with pytest.raises(CheckpointError):
             StreamState.from_dict(values)
 
@@ -328,7 +334,7 @@ def test_another_number_of_lanes_goes_on_without_reading_a_token_twice_or_leavin
         assert StreamState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
         (here,) = state.corpora
         assert here.num_lanes == num_lanes
-        unread = sum(end - begin for begin, end in here.rest) or split.tokens
+        unread = sum(end - begin for begin, end in here.unread) or split.tokens
         assert unread == split.tokens - read.total()
         segment_len = 7 if steps else unread // num_lanes
         for tokens, _, after in take(
@@ -340,7 +346,7 @@ def test_another_number_of_lanes_goes_on_without_reading_a_token_twice_or_leavin
     assert not read - everything, "no token twice"
     assert (everything - read).total() < 3, "fewer left out than there are lanes"
     rest_of_epoch = continued(state, first(corpus, num_lanes=5), [split])
-    assert (rest_of_epoch.corpora[0].epoch, rest_of_epoch.corpora[0].rest) == (1, ()), "then the next epoch begins"
+    assert (rest_of_epoch.corpora[0].epoch, rest_of_epoch.corpora[0].unread) == (1, ()), "then the next epoch begins"
 
 
 def test_a_resume_behind_a_new_cut_equals_never_having_stopped(corpus: Corpus) -> None:
@@ -364,10 +370,10 @@ def test_corpora_may_join_pause_and_change_weight_and_each_keeps_its_place(corpu
     paused = continued(later, mixed([corpus, other], [1, 0]), splits)
     rest = paused.corpora[1]
     assert rest.num_lanes == 0
-    assert sum(end - begin for begin, end in rest.rest) == splits[1].tokens - 2 * 26
+    assert sum(end - begin for begin, end in rest.unread) == splits[1].tokens - 2 * 26
     assert paused.advanced(13).corpora[1] == rest, "time stands still for it"
     again = continued(paused.advanced(13), mixed([corpus, other], [6, 4]), splits)
-    assert again.corpora[1].rest == rest.rest
+    assert again.corpora[1].unread == rest.unread
     assert again.corpora[1].num_lanes == 4
     take(mixed_stream([corpus, other], again), 3)
 
@@ -387,7 +393,7 @@ def test_the_state_of_a_thousand_lanes_is_small() -> None:
         [num_tokens // 10] * 10, LanePartition(1024), seed=0, document_tokens=lambda shard: np.ones(1, np.int64)
     )
     epoch, rest = plan.rest_of_epoch(12_345_678)
-    state = StreamState(1, (CorpusState("c" * 40, "f" * 64, "train", num_lanes=1024, epoch=epoch, rest=rest),))
+    state = StreamState(1, (CorpusState("c" * 40, "f" * 64, "train", num_lanes=1024, epoch=epoch, unread=rest),))
     assert len(rest) == 1024
     assert len(json.dumps(state.to_dict(), indent=1)) < 64_000
 
@@ -453,11 +459,20 @@ def test_a_new_cut_leaves_out_what_was_to_be_skipped_of_the_epoch(corpus: Corpus
     state = first(corpus, num_lanes=8).with_skip(*(first(corpus).advanced(n) for n in (40, 60))).advanced(30)
     anew = continued(state, first(corpus, num_lanes=5), [split]).corpora[0]
     assert anew.skips == ()
-    assert sum(end - begin for begin, end in anew.rest) == split.tokens - 8 * (30 + 20)
+    assert sum(end - begin for begin, end in anew.unread) == split.tokens - 8 * (30 + 20)
     paused = continued(state, replace(state, corpora=(replace(state.corpora[0], num_lanes=0),)), [split]).corpora[0]
-    assert paused.rest == anew.rest
+    assert paused.unread == anew.unread
     same = continued(state, first(corpus, num_lanes=8), [split])
     assert same == state
+
+
+def test_a_state_of_version_2_is_read(corpus: Corpus) -> None:
+    state = first(corpus).advanced(26)
+    state = replace(state, corpora=(replace(state.corpora[0], unread=((3, 9), (20, 41))),))
+    values = state.to_dict()
+    values["version"] = 2
+    values["corpora"][0]["rest"] = values["corpora"][0].pop("unread")
+    assert StreamState.from_dict(values) == state
 
 
 def test_a_state_from_before_there_were_skips_is_read(corpus: Corpus) -> None:

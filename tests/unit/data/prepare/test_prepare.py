@@ -407,7 +407,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     )
     monkeypatch.setitem(named.NAMED, "mine", entry)
     (tmp_path / "copy").write_bytes(content)
-    given: dict[str, Any] = {"inputs": ["mine"], "source": str(tmp_path / "copy")}
+    given: dict[str, Any] = {"inputs": ["mine"], "archive": str(tmp_path / "copy")}
     corpus = prepare_corpus(tmp_path / "out", **given, encoding_errors="keep").corpus
     assert corpus.split_names == ("train", "valid")
     assert corpus.end_of_text is None
