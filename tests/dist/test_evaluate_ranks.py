@@ -46,9 +46,9 @@ def rows(made: Made, folder: Path, *words: str, world_size: int) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize("border", ["carry", "mask"])
-def test_one_two_and_four_ranks_score_every_token_alike(tmp_path: Path, border: str) -> None:
-    made = make(tmp_path / "made", document_border=border, cutoffs=[20, 90])
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_one_two_and_four_ranks_score_every_token_alike(tmp_path: Path, document_mask: bool) -> None:
+    made = make(tmp_path / "made", document_mask=document_mask, cutoffs=[20, 90])
     alone = scored(made, tmp_path / "1", "--num-lanes", "6", world_size=1)
     assert len(alone["token"]) == alone["tokens"] == made.corpus.split("valid").tokens - 1
     for world_size in (2, 4):  # six lanes on four ranks: two are padding
@@ -63,10 +63,10 @@ def test_one_two_and_four_ranks_score_every_token_alike(tmp_path: Path, border: 
                 assert part["loss"] == pytest.approx(expected["loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("border", ["carry", "mask"])
-def test_the_cache_of_a_lane_does_not_depend_on_the_ranks(tmp_path: Path, border: str) -> None:
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_the_cache_of_a_lane_does_not_depend_on_the_ranks(tmp_path: Path, document_mask: bool) -> None:
     """Three lanes on two ranks: one is padding."""
-    made, words = make(tmp_path / "made", document_border=border), ["--num-lanes", "3", "--adapt", "cache"]
+    made, words = make(tmp_path / "made", document_mask=document_mask), ["--num-lanes", "3", "--adapt", "cache"]
     one, two = (rows(made, tmp_path / str(count), *words, world_size=count) for count in (1, 2))
     for name in ("model", "adapted: cache"):
         assert two[name]["loss"] == pytest.approx(one[name]["loss"], abs=1e-6)

@@ -34,7 +34,7 @@ TEXTS = ["abc" * 40 + "d" * i for i in range(12)]
 def make(
     folder: Path,
     *,
-    document_border: str = "carry",
+    document_mask: bool = False,
     texts: list[str] = TEXTS,
     kind: str = "byte",
     vocab_size: int = 0,
@@ -56,7 +56,7 @@ def make(
         tokenizer=tokenizer,
         segment_len=SEGMENT_LEN,
         memory_len=memory_len,
-        document_border=document_border,
+        document_mask=document_mask,
         begins_documents=begins_documents,
         source={"step": 1},
         probe=probe_of(model, memory_len=memory_len),

@@ -18,7 +18,7 @@ SEGMENT_LEN, MEMORY_LEN = 8, 24
 TEXT = "the cat sat on the mat, the dog did not"
 
 
-def random_model(*, seed: int = 0, document_border: str = "carry", kind: str = "byte", **changes: Any) -> LanguageModel:
+def random_model(*, seed: int = 0, document_mask: bool = False, kind: str = "byte", **changes: Any) -> LanguageModel:
     """A tiny model, of bytes unless told otherwise."""
     torch.manual_seed(seed)
     tokenizer, section = train_tokenizer(kind, lambda: [TEXT]), tiny_section(**changes)
@@ -29,7 +29,7 @@ def random_model(*, seed: int = 0, document_border: str = "carry", kind: str = "
         tokenizer=tokenizer,
         segment_len=SEGMENT_LEN,
         memory_len=MEMORY_LEN if section.scheme.uses_memory else 0,
-        document_border=document_border,
+        document_mask=document_mask,
         source={},
         probe={},
     )

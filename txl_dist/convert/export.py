@@ -115,7 +115,7 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,
         memory_lens=config.train.memory_lens,
-        document_border="mask" if config.data.document_mask else "carry",
+        document_mask=config.data.document_mask,
         begins_documents=scores_first_tokens(config, saved),
         source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if use_ema else {}),
         probe={"tokens": probe["tokens"], "losses": probe[AVERAGE_LOSSES if use_ema else "losses"]},

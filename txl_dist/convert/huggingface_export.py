@@ -114,7 +114,7 @@ def _config(bundle: Bundle) -> dict[str, Any]:
         "segment_len": bundle.segment_len,
         "memory_len": bundle.memory_len,
         "generation_memory_len": max(bundle.memory_len, bundle.segment_len - 1) if longer else bundle.memory_len,
-        "document_border": bundle.document_border,
+        "document_mask": bundle.document_mask,
     }
 
 

@@ -47,7 +47,7 @@ from txl_dist.model.memory import EMPTY, Memory, build_mask
 from txl_dist.model.positions import distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 WEIGHTS = "weights.bin"
 INPUTS = ("tokens", "memory", "length", "num_tokens")
 """The last of the chunk only."""
@@ -103,7 +103,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
             "vocab_size": network.vocab_size,
             "end_of_text": bundle.tokenizer.end_of_text,
             "begins_documents": bundle.begins_documents,
-            "document_border": bundle.document_border,
+            "document_mask": bundle.document_mask,
             "graphs": {
                 name: {"file": f"{name}.onnx", "inputs": _inputs(name == "chunk"), "outputs": list(OUTPUTS)}
                 for name in graphs

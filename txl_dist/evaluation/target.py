@@ -73,7 +73,7 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         bundle = load_bundle(path)
         where = str(path)
         values = {
-            "data": {"path": str(data), "document_mask": bundle.document_border == "mask"},
+            "data": {"path": str(data), "document_mask": bundle.document_mask},
             "model": bundle.section.model_dump(),
             "train": {
                 "segment_len": bundle.segment_len,
@@ -89,7 +89,7 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         bundle = trained.package.open(where=where)
         corpus_path = str(data) or require_corpus(trained.folder, trained.config)
         config = changed(trained.config, {"data.path": corpus_path})
-    if bundle.document_border == "mask" and not bundle.begins_documents:
+    if bundle.document_mask and not bundle.begins_documents:
         warn_for_all(
             "this model was trained by an older program, which scored no first token of a document: here they are "
             "scored, and it never learnt to predict them"

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.registry import Plugin, owner_of, require_plugins
+from txl_dist.config.renamed import keys_in_new_names
 from txl_dist.config.schema import SCHEMES, Len, ModelSection, PositiveLen
 from txl_dist.console.logging import logger
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
@@ -49,8 +50,11 @@ from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
 
 WEIGHTS = "model.safetensors"
-FORMAT_VERSIONS = (1, 2, 3)
-"""2 where int8 occurs, 3 where layers remember differently, which older programs do not know."""
+FORMAT_VERSIONS = (1, 2, 3, 4)
+"""Format versions that are read. The last one is written.
+
+Version 2 added int8 weights, version 3 layers with memories of different lengths. Version 4 has `document_mask`.
+"""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Types that a network runs in. That of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
@@ -71,7 +75,7 @@ class _Content(BaseModel):
     segment_len: PositiveLen
     memory_len: Len
     memory_lens: tuple[Len, ...] = ()
-    document_border: Literal["carry", "mask"]
+    document_mask: bool
     begins_documents: bool | None = None
     source: dict[str, Any]
     plugins: tuple[Plugin, ...] = ()
@@ -89,7 +93,7 @@ class Package:
     memory_len: int
     memory_lens: tuple[int, ...] = ()
     """Of each layer, where they are not alike."""
-    document_border: str = "carry"
+    document_mask: bool = False
     begins_documents: bool = True
     """Whether it was trained to predict a document's first token from an end-of-text. With document masks older
     programs did not, nor does anybody without an end-of-text."""
@@ -113,7 +117,7 @@ class Package:
             segment_len=self.segment_len,
             memory_len=self.memory_len,
             memory_lens=self.memory_lens,
-            document_border=self.document_border,
+            document_mask=self.document_mask,
             dtype=dtype,
             tokenizer=self.tokenizer.kind,
             num_parameters=sum(parameter.numel() for parameter in network.parameters()),
@@ -180,16 +184,16 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     lengths: dict[str, Any] = {"segment_len": package.segment_len, "memory_len": package.memory_len}
     if package.memory_lens:
         lengths["memory_lens"] = list(package.memory_lens)
-    model, border = package.section.model_dump(mode="json"), package.document_border
+    model = package.section.model_dump(mode="json")
     vocab_size = package.tokenizer.vocab_size
     content = {
-        "format_version": 3 if package.memory_lens else 2 if "int8" in (dtype, package.probe_dtype) else 1,
+        "format_version": FORMAT_VERSIONS[-1],
         "model": model,
         "vocab_size": vocab_size,
         "dtype": dtype,
         "probe_dtype": package.probe_dtype,
         **lengths,
-        "document_border": border,
+        "document_mask": package.document_mask,
         "begins_documents": package.begins_documents,
         "tokenizer_fingerprint": package.tokenizer.fingerprint,
         "source": package.source,
@@ -204,7 +208,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         write_tensors(temporary / "probe.safetensors", package.probe)
         write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         package.tokenizer.save(temporary / "tokenizer.json")
-        train = {"data": {"document_mask": border == "mask"}, "model": model, "train": lengths}
+        train = {"data": {"document_mask": package.document_mask}, "model": model, "train": lengths}
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_card(temporary, package.card)
         described = package.described(dtype=dtype, num_bytes=(temporary / WEIGHTS).stat().st_size)
@@ -251,15 +255,16 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
     check_folder(folder, remedy="Copy it again or export it again.")
     with _readable(folder):
         data = read_bytes(folder / "config.json")
-        if (version := parse_object(data)["format_version"]) not in FORMAT_VERSIONS:
+        values = keys_in_new_names(parse_object(data), of="bundle")
+        if (version := values["format_version"]) not in FORMAT_VERSIONS:
             raise CheckpointError(
                 f"{folder} has format version {version}; this program knows {' and '.join(map(str, FORMAT_VERSIONS))}. "
                 "Use the version of txl_dist that wrote it."
             )
-        recorded = parse_object(data).get("plugins", [])
+        recorded = values.get("plugins", [])
         for change in require_plugins([typed(Plugin, one)._asdict() for one in recorded], where=str(folder)):
             logger.warning(change)
-        content = _Content.model_validate_json(data)
+        content = _Content.model_validate_json(json.dumps(values))
         package = Package(
             section=content.model,
             weights=stored_weights(folder / WEIGHTS),
@@ -267,9 +272,9 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
             segment_len=content.segment_len,
             memory_len=content.memory_len,
             memory_lens=content.memory_lens,
-            document_border=content.document_border,
+            document_mask=content.document_mask,
             begins_documents=(
-                content.document_border != "mask" if content.begins_documents is None else content.begins_documents
+                not content.document_mask if content.begins_documents is None else content.begins_documents
             ),
             source=content.source,
             probe=load_file(folder / "probe.safetensors"),

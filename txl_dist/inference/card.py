@@ -205,7 +205,7 @@ class Model:
     segment_len: int
     memory_len: int
     memory_lens: Sequence[int] = ()
-    document_border: str = "carry"
+    document_mask: bool = False
     dtype: str
     """Type of the weights in the file."""
     tokenizer: str | None = None
@@ -296,7 +296,7 @@ def model_rows(model: Model) -> Rows:
         ("Attention heads", f"{section.num_heads:,} of width {section.head_width:,}, {section.positions} positions"),
         ("Segment", f"{counted(model.segment_len, 'token')}"),
         ("Memory", f"{memory} tokens"),
-        ("Documents", "attention stays within a document" if model.document_border == "mask" else "one stream of text"),
+        ("Documents", "attention stays within a document" if model.document_mask else "one stream of text"),
         ("Tokenizer", TOKENIZERS.get(model.tokenizer or "", model.tokenizer or NOT_STATED)),
         ("Vocabulary", f"{model.vocab_size:,} ids"),
         ("Softmax", softmax),

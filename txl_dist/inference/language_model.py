@@ -155,7 +155,7 @@ class LanguageModel:
         check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
-        if zero_memory and self.bundle.document_border == "mask":
+        if zero_memory and self.bundle.document_mask:
             raise ConfigError("zero_memory is no document, and this model sees its own document only. Leave it out.")
         if memory_len < 0:
             memory_len = self.bundle.memory_len
@@ -355,7 +355,7 @@ class LanguageModel:
         """
         prompt = self._read(text, memory)
         end_of_text = self.tokenizer.end_of_text
-        if self.bundle.document_border == "mask" and end_of_text in prompt.ids[1:]:  # nothing before it is seen
+        if self.bundle.document_mask and end_of_text in prompt.ids[1:]:  # nothing before it is seen
             last = len(prompt.ids) - 1 - prompt.ids[::-1].index(end_of_text)
             prompt = prompt._replace(ids=prompt.ids[last:], past=None, num_led=0)
         if not prompt.ids:
@@ -457,7 +457,7 @@ class LanguageModel:
         of the memory. Returns None if the model was trained without masks or has no end-of-text.
         """
         end_of_text = self.tokenizer.end_of_text
-        if self.bundle.document_border != "mask" or end_of_text is None:
+        if not self.bundle.document_mask or end_of_text is None:
             return None
         return (tokens_BS == end_of_text).cumsum(1)
 

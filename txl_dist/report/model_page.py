@@ -16,6 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from txl_dist.artifacts import RECORDS, STATE, ArtifactKind, detect_artifact
+from txl_dist.config.renamed import keys_in_new_names
 from txl_dist.config.schema import ModelSection
 from txl_dist.console.formatting import counted, printable
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
@@ -57,7 +58,7 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
 
 def _bundle(folder: Path) -> dict[str, Any]:
     """The content of a bundle's page: its card."""
-    config = parse_object(read_bytes(folder / "config.json"))
+    config = keys_in_new_names(parse_object(read_bytes(folder / "config.json")), of="bundle")
     own_settings = dict(config["model"])
     model = Model(
         section=ModelSection.model_validate_json(json.dumps(own_settings)),
@@ -65,7 +66,7 @@ def _bundle(folder: Path) -> dict[str, Any]:
         segment_len=int(config["segment_len"]),
         memory_len=int(config["memory_len"]),
         memory_lens=tuple(config.get("memory_lens", ())),
-        document_border=config["document_border"],
+        document_mask=config["document_mask"],
         dtype=str(config["dtype"]),
         tokenizer=_tokenizer_kind(folder),
         num_parameters=_num_parameters(folder),
@@ -75,7 +76,7 @@ def _bundle(folder: Path) -> dict[str, Any]:
     )
     settings = {f"model.{name}": value for name, value in own_settings.items()}
     settings |= {f"train.{name}": config[name] for name in ("segment_len", "memory_len")}
-    settings |= {"data.document_mask": config["document_border"] == "mask"}
+    settings |= {"data.document_mask": config["document_mask"]}
     card = model.card
     return {
         "title": model.title,

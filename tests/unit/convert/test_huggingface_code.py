@@ -175,7 +175,7 @@ def test_a_memory_of_zeros_is_that_of_the_peers(taken: Taken) -> None:
 @pytest.mark.slow
 def test_with_document_masks_a_token_sees_its_own_document(tmp_path: Path) -> None:
     pytest.importorskip("transformers", minversion="5")
-    taken = Taken(tmp_path, document_border="mask")
+    taken = Taken(tmp_path, document_mask=True)
     first, second = taken.ids("abcd dcb"), taken.ids("bbb acd")
     both = taken.scores([*first, *second])
     assert (both[len(first) :] - taken.scores(second)).abs().max() < 1e-5

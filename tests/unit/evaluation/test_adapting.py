@@ -71,13 +71,13 @@ def naive_cached(made: Made, *, by_document: bool) -> float:
     return float(np.mean(losses))
 
 
-@pytest.mark.parametrize("border", ["carry", "mask"])
-def test_the_cache_knows_the_documents_that_the_model_knows(tmp_path: Path, border: str) -> None:
-    made = make(tmp_path, document_border=border)
+@pytest.mark.parametrize("document_mask", [False, True])
+def test_the_cache_knows_the_documents_that_the_model_knows(tmp_path: Path, document_mask: bool) -> None:
+    made = make(tmp_path, document_mask=document_mask)
     row = evaluated(made, CACHE, num_lanes=1, memory_len=(10**4,))["adapted: cache"]
-    expected = naive_cached(made, by_document=border == "mask")
+    expected = naive_cached(made, by_document=document_mask)
     assert row["loss"] == pytest.approx(expected, rel=1e-5)
-    assert abs(expected - naive_cached(made, by_document=border != "mask")) > 1e-4, "it makes a difference"
+    assert abs(expected - naive_cached(made, by_document=not document_mask)) > 1e-4, "it makes a difference"
 
 
 @pytest.mark.parametrize("lengths", [{"memory_len": (0,), "overlap_len": 20}, {"memory_len": (8,)}], ids=str)
@@ -127,7 +127,7 @@ def test_steps_that_learn_what_repeats_gain_and_a_rate_of_next_to_nothing_change
 
 
 @pytest.mark.parametrize(
-    "settings", [{"document_border": "mask"}, {"positions": "absolute", "memory_len": 0}, {"cutoffs": [5, 60]}], ids=str
+    "settings", [{"document_mask": True}, {"positions": "absolute", "memory_len": 0}, {"cutoffs": [5, 60]}], ids=str
 )
 @pytest.mark.parametrize("adapting", [CACHE, DYNAMIC], ids=["cache", "dynamic"])
 def test_every_kind_of_model_can_adapt(tmp_path: Path, settings: dict[str, Any], adapting: dict[str, Any]) -> None:

@@ -146,7 +146,7 @@ def test_overrides_that_contradict_each_other_are_refused(made: Made, changes: d
 
 
 def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path) -> None:
-    made = make(tmp_path, document_border="mask")
+    made = make(tmp_path, document_mask=True)
     with pytest.raises(ConfigError, match="--zero-memory is no document"):
         evaluated(made, zero_memory=True)
 
@@ -157,8 +157,8 @@ def test_the_cost_of_text_is_the_same_with_document_masks_and_without(
     """Documents of one random character: whoever knows no more than that pays log2(62) bits for each byte."""
     letters = string.ascii_letters + string.digits
     texts = random.Random(1).choices(letters, k=400)
-    for border in ("carry", "mask"):
-        made = make(tmp_path / border, document_border=border, texts=texts)
+    for document_mask in (False, True):
+        made = make(tmp_path / str(document_mask), document_mask=document_mask, texts=texts)
         end = made.corpus.end_of_text
 
         def losses(
@@ -205,7 +205,7 @@ def test_bits_of_the_text_are_those_of_the_formula_in_the_documentation(tmp_path
 def test_a_masked_evaluation_scores_each_document_as_if_it_stood_alone_behind_an_end_of_text(
     tmp_path: Path, num_lanes: int
 ) -> None:
-    made = make(tmp_path, document_border="mask", texts=["ab" * i + "c" for i in range(1, 25)])
+    made = make(tmp_path, document_mask=True, texts=["ab" * i + "c" for i in range(1, 25)])
     longest = made.corpus.split("valid").longest
     result = evaluated(made, num_lanes=num_lanes, memory_len=longest)["model"]
     documents = [[int(i) for i in document] for document in made.corpus.split("valid").each_document()]
@@ -329,7 +329,7 @@ def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> Non
 def test_what_all_ranks_know_is_said_by_rank_0_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = make(tmp_path, document_border="mask", begins_documents=False)
+    made = make(tmp_path, document_mask=True, begins_documents=False)
     scores = Scores(
         {
             "model": {
@@ -381,7 +381,7 @@ def test_a_masked_model_that_never_learnt_first_tokens_is_scored_on_them_with_a_
 ) -> None:
     said = {}
     for begins in (True, False):
-        evaluated(make(tmp_path / str(begins), document_border="mask", begins_documents=begins))
+        evaluated(make(tmp_path / str(begins), document_mask=True, begins_documents=begins))
         said[begins] = "never learnt to predict them" in capsys.readouterr().err
     assert said == {True: False, False: True}
 
@@ -463,12 +463,12 @@ def test_a_picture_of_one_length_is_refused_before_it_is_scored(
     assert "scored once" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("border", ["carry", "mask"])
+@pytest.mark.parametrize("document_mask", [False, True])
 @pytest.mark.parametrize("lengths", [{"memory_len": 24}, {"memory_len": 0, "overlap_len": 5}], ids=str)
 def test_log_probabilities_are_those_of_each_scored_token_in_the_order_of_the_corpus(
-    tmp_path: Path, border: str, lengths: dict[str, int]
+    tmp_path: Path, document_mask: bool, lengths: dict[str, int]
 ) -> None:
-    made, found = make(tmp_path, document_border=border), {}
+    made, found = make(tmp_path, document_mask=document_mask), {}
     split = made.corpus.split("valid")
     for name in ("p.npz", "p.jsonl"):
         result = evaluated(made, num_lanes=3, log_probs=tmp_path / name, **lengths)["model"]

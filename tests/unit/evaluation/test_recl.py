@@ -182,7 +182,7 @@ def test_models_of_other_tokenizers_or_with_document_masks_are_refused(group: li
     other = make(tmp_path / "other", texts=TEXTS, kind="bpe", vocab_size=270)
     with pytest.raises(ConfigError, match="have different tokenizers"):
         measured([group[0], other], tmp_path)
-    masked = make(tmp_path / "masked", texts=TEXTS, document_border="mask")
+    masked = make(tmp_path / "masked", texts=TEXTS, document_mask=True)
     with pytest.raises(ConfigError, match="confines each query to its own document"):
         measured([masked], tmp_path)
 

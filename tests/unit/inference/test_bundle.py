@@ -100,7 +100,7 @@ def test_a_bundle_gives_back_the_weights_bit_for_bit_in_its_type(
     assert bundle.model.section == model.section
     assert not bundle.model.training
     assert bundle.tokenizer.fingerprint == tokenizer.fingerprint
-    assert (bundle.segment_len, bundle.memory_len, bundle.document_border) == (16, MEMORY_LEN, "carry")
+    assert (bundle.segment_len, bundle.memory_len, bundle.document_mask) == (16, MEMORY_LEN, False)
     assert (bundle.dtype, bundle.source) == (dtype, {"run": "quick", "step": 7})
     assert sorted(content_of(tmp_path / "bundle")) == FILES
     assert list(tmp_path.iterdir()) == [tmp_path / "bundle"], "nothing temporary is left"
@@ -117,7 +117,7 @@ def test_layers_that_remember_differently_are_carried_and_other_formats_refuse_t
     assert write_bundle(tmp_path / "bundle", package) <= 1e-6
     bundle = load_bundle(tmp_path / "bundle")
     assert bundle.memory_lens == bundle.model.memory_lens == memory_lens
-    assert json.loads((tmp_path / "bundle" / "config.json").read_text())["format_version"] == 3
+    assert json.loads((tmp_path / "bundle" / "config.json").read_text())["format_version"] == 4
     assert load_config(tmp_path / "bundle" / "train.toml").train.memory_lens == memory_lens
     lm = LanguageModel(bundle)
     text = "the cat sat on the mat, the dog did not"
@@ -153,7 +153,7 @@ def test_an_int8_bundle_is_read_as_fp32_and_says_what_it_is(tmp_path: Path, toke
         assert parameter.dtype == torch.float32
         assert (parameter - original).abs().max() <= original.abs().max() / 127, key
     content = json.loads((tmp_path / "bundle" / "config.json").read_text())
-    assert (content["dtype"], content["format_version"]) == ("int8", 2), "older programs refuse it by its version"
+    assert (content["dtype"], content["format_version"]) == ("int8", 4), "older programs refuse it by its version"
     assert txl_dist.load(tmp_path / "bundle").generate("the ", max_tokens=3, seed=0).ids
 
 
@@ -187,7 +187,7 @@ def test_a_bundle_of_rounded_weights_stays_what_it_is_in_every_type(tmp_path: Pa
         for key, parameter in load_bundle(tmp_path / f"again_{dtype}").model.named_parameters():
             assert torch.equal(parameter, ours[key]), (dtype, key)
     content = json.loads((tmp_path / "again_fp32" / "config.json").read_text())
-    assert (content["probe_dtype"], content["format_version"]) == ("int8", 2)
+    assert (content["probe_dtype"], content["format_version"]) == ("int8", 4)
 
 
 def test_int8_is_for_bundles_and_the_export_says_its_size(
@@ -345,6 +345,27 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, tokenizer: Tokeniz
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("border", "document_mask"), [("carry", False), ("mask", True)])
+def test_a_bundle_of_an_earlier_format_is_the_same_model(
+    tmp_path: Path, tokenizer: Tokenizer, border: str, document_mask: bool
+) -> None:
+    """Formats 1 to 3 have `document_border` in place of `document_mask`."""
+    folder = tmp_path / "bundle"
+    write(folder, tokenizer, document_mask=document_mask)
+    now = load_bundle(folder)
+    content = json.loads((folder / "config.json").read_text())
+    assert content.pop("document_mask") == document_mask
+    for version in (1, 2, 3):
+        old = content | {"format_version": version, "document_border": border}
+        (folder / "config.json").write_text(json.dumps(old))
+        write_manifest(folder, {name: describe_file(folder / name) for name in files_of(folder)})
+        then = load_bundle(folder)
+        assert then.document_mask == document_mask
+        assert then.begins_documents == now.begins_documents
+        for one, other in zip(then.model.parameters(), now.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_bundle_of_a_later_format_or_with_unreadable_settings_is_refused(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -395,7 +416,7 @@ def test_a_model_trained_with_document_masks_begins_documents_but_not_one_of_bef
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     write(tmp_path / "carry", tokenizer)
-    write(tmp_path / "mask", tokenizer, document_border="mask")
+    write(tmp_path / "mask", tokenizer, document_mask=True)
     num_tokens = len(tokenizer.encode("text"))
     for name in ("carry", "mask"):
         lm = txl_dist.load(tmp_path / name)

@@ -500,7 +500,7 @@ def test_scores_are_tensors_that_others_may_compute_and_train_with(lm: LanguageM
 def test_of_several_documents_a_model_with_masks_goes_on_with_the_last(tokenizer: Tokenizer) -> None:
     end_of_text = tokenizer.end_of_text
     lm = model_of(tokenizer, dtype=torch.float64)
-    masked = LanguageModel(dataclasses.replace(lm.bundle, document_border="mask"))
+    masked = LanguageModel(dataclasses.replace(lm.bundle, document_mask=True))
     first, last = lm.encode("the cat"), lm.encode("the dog")
     ids = [end_of_text, *first, end_of_text, *last]
     assert masked.generate(ids, seed=1).ids == masked.generate([end_of_text, *last], seed=1).ids
@@ -510,7 +510,7 @@ def test_of_several_documents_a_model_with_masks_goes_on_with_the_last(tokenizer
 
 def test_of_several_documents_a_model_with_masks_scores_each_as_if_it_were_alone(tokenizer: Tokenizer) -> None:
     end_of_text, plain = tokenizer.end_of_text, model_of(tokenizer, dtype=torch.float64)
-    lm = LanguageModel(dataclasses.replace(plain.bundle, document_border="mask"))
+    lm = LanguageModel(dataclasses.replace(plain.bundle, document_mask=True))
     documents = [[end_of_text, *lm.encode(text)] for text in ("the cat", "sat", "on the mat, the dog")]
     together = [*itertools.chain(*documents), end_of_text]
     found = lm.score(together, memory_len=50)
@@ -526,7 +526,7 @@ def test_of_several_documents_a_model_with_masks_scores_each_as_if_it_were_alone
 
 def test_without_a_memory_too_a_document_is_scored_without_those_before_it(tokenizer: Tokenizer) -> None:
     plain = model_of(tokenizer, dtype=torch.float64, positions="absolute")
-    lm = LanguageModel(dataclasses.replace(plain.bundle, document_border="mask"))
+    lm = LanguageModel(dataclasses.replace(plain.bundle, document_mask=True))
     before, after = lm.encode("ab"), [tokenizer.end_of_text, *lm.encode("the")]
     one, other = (lm.score([tokenizer.end_of_text, *ids, *after])[3:] for ids in (before, lm.encode("xy")))
     assert (one - other).abs().max() <= 1e-10

@@ -52,7 +52,7 @@ class Setting(NamedTuple):
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     folder = tmp_path_factory.mktemp("harness")
     texts = [f"{number} " + "abc ba cab " * (3 + 2 * number) for number in range(12)]
-    made = make(folder, texts=texts, document_border="mask", memory_len=MEMORY_LEN, cutoffs=(100,), div_value=2)
+    made = make(folder, texts=texts, document_mask=True, memory_len=MEMORY_LEN, cutoffs=(100,), div_value=2)
     split = made.corpus.split("valid")
     tokenizer = txl_dist.load(made.bundle).tokenizer
     documents = [list(map(int, document))[:-1] for document in split.each_document()]  # an end-of-text ends each
@@ -197,7 +197,7 @@ def test_bad_arguments_are_refused_and_answered_in_a_line(setting: Setting) -> N
 def test_a_model_that_cannot_begin_a_document_says_so(tmp_path: Path) -> None:
     from txl_dist.inference.lm_eval_adapter import HarnessModel
 
-    old = make(tmp_path / "old", document_border="mask", begins_documents=False)
+    old = make(tmp_path / "old", document_mask=True, begins_documents=False)
     model = HarnessModel(txl_dist.load(old.bundle))
     with pytest.raises(ConfigError, match="cannot begin a document"):
         model.loglikelihood([Asked(("", "abc"))], disable_tqdm=True)

@@ -19,7 +19,7 @@ def make_bundle(folder: Path, *, run: str = "first") -> Path:
     """The files of a bundle, as far as names and settings go."""
     folder.mkdir()
     model = {"num_layers": 7, "width": 12}
-    content = {"vocab_size": 257, "dtype": "bf16", "segment_len": 8, "memory_len": 12, "document_border": "mask"}
+    content = {"vocab_size": 257, "dtype": "bf16", "segment_len": 8, "memory_len": 12, "document_mask": True}
     source = {"run": run, "step": 16}
     (folder / "config.json").write_text(json.dumps(content | {"model": model, "source": source}))
     (folder / "model.safetensors").touch()

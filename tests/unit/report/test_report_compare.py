@@ -37,7 +37,7 @@ def tiny(
     first_tokens: int = 0,
     held_out_bytes: int | None = 4000,
     is_old: bool = False,
-    document_border: str = "carry",
+    document_mask: bool = False,
 ) -> Path:
     folder.mkdir(parents=True)
     facts = {"no_bits": {} if bits is not None else {"eval": LOSSY}, "held_out_bytes": held_out_bytes}
@@ -47,7 +47,7 @@ def tiny(
     first = [record | {"step": 5, "loss": loss / 2, "tokens": first_tokens}] if first_tokens else []
     lines = [json.dumps(one) for one in (start, *first, record)]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    config = Config.model_validate({"data": {"document_mask": document_border == "mask"}})
+    config = Config.model_validate({"data": {"document_mask": document_mask}})
     (folder / "config.toml").write_text(config_to_toml(config), encoding="utf-8")
     if tokenizer:
         write_state(folder, step=10, tokenizer=tokenizer)
@@ -130,7 +130,7 @@ def test_a_run_that_is_better_in_bits_per_byte_is_ranked_first(tmp_path: Path) -
         ({}, {"first_tokens": 300}, "over other tokens, 300 and 900 of them"),
         ({"tokenizer": "bb"}, {"held_out_bytes": None}, "not on record how much held-out text was scored (run1)"),
         ({}, {"held_out_bytes": 5000}, "their held-out texts are others, of 4,000 and 5,000 bytes"),
-        ({}, {"is_old": True, "document_border": "mask"}, "not all of them score the first tokens of documents"),
+        ({}, {"is_old": True, "document_mask": True}, "not all of them score the first tokens of documents"),
         ({"tokenizer": "bb"}, {"held_out_bytes": 5000}, "their held-out texts are others"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_run_that_scores_a_part_of_its_text_is_not_ranked_beside_one_of_anothe
 
 def test_document_masks_of_today_are_compared_with_carrying(tmp_path: Path) -> None:
     usual = {"bits": 1.0, "tokenizer": "aa"}
-    unit, _ = compared(tmp_path, usual, {**usual, "document_border": "mask"})
+    unit, _ = compared(tmp_path, usual, {**usual, "document_mask": True})
     assert unit.is_fair
 
 

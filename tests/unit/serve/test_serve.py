@@ -675,7 +675,7 @@ def test_words_are_joined_to_their_prompt_as_in_generate() -> None:
 
 
 def test_a_model_with_masks_says_that_it_scores_one_document_at_a_time() -> None:
-    lm = random_model(document_border="mask")
+    lm = random_model(document_mask=True)
     ids, end = lm.encode(TEXT), lm.tokenizer.end_of_text
     with served(lm) as server:
         settings = {"echo": True, "logprobs": 1, "max_tokens": 0}

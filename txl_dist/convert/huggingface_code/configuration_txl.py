@@ -76,6 +76,6 @@ class TxlConfig(PreTrainedConfig):
     """Tokens of the past that a segment sees."""
     generation_memory_len: int = 128
     """As `memory_len`, when texts are generated: no fewer than a token at a segment's end saw."""
-    document_border: str = "carry"
-    """mask: a token sees its own document only, which begins with eos_token_id. carry: the memory runs on."""
+    document_mask: bool = False
+    """True: a token sees its own document only, which begins with eos_token_id. False: the memory runs on."""
     initializer_range: float = 0.02

@@ -485,7 +485,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _documents(self, input_ids, memory):
         """The document of each token, [B, T]; all 0 where the memory runs over their borders."""
-        if self.config.document_border != "mask" or self.config.eos_token_id is None:
+        if not self.config.document_mask or self.config.eos_token_id is None:
             return torch.zeros_like(input_ids)
         last_B1 = memory.document_BS[:, -1:] if memory.document_BS.shape[1] else torch.zeros_like(input_ids[:, :1])
         return last_B1.clamp(min=0) + (input_ids == self.config.eos_token_id).cumsum(1)
