@@ -23,7 +23,7 @@ from txl_dist.convert.export import export_bundle
 from txl_dist.distributed.collectives import RankInfo, barrier
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import load_bundle
-from txl_dist.train.checkpoint.probe import make_probe
+from txl_dist.train.checkpoint.engine_probe import make_probe
 from txl_dist.train.checkpoint.read import consolidated_weights
 
 pytestmark = pytest.mark.dist

@@ -27,10 +27,10 @@ from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.io.manifest import problems_of
 from txl_dist.model.memory import Memory
 from txl_dist.train.batch import batch_maker
+from txl_dist.train.checkpoint.engine_probe import check_probe, make_probes
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.manager import prune_checkpoints
 from txl_dist.train.checkpoint.memories import load_memory, resized
-from txl_dist.train.checkpoint.probe import check_probe, make_probes
 from txl_dist.train.checkpoint.read import (
     check_checkpoint,
     choose_checkpoint,

@@ -18,7 +18,7 @@ from txl_dist.distributed.collectives import RankInfo, StepFlags
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine import cuda_graph as graph
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
-from txl_dist.train.step import reduce_step
+from txl_dist.train.stepper import reduce_step
 
 pytestmark = pytest.mark.dist
 

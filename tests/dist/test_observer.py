@@ -29,9 +29,9 @@ from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.report.evaluate import POSITION_BINS, evaluate_split
+from txl_dist.train.report.evaluation_loss import POSITION_BINS, evaluate_split
 from txl_dist.train.report.memory_stats import NUM_SEGMENTS, measure_memory
-from txl_dist.train.report.sampling import sample_text
+from txl_dist.train.report.sample_text import sample_text
 
 pytestmark = pytest.mark.dist
 
@@ -115,7 +115,7 @@ RANK = RankInfo(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), 
 
 @pytest.fixture
 def no_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("memory_stats", "evaluate"):
+    for module in ("memory_stats", "evaluation_loss"):
         monkeypatch.setattr(f"txl_dist.train.report.{module}.all_reduce_sum", lambda values: values)
 
 

@@ -15,7 +15,7 @@ from tests.helpers.tiny import tiny_config
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.distributed.collectives import RankInfo, StepFlags
 from txl_dist.train.batch import to_device
-from txl_dist.train.step import reduce_step
+from txl_dist.train.stepper import reduce_step
 
 pytestmark = pytest.mark.dist
 

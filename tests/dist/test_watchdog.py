@@ -29,7 +29,7 @@ from txl_dist.errors import HANG
 from txl_dist.fault_injection import failpoint
 from txl_dist.train.monitoring.heartbeats import Beat
 from txl_dist.train.monitoring.watchdog import Watchdog, behind, end_frozen
-from txl_dist.train.step import reduce_step
+from txl_dist.train.stepper import reduce_step
 
 pytestmark = pytest.mark.dist
 
@@ -216,7 +216,7 @@ def test_a_rank_that_decides_waits_for_the_others(monkeypatch: pytest.MonkeyPatc
         said.append(is_waiting(threading.get_ident()))
         return [0.0] * len(values)
 
-    monkeypatch.setattr("txl_dist.train.step.all_reduce_sum", lambda votes: votes)
+    monkeypatch.setattr("txl_dist.train.stepper.all_reduce_sum", lambda votes: votes)
     monkeypatch.setattr(torch.Tensor, "tolist", read)
     reduce_step(torch.tensor(1.0), torch.tensor(2.0), skip=False, votes=StepFlags(), world_size=1)
     assert said == [True]

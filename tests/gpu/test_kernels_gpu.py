@@ -12,8 +12,8 @@ from torch import Tensor
 
 from txl_dist.model import fused_softmax
 from txl_dist.model.activation import ActivatedLinear
-from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import triton_relative_attention, unsupported_reason
+from txl_dist.model.kernels import attention_launch
+from txl_dist.model.kernels.attention_launch import triton_relative_attention, unsupported_reason
 from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm
@@ -109,7 +109,7 @@ def test_chunks_do_not_change_what_is_computed(monkeypatch: pytest.MonkeyPatch) 
     leaves, gradient = leaves_and_gradient(SIZES["nvidia_base"], torch.float16)
     visible = visibility(SIZES["nvidia_base"])
     whole = outcome(triton_relative_attention, leaves, gradient, visible=visible)
-    monkeypatch.setattr(launch, "SCORE_BUFFER_BYTES", 2 * 192 * 384 * 3)
+    monkeypatch.setattr(attention_launch, "SCORE_BUFFER_BYTES", 2 * 192 * 384 * 3)
     chunked = outcome(triton_relative_attention, leaves, gradient, visible=visible)
     for a, b in zip(whole, chunked, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * b.abs().max().item())
@@ -173,7 +173,7 @@ def test_products_that_lie_apart_are_attended_to_as_one(name: str) -> None:
         assert content_bias is not None
         assert position_bias is not None
         M = visible.memory_len
-        return launch.triton_attention_of_products(
+        return attention_launch.triton_attention_of_products(
             torch.stack([query, key[:, M:], value[:, M:]], 2),
             torch.stack([key[:, :M], value[:, :M]], 2),
             distance_KNH=distance,

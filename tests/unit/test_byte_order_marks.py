@@ -20,7 +20,7 @@ import txl_dist
 from txl_dist.cli.launch import _slots, launch
 from txl_dist.cli.prompts import prompts_in_lines, read_lines
 from txl_dist.config.load import Config, load_config
-from txl_dist.convert.checks import read_settings as read_settings_of_a_model
+from txl_dist.convert.import_checks import read_settings as read_settings_of_a_model
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.io.files import decode_text, open_text, parse_object, read_bytes, read_text

@@ -44,7 +44,7 @@ INSIDE = {
         "batch footprint",
         "report",
         "monitoring",
-        "checkpoint preflight step",
+        "checkpoint preflight stepper",
         "guard rewind",
         "loop",
         "start",

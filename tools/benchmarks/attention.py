@@ -46,7 +46,7 @@ from txl_dist.convert.key_mapping import from_original, to_original
 from txl_dist.model.block import Block
 from txl_dist.model.flops import flops_by_part
 from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import attention_launch
 from txl_dist.model.memory import AttentionMask, Memory, build_mask
 from txl_dist.model.positions import attention_biases, distance_encoding
 from txl_dist.model.relative_attention import Terms, relative_attention
@@ -287,21 +287,23 @@ def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str,
     return measuring.rows(measuring.interleaved(actions, rounds=arguments.rounds), base="plain", more=more)
 
 
-def recipe_sizes() -> dict[str, launch.Sizes]:
+def recipe_sizes() -> dict[str, attention_launch.Sizes]:
     """Of a micro-batch of each recipe."""
     found = {}
     for recipe, lanes in RECIPES.items():
         config = load_config(CONFIGS / f"{recipe}.toml")
-        found[recipe] = launch.Sizes.of(config.model, config.train, lanes=lanes or config.train.microbatch_lanes)
+        found[recipe] = attention_launch.Sizes.of(
+            config.model, config.train, lanes=lanes or config.train.microbatch_lanes
+        )
     return found
 
 
 def launch_table(buffer_mib: float) -> list[dict[str, object]]:
     """A row per recipe; of each kernel the fewest waves of any of its launches."""
-    launch.SCORE_BUFFER_BYTES = int(buffer_mib * 2**20)
+    attention_launch.SCORE_BUFFER_BYTES = int(buffer_mib * 2**20)
     table = []
     for recipe, sizes in recipe_sizes().items():
-        planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
+        planned = [one for backward in (False, True) for one in attention_launch.launches(sizes, backward=backward)]
         fewest: dict[str, float] = {}
         for one in planned:
             fewest[one.kernel] = min(one.waves, fewest.get(one.kernel, math.inf))
@@ -328,11 +330,11 @@ def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[
     def step() -> None:
         key, value = key_value.unbind(2)
         terms = Terms(query, key, value, distance, u, v)
-        torch.autograd.grad(launch.triton_relative_attention(terms, visible=visible), leaves, d_context)
+        torch.autograd.grad(attention_launch.triton_relative_attention(terms, visible=visible), leaves, d_context)
 
     graphs, more = {}, {}
     for mib in buffers_mib:
-        launch.SCORE_BUFFER_BYTES = int(mib * 2**20)
+        attention_launch.SCORE_BUFFER_BYTES = int(mib * 2**20)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             step()  # compiles, and makes what a capture must find
@@ -342,7 +344,7 @@ def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[
             step()
         name = f"{mib:g} MiB"
         graphs[name] = graph.replay
-        planned = [one for backward in (False, True) for one in launch.launches(sizes, backward=backward)]
+        planned = [one for backward in (False, True) for one in attention_launch.launches(sizes, backward=backward)]
         more[name] = {"launches": len(planned)}
     return measuring.rows(measuring.interleaved(graphs, rounds=rounds), base=next(iter(graphs)), more=more)
 
@@ -356,7 +358,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
     measuring.add_measure_options(parser)
     parser.add_argument("--launches", action="store_true", help="what the Triton kernels launch, counted")
-    default = launch.SCORE_BUFFER_BYTES / 2**20
+    default = attention_launch.SCORE_BUFFER_BYTES / 2**20
     parser.add_argument("--buffer-mib", type=float, default=default, help="score buffer that --launches counts with")
     parser.add_argument("--buffers", type=float, nargs="+", metavar="MIB", help="score buffers to time on a GPU")
     arguments = parser.parse_args()

@@ -40,8 +40,8 @@ from txl_dist.distributed.collectives import RankInfo, StepFlags, barrier, distr
 from txl_dist.distributed.rendezvous import free_port
 from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks
+from txl_dist.train.checkpoint.engine_probe import check_probe, make_probe
 from txl_dist.train.checkpoint.manager import CheckpointManager
-from txl_dist.train.checkpoint.probe import check_probe, make_probe
 from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
 from txl_dist.train.checkpoint.validate import read_state
 from txl_dist.train.checkpoint.writer import AsyncWriter
@@ -53,7 +53,7 @@ from txl_dist.train.preflight import check_job
 from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.stability import Health
 from txl_dist.train.state import RunContext, TrainState
-from txl_dist.train.step import Stepper
+from txl_dist.train.stepper import Stepper
 
 MODES = ("asynchronous", "synchronous")
 STEPS_BETWEEN = 3

@@ -54,7 +54,7 @@ from tools.benchmarks.trainers import Sizes, zipf_segments
 from txl_dist.config.load import Config, load_config, plan_batch
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.distributed.collectives import RankInfo
-from txl_dist.model.kernels.launch import BACKWARD, FORWARD, SUM
+from txl_dist.model.kernels.attention_launch import BACKWARD, FORWARD, SUM
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, batch_maker
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed

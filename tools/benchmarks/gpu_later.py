@@ -38,7 +38,7 @@ from tools.benchmarks.gpu_sections import (
 )
 from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.kernels.launch import triton_relative_attention
+from txl_dist.model.kernels.attention_launch import triton_relative_attention
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 

@@ -40,7 +40,7 @@ from txl_dist.config.schema import EngineSection, ModelSection
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.distributed.collectives import RankInfo, distributed_context
 from txl_dist.model.flops import flops_by_part, peak_tflops
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import attention_launch
 from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
@@ -133,7 +133,7 @@ def device(setting: Setting) -> dict[str, Job]:
         yield {"what": "device", "figure": torch.cuda.get_device_name() if where == "cuda" else "cpu"}
         for name in ("torch", "triton", "deepspeed"):
             yield {"what": name, "figure": _version(name)}
-        yield {"what": "lacks to compile kernels", "figure": launch.missing_compiler_reason() or "nothing"}
+        yield {"what": "lacks to compile kernels", "figure": attention_launch.missing_compiler_reason() or "nothing"}
         if where == "cuda":
             one = torch.cuda.get_device_properties(0)
             yield {"what": "multiprocessors", "figure": one.multi_processor_count}
@@ -169,7 +169,9 @@ def device(setting: Setting) -> dict[str, Job]:
         shape = Shape("tiny", 1, 16, 16, 1, 16)
         leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
         with torch.no_grad():
-            found = times(lambda: launch.triton_relative_attention(leaves.terms(), visible=seen), device=where)
+            found = times(
+                lambda: attention_launch.triton_relative_attention(leaves.terms(), visible=seen), device=where
+            )
         yield {"what": "two Triton kernels told by the host, us", "figure": 1000 * _ms(found, "host ms")}
 
     return {"machine": machine, "copies": copies, "products": products, "launches": launches}
@@ -248,7 +250,7 @@ def _attention_twins(setting: Setting, shape: Shape, *, oldest: int | None = Non
             given = leaves_of(shape, dtype=dtype, device=where)
             exact = given.cast(torch.float64, "cpu")
             seen, known = (visibility(shape, device=d, documents=documents, oldest=oldest) for d in (where, "cpu"))
-            mine = launch.triton_relative_attention(given.terms(), visible=seen)
+            mine = attention_launch.triton_relative_attention(given.terms(), visible=seen)
             theirs = relative_attention(exact.terms(), visible=known)
             towards = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
             gradients = torch.autograd.grad(mine, given, towards.to(where))
@@ -345,7 +347,7 @@ def _dropout(setting: Setting) -> Found:
     leaves, seen = leaves_of(shape, dtype=_half(setting), device=where), visibility(shape, device=where)
     even = Leaves(torch.zeros_like(leaves[0]), torch.ones_like(leaves[1]), *map(torch.zeros_like, leaves[2:]))
     torch.manual_seed(0)
-    context = launch.triton_relative_attention(even.terms(), visible=seen, dropout=rate)
+    context = attention_launch.triton_relative_attention(even.terms(), visible=seen, dropout=rate)
     yield {"what": "attention: mean of what should be 1", "figure": float(context.float().mean())}
     sizes = _small_model(setting, dropout=rate)
     model = TransformerXL(sizes.model, vocab_size=sizes.vocab_size).to(where, _half(setting)).train()
@@ -431,13 +433,13 @@ def _swept(
     kernel: str = "",
     tile: tuple[int, int, int, int] = (0, 0, 0, 0),
 ) -> Found:
-    if buffer_mb and not hasattr(launch, "SCORE_BUFFER_BYTES"):
-        raise Skipped("launch.py has no SCORE_BUFFER_BYTES")
-    usual = launch.tiles(shape.head_width, has_dropout=False)
+    if buffer_mb and not hasattr(attention_launch, "SCORE_BUFFER_BYTES"):
+        raise Skipped("attention_launch.py has no SCORE_BUFFER_BYTES")
+    usual = attention_launch.tiles(shape.head_width, has_dropout=False)
     if kernel and kernel not in usual:
-        raise Skipped(f"launch.py has no kernel {kernel}")
+        raise Skipped(f"attention_launch.py has no kernel {kernel}")
     with _changed(buffer_mb, kernel, tile, usual):
-        yield attention_times(setting, shape, launch.triton_relative_attention, dtype=_half(setting))
+        yield attention_times(setting, shape, attention_launch.triton_relative_attention, dtype=_half(setting))
 
 
 @contextmanager
@@ -448,7 +450,7 @@ def _changed(buffer_mb: int, kernel: str, tile: tuple[int, int, int, int], usual
         *_, smallest = usual[kernel]
         other = smallest._replace(rows=rows, columns=columns, num_warps=warps, num_stages=stages, max_registers=None)
         changes = {"tiles": lambda width, *, has_dropout: usual | {kernel: (other,)}}
-    with mock.patch.multiple(launch, **changes) if changes else nullcontext():
+    with mock.patch.multiple(attention_launch, **changes) if changes else nullcontext():
         yield
 
 

@@ -8,7 +8,7 @@ from txl_dist.distributed.collectives import StepFlags
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.step import StepResult, reduce_step
+from txl_dist.train.stepper import StepResult, reduce_step
 
 
 def engine_step(

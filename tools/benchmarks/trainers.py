@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from tools.benchmarks.peers import Peer
 from txl_dist.config.load import Config
 from txl_dist.config.schema import AttentionKernel, ModelSection
-from txl_dist.convert.checks import Imported
 from txl_dist.convert.huggingface import export_huggingface
+from txl_dist.convert.import_checks import Imported
 from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.vocabulary import identity_tokenizer
 from txl_dist.data.loader.stream import plain_segment

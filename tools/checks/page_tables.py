@@ -82,7 +82,7 @@ READING = (
         "training",
         "state, batch, step, loop, and the start that builds them",
         (
-            *("train/state.py", "train/batch.py", "train/schedule.py", "train/step.py", "train/loop.py"),
+            *("train/state.py", "train/batch.py", "train/schedule.py", "train/stepper.py", "train/loop.py"),
             *("train/run_dir.py", "train/start.py"),
         ),
     ),
@@ -91,7 +91,7 @@ READING = (
         "writing, checking, choosing and reading",
         (
             *("train/checkpoint/fragments.py", "train/checkpoint/memories.py", "train/checkpoint/writer.py"),
-            *("train/checkpoint/validate.py", "train/checkpoint/read.py", "train/checkpoint/probe.py"),
+            *("train/checkpoint/validate.py", "train/checkpoint/read.py", "train/checkpoint/engine_probe.py"),
             "train/checkpoint/manager.py",
         ),
     ),

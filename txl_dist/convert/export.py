@@ -23,7 +23,7 @@ from txl_dist.inference.card import Sample, Stated
 from txl_dist.inference.language_model import LanguageModel
 from txl_dist.io.hub import local_model
 from txl_dist.tokenizers.tokenizer import load_tokenizer
-from txl_dist.train.checkpoint.probe import AVERAGE_LOSSES, read_probe
+from txl_dist.train.checkpoint.engine_probe import AVERAGE_LOSSES, read_probe
 from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.checks import Imported, count, only_tensors, read_settings, refuse
+from txl_dist.convert.import_checks import Imported, count, only_tensors, read_settings, refuse
 from txl_dist.convert.key_mapping import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary

@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from txl_dist.config.load import Config, check_config
 from txl_dist.config.schema import TrainSection
-from txl_dist.convert.checks import Imported, read_settings
 from txl_dist.convert.huggingface import import_huggingface
+from txl_dist.convert.import_checks import Imported, read_settings
 from txl_dist.convert.labml import import_labml
 from txl_dist.convert.nvidia import import_nvidia
 from txl_dist.convert.original import import_original

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.checks import (
+from txl_dist.convert.import_checks import (
     Imported,
     PeerSettings,
     count,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from txl_dist.convert.checks import Imported, only_tensors, refuse
+from txl_dist.convert.import_checks import Imported, only_tensors, refuse
 from txl_dist.convert.key_mapping import Weights
 from txl_dist.convert.original import OriginalSettings, model_of
 from txl_dist.convert.safe_unpickle import read_torch_file

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from txl_dist.config.load import check_vocabulary
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.checks import (
+from txl_dist.convert.import_checks import (
     Imported,
     PeerSettings,
     count,

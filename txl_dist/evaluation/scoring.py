@@ -36,7 +36,7 @@ from txl_dist.evaluation.target import Target, require_same
 from txl_dist.inference.kv_cache import is_out_of_memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.report.evaluate import Evaluation, ScoredPart, evaluate
+from txl_dist.train.report.evaluation_loss import Evaluation, ScoredPart, evaluate
 
 Result = dict[str, Any]
 """Numbers, and lists of parts, of one score."""

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from txl_dist.config.schema import AttentionKernel, ModelSection
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import attention_launch
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.rms_norm import rms_norm
@@ -97,10 +97,10 @@ class Attention(nn.Module):
         if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
             return False
         has_position_bias = self.position_bias is not None
-        shape_reason = launch.unsupported_shape_reason(
+        shape_reason = attention_launch.unsupported_shape_reason(
             hidden.dtype, head_width=self.head_width, has_position_bias=has_position_bias
         )
-        return shape_reason is None and launch.unsupported_device_reason(hidden) is None
+        return shape_reason is None and attention_launch.unsupported_device_reason(hidden) is None
 
     def project_segment(self, hidden_BTD: Tensor) -> Tensor:
         """Project a segment to query_key_value_BT3NH.
@@ -228,7 +228,7 @@ class Attention(nn.Module):
         """Attend over fused projections by the Triton kernels, in training. Returns context_BTNH."""
         assert self.content_bias is not None
         assert self.position_bias is not None
-        return launch.triton_attention_of_products(
+        return attention_launch.triton_attention_of_products(
             segment_BT3NH,
             past_BM2NH,
             distance_KNH=distance_KNH,
@@ -295,10 +295,10 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
         return relative_attention
     if kernel == "fused":
         return fused_relative_attention
-    reason = launch.unsupported_reason(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
+    reason = attention_launch.unsupported_reason(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
     if kernel == "triton" and reason is not None:
         raise ConfigError(f'engine.attention = "triton" cannot run: {reason}. Set it to "auto" or "fused".')
-    return launch.triton_relative_attention if reason is None else fused_relative_attention
+    return attention_launch.triton_relative_attention if reason is None else fused_relative_attention
 
 
 def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import attention_launch
 from txl_dist.model.relative_attention import at_least_fp32
 
 CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
@@ -224,7 +224,7 @@ def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
 
 def runs_kernel(hidden_SD: Tensor) -> bool:
     """Whether the Triton kernel makes the gradients of logits on this device and in this type."""
-    return hidden_SD.dtype != torch.float64 and launch.unsupported_device_reason(hidden_SD) is None
+    return hidden_SD.dtype != torch.float64 and attention_launch.unsupported_device_reason(hidden_SD) is None
 
 
 def _padded_bias(cluster: Cluster, stride: int) -> Tensor:

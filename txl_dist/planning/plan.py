@@ -21,7 +21,7 @@ from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, flops_by_part
-from txl_dist.model.kernels.launch import unsupported_shape_reason
+from txl_dist.model.kernels.attention_launch import unsupported_shape_reason
 from txl_dist.planning import scaling
 from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.planning.scaling import Point

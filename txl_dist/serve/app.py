@@ -2,7 +2,7 @@
 
 Each route reads its own body (`_read`), so that every error has OpenAI's form and a JSON body may come without its
 content type. The checks that need the model or the server's limits are here and in service.py. The form of requests
-and responses is in schema.py.
+and responses is in api_schema.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from txl_dist import __version__
 from txl_dist.errors import TxlError
 from txl_dist.inference.language_model import Text
 from txl_dist.inference.options import SamplingParams, check_ids
-from txl_dist.serve import schema
+from txl_dist.serve import api_schema
 from txl_dist.serve.api_errors import APIError, from_validation
+from txl_dist.serve.api_schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 from txl_dist.serve.openapi import (
     ANY_ERROR,
     COMPLETION_RESPONSE,
@@ -42,7 +43,6 @@ from txl_dist.serve.openapi import (
 )
 from txl_dist.serve.paths import advice
 from txl_dist.serve.responses import Answer, ClientGoneError, PreparedPrompt, num_tokens_of
-from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 from txl_dist.serve.service import Service
 
 PAGE = Path(__file__).parent / "page"
@@ -127,7 +127,7 @@ async def _completions(request: Request) -> Response:
 @router.post(
     "/v1/memories",
     summary="Remember a text",
-    responses=responses(*ANY_ERROR, success=json_response(schema.MemoryObject), status=201),
+    responses=responses(*ANY_ERROR, success=json_response(api_schema.MemoryObject), status=201),
     openapi_extra=request_body(MemoryRequest, accepts_file=True),
 )
 async def _make_memory(request: Request) -> Response:
@@ -167,7 +167,7 @@ async def _store_uploaded_memory(request: Request, service: Service) -> Response
 @router.get(
     "/v1/memories/{memory}",
     summary="Facts of a memory",
-    responses=responses(*MEMORY_ERRORS, success=json_response(schema.MemoryObject)),
+    responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.MemoryObject)),
 )
 async def _show_memory(request: Request, memory: str) -> Response:
     """Return the facts of a memory."""
@@ -191,7 +191,7 @@ async def _send_memory(request: Request, memory: str) -> Response:
 @router.delete(
     "/v1/memories/{memory}",
     summary="Forget a memory",
-    responses=responses(*MEMORY_ERRORS, success=json_response(schema.Deleted)),
+    responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.Deleted)),
 )
 async def _forget_memory(request: Request, memory: str) -> Response:
     """Delete a memory. Texts in work that began from it continue."""
@@ -203,7 +203,7 @@ async def _forget_memory(request: Request, memory: str) -> Response:
 @router.post(
     "/tokenize",
     summary="Ids of a text",
-    responses=responses(*ANY_ERROR, success=json_response(schema.Tokens)),
+    responses=responses(*ANY_ERROR, success=json_response(api_schema.Tokens)),
     openapi_extra=request_body(TokenizeRequest),
 )
 async def _tokenize(request: Request) -> Response:
@@ -228,7 +228,7 @@ async def _tokenize(request: Request) -> Response:
 @router.post(
     "/detokenize",
     summary="Text of ids",
-    responses=responses(*ANY_ERROR, success=json_response(schema.Detokenized)),
+    responses=responses(*ANY_ERROR, success=json_response(api_schema.Detokenized)),
     openapi_extra=request_body(DetokenizeRequest),
 )
 async def _detokenize(request: Request) -> Response:
@@ -247,7 +247,7 @@ async def _detokenize(request: Request) -> Response:
 @router.get(
     "/tokenizer_info",
     summary="The tokenizer",
-    responses=responses(408, 413, 429, success=json_response(schema.TokenizerInfo)),
+    responses=responses(408, 413, 429, success=json_response(api_schema.TokenizerInfo)),
 )
 async def _tokenizer_info(request: Request) -> Response:
     """Return the facts that evaluation harnesses ask of a tokenizer."""
@@ -256,7 +256,7 @@ async def _tokenizer_info(request: Request) -> Response:
 
 
 @router.get(
-    "/v1/models", summary="Models", responses=responses(408, 413, 429, 503, success=json_response(schema.Models))
+    "/v1/models", summary="Models", responses=responses(408, 413, 429, 503, success=json_response(api_schema.Models))
 )
 async def _models(request: Request) -> Response:
     """List the one model that this server has."""
@@ -266,7 +266,7 @@ async def _models(request: Request) -> Response:
 @router.get(
     "/v1/models/{model}",
     summary="A model",
-    responses=responses(*MEMORY_ERRORS, success=json_response(schema.Model)),
+    responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.Model)),
 )
 async def _model(request: Request, model: str) -> Response:
     """Return the facts of the model with this name."""
@@ -275,7 +275,7 @@ async def _model(request: Request, model: str) -> Response:
     return JSONResponse(_model_of(service))
 
 
-@router.get("/health", summary="Health", responses=responses(408, 413, success=json_response(schema.HealthStatus)))
+@router.get("/health", summary="Health", responses=responses(408, 413, success=json_response(api_schema.HealthStatus)))
 async def _health(request: Request) -> Response:
     """Say whether requests are accepted: 200, or 503 while the server drains."""
     service = _service_of(request)

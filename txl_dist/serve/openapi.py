@@ -10,8 +10,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from txl_dist.serve import schema
-from txl_dist.serve.schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
+from txl_dist.serve import api_schema
+from txl_dist.serve.api_schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 
 UPLOAD = "application/octet-stream"
 """Content type of a memory's file."""
@@ -33,7 +33,7 @@ _MEANINGS = {
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 COMPLETION_RESPONSE: dict[str, Any] = {
-    "model": schema.Completion,
+    "model": api_schema.Completion,
     "description": "The texts; with `stream` their pieces, each a Completion in a server-sent event.",
     "content": {"text/event-stream": {"schema": _EVENT}},
 }
@@ -45,7 +45,7 @@ def responses(*errors: int, success: dict[str, Any], status: int = 200) -> dict[
     """Return a route's responses by status: 401, the other `errors`, and `success` under its `status`."""
     by_status: dict[int | str, dict[str, Any]] = {}
     for code in (401, *errors):
-        by_status[code] = {"model": schema.Error, "description": _MEANINGS[code]}
+        by_status[code] = {"model": api_schema.Error, "description": _MEANINGS[code]}
     by_status[status] = success
     return by_status
 

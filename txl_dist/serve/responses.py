@@ -18,8 +18,8 @@ from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.generate import Scored
 from txl_dist.inference.scheduler import Completion, OutputChunk, Prompt
 from txl_dist.serve.api_errors import APIError
-from txl_dist.serve.metrics import Metrics
-from txl_dist.serve.schema import CompletionRequest
+from txl_dist.serve.api_schema import CompletionRequest
+from txl_dist.serve.prometheus import Metrics
 from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 

@@ -23,9 +23,9 @@ from txl_dist.inference.language_model import LanguageModel, Text
 from txl_dist.inference.scheduler import Completion, Prompt
 from txl_dist.inference.text_memory import TextMemory
 from txl_dist.serve.api_errors import APIError
-from txl_dist.serve.memories import MemoryStore, StoredMemory
-from txl_dist.serve.metrics import Metrics
+from txl_dist.serve.memory_store import MemoryStore, StoredMemory
 from txl_dist.serve.options import Serving
+from txl_dist.serve.prometheus import Metrics
 from txl_dist.serve.responses import OutputQueue, PreparedPrompt, num_tokens_of
 from txl_dist.serve.worker import GenerationRequest, QueueFullError, Worker
 

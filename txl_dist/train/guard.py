@@ -21,7 +21,7 @@ from txl_dist.train.monitoring.silent_corruption import deviating_ranks
 from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.stability import Health
 from txl_dist.train.state import RunContext, TrainState
-from txl_dist.train.step import StepResult
+from txl_dist.train.stepper import StepResult
 
 
 class Guard:

@@ -31,9 +31,9 @@ from txl_dist.fault_injection import failpoint
 from txl_dist.train.batch import StepInput, batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks, StepEnd, TrainStart, ValidationEnd
 from txl_dist.train.checkpoint.callback_states import read_states
+from txl_dist.train.checkpoint.engine_probe import check_probe
 from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.memories import first_memories
-from txl_dist.train.checkpoint.probe import check_probe
 from txl_dist.train.checkpoint.read import load_checkpoint
 from txl_dist.train.checkpoint.validate import SavedState
 from txl_dist.train.checkpoint.writer import AsyncWriter
@@ -51,7 +51,7 @@ from txl_dist.train.run_dir import quarantine
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.stability import Health, after_rewind
 from txl_dist.train.state import RunContext, TrainState
-from txl_dist.train.step import Stepper
+from txl_dist.train.stepper import Stepper
 
 _PATIENCE_S = {"stopped": 15.0, "phase": 900.0, "done": 900.0}
 """Seconds to retry the final checkpoint: short after a stop request, long at the end of a stage or of the run."""

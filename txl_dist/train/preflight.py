@@ -19,7 +19,7 @@ from txl_dist.distributed.collectives import RankInfo, uses_gpu
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import DTYPES
 from txl_dist.model.flops import count_parameters, has_projections
-from txl_dist.model.kernels.launch import unsupported_reason, unsupported_shape_reason
+from txl_dist.model.kernels.attention_launch import unsupported_reason, unsupported_shape_reason
 from txl_dist.train.report.loggers import check_sinks
 from txl_dist.train.state import RunContext
 

@@ -19,7 +19,7 @@ from tests.helpers.peers import (
     write_original_module,
     write_settings,
 )
-from txl_dist.convert.checks import only_tensors
+from txl_dist.convert.import_checks import only_tensors
 from txl_dist.convert.importer import import_model
 from txl_dist.convert.key_mapping import from_original
 from txl_dist.inference.bundle import Bundle, load_bundle

@@ -28,8 +28,8 @@ from tests.helpers.peers import (
     write_original_module,
     write_settings,
 )
-from txl_dist.convert.checks import read_settings
 from txl_dist.convert.huggingface import export_huggingface
+from txl_dist.convert.import_checks import read_settings
 from txl_dist.convert.importer import READERS, Format, import_model
 from txl_dist.convert.original import _div_value
 from txl_dist.convert.vocabulary import identity_tokenizer

@@ -128,7 +128,7 @@ def test_the_package_writes_files_by_one_way_only() -> None:
         "cli/prompts.py": ["open"],  # --out FILE
         "launcher/deepspeed_files.py": ["write_text", "write_text"],  # in a folder of tempfile's
         "launcher/sweep.py": ["open"],  # what a run says, in a file that is made anew
-        "model/kernels/launch.py": ["write_text"],  # in a folder of tempfile's
+        "model/kernels/attention_launch.py": ["write_text"],  # in a folder of tempfile's
         "data/storage/remote.py": ["open"],  # into the part file that cache.py has made anew
     }
     found: dict[str, list[str]] = {}

@@ -35,9 +35,9 @@ from txl_dist.cli.main import main
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.language_model import LanguageModel
 from txl_dist.serve import api_errors as refusals
+from txl_dist.serve import api_schema
 from txl_dist.serve import middleware as gate
 from txl_dist.serve import responses as answer
-from txl_dist.serve import schema
 from txl_dist.serve.listening import listen
 from txl_dist.serve.options import Serving
 from txl_dist.serve.server import Server
@@ -335,7 +335,7 @@ def test_no_field_of_openais_client_is_left_out(client: Any) -> None:
     assert parameters.keys() == WITH_OPENAIS_CLIENT.keys()
     names = set(client.chat.completions.create.__annotations__) - parameters.keys() - {"return"}
     for name in names:  # of chat completions, which programs leave in when they are changed to this call
-        known = schema.CompletionRequest.model_fields.keys() | refusals.FOREIGN_FIELDS.keys() | refusals.CHAT_FIELDS
+        known = api_schema.CompletionRequest.model_fields.keys() | refusals.FOREIGN_FIELDS.keys() | refusals.CHAT_FIELDS
         assert name in known, name
 
 

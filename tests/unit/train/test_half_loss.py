@@ -16,7 +16,7 @@ from txl_dist.config.schema import TrainSection
 from txl_dist.data.loader.stream import Segment, plain_segment
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import BatchMaker, StepInput, batch_maker
-from txl_dist.train.step import Stepper
+from txl_dist.train.stepper import Stepper
 
 EDGES = (0, VOCAB_SIZE)
 HALF = BatchMaker(EDGES, EDGES, mask_documents=False, rows_multiple=1).for_training(TrainSection(half_loss=True))

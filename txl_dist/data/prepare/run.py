@@ -53,7 +53,7 @@ from txl_dist.data.prepare.merge import (
     write_planned,
 )
 from txl_dist.data.prepare.options import PrepareSettings
-from txl_dist.data.prepare.plan import (
+from txl_dist.data.prepare.preparation import (
     Preparation,
     check_in_the_way,
     check_learning,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.config.schema import AttentionKernel
-from txl_dist.model.kernels.launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, unsupported_device_reason
+from txl_dist.model.kernels.attention_launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, unsupported_device_reason
 
 MAX_WIDTH = 8192
 """Longest row that a program can hold: sixteen numbers per thread, with the largest number of warps."""

@@ -29,7 +29,7 @@ from txl_dist.distributed.collectives import local_world_size, uses_gpu
 from txl_dist.io.files import read_text
 from txl_dist.launcher.deepspeed_files import environment_files
 from txl_dist.model.flops import peak_tflops
-from txl_dist.model.kernels.launch import missing_compiler_reason
+from txl_dist.model.kernels.attention_launch import missing_compiler_reason
 from txl_dist.planning.doctor.disk import CorpusShards, Disk, try_corpus, try_disk
 from txl_dist.train.footprint.room import control_groups, host_room_bytes
 from txl_dist.train.preflight import drivers_of_gpus

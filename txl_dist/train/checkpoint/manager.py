@@ -28,7 +28,7 @@ from txl_dist.io.files import was_removed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.callbacks import Callbacks, SaveEnd
 from txl_dist.train.checkpoint.callback_states import CallbackStates, packed_states
-from txl_dist.train.checkpoint.probe import make_probes
+from txl_dist.train.checkpoint.engine_probe import make_probes
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import MetricReporter

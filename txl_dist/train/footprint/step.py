@@ -33,7 +33,7 @@ from txl_dist.distributed.malloc import MAPPED_BYTES
 from txl_dist.model import dropout, fused_softmax
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels import rows
-from txl_dist.model.kernels.launch import SCORE_BUFFER_BYTES, unsupported_shape_reason
+from txl_dist.model.kernels.attention_launch import SCORE_BUFFER_BYTES, unsupported_shape_reason
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL

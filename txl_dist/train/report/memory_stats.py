@@ -28,7 +28,7 @@ from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.evaluate import LossSums
+from txl_dist.train.report.evaluation_loss import LossSums
 from txl_dist.train.report.loggers import Record
 
 NUM_SEGMENTS = 4

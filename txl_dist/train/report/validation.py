@@ -15,10 +15,10 @@ from txl_dist.data.loader.corpus import Split
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.evaluate import evaluate_split
+from txl_dist.train.report.evaluation_loss import evaluate_split
 from txl_dist.train.report.loggers import MetricReporter, Record
 from txl_dist.train.report.memory_stats import measure_memory
-from txl_dist.train.report.sampling import sample_text
+from txl_dist.train.report.sample_text import sample_text
 from txl_dist.train.state import RunContext
 
 

@@ -25,7 +25,7 @@ from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.data.prepare import datasets as named
 from txl_dist.data.prepare import input_splits as inputs
 from txl_dist.data.prepare import merge as assembly
-from txl_dist.data.prepare import plan as job
+from txl_dist.data.prepare import preparation as job
 from txl_dist.data.prepare import run as prepare
 from txl_dist.data.prepare import tokenize as parts
 from txl_dist.data.prepare.datasets import Member, NamedCorpus

@@ -16,7 +16,7 @@ from tests.helpers.corpora import flip_bit, random_texts, write_jsonl
 from tests.helpers.logs import recorded_log
 from txl_dist.data.format import PREPARED_NAME
 from txl_dist.data.loader.corpus import open_corpus
-from txl_dist.data.prepare import plan as job
+from txl_dist.data.prepare import preparation as job
 from txl_dist.data.prepare import run as prepare
 from txl_dist.data.prepare.run import prepare_corpus
 from txl_dist.data.prepare.workdir import check_target, claim_scratch
@@ -144,7 +144,7 @@ def test_a_kill_between_a_tokenizer_and_what_it_was_learnt_from_leaves_no_other_
     killed(tmp_path / "out", settings, "txl_dist.data.prepare.run", "encode_part")
     source.rename(right)
     source.write_text("wxyz")
-    killed(tmp_path / "out", settings, "txl_dist.data.prepare.plan", "atomic_replace", 1)
+    killed(tmp_path / "out", settings, "txl_dist.data.prepare.preparation", "atomic_replace", 1)
     right.replace(source)
     prepare_corpus(tmp_path / "out", **settings)
     assert texts_in(tmp_path / "out") == ["abc"]

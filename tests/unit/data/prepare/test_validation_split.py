@@ -15,7 +15,7 @@ from tests.helpers.corpora import random_text, write_jsonl
 from tests.unit.data.prepare.test_prepare import killed
 from txl_dist.data.format import PREPARED_NAME
 from txl_dist.data.loader.corpus import open_corpus
-from txl_dist.data.prepare import plan as job
+from txl_dist.data.prepare import preparation as job
 from txl_dist.data.prepare import run as prepare
 from txl_dist.data.prepare import validation_split as held_out
 from txl_dist.data.prepare.documents import (
@@ -369,7 +369,7 @@ def test_the_same_command_finds_its_corpus_whatever_its_held_out_text_begins_wit
 def test_an_impossible_vocabulary_is_refused_before_any_text_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, vocab_size: int
 ) -> None:
-    monkeypatch.setattr("txl_dist.data.prepare.plan.read_parts", never)
+    monkeypatch.setattr("txl_dist.data.prepare.preparation.read_parts", never)
     (tmp_path / "a.txt").write_text(prose(6_000))
     with pytest.raises(ConfigError, match=rf"vocab_size={vocab_size} is too (small: .* or more|large: .* smaller)"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], kind=kind, vocab_size=vocab_size)

@@ -28,7 +28,7 @@ from tests.unit.model.test_adaptive_softmax import VARIANTS
 from tests.unit.model.test_fused_softmax import both
 from txl_dist.model import fused_softmax
 from txl_dist.model import relative_attention as twin
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import attention_launch
 from txl_dist.model.kernels.relative_attention import kept
 from txl_dist.model.memory import EMPTY, AttentionMask
 from txl_dist.model.relative_attention import Terms
@@ -68,8 +68,8 @@ class Case(NamedTuple):
     documents: str = "one"
     oldest: int | None = None
     dropout: float = 0.0
-    buffer_bytes: int = launch.SCORE_BUFFER_BYTES
-    num_multiprocessors: int = launch.NUM_MULTIPROCESSORS
+    buffer_bytes: int = attention_launch.SCORE_BUFFER_BYTES
+    num_multiprocessors: int = attention_launch.NUM_MULTIPROCESSORS
     """With few, a small problem has the largest tiles."""
     dtype: torch.dtype = torch.float32
 
@@ -153,7 +153,7 @@ def attend_to_products(terms: Terms, *, visible: AttentionMask, dropout: float) 
     assert content_bias is not None
     assert position_bias is not None
     past, new = ((key[:, part], value[:, part]) for part in (slice(-query.shape[1]), slice(-query.shape[1], None)))
-    return launch.triton_attention_of_products(
+    return attention_launch.triton_attention_of_products(
         torch.stack([query, *new], 2),
         torch.stack(past, 2),
         distance_KNH=distance,
@@ -168,18 +168,21 @@ def drawn_mask(case: Case, seed: Tensor) -> Tensor:
     """mask_BNTK of what dropout keeps."""
     K = case.M + case.T
     mask = torch.empty(case.B, case.N, case.T, K, dtype=torch.int8)
-    threshold = round(case.dropout * launch.KEEP_LEVELS)
+    threshold = round(case.dropout * attention_launch.KEEP_LEVELS)
     rows, columns = triton.next_power_of_2(case.T), triton.next_power_of_2(max(K, 16))
     write_kept[(case.N, case.B)](mask, seed, threshold, case.T, K, case.N, ROWS=rows, COLUMNS=columns)
     return mask.bool()
 
 
 def use_tiles(case: Case) -> None:
-    launch.SCORE_BUFFER_BYTES, launch.NUM_MULTIPROCESSORS = case.buffer_bytes, case.num_multiprocessors
+    attention_launch.SCORE_BUFFER_BYTES, attention_launch.NUM_MULTIPROCESSORS = (
+        case.buffer_bytes,
+        case.num_multiprocessors,
+    )
     if case.rows is not None:
-        tile = launch.Tile(case.rows, case.columns, 1, 1, resident=1)
-        launch.tiles = lambda head_width, has_dropout: dict.fromkeys(
-            [*launch.FORWARD, *launch.BACKWARD, launch.SUM], (tile,)
+        tile = attention_launch.Tile(case.rows, case.columns, 1, 1, resident=1)
+        attention_launch.tiles = lambda head_width, has_dropout: dict.fromkeys(
+            [*attention_launch.FORWARD, *attention_launch.BACKWARD, attention_launch.SUM], (tile,)
         )
 
 
@@ -189,10 +192,10 @@ def relative_errors(name: str) -> dict[str, float]:
     case = CASES[name]
     use_tiles(case)
     torch.manual_seed(7)
-    measured = outcome(launch.triton_relative_attention, case, case.dtype)
+    measured = outcome(attention_launch.triton_relative_attention, case, case.dtype)
     torch.manual_seed(7)
     kept_NBTK = drawn_mask(case, torch.randint(2**63 - 1, (1,))).transpose(0, 1)
-    keep_rate = 1 - round(case.dropout * launch.KEEP_LEVELS) / launch.KEEP_LEVELS
+    keep_rate = 1 - round(case.dropout * attention_launch.KEEP_LEVELS) / attention_launch.KEEP_LEVELS
     with mock.patch.object(twin.F, "dropout", lambda weights, rate, training: weights * kept_NBTK / keep_rate):
         exact = outcome(twin.relative_attention, case, torch.float64)
     errors = {output: relative_error(a, b) for output, a, b in zip(OUTPUTS, measured, exact, strict=True)}
@@ -233,15 +236,17 @@ def recomputed() -> dict[str, float]:
     use_tiles(case)
 
     def attend_again(*inputs: Any, **settings: Any) -> Tensor:
-        context: Tensor = checkpoint(launch.triton_relative_attention, *inputs, use_reentrant=False, **settings)
+        context: Tensor = checkpoint(
+            attention_launch.triton_relative_attention, *inputs, use_reentrant=False, **settings
+        )
         return context
 
     torch.manual_seed(5)
-    once = outcome(launch.triton_relative_attention, case, torch.float32)
+    once = outcome(attention_launch.triton_relative_attention, case, torch.float32)
     torch.manual_seed(5)
     twice = outcome(attend_again, case, torch.float32)
     torch.manual_seed(6)
-    other = outcome(launch.triton_relative_attention, case, torch.float32)
+    other = outcome(attention_launch.triton_relative_attention, case, torch.float32)
     difference = max((a - b).abs().max().item() for a, b in zip(once, twice, strict=True))
     return {"same_seed": difference, "other_seed": (once[0] - other[0]).abs().max().item()}
 
@@ -295,10 +300,10 @@ def main(names: list[str]) -> None:
     torch.use_deterministic_algorithms(True)
     checks = {"dropout_rates": dropout_rates, "recomputed": recomputed}
     checks |= {"softmax_errors": softmax_errors, "weighted_losses": weighted_losses}
-    tiles = launch.tiles
+    tiles = attention_launch.tiles
     with np.errstate(all="ignore"):
         for name in names:
-            launch.tiles = tiles
+            attention_launch.tiles = tiles
             found = checks[name]() if name in checks else relative_errors(name)
             print(json.dumps({name: found}), flush=True)
 

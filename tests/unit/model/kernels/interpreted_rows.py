@@ -25,7 +25,7 @@ from torch import Tensor
 from tests.helpers.models import VOCAB_SIZE, random_tokens, tiny_section
 from txl_dist.model import activation, residual_norm
 from txl_dist.model.activation import ActivatedLinear
-from txl_dist.model.kernels import launch, rows
+from txl_dist.model.kernels import attention_launch, rows
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -163,7 +163,7 @@ def trained(
         if by_kernel:
             stack.enter_context(mock.patch.object(rows, "runs", return_value=True))
             for name in ("unsupported_device_reason", "unsupported_shape_reason"):
-                stack.enter_context(mock.patch.object(launch, name, return_value=None))
+                stack.enter_context(mock.patch.object(attention_launch, name, return_value=None))
         torch.manual_seed(seed)
         _, memory = model(random_tokens(1, 5), model.empty_memory(num_lanes=1, memory_len=4))
         hidden, _ = model(random_tokens(1, 5, seed=1), memory)

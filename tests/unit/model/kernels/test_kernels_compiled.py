@@ -16,8 +16,8 @@ import torch
 
 from txl_dist.model import fused_softmax
 from txl_dist.model.fused_softmax import Cluster, Columns, fused_linear_cross_entropy
-from txl_dist.model.kernels import launch
-from txl_dist.model.kernels.launch import (
+from txl_dist.model.kernels import attention_launch
+from txl_dist.model.kernels.attention_launch import (
     BACKWARD,
     FORWARD,
     SUM,
@@ -181,7 +181,7 @@ def test_machine_code_is_what_the_design_promises(
     head_width, _, dropout, oldest, T, *_ = PROBLEMS[name]
     fills = T >= LARGE
     if fills:
-        monkeypatch.setattr(launch, "NUM_MULTIPROCESSORS", 1)
+        monkeypatch.setattr(attention_launch, "NUM_MULTIPROCESSORS", 1)
     launch_all(PROBLEMS[name])
     assert set(compiled) == {*FORWARD, *BACKWARD, SUM, *(["set_width"] if head_width % 16 else [])}
     for kernel, built in compiled.items():
@@ -237,5 +237,5 @@ def test_the_softmax_moves_vectors_and_keeps_all_in_registers(
 
 
 def test_importing_the_launcher_does_not_import_triton() -> None:
-    program = "import sys, txl_dist.model.kernels.launch; sys.exit('triton' in sys.modules)"
+    program = "import sys, txl_dist.model.kernels.attention_launch; sys.exit('triton' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.models import tiny_model
 from txl_dist.model.transformer_xl import SegmentLoss
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.checkpoint.probe import make_probe
+from txl_dist.train.checkpoint.engine_probe import make_probe
 
 
 def test_a_probe_is_of_fp32_products_whatever_steps_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:

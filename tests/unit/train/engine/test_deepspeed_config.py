@@ -13,7 +13,7 @@ from txl_dist.config.load import Config, config_from_dict, plan_batch
 from txl_dist.errors import ConfigError
 from txl_dist.model.attention import implementation
 from txl_dist.model.fused_attention import fused_relative_attention
-from txl_dist.model.kernels import launch
+from txl_dist.model.kernels import attention_launch
 from txl_dist.model.relative_attention import Terms
 from txl_dist.train import preflight
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN, deepspeed_config
@@ -191,8 +191,8 @@ def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monke
 
 def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(launch, "_has_triton", lambda: True)
-    monkeypatch.setattr(launch, "missing_compiler_reason", lambda: "Triton needs Python.h")
+    monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "Triton needs Python.h")
     config = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
     job = Mock(config=config, plan=plan_batch(config.train, world_size=1), vocab_size=100)
     assert [line for line in describe_batch(job) if "Python.h" in line] == [

@@ -26,12 +26,12 @@ from txl_dist.data.loader.stream_state import CorpusState, StreamState
 from txl_dist.distributed.collectives import RankInfo, StepFlags, all_reduce_flags, is_waiting
 from txl_dist.model.memory import Memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.train import step as step_module
+from txl_dist.train import stepper as step_module
 from txl_dist.train.batch import StepInput, batch_maker
 from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.engine.zero import ZeroEngine, import_deepspeed
 from txl_dist.train.monitoring.stragglers import StepClock
-from txl_dist.train.step import Stepper, StepResult, reduce_step
+from txl_dist.train.stepper import Stepper, StepResult, reduce_step
 
 
 class Says(NamedTuple):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from txl_dist.config.load import load_config
-from txl_dist.model.kernels import launch, rows
-from txl_dist.model.kernels.launch import Sizes, chunks, launches, unsupported_reason
+from txl_dist.model.kernels import attention_launch, rows
+from txl_dist.model.kernels.attention_launch import Sizes, chunks, launches, unsupported_reason
 
 RECIPES = ("enwik8_base", "enwik8_large", "wt103_base", "nvidia_wt103_base", "wt103_large")
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parents[4] / "configs"
 def room_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sizes, int], None]:
     """Makes the score buffer hold so many matrices."""
     return lambda sizes, fit: monkeypatch.setattr(
-        launch, "SCORE_BUFFER_BYTES", fit * sizes.matrix_len * sizes.value_bytes
+        attention_launch, "SCORE_BUFFER_BYTES", fit * sizes.matrix_len * sizes.value_bytes
     )
 
 
@@ -83,7 +83,7 @@ def test_a_layer_of_a_recipe_is_few_launches_of_at_least_one_wave(recipe: str, l
 
 
 def test_where_a_layer_does_not_fit_the_default_it_is_twice_as_many_launches() -> None:
-    assert launch.SCORE_BUFFER_BYTES >= 128 * 2**20
+    assert attention_launch.SCORE_BUFFER_BYTES >= 128 * 2**20
     sizes = Sizes(44, 512, 1024, 8, 64)
     assert [len(launches(sizes, backward=backward)) for backward in (False, True)] == [4, 11]
 
@@ -108,8 +108,8 @@ def test_a_model_on_a_gpu_is_told_what_stands_in_the_way(
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(launch, "_has_triton", lambda: True)
-    monkeypatch.setattr(launch, "missing_compiler_reason", lambda: "")
+    monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "")
     found = unsupported_reason(query, has_position_bias=has_position_bias)
     assert found is None if reason is None else found is not None and reason in found
 
@@ -118,16 +118,16 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(launch, "_has_triton", lambda: True)
+    monkeypatch.setattr(attention_launch, "_has_triton", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     queries = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16)
-    launch.missing_compiler_reason.cache_clear()
+    attention_launch.missing_compiler_reason.cache_clear()
     assert "needs a C compiler" in (unsupported_reason(queries, has_position_bias=True) or "")
     compiler = tmp_path / "gcc"
     compiler.touch(mode=0o755)
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    launch.missing_compiler_reason.cache_clear()
+    attention_launch.missing_compiler_reason.cache_clear()
     assert "needs Python.h" in (unsupported_reason(queries, has_position_bias=True) or "")
     (tmp_path / "Python.h").touch()
     for script, found in (
@@ -136,20 +136,20 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
         ("#!/no/such/shell\n", "does not run"),
     ):
         compiler.write_text(script)
-        launch.missing_compiler_reason.cache_clear()
+        attention_launch.missing_compiler_reason.cache_clear()
         assert found in (unsupported_reason(queries, has_position_bias=True) or "")
     compiler.write_text("#!/bin/sh\nexit 0\n")
-    launch.missing_compiler_reason.cache_clear()
-    assert launch.missing_compiler_reason() == ""
+    attention_launch.missing_compiler_reason.cache_clear()
+    assert attention_launch.missing_compiler_reason() == ""
     monkeypatch.setenv("CC", "no-such-compiler")  # which Triton would call all the same
-    launch.missing_compiler_reason.cache_clear()
-    assert "there is none" in launch.missing_compiler_reason()
-    launch.missing_compiler_reason.cache_clear()
+    attention_launch.missing_compiler_reason.cache_clear()
+    assert "there is none" in attention_launch.missing_compiler_reason()
+    attention_launch.missing_compiler_reason.cache_clear()
 
 
 def test_without_triton_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(launch, "_has_triton", lambda: False)
+    monkeypatch.setattr(attention_launch, "_has_triton", lambda: False)
     assert unsupported_reason(torch.empty(1, 1, 1, 64), has_position_bias=True) == "triton is not installed"
 
 
@@ -164,4 +164,4 @@ def test_the_kernels_of_rows_run_where_those_of_attention_do(monkeypatch: pytest
     assert not rows.runs("auto", half.float())
     assert not rows.runs("auto", torch.zeros(1, rows.MAX_WIDTH + 1, dtype=torch.bfloat16))
     assert rows.threshold_of(0.0) == 0
-    assert 0 < rows.threshold_of(0.999_999_9) < launch.KEEP_LEVELS
+    assert 0 < rows.threshold_of(0.999_999_9) < attention_launch.KEEP_LEVELS
