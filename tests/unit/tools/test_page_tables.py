@@ -8,7 +8,7 @@ import re
 import pytest
 
 import txl_dist
-from tools.checks import page_tables
+from tools.checks import count_code, page_tables
 from tools.checks.count_code import size_of
 from tools.checks.page_tables import (
     FEWEST_LINES,
@@ -45,6 +45,21 @@ def test_the_reading_list_has_each_file_with_its_lines_and_the_sum() -> None:
     assert listed == {name: size_of(ROOT / PACKAGE / name).lines for name in listed}, message
     assert sum_row[2:] == [f"{len(listed)} files", f"{sum(listed.values()):,}"]
     assert FEWEST_LINES <= sum(listed.values()) <= MOST_LINES
+
+
+def test_the_program_that_the_page_names_counts_single_files(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(ROOT / PACKAGE / name) for name in ("errors.py", "rng.py")]
+    monkeypatch.setattr("sys.argv", ["count_code", *files])
+    count_code.main()
+    lines = reading_lines()
+    printed = re.findall(r"(\S+) +\d files +([\d,]+) lines of code", capsys.readouterr().out)
+    assert printed == [
+        (files[0], str(lines["errors.py"])),
+        (files[1], str(lines["rng.py"])),
+        ("all", str(lines["errors.py"] + lines["rng.py"])),
+    ]
 
 
 def test_a_pattern_that_no_file_matches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
