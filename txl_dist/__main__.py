@@ -21,11 +21,11 @@ def run():
     from txl_dist.errors import missing_package
 
     try:
-        from txl_dist.cli.main import run as run_cli
+        from txl_dist.cli.main import run_and_exit
     except ModuleNotFoundError as error:
         sys.stderr.write("txl: error: " + missing_package(error) + "\n")
         sys.exit(2)
-    run_cli()
+    run_and_exit()
 
 
 if __name__ == "__main__":

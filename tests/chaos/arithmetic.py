@@ -9,7 +9,7 @@ from functools import partial
 
 from tests.chaos.lab import Case, Lab, Trial
 from txl_dist.artifacts import checkpoint_folder
-from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.memories import load_lane_memory
 
 SPIKY = ("--guard.on_spike", "rewind", "--guard.spike_window", "8", "--guard.spike_patience", "2")
 
@@ -26,7 +26,7 @@ def not_finite(lab: Lab, *, kind: str, rank: int, stage: int = 1, is_killed: boo
             case.problems.append("the fault never struck")
     lab.start_until_done(case, run, *words)
     lab.judge(case, run, lab.unbroken(*words, fault="skip:*:9"))
-    memory = load_memory(checkpoint_folder(run.dir, 12), lanes=range(4))
+    memory = load_lane_memory(checkpoint_folder(run.dir, 12), lanes=range(4))
     if not all(bool(hidden_BMD.isfinite().all()) for hidden_BMD in memory.hidden):
         case.problems.append("a memory is not finite")
     skipped = run.records("train")[-1]["skipped_steps"]

@@ -16,7 +16,7 @@ import torch
 from tests.chaos.lab import TOKENS_PER_STEP, Case, Lab, Trial
 from tests.chaos.runs import Run
 from txl_dist.artifacts import checkpoint_folder
-from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.memories import load_lane_memory
 
 SEGMENT_LEN, NUM_LANES = 8, 4
 SETTINGS = ("--model.dropout", "0", "--model.attention_dropout", "0", "--checkpoint.keep_last", "1000")
@@ -83,7 +83,9 @@ def _check(case: Case, run: Run, unbroken: Run, *, ends: list[int]) -> None:
 
 def _memories_went_on(run: Run, end: int) -> bool:
     """Whether the memory after the first step of a leg still holds, bit for bit, what the leg before saved."""
-    before, after = (load_memory(checkpoint_folder(run.dir, step), lanes=range(NUM_LANES)) for step in (end, end + 1))
+    before, after = (
+        load_lane_memory(checkpoint_folder(run.dir, step), lanes=range(NUM_LANES)) for step in (end, end + 1)
+    )
     return torch.equal(
         torch.stack(before.hidden)[:, :, SEGMENT_LEN:], torch.stack(after.hidden)[:, :, :-SEGMENT_LEN]
     ) and torch.equal(before.document_BM[:, SEGMENT_LEN:], after.document_BM[:, :-SEGMENT_LEN])

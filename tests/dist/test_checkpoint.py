@@ -30,7 +30,7 @@ from txl_dist.train.batch import batch_maker
 from txl_dist.train.checkpoint.engine_probe import check_probe, make_probes
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.manager import prune_checkpoints
-from txl_dist.train.checkpoint.memories import load_memory, resized
+from txl_dist.train.checkpoint.memories import load_lane_memory, resized
 from txl_dist.train.checkpoint.read import (
     check_checkpoint,
     choose_checkpoint,
@@ -150,11 +150,11 @@ def test_every_stage_and_precision_continues_bit_for_bit_and_exports_what_it_tra
 def test_any_rank_finds_the_memory_of_any_lane(saved: tuple[Path, list[Results]]) -> None:
     checkpoint = newest_checkpoint(saved[0] / "1-fp32")[0]
     assert checkpoint is not None
-    whole = load_memory(checkpoint, lanes=range(4))
+    whole = load_lane_memory(checkpoint, lanes=range(4))
     assert torch.stack(whole.hidden).shape == (2, 4, 12, 32)
     assert len({float(torch.stack(whole.hidden)[:, lane].sum()) for lane in range(4)}) == 4, "each lane has its own"
     for lanes in (range(0, 1), range(1, 3), range(3, 4), range(0, 2)):
-        part = load_memory(checkpoint, lanes=lanes)
+        part = load_lane_memory(checkpoint, lanes=lanes)
         assert torch.equal(torch.stack(part.hidden), torch.stack(whole.hidden)[:, lanes.start : lanes.stop])
         assert torch.equal(part.document_BM, whole.document_BM[lanes.start : lanes.stop])
 
@@ -198,7 +198,7 @@ def test_a_pickle_that_would_run_code_is_refused_when_resuming_and_exporting(
     with pytest.raises(CheckpointError, match="cannot read the weights"):
         [rows[:] for rows in consolidated_weights(checkpoint).values()]
     with pytest.raises(CheckpointError, match="cannot read the memories"):
-        load_memory(checkpoint, lanes=range(4))
+        load_lane_memory(checkpoint, lanes=range(4))
     for message in run_ranks(load_poisoned, str(checkpoint), stage, world_size=2, folder=tmp_path / "results"):
         assert "cannot read the weights" in message
     assert not mark.exists()
@@ -304,7 +304,7 @@ def test_a_checkpoint_of_any_stage_loads_into_any_other_on_any_number_of_ranks(
         assert original is not None
         assert copy is not None
         assert_same_values(original, copy)
-        ours, theirs = (load_memory(folder, lanes=range(config_lanes)) for folder in (copy, original))
+        ours, theirs = (load_lane_memory(folder, lanes=range(config_lanes)) for folder in (copy, original))
         for one, other in zip(ours.hidden, theirs.hidden, strict=True):
             assert torch.equal(one, other.float())
         assert torch.equal(ours.document_BM, theirs.document_BM)

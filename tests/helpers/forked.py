@@ -77,9 +77,9 @@ def run_txl(*words: str) -> None:
     """A function to start: `python -m txl_dist words`."""
     multiprocessing.set_start_method("fork", force=True)  # as in a process that was not forked by a server
     sys.argv = ["txl", *words]
-    from txl_dist.cli.main import run
+    from txl_dist.cli.main import run_and_exit
 
-    run()
+    run_and_exit()
 
 
 def run_python(*words: str) -> None:

@@ -26,7 +26,7 @@ from tests.helpers.job import Job
 from txl_dist.artifacts import checkpoint_folder
 from txl_dist.config.load import config_from_dict, config_to_toml
 from txl_dist.train.checkpoint.fragments import FragmentFiles
-from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.validate import read_state
 
 STEP, LAST_STEP = 16, 20
@@ -71,7 +71,7 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
     """What a reader must find in a checkpoint, whatever the format of its files."""
     saved, files = read_state(checkpoint), FragmentFiles(checkpoint / "engine")
     lengths = {name: torch.Size(shape).numel() for name, shape in saved.values["parameters"].items()}
-    memory = load_memory(checkpoint, lanes=range(SETTINGS["train"]["num_lanes"]))
+    memory = load_lane_memory(checkpoint, lanes=range(SETTINGS["train"]["num_lanes"]))
     return {
         "step": saved.step,
         "tokens_seen": saved.values["tokens_seen"],

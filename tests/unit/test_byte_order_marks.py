@@ -17,10 +17,10 @@ from tokenizers import Tokenizer as Library
 from tokenizers import models
 
 import txl_dist
-from txl_dist.cli.launch import _slots, launch
+from txl_dist.cli.launch import _slots, run_launch
 from txl_dist.cli.prompts import prompts_in_lines, read_lines
 from txl_dist.config.load import Config, load_config
-from txl_dist.convert.import_checks import read_settings as read_settings_of_a_model
+from txl_dist.convert.import_checks import read_peer_settings
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.io.files import decode_text, open_text, parse_object, read_bytes, read_text
@@ -66,7 +66,7 @@ FILES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {  # kind: (name, tex
     ),
     "a vocabulary in JSON": ("v.json", '{"a": 0, "\u00e9": 1}', lambda p: read_vocabulary(p, vocab_size=2).symbols),
     "names of ready ids": ("names.txt", "a\r\n\u00e9\r\nb\r\n", read_names),
-    "settings of a model": ("s.json", '{"n_layer": 3, "name": "\u00e9"}', read_settings_of_a_model),
+    "settings of a model": ("s.json", '{"n_layer": 3, "name": "\u00e9"}', read_peer_settings),
     "a prompt": ("p.txt", "caf\u00e9 the\r\n", lambda path: "".join(read_lines(path))),
     "prompts in JSON lines": ("p.jsonl", '{"prompt": "caf\u00e9"}\n\n{"tokens": [3]}\n', prompts_of),
     "prompts from standard input": ("p.jsonl", '{"prompt": "caf\u00e9"}\n{"tokens": [3]}\n', prompts_of_stdin),
@@ -126,18 +126,18 @@ def test_the_launcher_gets_its_files_without_marks(tmp_path: Path, monkeypatch: 
         seen.append((flags, Path(flags[-1]).read_text(encoding="utf-8"), given))
         return 0
 
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", start)
+    monkeypatch.setattr("txl_dist.launcher.launch.launch_ranks", start)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("DS_ENV_FILE", "")
     monkeypatch.delenv("DS_ENV_FILE")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
     Path("hosts").write_text("a slots=1\n")
-    launch(["--hostfile", "hosts", "c.toml"], read_settings=lambda *_: Config())
+    run_launch(["--hostfile", "hosts", "c.toml"], read_settings=lambda *_: Config())
     Path("hosts").write_text("a slots=1\n", encoding="utf-8-sig")
     Path("home/.deepspeed_env").write_text("A=1", encoding="utf-8-sig")
     Path(".deepspeed_env").write_text("B=2\n", encoding="utf-16")
-    launch(["--hostfile", "hosts", "c.toml"], read_settings=lambda *_: Config())
+    run_launch(["--hostfile", "hosts", "c.toml"], read_settings=lambda *_: Config())
     assert seen[0] == (["--hostfile", "hosts"], "a slots=1\n", "")
     flags, hosts, variables = seen[1]
     assert flags[:3] == ["--hostfile", "hosts", "--hostfile"]  # the last one counts

@@ -387,7 +387,7 @@ def test_where_a_package_is_missing_one_line_names_it_and_the_environment(tmp_pa
 
 def test_a_package_that_only_a_command_needs_is_named_in_one_line_too(tmp_path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; sys.argv[1:] = ['generate', 'b']; "
-    code += "from txl_dist.cli.main import run; run()"
+    code += "from txl_dist.cli.main import run_and_exit; run_and_exit()"
     (tmp_path / "b").mkdir()
     for name in ("model.safetensors", "MANIFEST.json"):
         (tmp_path / "b" / name).touch()

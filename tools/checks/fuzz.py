@@ -76,7 +76,7 @@ from txl_dist.report.report import write_report
 from txl_dist.report.summary import facts_of, lead, read_run
 from txl_dist.tokenizers.importing import open_tokenizer
 from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
-from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.read import consolidated_weights, newest_checkpoint
 from txl_dist.train.monitoring.heartbeats import Beat, Connection, _beat
 from txl_dist.train.monitoring.preemption import StopRequests
@@ -357,7 +357,7 @@ def _read_checkpoint(folder: Path) -> bool:
     load_tokenizer(found / "tokenizer.json")
     for rows in consolidated_weights(found).values():
         rows[:]
-    load_memory(found, lanes=range(4))
+    load_lane_memory(found, lanes=range(4))
     return True
 
 

@@ -93,7 +93,7 @@ with
   else  an error"""
 
 
-def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
+def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
     """Train under the `deepspeed` launcher, and return the exit code.
 
     `read_settings` returns the settings that the words after the launcher's flags give. Its second argument says that
@@ -117,12 +117,12 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     _check_choice(asked, slots)
     settings = read_settings(train_words, not slots)
     num_ranks = check_launch(asked, settings, slots=slots)
-    from txl_dist.launcher.launch import launch as run_launcher
+    from txl_dist.launcher.launch import launch_ranks
 
     run_dir = Path(settings.run.dir)
     if not slots:
         flags = _flags_for_this_machine(flags, asked, num_ranks=num_ranks)
-        return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=0.0, verbose=verbose)
+        return launch_ranks(flags, train_words, run_dir=run_dir, seen_within_s=0.0, verbose=verbose)
     from txl_dist.launcher.deepspeed_files import files_for_launcher
 
     train_words = encode_words(train_words)
@@ -132,7 +132,7 @@ def launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool
     with files_for_launcher(Path(asked.hostfile or DEFAULT_HOSTFILE)) as files:
         os.environ.update(files.environment)
         flags += files.flags
-        return run_launcher(flags, train_words, run_dir=run_dir, seen_within_s=SEEN_WITHIN_S, verbose=verbose)
+        return launch_ranks(flags, train_words, run_dir=run_dir, seen_within_s=SEEN_WITHIN_S, verbose=verbose)
 
 
 def _index_of_config(words: Sequence[str]) -> int | None:

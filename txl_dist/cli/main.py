@@ -27,18 +27,15 @@ from txl_dist.cli.data import prepare, verify
 from txl_dist.cli.doctor import doctor
 from txl_dist.cli.generate import generate
 from txl_dist.cli.inspect import inspect
-from txl_dist.cli.launch import launch as run_launch
-from txl_dist.cli.launch import launcher_arguments
+from txl_dist.cli.launch import launcher_arguments, run_launch
 from txl_dist.cli.model import evaluate, export, import_
 from txl_dist.cli.parsing import announce_ranks, call, check_typos, complete_switches, parse
-from txl_dist.cli.plan import PlanArguments
-from txl_dist.cli.plan import plan as run_plan
+from txl_dist.cli.plan import PlanArguments, run_plan
 from txl_dist.cli.recl import recl
 from txl_dist.cli.remote_words import decode_words
 from txl_dist.cli.report import compare, report
 from txl_dist.cli.serve import serve
-from txl_dist.cli.sweep import SweepArguments
-from txl_dist.cli.sweep import sweep as run_sweep
+from txl_dist.cli.sweep import SweepArguments, run_sweep
 from txl_dist.cli.train import check_config_file, usage
 from txl_dist.cli.typed_text import decode_texts
 from txl_dist.cli.tyro_events import Argument, list_arguments
@@ -341,7 +338,7 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
         previous = word
 
 
-def run() -> None:
+def run_and_exit() -> None:
     """Run the `txl` script: run the command line, write all output, and exit."""
     # Threads that wait for one another spin for some microseconds, then sleep. With the default of a millisecond, steps
     # took ten times longer on cores that other processes use too (docs/log.md). torch reads it when it is imported.

@@ -43,7 +43,7 @@ class PlanArguments:
     """Write the facts to this file too."""
 
 
-def plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
+def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
     """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")

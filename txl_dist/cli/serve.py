@@ -42,7 +42,7 @@ def serve(
     announce(f"serving {source}, {kind.value}")
     from txl_dist.console.logging import start_logging
     from txl_dist.convert.export import load
-    from txl_dist.serve.server import serve as run
+    from txl_dist.serve.server import run_server
 
     start_logging()
-    run(load(source, device=device), serving, listening, name=name)
+    run_server(load(source, device=device), serving, listening, name=name)

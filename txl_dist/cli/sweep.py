@@ -39,7 +39,7 @@ class SweepArguments:
     """Folder of the runs, their table (sweep.csv) and the page with their curves (compare.html)."""
 
 
-def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
+def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
     """Train over a grid of settings, and name the best with its margin over the seeds."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
@@ -64,10 +64,9 @@ def sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Confi
     kind = detect_artifact(arguments.out)
     if kind is not ArtifactKind.NOTHING:
         raise ConfigError(f"--out {arguments.out} is {kind.value}, and runs would lie in it. Choose another --out.")
-    from txl_dist.launcher.sweep import parse_axis
-    from txl_dist.launcher.sweep import sweep as run_sweep
+    from txl_dist.launcher.sweep import parse_axis, train_grid
 
-    lines, code = run_sweep(
+    lines, code = train_grid(
         base,
         [parse_axis(words) for words in arguments.grid],
         num_seeds=arguments.seeds,

@@ -24,7 +24,7 @@ from txl_dist.inference.language_model import LanguageModel
 from txl_dist.io.hub import local_model
 from txl_dist.tokenizers.tokenizer import load_tokenizer
 from txl_dist.train.checkpoint.engine_probe import AVERAGE_LOSSES, read_probe
-from txl_dist.train.checkpoint.read import consolidated_weights, kept, scores_first_tokens
+from txl_dist.train.checkpoint.read import consolidated_weights, keep_while_reading, scores_first_tokens
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
     The run may be training: what is used is kept from being pruned, and what was pruned before that was no choice.
     """
     if detect_artifact(run) is ArtifactKind.CHECKPOINT:
-        with kept(run):
+        with keep_while_reading(run):
             if problems := checkpoint_problems(run):
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
@@ -79,7 +79,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
     while (listed := list_checkpoints(run)) != looked_at:
         looked_at, rejected = listed, []
         for folder in reversed(listed):
-            with kept(folder):
+            with keep_while_reading(folder):
                 try:
                     if not (problems := checkpoint_problems(folder)):
                         used = use(_read_checkpoint(folder, name=run.name, use_ema=use_ema))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.import_checks import Imported, count, only_tensors, read_settings, refuse
+from txl_dist.convert.import_checks import Imported, count, only_tensors, read_peer_settings, refuse
 from txl_dist.convert.key_mapping import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
@@ -49,7 +49,7 @@ def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
         raise CheckpointError(f"{path} is no folder. Name the folder with config.json and the weights.")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json. Name the folder that save_pretrained wrote.")
-    config = read_settings(path / "config.json")
+    config = read_peer_settings(path / "config.json")
     if config.get("model_type", "transfo-xl") != "transfo-xl":
         raise CheckpointError(f"{path / 'config.json'} is of a {config['model_type']} model, not of transfo-xl.")
     if config.get("attn_type", 0) != 0:
@@ -157,7 +157,7 @@ def _read_parts(folder: Path) -> dict[str, Any]:
             content: dict[str, Any] = read_weights(folder / name)
             return content
         if (folder / f"{name}.index.json").is_file():
-            index = read_settings(folder / f"{name}.index.json").get("weight_map")
+            index = read_peer_settings(folder / f"{name}.index.json").get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
                 raise CheckpointError(f"{folder / name}.index.json has no weight_map of file names. Copy it again.")
             weights: dict[str, Any] = {}

@@ -81,7 +81,7 @@ class PeerSettings(BaseModel):
             raise _settings_error(error, where=where) from error
 
 
-def read_settings(path: Path | None) -> dict[str, Any]:
+def read_peer_settings(path: Path | None) -> dict[str, Any]:
     """Read a JSON object of settings; return an empty one without a path. Raises CheckpointError."""
     if path is None:
         return {}

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from txl_dist.config.load import Config, check_config
 from txl_dist.config.schema import TrainSection
 from txl_dist.convert.huggingface import import_huggingface
-from txl_dist.convert.import_checks import Imported, read_settings
+from txl_dist.convert.import_checks import Imported, read_peer_settings
 from txl_dist.convert.labml import import_labml
 from txl_dist.convert.nvidia import import_nvidia
 from txl_dist.convert.original import import_original
@@ -70,7 +70,7 @@ def import_model(
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
-    imported = READERS[format](path, told=read_settings(settings))
+    imported = READERS[format](path, told=read_peer_settings(settings))
     model, vocab_size, tokenizer = imported.model, imported.vocab_size, imported.tokenizer
     if vocab is not None:
         tokenizer = read_vocabulary(vocab, vocab_size=vocab_size)

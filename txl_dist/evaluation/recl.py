@@ -87,7 +87,7 @@ def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> 
     return (short - longer) / short
 
 
-def recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
+def compute_recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
     """The RECL of one model of the group."""
     gains = [relative_gain(losses_NCS, model=model, context=index, r=r) for index in range(len(contexts) - 1)]
     stop = next((index for index, gain in enumerate(gains) if gain < THRESHOLD), len(gains))
@@ -117,7 +117,9 @@ def compare_contexts(
     if get_rank() > 0:
         return []  # rank 0 speaks
     names, contexts = [str(path) for path in paths], settings.contexts
-    found = [[recl(losses_NCS, contexts, model=index, r=r) for r in settings.r] for index in range(len(targets))]
+    found = []
+    for index in range(len(targets)):
+        found.append([compute_recl(losses_NCS, contexts, model=index, r=r) for r in settings.r])
     mean_NC = losses_NCS.mean(axis=2)
     if outputs.json is not None:
         rows = [

@@ -36,7 +36,7 @@ from txl_dist.evaluation.target import Target, require_same
 from txl_dist.inference.kv_cache import is_out_of_memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
 from txl_dist.train.batch import batch_maker
-from txl_dist.train.report.evaluation_loss import Evaluation, ScoredPart, evaluate
+from txl_dist.train.report.evaluation_loss import Evaluation, ScoredPart, evaluate_stream
 
 Result = dict[str, Any]
 """Numbers, and lists of parts, of one score."""
@@ -403,7 +403,7 @@ def _score(
         return static(core, with_hits=config.eval.accuracy)
 
     losses, first_state = run_on_all_ranks(make_losses)
-    evaluation = evaluate(
+    evaluation = evaluate_stream(
         losses,
         first_state,
         plan.cut,

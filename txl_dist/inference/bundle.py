@@ -40,7 +40,7 @@ from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.card import CARD, NOTHING_STATED, Card, Model, read_card, write_card, write_readme
 from txl_dist.inference.disk_offload import DiskOffloadedXL
 from txl_dist.inference.probe import probe_error
-from txl_dist.inference.weights import Weights, copy_rows, stored_weights, write_weights
+from txl_dist.inference.weights import Weights, copy_in_pieces, stored_weights, write_weights
 from txl_dist.io.files import parse_object, read_bytes, typed, write_bytes
 from txl_dist.io.hub import local_model
 from txl_dist.io.manifest import check_folder, describe_file, files_of, replace_folder, write_manifest
@@ -356,7 +356,7 @@ def network_of(
 def copy_weights(network: TransformerXL, weights: Weights) -> None:
     """Overwrite every parameter, casting to its type; each tied tensor stands in `weights` under one name at least."""
     for name, parameter in network.named_parameters():
-        copy_rows(parameter, weights[name])
+        copy_in_pieces(parameter, weights[name])
 
 
 def _compute_type(dtype: str) -> torch.dtype:

@@ -274,7 +274,7 @@ def readme(model: Model, kind: ArtifactKind) -> str:
         f"## Held-out scores\n\n{_scores(model)}",
         f"## Sample\n\n{_sample(model.card.sample)}",
         "## Use\n\nThese commands are for the folder of this file.\n",
-        *(f"### {code.title}\n\n{_fenced(code.text, code.language)}" for code in usage(model, kind, ".")),
+        *(f"### {code.title}\n\n{_fenced(code.text, code.language)}" for code in usage_examples(model, kind, ".")),
         "This file is for people. It may be edited: no program reads it, and verification leaves it out.\n",
     ]
     return "\n".join(parts)
@@ -344,7 +344,7 @@ def protocols(scores: Sequence[Score]) -> list[str]:
     return list(dict.fromkeys(printable(score.protocol) for score in scores))
 
 
-def usage(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
+def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
     """How a folder of this kind is loaded, asked and served; `address` is its path or its hf:// address."""
     quoted = shlex.quote(address)
     takes_text = model.tokenizer in TAKE_ANY_TEXT

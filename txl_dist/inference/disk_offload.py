@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from txl_dist.config.schema import ModelSection
 from txl_dist.errors import CheckpointError
-from txl_dist.inference.weights import Sliced, Weights, copy_rows, pieces
+from txl_dist.inference.weights import Sliced, Weights, copy_in_pieces, pieces
 from txl_dist.model.adaptive_embedding import AdaptiveEmbedding, Partition
 from txl_dist.model.adaptive_softmax import AdaptiveSoftmax, Columned, column_losses
 from txl_dist.model.block import Block
@@ -92,7 +92,7 @@ class _Reader(NamedTuple):
         return self.sources[parameter][rows].to(self.dtype)
 
     def whole(self, parameter: Tensor) -> Tensor:
-        return copy_rows(torch.empty(parameter.shape, dtype=self.dtype), self.sources[parameter])
+        return copy_in_pieces(torch.empty(parameter.shape, dtype=self.dtype), self.sources[parameter])
 
 
 def _stream(module: nn.Module, reader: _Reader) -> None:

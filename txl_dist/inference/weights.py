@@ -64,7 +64,7 @@ def pieces(shape: torch.Size) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def copy_rows(into: Tensor, weight: Sliced) -> Tensor:
+def copy_in_pieces(into: Tensor, weight: Sliced) -> Tensor:
     """Overwrite a tensor, casting to its type. Returns it."""
     for rows in pieces(into.shape):
         into[rows] = weight[rows]

@@ -41,7 +41,7 @@ SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
 PR_SET_PDEATHSIG = 1
 
 
-def launch(
+def launch_ranks(
     launcher_flags: Sequence[str],
     train_words: Sequence[str],
     *,

@@ -100,7 +100,7 @@ class Outcome(NamedTuple):
     """Either "done", or the reason why it is not."""
 
 
-class Score(NamedTuple):
+class PointScore(NamedTuple):
     """Held-out losses of a point of the grid."""
 
     point: str
@@ -324,7 +324,7 @@ def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[O
     return outcomes
 
 
-def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[Score]:
+def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[PointScore]:
     """Return one score per point: ranked points first, the best first, then the others in the order of the grid.
 
     `column` names the held-out loss in the records.
@@ -342,7 +342,7 @@ def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[Score]:
     return ranked + unranked
 
 
-def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], *, column: str) -> Score:
+def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], *, column: str) -> PointScore:
     """Return the score of one point from the outcomes of all."""
     losses = []
     problems = []
@@ -358,10 +358,10 @@ def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], 
         else:
             losses.append(loss)
     problem = problems[0] if problems else ""
-    return Score(point, values, tuple(losses), problem)
+    return PointScore(point, values, tuple(losses), problem)
 
 
-def verdict(scores: Sequence[Score], axes: Sequence[Axis]) -> list[str]:
+def best_point_lines(scores: Sequence[PointScore], axes: Sequence[Axis]) -> list[str]:
     """Return the best point with its margin over the next, and each axis whose grid may end too early.
 
     The margin is compared with the standard deviation of a run.
@@ -382,7 +382,7 @@ def verdict(scores: Sequence[Score], axes: Sequence[Axis]) -> list[str]:
     return lines
 
 
-def _margin(best: Score, second: Score) -> str:
+def _margin(best: PointScore, second: PointScore) -> str:
     """Return the margin of the best point over the second, and whether it may be chance."""
     margin = second.mean - best.mean
     text = f", {bounded(margin)} below {second.point}"
@@ -397,7 +397,7 @@ def _margin(best: Score, second: Score) -> str:
     return f"{text}: {times}the deviation of a run ({spread})"
 
 
-def table_of(scores: Sequence[Score]) -> list[str]:
+def table_of(scores: Sequence[PointScore]) -> list[str]:
     """Return a table with one line per point, the best first. A point that is not ranked says why."""
     rows = [["settings", "held-out", "deviation", "seeds", ""]]
     for score in scores:
@@ -411,7 +411,7 @@ def table_of(scores: Sequence[Score]) -> list[str]:
 _RECORD_COLUMNS = ("settings", "seed", "state", "steps", "tokens", "seconds", "held_out_nats", "held_out_bits_per_byte")
 
 
-def records_of(outcomes: Sequence[Outcome]) -> str:
+def records_csv(outcomes: Sequence[Outcome]) -> str:
     """Return CSV with one row per run, in the order of the trials.
 
     The losses at the end are in nats per token and in bits per byte.
@@ -432,7 +432,7 @@ def records_of(outcomes: Sequence[Outcome]) -> str:
     return stream.getvalue()
 
 
-def sweep(
+def train_grid(
     base: Config,
     axes: Sequence[Axis],
     *,
@@ -458,7 +458,7 @@ def sweep(
     runs = [outcome.run for outcome in outcomes if outcome.run]
     with translate_errors(ConfigError, f"cannot write to {out}", "Choose another --out."):
         out.mkdir(parents=True, exist_ok=True)
-        atomic_replace(out / TABLE, records_of(outcomes).encode())
+        atomic_replace(out / TABLE, records_csv(outcomes).encode())
     lines = _summary_lines(outcomes, axes, page=out / PAGE)
     duration = format_duration(3600 * sum(run.history.hours for run in runs))
     lines.append(f"records: {out / TABLE}; {duration} of work in {counted(len(runs), 'run')}")
@@ -480,14 +480,14 @@ def _summary_lines(outcomes: Sequence[Outcome], axes: Sequence[Axis], *, page: P
     if unit is not None:
         lines.append(unit.sentence)
         if unit.is_fair:
-            lines += verdict(scores, axes)
+            lines += best_point_lines(scores, axes)
     shown = _best_run_dirs(outcomes, scores)
     if len(shown) > 1:
         lines.append(write_comparison(shown, out=page)[-1])
     return lines
 
 
-def _best_run_dirs(outcomes: Sequence[Outcome], scores: Sequence[Score]) -> list[Path]:
+def _best_run_dirs(outcomes: Sequence[Outcome], scores: Sequence[PointScore]) -> list[Path]:
     """Return up to MAX_RUNS finished runs for the page: those with the first seed first, the best points first."""
     rank_of_point = {score.point: rank for rank, score in enumerate(scores)}
     done = [trial for trial, run, _ in outcomes if run]

@@ -20,7 +20,7 @@ from txl_dist.config.renamed import keys_in_new_names
 from txl_dist.config.schema import ModelSection
 from txl_dist.console.formatting import counted, printable
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
-from txl_dist.inference.card import Model, model_rows, protocols, read_card, score_rows, training_rows, usage
+from txl_dist.inference.card import Model, model_rows, protocols, read_card, score_rows, training_rows, usage_examples
 from txl_dist.io.files import parse_object, read_bytes
 from txl_dist.report.records import history_of
 from txl_dist.report.report import check_writable, cut, setting_rows, write_page, write_report
@@ -85,7 +85,7 @@ def _bundle(folder: Path) -> dict[str, Any]:
         "score_rows": score_rows(card.scores),
         "protocols": protocols(card.scores),
         "sample": card.sample and card.sample.model_copy(update={"text": cut(card.sample.text)}),
-        "usage": usage(model, ArtifactKind.BUNDLE, str(folder)),
+        "usage": usage_examples(model, ArtifactKind.BUNDLE, str(folder)),
         "setting_rows": setting_rows([settings, defaults()], ["this model", "default"]),
         "settings_problem": "",
         "is_bundle": True,

@@ -172,7 +172,7 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-class Completion(BaseModel):
+class CompletionResponse(BaseModel):
     """Texts of a request; in a stream, a piece of one text."""
 
     id: str
@@ -183,7 +183,7 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
-class Model(BaseModel):
+class ServedModel(BaseModel):
     """Facts of the served model."""
 
     id: str
@@ -206,7 +206,7 @@ class Models(BaseModel):
     """List with the served model."""
 
     object: Literal["list"]
-    data: list[Model]
+    data: list[ServedModel]
 
 
 class Tokens(BaseModel):

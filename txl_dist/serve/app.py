@@ -266,7 +266,7 @@ async def _models(request: Request) -> Response:
 @router.get(
     "/v1/models/{model}",
     summary="A model",
-    responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.Model)),
+    responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.ServedModel)),
 )
 async def _model(request: Request, model: str) -> Response:
     """Return the facts of the model with this name."""

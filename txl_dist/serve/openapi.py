@@ -33,8 +33,8 @@ _MEANINGS = {
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 COMPLETION_RESPONSE: dict[str, Any] = {
-    "model": api_schema.Completion,
-    "description": "The texts; with `stream` their pieces, each a Completion in a server-sent event.",
+    "model": api_schema.CompletionResponse,
+    "description": "The texts; with `stream` their pieces, each a CompletionResponse in a server-sent event.",
     "content": {"text/event-stream": {"schema": _EVENT}},
 }
 FILE_RESPONSE: dict[str, Any] = {"content": {UPLOAD: _BINARY}}

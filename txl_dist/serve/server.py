@@ -107,7 +107,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def serve(model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
+def run_server(model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
     """Serve a model until SIGTERM or SIGINT, and until the requests in work have ended."""
     for handler in logger.handlers:
         logging.getLogger("uvicorn.error").addHandler(handler)

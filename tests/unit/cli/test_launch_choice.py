@@ -40,7 +40,7 @@ def test_a_wrong_choice_is_refused_in_one_line(
     flags: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", lambda *words, **rest: pytest.fail("it was started"))
+    monkeypatch.setattr("txl_dist.launcher.launch.launch_ranks", lambda *words, **rest: pytest.fail("it was started"))
     monkeypatch.setattr("txl_dist.cli.main.check_paths", lambda *words, **rest: None)
     monkeypatch.setattr("txl_dist.train.engine.devices.count_devices", lambda: 8)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")

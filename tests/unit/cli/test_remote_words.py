@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from txl_dist.cli.launch import launch
+from txl_dist.cli.launch import run_launch
 from txl_dist.cli.main import main
 from txl_dist.cli.remote_words import ENCODED, check_remote, decode_words, encode_words
 from txl_dist.config.load import Config
@@ -69,12 +69,12 @@ def test_a_launch_on_several_machines_encodes_and_one_on_this_machine_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[list[str]] = []
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", lambda flags, words, **rest: sent.append(words) or 0)
+    monkeypatch.setattr("txl_dist.launcher.launch.launch_ranks", lambda flags, words, **rest: sent.append(words) or 0)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.chdir(tmp_path)
     Path("hosts").write_text("a slots=1\nb slots=1\n")
     for flags in ([], ["--hostfile", "hosts"]):
-        launch([*flags, "c.toml", "--run.dir", "a b"], read_settings=lambda *_: Config())
+        run_launch([*flags, "c.toml", "--run.dir", "a b"], read_settings=lambda *_: Config())
     assert sent[0] == decode_words(sent[1]) == ["c.toml", "--run.dir", "a b"]
     assert sent[1] != sent[0]
 

@@ -29,7 +29,7 @@ from tests.helpers.peers import (
     write_settings,
 )
 from txl_dist.convert.huggingface import export_huggingface
-from txl_dist.convert.import_checks import read_settings
+from txl_dist.convert.import_checks import read_peer_settings
 from txl_dist.convert.importer import READERS, Format, import_model
 from txl_dist.convert.original import _div_value
 from txl_dist.convert.vocabulary import identity_tokenizer
@@ -129,7 +129,7 @@ def test_no_key_may_be_missing_or_a_single_number(format: Format, tmp_path: Path
         for change in (lambda weights, name=name: weights.pop(name), scalar(name)):
             change_weights(path, format, change)
             with pytest.raises(CheckpointError) as caught:
-                READERS[format](path, told=read_settings(arguments.get("settings")))
+                READERS[format](path, told=read_peer_settings(arguments.get("settings")))
             assert name.removeprefix("transformer.") in str(caught.value), "the key is named"
             file.write_bytes(whole)
 

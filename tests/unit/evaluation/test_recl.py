@@ -16,7 +16,7 @@ from tests.helpers.models import tiny_section
 from txl_dist.cli.main import main
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.evaluation.options import ReclOutputs, ReclSettings
-from txl_dist.evaluation.recl import compare_contexts, recl, relative_gain
+from txl_dist.evaluation.recl import compare_contexts, compute_recl, relative_gain
 from txl_dist.evaluation.target import Target, open_target
 from txl_dist.model.transformer_xl import TransformerXL
 
@@ -52,7 +52,7 @@ def random_losses(seed: int) -> Any:
 def test_the_length_is_that_of_the_paper_written_out(seed: int, r: float) -> None:
     losses, contexts = random_losses(seed), list(range(100, 900, 100))
     for model in range(3):
-        found = recl(losses, contexts, model=model, r=r)
+        found = compute_recl(losses, contexts, model=model, r=r)
         assert found.context == naive_recl(losses.tolist(), contexts, model, r)
         assert len(found.gains) == 7
 
@@ -62,9 +62,9 @@ def test_a_model_alone_gains_by_its_own_perplexity() -> None:
     gain = relative_gain(losses, model=0, context=0, r=1.0)
     assert gain == pytest.approx(1 - math.exp((1.5 + 3.0) / 2 - 2.5)), "what got worse does not count"
     assert relative_gain(losses, model=0, context=0, r=0.5) == 0.0, "the hard half did not gain"
-    assert recl(losses, [10, 20, 30], model=0, r=1.0)[:2] == (20, False)
-    assert recl(losses, [10, 20, 30], model=0, r=0.5)[:2] == (10, False)
-    still = recl(losses[:, :2], [10, 20], model=0, r=1.0)
+    assert compute_recl(losses, [10, 20, 30], model=0, r=1.0)[:2] == (20, False)
+    assert compute_recl(losses, [10, 20, 30], model=0, r=0.5)[:2] == (10, False)
+    still = compute_recl(losses[:, :2], [10, 20], model=0, r=1.0)
     assert still[:2] == (20, True)
     assert str(still) == "20 or more"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.models import tiny_model
 from txl_dist.errors import CheckpointError
 from txl_dist.inference import weights
-from txl_dist.inference.weights import copy_rows, is_quantized, pieces, quantized, stored_weights, write_weights
+from txl_dist.inference.weights import copy_in_pieces, is_quantized, pieces, quantized, stored_weights, write_weights
 
 
 def weights_of(**changes: object) -> dict[str, Tensor]:
@@ -61,7 +61,7 @@ def test_the_size_of_a_piece_changes_nothing(tmp_path: Path, monkeypatch: pytest
     write_weights(tmp_path / "pieces", held, dtype="int8")
     assert (tmp_path / "whole").read_bytes() == (tmp_path / "pieces").read_bytes()
     for name, rows in stored_weights(tmp_path / "pieces").items():
-        assert torch.equal(copy_rows(torch.empty(rows.shape), rows), rows[:]), name
+        assert torch.equal(copy_in_pieces(torch.empty(rows.shape), rows), rows[:]), name
 
 
 @pytest.mark.parametrize("shape", [(1,), (7, 3), (0, 4), (5, 2, 3), (3, 1000)])

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli.launch import NUMBERS, SWITCHES, TEXTS, TRAIN_FLAGS, launch
+from txl_dist.cli.launch import NUMBERS, SWITCHES, TEXTS, TRAIN_FLAGS, run_launch
 from txl_dist.cli.main import TrainArguments, main
 from txl_dist.config.load import Config
 from txl_dist.config.schema import TrainSection
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import HANG, REQUEUE, ConfigError
-from txl_dist.launcher.launch import exit_code, last_word
-from txl_dist.launcher.launch import launch as run_launcher
+from txl_dist.launcher.launch import exit_code, last_word, launch_ranks
 
 DEEPSPEED = f"""#!{sys.executable}
 import subprocess, sys
@@ -59,8 +58,8 @@ sys.exit(0 if mode == "done" else 75)
 WRAPPER = """
 import sys
 from pathlib import Path
-from txl_dist.launcher.launch import launch
-print(launch([], ["c.toml"], run_dir=Path("run"), grace_s=float(sys.argv[1])))
+from txl_dist.launcher.launch import launch_ranks
+print(launch_ranks([], ["c.toml"], run_dir=Path("run"), grace_s=float(sys.argv[1])))
 """
 
 
@@ -174,9 +173,9 @@ def test_what_another_node_wrote_may_show_late(folder: Path, monkeypatch: pytest
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     late = '["sh", "-c", "sleep 1; echo 7 > run/DONE"]'
     stand_in(folder, f"import subprocess\nsubprocess.Popen({late}, start_new_session=True)")
-    assert run_launcher([], ["c.toml"], run_dir=Path("run"), seen_within_s=20) == 0
+    assert launch_ranks([], ["c.toml"], run_dir=Path("run"), seen_within_s=20) == 0
     stand_in(folder, "")
-    assert run_launcher([], ["c.toml"], run_dir=Path("run"), seen_within_s=0.1) == HANG
+    assert launch_ranks([], ["c.toml"], run_dir=Path("run"), seen_within_s=0.1) == HANG
 
 
 def test_the_ssh_of_the_launcher_notices_a_node_that_is_cut_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +183,7 @@ def test_the_ssh_of_the_launcher_notices_a_node_that_is_cut_off(folder: Path, mo
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-o ServerAliveInterval=60")
     stand_in(folder, 'import os\nopen("seen", "w").write(os.environ["PDSH_SSH_ARGS_APPEND"])')
-    run_launcher([], ["c.toml"], run_dir=Path("run"))
+    launch_ranks([], ["c.toml"], run_dir=Path("run"))
     mine, ours, _ = (folder / "seen").read_text().split("-o ")[1:]
     assert (mine, ours) == ("ServerAliveInterval=60 ", "ServerAliveInterval=5 "), "ssh takes the first value"
 
@@ -255,28 +254,30 @@ def test_exit_codes(code: int, sent: set[int], expected: int) -> None:
 
 def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen = {}
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", lambda flags, words, **rest: seen.update(locals()) or 75)
+    monkeypatch.setattr(
+        "txl_dist.launcher.launch.launch_ranks", lambda flags, words, **rest: seen.update(locals()) or 75
+    )
     monkeypatch.setattr("txl_dist.distributed.collectives.uses_gpu", lambda: False)
     monkeypatch.setenv("DS_ACCELERATOR", "")
     words = ["--num_accelerators", "2", "c.toml", "--train.max_steps", "7"]
-    assert launch(words, read_settings=lambda *_: Config()) == 75
+    assert run_launch(words, read_settings=lambda *_: Config()) == 75
     assert seen["flags"][:-1] == ["--num_accelerators", "2", "--master_port"]
     assert seen["words"] == ["c.toml", "--train.max_steps", "7"]
     assert seen["rest"] == {"run_dir": Path(Config().run.dir), "seen_within_s": 0.0, "verbose": False}
     assert os.environ["DS_ACCELERATOR"] == "cpu"
-    launch(["c.toml"], read_settings=lambda *_: Config())
+    run_launch(["c.toml"], read_settings=lambda *_: Config())
     assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]
     with pytest.raises(ConfigError, match=r"no word ends in \.toml"):
-        launch(["--num_gpus", "2"], read_settings=lambda *_: Config())
-    assert launch(["--help"], read_settings=lambda *_: Config()) == 0
+        run_launch(["--num_gpus", "2"], read_settings=lambda *_: Config())
+    assert run_launch(["--help"], read_settings=lambda *_: Config()) == 0
 
 
 def flags_of(monkeypatch: pytest.MonkeyPatch, *flags: str) -> list[str]:
     """The launcher's own flags, as they come to it."""
     seen: list[list[str]] = []
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", lambda flags, words, **rest: seen.append(flags) or 0)
+    monkeypatch.setattr("txl_dist.launcher.launch.launch_ranks", lambda flags, words, **rest: seen.append(flags) or 0)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    launch([*flags, "c.toml"], read_settings=lambda *_: Config())
+    run_launch([*flags, "c.toml"], read_settings=lambda *_: Config())
     return seen[0]
 
 
@@ -338,10 +339,10 @@ def test_far_more_ranks_than_cores_get_a_word_and_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], ranks: str, is_warned: bool
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", lambda *words, **rest: 0)
+    monkeypatch.setattr("txl_dist.launcher.launch.launch_ranks", lambda *words, **rest: 0)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     settings = Config(train=TrainSection(num_lanes=int(ranks), microbatch_lanes=1))
-    assert launch(["--num_accelerators", ranks, "c.toml"], read_settings=lambda *_: settings) == 0
+    assert run_launch(["--num_accelerators", ranks, "c.toml"], read_settings=lambda *_: settings) == 0
     assert ("100 ranks share 2 cores" in capsys.readouterr().err) == is_warned
 
 
@@ -351,7 +352,7 @@ def test_where_other_machines_run_the_ranks_the_corpora_are_not_looked_for_here(
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     (tmp_path / "c.toml").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("txl_dist.launcher.launch.launch", lambda *words, **rest: 7)
+    monkeypatch.setattr("txl_dist.launcher.launch.launch_ranks", lambda *words, **rest: 7)
     assert main(["launch", "--hostfile", "hosts", "c.toml", "--data.path", "nothing/here"]) == 7
     assert main(["launch", "c.toml", "--data.path", "nothing/here"]) == 2
 

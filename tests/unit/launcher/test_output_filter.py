@@ -77,8 +77,8 @@ sys.exit(code)
 WRAPPER = """
 import sys
 from pathlib import Path
-from txl_dist.launcher.launch import launch
-sys.exit(launch(sys.argv[2:], ["c.toml"], run_dir=Path("run"), verbose=sys.argv[1] == "True"))
+from txl_dist.launcher.launch import launch_ranks
+sys.exit(launch_ranks(sys.argv[2:], ["c.toml"], run_dir=Path("run"), verbose=sys.argv[1] == "True"))
 """
 
 
@@ -190,14 +190,14 @@ def test_a_terminal_that_is_made_wider_is_wider_for_the_ranks(folder: Path) -> N
         "import os, signal, subprocess, sys, threading, time\n"
         "from pathlib import Path\n"
         "sys.path.insert(0, sys.argv[1])\n"
-        "from txl_dist.launcher.launch import launch\n"
+        "from txl_dist.launcher.launch import launch_ranks\n"
         "import termios\n"
         "def resize():\n"
         "    while not Path('up').exists(): time.sleep(0.01)\n"
         "    termios.tcsetwinsize(2, (24, 101))\n"
         "    os.kill(os.getpid(), signal.SIGWINCH)  # as the system tells the foreground of a terminal\n"
         "threading.Thread(target=resize, daemon=True).start()\n"
-        "sys.exit(launch([], ['c.toml'], run_dir=Path('run')))\n"
+        "sys.exit(launch_ranks([], ['c.toml'], run_dir=Path('run')))\n"
     )
     environment = os.environ | {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     with Terminal(columns=80) as terminal:

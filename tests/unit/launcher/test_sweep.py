@@ -12,32 +12,32 @@ from pathlib import Path
 
 import pytest
 
-from txl_dist.cli.sweep import sweep as sweep_command
+from txl_dist.cli.sweep import run_sweep
 from txl_dist.config.load import Config, config_to_toml
 from txl_dist.errors import ConfigError
 from txl_dist.launcher import sweep as sweep_file
 from txl_dist.launcher.sweep import (
     STOPPED,
     Axis,
-    Score,
+    PointScore,
     Trial,
+    best_point_lines,
     check_trials,
     outcomes_of,
     parse_axis,
     reason_of,
-    records_of,
+    records_csv,
     run_trials,
     scores_of,
     table_of,
     trials_of,
-    verdict,
 )
 
 RATES = Axis("optim.lr", (1e-3, 2e-3, 4e-3))
 
 
-def score(rate: float, *losses: float, problem: str = "") -> Score:
-    return Score(f"optim.lr={rate}", (rate,), losses, problem)
+def score(rate: float, *losses: float, problem: str = "") -> PointScore:
+    return PointScore(f"optim.lr={rate}", (rate,), losses, problem)
 
 
 def finish(trial: Trial, *, loss: float) -> None:
@@ -124,11 +124,13 @@ def test_points_are_judged_by_the_last_held_out_loss_and_only_with_all_their_see
     assert [one.values for one in scores] == [(2e-3,), (1e-3,), (4e-3,)]
     assert [one.losses for one in scores] == [pytest.approx((4.0, 4.2)), pytest.approx((4.2, 4.4)), (3.0,)]
     assert [one.problem for one in scores] == ["", "", "the loss is not finite"]
-    assert verdict(scores, [RATES])[0].startswith("best: optim.lr=0.002 with 4.1000, 0.2000 below optim.lr=0.001")
+    assert best_point_lines(scores, [RATES])[0].startswith(
+        "best: optim.lr=0.002 with 4.1000, 0.2000 below optim.lr=0.001"
+    )
     *_, last = table_of(scores)
     assert last.split() == ["optim.lr=0.004", "3.0000", "-", "1", "the", "loss", "is", "not", "finite"]
 
-    rows = list(csv.DictReader(io.StringIO(records_of(outcomes))))
+    rows = list(csv.DictReader(io.StringIO(records_csv(outcomes))))
     assert [row["held_out_nats"] for row in rows] == ["4.2", "4.0", "3.0", "4.4", "4.2", ""]
     assert (rows[0]["steps"], rows[0]["tokens"], rows[0]["seed"]) == ("10", "640", "1")
     assert rows[5]["state"] == "the loss is not finite"
@@ -137,29 +139,29 @@ def test_points_are_judged_by_the_last_held_out_loss_and_only_with_all_their_see
 def test_a_run_that_was_not_reached_is_no_failure_of_its_settings(tmp_path: Path) -> None:
     scores = scores_of(outcomes_of(trials_of(Config(), [RATES], num_seeds=1, out=tmp_path), {}), column="loss")
     assert [one.problem for one in scores] == ["not started"] * 3
-    assert "none is best" in verdict(scores, [RATES])[0]
+    assert "none is best" in best_point_lines(scores, [RATES])[0]
 
 
 def test_the_margin_is_told_in_deviations_of_a_run() -> None:
     best, following = score(2e-3, 4.0, 4.1, 4.2), score(1e-3, 4.6, 4.7, 4.8)
     assert best.deviation == pytest.approx(0.1)
-    (line,) = verdict([best, following], [RATES])
+    (line,) = best_point_lines([best, following], [RATES])
     assert line.endswith("0.6000 below optim.lr=0.001: 6.0 times the deviation of a run (0.1000 over 3 seeds)")
 
 
 def test_a_margin_that_seeds_alone_can_make_is_called_chance() -> None:
-    (line,) = verdict([score(2e-3, 4.0, 4.2), score(1e-3, 4.1, 4.3)], [RATES])
+    (line,) = best_point_lines([score(2e-3, 4.0, 4.2), score(1e-3, 4.1, 4.3)], [RATES])
     assert "it may be chance" in line
 
 
 def test_of_one_seed_nothing_is_known_about_chance() -> None:
     assert math.isnan(score(2e-3, 4.0).deviation)
-    (line,) = verdict([score(2e-3, 4.0), score(1e-3, 4.5)], [RATES])
+    (line,) = best_point_lines([score(2e-3, 4.0), score(1e-3, 4.5)], [RATES])
     assert line.endswith("of one seed each, so how much is chance is not known (--seeds 3)")
 
 
 def test_a_best_value_at_the_end_of_its_grid_asks_for_more_of_it() -> None:
-    assert verdict([score(4e-3, 4.0), score(1e-3, 4.5)], [RATES])[1] == (
+    assert best_point_lines([score(4e-3, 4.0), score(1e-3, 4.5)], [RATES])[1] == (
         "optim.lr is best at the end of its grid, 0.004: look beyond it"
     )
 
@@ -213,9 +215,9 @@ def test_a_setting_of_all_runs_is_none_of_the_grid(tmp_path: Path) -> None:
     words = [str(recipe), "--grid", "optim.lr=1e-3,2e-3", "--out", str(tmp_path / "out")]
     for flag in (["--optim.lr", "5e-3"], ["--optim.lr=5e-3"]):
         with pytest.raises(ConfigError, match=r"^optim\.lr is given for all runs and in --grid"):
-            sweep_command([*words, *flag], read_settings=lambda words: Config())
+            run_sweep([*words, *flag], read_settings=lambda words: Config())
     with pytest.raises(ConfigError, match=r"train\.max_steps is given for all runs"):
-        sweep_command(
+        run_sweep(
             [str(recipe), "--grid", "train.max_steps=1,2", "--train.max-steps", "3"],
             read_settings=lambda words: Config(),
         )

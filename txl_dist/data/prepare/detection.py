@@ -185,14 +185,14 @@ _FIRST_KEY = re.compile(r'\{\s*"(?:[^"\\]|\\.)*"\s*:')
 _CONTROLS = frozenset({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
 
 
-def is_url(given: str) -> bool:
+def has_scheme(given: str) -> bool:
     """Whether an input is neither a path nor a name."""
     return "://" in given
 
 
 def path_of_name(location: str) -> PurePosixPath:
     """The path in a URL, without its query, or a local path."""
-    return PurePosixPath(location.split("?")[0].split("#")[0] if is_url(location) else location)
+    return PurePosixPath(location.split("?")[0].split("#")[0] if has_scheme(location) else location)
 
 
 def text_suffix(location: str) -> str:

@@ -30,8 +30,8 @@ from txl_dist.data.prepare.detection import (
     HEAD_BYTES,
     Content,
     detect_content,
+    has_scheme,
     is_named_compressed,
-    is_url,
     path_of_name,
     text_suffix,
 )
@@ -142,7 +142,7 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
         return io.BufferedReader(_CommandStream(file.path.removeprefix(PIPE)), buffer_size=_MIB)
     if (source := plugin_source(file.path)) is not None:
         return io.BufferedReader(_DocumentStream(source, file), buffer_size=_MIB)
-    if is_url(file.path):
+    if has_scheme(file.path):
         return io.BufferedReader(_UrlStream(file, allow_protocols), buffer_size=8 * _MIB)
     return io.BufferedReader(io.FileIO(file.path), buffer_size=_MIB)
 
@@ -214,7 +214,7 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     name = file.path
     if file.is_stream:
         name = "FILE"
-    elif is_url(name):
+    elif has_scheme(name):
         name = path_of_name(name).name or "FILE"
     inner = name
     suffix = text_suffix(file.name) if file.name else ""
@@ -224,7 +224,7 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     remedy = remedy.replace("{out}", shlex.quote(f"out{suffix or '.txt'}"))
     if inner != name:
         remedy = f"Decompress it to {inner}. {remedy}"
-    is_remote = file.is_stream or is_url(file.path)
+    is_remote = file.is_stream or has_scheme(file.path)
     return f"Save it as a file. {remedy}" if is_remote and name in remedy else remedy
 
 

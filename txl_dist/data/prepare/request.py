@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.data.format import INDEX_NAME, PREPARED_NAME
-from txl_dist.data.prepare.detection import is_url
+from txl_dist.data.prepare.detection import has_scheme
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.data.prepare.workdir import another_corpus
@@ -27,7 +27,7 @@ from txl_dist.io.files import canonical_hash, open_regular, read_json, sha256_of
 _END_BYTES = 1 << 16
 
 
-class Request(NamedTuple):
+class RequestHashes(NamedTuple):
     """Settings and inputs of a preparation, as hashes."""
 
     settings: str
@@ -36,17 +36,17 @@ class Request(NamedTuple):
     """Hash of the inputs; empty where they can be read but once."""
 
 
-def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> Request:
+def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> RequestHashes:
     """Look at the settings and at both ends of each file. A named corpus is its name. Raises DataError."""
     if any(file.is_stream for file in files):
-        return Request(settings.content_hash(), "")
+        return RequestHashes(settings.content_hash(), "")
     state = hashlib.sha256((settings.name or "").encode())
     for file in files:
         state.update(repr((file.split, file.form, file.size, _ends(file))).encode())
-    return Request(settings.content_hash(), state.hexdigest())
+    return RequestHashes(settings.content_hash(), state.hexdigest())
 
 
-def check_request(request: Request, target: Path) -> None:
+def check_request(request: RequestHashes, target: Path) -> None:
     """Refuse to replace a corpus that was prepared from something else. Raises DataError.
 
     A corpus whose index cannot be read is refused too: nothing that is prepared could equal it.
@@ -71,18 +71,18 @@ def check_request(request: Request, target: Path) -> None:
         raise another_corpus(target, "prepared with other settings")
 
 
-def read_request(folder: Path) -> Request | None:
+def read_request(folder: Path) -> RequestHashes | None:
     """Read what the corpus in a folder was prepared from; None if it is not recorded, or the record is damaged."""
     try:
         found = read_json(folder / PREPARED_NAME)
         if found["index_sha256"] != sha256_of_file(folder / INDEX_NAME):
             return None
-        return Request(str(found["settings"]), str(found["inputs"]))
+        return RequestHashes(str(found["settings"]), str(found["inputs"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def write_request(folder: Path, request: Request) -> None:
+def write_request(folder: Path, request: RequestHashes) -> None:
     """Write the request next to the index of its corpus."""
     write_hashed_json(
         folder / PREPARED_NAME, {"index_sha256": sha256_of_file(folder / INDEX_NAME), **request._asdict()}
@@ -91,7 +91,7 @@ def write_request(folder: Path, request: Request) -> None:
 
 def _ends(file: SourceFile) -> str:
     """Hash of the first and the last bytes of a local file; of a URL what its store says of the version."""
-    if is_url(file.path):
+    if has_scheme(file.path):
         return file.identity
     unreadable = translate_errors(DataError, f"cannot read {file.path}", "Mend or remove the file.")
     with unreadable, open_regular(Path(file.path)) as stream:

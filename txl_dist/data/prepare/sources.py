@@ -30,7 +30,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.data.prepare.datasets import NAMED
-from txl_dist.data.prepare.detection import JSONL_SUFFIXES, PLAIN_SUFFIXES, is_url, text_suffix
+from txl_dist.data.prepare.detection import JSONL_SUFFIXES, PLAIN_SUFFIXES, has_scheme, text_suffix
 from txl_dist.data.prepare.documents import Form
 from txl_dist.data.prepare.options import PrepareSettings
 from txl_dist.data.storage.fsspec_io import filesystem_of, retrying
@@ -139,7 +139,7 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             file = SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes)
             listing = listing.joined(Listing([file._replace(jsonl_field=settings.jsonl_field)]))
             continue
-        found = _of_url(given, settings) if is_url(given) else _of_paths(given, settings)
+        found = _of_url(given, settings) if has_scheme(given) else _of_paths(given, settings)
         if not found.files:
             suffixes = " ".join(sorted(suffixes_of(settings)))
             raise DataError(
@@ -161,7 +161,7 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
     found: dict[str, int] = {}
     for number, (given, files) in enumerate(inputs):
         for path in (file.path for file in files):
-            first = found.setdefault(path if is_url(path) else os.path.realpath(path), number)
+            first = found.setdefault(path if has_scheme(path) else os.path.realpath(path), number)
             if first != number:
                 raise DataError(
                     f"{path} is given twice, by the inputs {inputs[first][0]} and {given}; held-out text must not be "

@@ -29,7 +29,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
 
-from txl_dist.data.prepare.detection import is_url, path_of_name
+from txl_dist.data.prepare.detection import has_scheme, path_of_name
 from txl_dist.data.prepare.documents import SPLITS, TEST, TRAIN, VALID
 from txl_dist.data.prepare.sources import STDLIB, SourceFile, fixed_folder, is_stream
 
@@ -174,7 +174,7 @@ def _is_doubtful(names: Sequence[_Name]) -> bool:
 
 def _plain(path: str) -> PurePosixPath:
     """An absolute path, or a URL without its query and with its %20 as blanks."""
-    if is_url(path):
+    if has_scheme(path):
         return PurePosixPath(unquote(str(path_of_name(path))))
     return PurePosixPath(os.path.abspath(path))
 

@@ -45,7 +45,7 @@ def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
 def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
     """Return the memories of these lanes per micro-batch, with the lengths, type and device of `like`."""
     memory_lens = [hidden_BMD.shape[1] for hidden_BMD in like.hidden]
-    memory = resized(load_memory(folder, lanes=lanes), memory_lens)
+    memory = resized(load_lane_memory(folder, lanes=lanes), memory_lens)
     microbatch_lanes = like.document_BM.shape[0]
     memories = []
     for start in range(0, len(lanes), microbatch_lanes):
@@ -58,7 +58,7 @@ def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, 
     return tuple(memories)
 
 
-def load_memory(folder: Path, *, lanes: range) -> Memory:
+def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
     """Read the memory of any range of lanes of a checkpoint. Raises CheckpointError if a lane is missing."""
     hidden: list[list[Tensor]] = []
     document: list[Tensor] = []

@@ -46,7 +46,7 @@ from txl_dist.train.state import RunContext, TrainState
 
 
 @contextmanager
-def kept(folder: Path) -> Iterator[None]:
+def keep_while_reading(folder: Path) -> Iterator[None]:
     """Keep a checkpoint from being pruned while it is read, by a lock that ends with this process at the latest.
 
     It may be gone already; and where the file system has no such locks it may go. So who cannot read it looks whether
@@ -268,6 +268,6 @@ def require_corpus(checkpoint: Path, config: Config) -> str:
     if detect_artifact(path) is ArtifactKind.CORPUS:
         return path
     known = read_state(checkpoint).values.get("corpora")
-    kept = known[0] if known else os.path.abspath(path)
-    places = " or ".join(dict.fromkeys([kept, os.path.abspath(path)]))
+    kept_path = known[0] if known else os.path.abspath(path)
+    places = " or ".join(dict.fromkeys([kept_path, os.path.abspath(path)]))
     raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")

@@ -1,8 +1,8 @@
 """The loss of held-out text: each target scored once, weighted by tokens, with a memory of its own.
 
-`evaluate` takes whatever gives losses and a first memory: live weights in a training, the cached core afterwards. The
-split is cut into stripes that every rank count scores alike; each stripe begins with the first memory. The training
-memories are not touched: memory is a value.
+`evaluate_stream` takes whatever gives losses and a first memory: live weights in a training, the cached core
+afterwards. The split is cut into stripes that every rank count scores alike; each stripe begins with the first memory.
+The training memories are not touched: memory is a value.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[S
     ]
 
 
-def evaluate(
+def evaluate_stream(
     losses: Callable[[Batch, State], tuple[Tensor, State]],
     memory: State,
     stream: EvaluationText,
@@ -189,7 +189,7 @@ def evaluate_split(
         max_tokens=config.eval.max_tokens,
     )
     memory_len = config.train.memory_len if config.eval.memory_len < 0 else config.eval.memory_len
-    return evaluate(
+    return evaluate_stream(
         partial(engine.losses, with_hits=True) if config.eval.accuracy else engine.losses,
         engine.empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len),
         stream,

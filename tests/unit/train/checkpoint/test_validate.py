@@ -15,7 +15,7 @@ from tests.helpers.checkpoints import GOLDEN_CHECKPOINT, change_state, golden_at
 from txl_dist.cli.main import main
 from txl_dist.errors import CheckpointError
 from txl_dist.io.manifest import problems_of
-from txl_dist.train.checkpoint.memories import load_memory
+from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.read import choose_checkpoint, newest_checkpoint
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
@@ -153,7 +153,9 @@ def test_files_of_lanes_follow_each_other_by_number_also_where_names_grow_longer
         save_file(memories, folder / "lanes" / f"{first:05d}-{last:05d}.safetensors")
     change_state(folder, **with_corpus(num_lanes=100_002))
     assert checkpoint_problems(folder) == []
-    assert load_memory(folder, lanes=range(9_998, 100_002)).document_BM.flatten().tolist() == [*range(9_998, 100_002)]
+    assert load_lane_memory(folder, lanes=range(9_998, 100_002)).document_BM.flatten().tolist() == [
+        *range(9_998, 100_002)
+    ]
 
 
 @pytest.mark.parametrize("name", ["config.toml", "tokenizer.json"])
