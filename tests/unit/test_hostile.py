@@ -16,7 +16,7 @@ from txl_dist.distributed.processes import ProcessId, process_id, process_of
 from txl_dist.errors import CheckpointError, ConfigError, DataError
 from txl_dist.inference.bundle import network_of
 from txl_dist.report.records import read_history
-from txl_dist.train.monitoring.preemption import StopRequests, parse_duration
+from txl_dist.train.monitoring.preemption import PreemptionRequests, parse_duration
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.run_dir import evaluated_losses
 
@@ -101,7 +101,7 @@ def test_a_stop_that_is_a_file_or_a_folder_is_obeyed_and_cleared(tmp_path: Path,
         path.mkdir()
     else:
         path.write_bytes(content)
-    requests = StopRequests(stop_file=path)
+    requests = PreemptionRequests(stop_file=path)
     try:
         assert "STOP" in requests.reason
         requests.clear()

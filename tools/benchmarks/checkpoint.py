@@ -46,7 +46,7 @@ from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
 from txl_dist.train.checkpoint.validate import read_state
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.zero import ZeroEngine
-from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.preflight import check_job
@@ -99,7 +99,7 @@ class Bench:
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
         self.state = TrainState(0, 0, Health(), stream, (empty,) * self.job.plan.num_microbatches)
         self.inputs = read_inputs(self.job, stream, maker=self.maker, damage=CorruptionPolicy())
-        self.stops = StopRequests()
+        self.stops = PreemptionRequests()
         self.savings = {mode: self._saving(job) for mode, job in self.jobs.items()}
         self.written = False
 

@@ -79,7 +79,7 @@ from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from txl_dist.train.checkpoint.memories import load_lane_memory
 from txl_dist.train.checkpoint.read import consolidated_weights, newest_checkpoint
 from txl_dist.train.monitoring.heartbeats import Beat, Connection, _beat
-from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.run_dir import evaluated_losses
 
@@ -422,7 +422,7 @@ def _make_stop(folder: Path) -> None:
 
 
 def _read_stop(folder: Path) -> bool:
-    requests = StopRequests(stop_file=folder / "STOP")
+    requests = PreemptionRequests(stop_file=folder / "STOP")
     try:
         reason = requests.reason
         with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ def generate(
 
     generate_texts(
         source,
-        given=choose_prompts(prompt=prompt, tokens=tokens, file=file, jsonl=jsonl),
+        prompts=choose_prompts(prompt=prompt, tokens=tokens, file=file, jsonl=jsonl),
         is_one=is_one_text,
         writing=writing,
         out=out,

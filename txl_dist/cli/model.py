@@ -15,7 +15,7 @@ from txl_dist.config.registry import load_plugins
 from txl_dist.console.echo import echo
 from txl_dist.console.formatting import format_bytes
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.options import Adapting, Outputs, Overrides
+from txl_dist.evaluation.options import AdaptationOptions, Outputs, Overrides
 from txl_dist.inference.card import Stated
 from txl_dist.io.hub import check_login, push_folder
 
@@ -26,7 +26,7 @@ def evaluate(
     target: Positional[Path],
     /,
     overrides: Annotated[Overrides, arg(name="")],
-    adapting: Annotated[Adapting, arg(name="")],
+    adaptation: Annotated[AdaptationOptions, arg(name="")],
     outputs: Annotated[Outputs, arg(name="")],
     data: str = "",
     baselines: bool = False,
@@ -37,7 +37,7 @@ def evaluate(
     Args:
         target: Run directory, checkpoint folder, bundle or hf://OWNER/NAME.
         overrides: How the evaluation differs from training.
-        adapting: A row of a model that adapts to the text.
+        adaptation: A row of a model that adapts to the text.
         outputs: Files that are written.
         data: Corpus, a folder or URL; a run knows its own.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
@@ -47,16 +47,16 @@ def evaluate(
     target = local_source(target)
     kind = require(target, *TRAINED)
     overrides.check(target, is_bundle=kind is ArtifactKind.BUNDLE, data=data)
-    adapting.check(overrides, outputs)
+    adaptation.check(overrides, outputs)
     outputs.check(overrides)
-    for flag, corpus in (("--data", data), ("--adapt-train", adapting.adapt_train)):
+    for flag, corpus in (("--data", data), ("--adapt-train", adaptation.adapt_train)):
         if corpus:
             require(corpus, ArtifactKind.CORPUS, what=flag)
     announce_ranks(f"scoring {target}, {kind.value}" + (f", on {data}" if data else ""))
     from txl_dist.evaluation.evaluate import evaluate_trained
 
     lines = evaluate_trained(
-        target, data=data, overrides=overrides, adapting=adapting, baselines=baselines, outputs=outputs
+        target, data=data, overrides=overrides, adaptation=adaptation, baselines=baselines, outputs=outputs
     )
     if lines:
         echo("\n".join(lines))

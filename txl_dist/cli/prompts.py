@@ -28,7 +28,7 @@ STANDARD = Path("-")
 """Path that means standard input or standard output."""
 
 
-class Given(NamedTuple):
+class PromptInput(NamedTuple):
     """A prompt as the user gave it."""
 
     text: Text
@@ -41,7 +41,7 @@ class Given(NamedTuple):
 def generate_texts(
     source: Path,
     *,
-    given: Iterable[Given],
+    prompts: Iterable[PromptInput],
     is_one: bool,
     writing: SamplingParams,
     out: Path | None,
@@ -62,10 +62,10 @@ def generate_texts(
     with _translate_write_errors(), ExitStack() as stack:
         model = load(source, device=device)
         memory = None if load_memory is None else model.load_memory(load_memory)
-        active: dict[int, tuple[Given, Prompt]] = {}
+        active: dict[int, tuple[PromptInput, Prompt]] = {}
         problems: list[ConfigError] = []
-        prompts = _start_prompts(given, model, memory, active, problems)
-        chunks = model.stream_batch(prompts, writing, keep_memory=save_memory is not None)
+        started = _start_prompts(prompts, model, memory, active, problems)
+        chunks = model.stream_batch(started, writing, keep_memory=save_memory is not None)
         stream: TextIO | None = None
         is_shown = is_one and out is None
         if is_shown:
@@ -73,14 +73,14 @@ def generate_texts(
         for chunk, text in _whole_texts(chunks, num_samples=writing.num_samples):
             assert chunk.ending is not None
             is_last_sample = chunk.sample == writing.num_samples - 1
-            given_prompt, prompt = active[chunk.prompt]
+            prompt_input, prompt = active[chunk.prompt]
             if is_last_sample:
                 del active[chunk.prompt]
             generation = model.generation(text, chunk.ending, prompt)
             if out is not None:
                 if stream is None:  # not before: a prompt that is refused leaves an older file unchanged
                     stream = _open_output(out, stack)
-                record = given_prompt.record | {
+                record = prompt_input.record | {
                     "sample": chunk.sample,
                     "text": text,
                     "finish": generation.finish,
@@ -92,7 +92,7 @@ def generate_texts(
                 stream.flush()
             elif not is_shown:
                 echo(f"--- prompt {chunk.prompt + 1}, sample {chunk.sample + 1}: {generation.finish}")
-                write_text(_text_of(given_prompt, model) + text + "\n")
+                write_text(_text_of(prompt_input, model) + text + "\n")
             if save_memory is not None and generation.memory is not None:
                 generation.memory.save(save_memory)
         if problems:
@@ -112,25 +112,25 @@ _OUTPUT_FIELDS = ("sample", "text", "finish", "ids", "log_probs", "top")
 
 def choose_prompts(
     *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
-) -> Iterable[Given]:
+) -> Iterable[PromptInput]:
     """Return the prompts that one of the flags gives; without any, an empty one. A file is read when it is reached."""
     if jsonl is not None:
         return prompts_in_lines(read_lines(jsonl), where=str(jsonl))
     if file is not None:
         return _whole_text(file)
     if tokens:
-        return [Given(list(tokens), {"tokens": tokens})]
+        return [PromptInput(list(tokens), {"tokens": tokens})]
     texts = prompt or ("",)
-    return [Given(text, {"prompt": text}) for text in texts]
+    return [PromptInput(text, {"prompt": text}) for text in texts]
 
 
-def _whole_text(path: Path) -> Iterator[Given]:
+def _whole_text(path: Path) -> Iterator[PromptInput]:
     """Yield the text of a file as one prompt. Raises ConfigError as `read_lines` does."""
     text = "".join(read_lines(path))
-    yield Given(text, {"prompt": text})
+    yield PromptInput(text, {"prompt": text})
 
 
-def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
+def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInput]:
     """Yield the prompts of JSON lines: {"prompt": text} or {"tokens": [ids]}. Other fields return with the texts.
 
     Raises ConfigError, naming the line, if it has neither or both, and if the output would overwrite a field.
@@ -155,7 +155,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[Given]:
         taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
         if taken:
             raise ConfigError(f"{place}{', '.join(taken)}: what is made would be written over it. Rename it.")
-        yield Given(texts[0], record, place)
+        yield PromptInput(texts[0], record, place)
 
 
 def _is_list_of_ids(value: object) -> bool:
@@ -184,10 +184,10 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def _start_prompts(
-    given: Iterable[Given],
+    prompts: Iterable[PromptInput],
     model: LanguageModel,
     memory: TextMemory | None,
-    active: dict[int, tuple[Given, Prompt]],
+    active: dict[int, tuple[PromptInput, Prompt]],
     problems: list[ConfigError],
 ) -> Iterator[Prompt]:
     """Yield the prompts one by one, and enter each in `active` by its number.
@@ -197,10 +197,10 @@ def _start_prompts(
     """
     where = ""
     try:
-        for number, given_prompt in enumerate(given):
-            where = given_prompt.where
-            prompt = model.prompt(given_prompt.text, memory)
-            active[number] = given_prompt, prompt
+        for number, prompt_input in enumerate(prompts):
+            where = prompt_input.where
+            prompt = model.prompt(prompt_input.text, memory)
+            active[number] = prompt_input, prompt
             where = ""
             yield prompt
     except TxlError as error:
@@ -208,14 +208,14 @@ def _start_prompts(
 
 
 def _show(
-    chunks: Iterable[OutputChunk], model: LanguageModel, active: dict[int, tuple[Given, Prompt]]
+    chunks: Iterable[OutputChunk], model: LanguageModel, active: dict[int, tuple[PromptInput, Prompt]]
 ) -> Iterator[OutputChunk]:
     """Pass on the chunks of one text, and write each for people as it comes, after the prompt."""
     is_first = True
     for chunk in chunks:
         if is_first:
-            given_prompt, _ = active[0]
-            write_text(_text_of(given_prompt, model) + chunk.text)
+            prompt_input, _ = active[0]
+            write_text(_text_of(prompt_input, model) + chunk.text)
             is_first = False
         else:
             write_text(chunk.text)
@@ -224,7 +224,7 @@ def _show(
             write_text("\n")
 
 
-def _text_of(prompt: Given, model: LanguageModel) -> str:
+def _text_of(prompt: PromptInput, model: LanguageModel) -> str:
     """Return the text of a prompt, decoded if it was given as ids."""
     if isinstance(prompt.text, str):
         return prompt.text

@@ -43,8 +43,8 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenizer_config.json", README}
 
 
-def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
-    """Read a folder; `told` are the user's settings. Raises CheckpointError, or DataError for its vocabulary."""
+def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported:
+    """Read a folder. `user_settings` complete its settings. Raises CheckpointError, or DataError for its vocabulary."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder. Name the folder with config.json and the weights.")
     if not (path / "config.json").is_file():
@@ -57,7 +57,7 @@ def import_huggingface(path: Path, *, told: dict[str, Any]) -> Imported:
     peer_weights = only_tensors(_read_parts(path), where=str(path))
     imported = model_of(
         _original_names(peer_weights, where=str(path)),
-        OriginalSettings.of(_with_defaults(config), told, where=str(path / "config.json")),
+        OriginalSettings.of(_with_defaults(config), user_settings, where=str(path / "config.json")),
         same_length="memory",
         ties_are_listed=False,
         where=str(path),
@@ -90,7 +90,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
         write_tensors(temporary / "model.safetensors", _huggingface_names(cast, model), metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
-        reread = import_huggingface(temporary, told={}).weights
+        reread = import_huggingface(temporary, user_settings={}).weights
         different = [name for name, tensor in reread.items() if not torch.equal(tensor, cast[name].float())]
         if different:
             raise CheckpointError(f"{out} would not give back {', '.join(different[:3])}. Report this defect.")

@@ -95,7 +95,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
 
 def _config(bundle: Bundle) -> dict[str, Any]:
     section = bundle.section
-    told = section.model_dump(mode="json")
+    settings = section.model_dump(mode="json")
     longer = section.same_length == "off"  # as `txl generate` has it
     return {
         "model_type": "txl",
@@ -106,7 +106,7 @@ def _config(bundle: Bundle) -> dict[str, Any]:
         },
         "dtype": str(DTYPES[bundle.dtype]).removeprefix("torch."),
         "vocab_size": bundle.model.vocab_size,
-        **{name: told[name] for name in AS_OURS},
+        **{name: settings[name] for name in AS_OURS},
         "embed_width": section.embed_width_or_default(),
         "tie_weights_to_embedding": section.tie_weights,
         "tie_word_embeddings": False,

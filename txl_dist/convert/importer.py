@@ -23,8 +23,8 @@ Format = Literal["original", "nvidia", "huggingface", "labml"]
 class Reader(Protocol):
     """Function that reads a model from a file or folder of one format."""
 
-    def __call__(self, path: Path, *, told: dict[str, Any]) -> Imported:
-        """Read the model; `told` are the user's settings, by the peer's names. Raises TxlError."""
+    def __call__(self, path: Path, *, user_settings: dict[str, Any]) -> Imported:
+        """Read the model; `user_settings` are the user's settings, by the peer's names. Raises TxlError."""
 
 
 READERS: dict[Format, Reader] = {
@@ -70,7 +70,7 @@ def import_model(
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
-    imported = READERS[format](path, told=read_peer_settings(settings))
+    imported = READERS[format](path, user_settings=read_peer_settings(settings))
     model, vocab_size, tokenizer = imported.model, imported.vocab_size, imported.tokenizer
     if vocab is not None:
         tokenizer = read_vocabulary(vocab, vocab_size=vocab_size)

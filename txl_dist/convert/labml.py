@@ -66,9 +66,9 @@ class LabmlSettings(PeerSettings):
     dropout: float = 0.0
 
 
-def import_labml(path: Path, *, told: dict[str, Any]) -> Imported:
-    """Read a state dict; `told` are the user's settings. Raises CheckpointError."""
-    settings = LabmlSettings.of({}, told, where=str(path))
+def import_labml(path: Path, *, user_settings: dict[str, Any]) -> Imported:
+    """Read a state dict; `user_settings` are the user's settings. Raises CheckpointError."""
+    settings = LabmlSettings.of({}, user_settings, where=str(path))
     peer_weights = only_tensors(read_weights(path), where=str(path))
     model = _section(peer_weights, settings, where=str(path))
     vocab_size = settings.n_vocab or dim_size(peer_weights, "src_embed.weight", 0, dims=2, where=str(path))

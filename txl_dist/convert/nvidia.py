@@ -40,7 +40,7 @@ THEIRS = {original: nvidia for nvidia, original in ORIGINAL.items()}
 """NVIDIA's name by the original name."""
 
 
-def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
+def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     """Read a checkpoint; of a folder the last one, or if there is none the best one. Raises CheckpointError."""
     file = path
     if path.is_dir():
@@ -59,7 +59,7 @@ def import_nvidia(path: Path, *, told: dict[str, Any]) -> Imported:
         weights[ORIGINAL.get(name, name)] = tensor
     imported = model_of(
         _without_aliases(weights, where=str(file)),
-        OriginalSettings.of(content["model_config"], told, where=str(file)),
+        OriginalSettings.of(content["model_config"], user_settings, where=str(file)),
         same_length="memory_and_self",
         ties_are_listed=False,
         where=str(file),

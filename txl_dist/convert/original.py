@@ -73,7 +73,7 @@ class OriginalSettings(PeerSettings):
     layer_norm_epsilon: float = 1e-5
 
 
-def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
+def import_original(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     """Read `model.pt`, a folder that holds one, or a state dict (.pt, .safetensors). Raises CheckpointError."""
     file = path / "model.pt" if path.is_dir() else path
     if not file.is_file():
@@ -88,7 +88,7 @@ def import_original(path: Path, *, told: dict[str, Any]) -> Imported:
     # torch.save keeps tied tensors under each of their names; safetensors cannot.
     return model_of(
         only_tensors(content, where=str(file)),
-        OriginalSettings.of(from_file, told, where=str(file)),
+        OriginalSettings.of(from_file, user_settings, where=str(file)),
         same_length="memory",
         ties_are_listed=file.suffix != ".safetensors",
         where=str(file),

@@ -16,7 +16,7 @@ from torch import Tensor
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
 from txl_dist.errors import ConfigError
-from txl_dist.evaluation.options import Adapting
+from txl_dist.evaluation.options import AdaptationOptions
 from txl_dist.inference.dynamic_evaluation import (
     DynamicRule,
     NeuralCache,
@@ -42,8 +42,8 @@ class Core(NamedTuple):
     """hidden_BTD of a segment, and what is remembered behind it."""
     losses: Callable[[Tensor, Batch], Tensor]
     """nll_BT, of hidden_BTD."""
-    hits: Callable[[Tensor, Batch], Tensor]
-    """hit_BT: 1.0 where the target is the most probable token, of hidden_BTD."""
+    top1_correct: Callable[[Tensor, Batch], Tensor]
+    """correct_BT: 1.0 where the target is the most probable token, of hidden_BTD."""
     memory: Any
 
 
@@ -100,29 +100,31 @@ def _plain(
         return model.softmax.losses(hidden_BTD, batch.targets_BT, partition=batch.target_partition)
 
     @torch.no_grad()
-    def hits(hidden_BTD: Tensor, batch: Batch) -> Tensor:
+    def top1_correct(hidden_BTD: Tensor, batch: Batch) -> Tensor:
         return model.softmax.top1_correct(hidden_BTD, batch.targets_BT)
 
-    return Core(hidden, losses, hits, attended(memory) if with_zeros else memory)
+    return Core(hidden, losses, top1_correct, attended(memory) if with_zeros else memory)
 
 
-def static(core: Core, *, with_hits: bool = False) -> tuple[Losses, Any]:
-    """Of weights and memory alone; `with_hits` it gives score_2BT."""
+def static(core: Core, *, with_top1_correct: bool = False) -> tuple[Losses, Any]:
+    """Of weights and memory alone; `with_top1_correct` it gives score_2BT."""
 
     def losses(batch: Batch, memory: Any) -> tuple[Tensor, Any]:
         hidden_BTD, memory = core.hidden(batch, memory)
         nll_BT = core.losses(hidden_BTD, batch)
-        if with_hits:
-            return torch.stack([nll_BT, core.hits(hidden_BTD, batch)]), memory
+        if with_top1_correct:
+            return torch.stack([nll_BT, core.top1_correct(hidden_BTD, batch)]), memory
         return nll_BT, memory
 
     return losses, core.memory
 
 
-def with_cache(core: Core, model: TransformerXL, cut: EvaluationText, adapting: Adapting) -> tuple[Losses, Any]:
+def with_cache(
+    core: Core, model: TransformerXL, cut: EvaluationText, adaptation: AdaptationOptions
+) -> tuple[Losses, Any]:
     """With a neural cache of each lane: of the positions that are scored, tokens that are run again are not."""
     like, width = model.embedding.weight(0), model.section.width
-    cache = empty_cache(num_lanes=len(cut.lanes), window=adapting.cache_window, width=width, like=like)
+    cache = empty_cache(num_lanes=len(cut.lanes), window=adaptation.cache_window, width=width, like=like)
 
     def losses(batch: Batch, state: tuple[Any, NeuralCache]) -> tuple[Tensor, tuple[Any, NeuralCache]]:
         memory, cache = state
@@ -133,7 +135,7 @@ def with_cache(core: Core, model: TransformerXL, cut: EvaluationText, adapting: 
         new = slice(-cut.segment_len, None)
         segment = NeuralCache(hidden_BTD[:, new], batch.targets_BT[:, new], documents_BT[:, new])
         mixed_BT, cache = cache_losses(
-            nll_BT[:, new], segment, cache, share=adapting.cache_share, theta=adapting.cache_theta
+            nll_BT[:, new], segment, cache, share=adaptation.cache_share, theta=adaptation.cache_theta
         )
         return torch.cat([nll_BT[:, : -cut.segment_len], mixed_BT], dim=1), (memory, cache)
 
@@ -144,7 +146,7 @@ def dynamic(
     model: TransformerXL,
     cut: EvaluationText,
     train: EvalStream,
-    adapting: Adapting,
+    adaptation: AdaptationOptions,
     *,
     maker: BatchMaker,
     memory_len: int,
@@ -160,7 +162,7 @@ def dynamic(
     module, device = SegmentLoss(model), memory.document_BM.device
 
     def batches() -> Iterator[Batch]:
-        for segment in itertools.islice(train, adapting.adapt_batches):
+        for segment in itertools.islice(train, adaptation.adapt_batches):
             before_segment()
             yield to_device(maker.batch(segment), device)
 
@@ -168,7 +170,7 @@ def dynamic(
     sums = square_sums(model, batches(), attended(first) if with_zeros else first)
     start = weights_of(module)
     root = {name: total.sqrt_() for name, total in sums.items()}
-    rule = DynamicRule(start, root, lr=adapting.adapt_lr, decay=adapting.adapt_decay, eps=adapting.adapt_eps)
+    rule = DynamicRule(start, root, lr=adaptation.adapt_lr, decay=adaptation.adapt_decay, eps=adaptation.adapt_eps)
 
     def losses(batch: Batch, state: tuple[Weights, Memory]) -> tuple[Tensor, tuple[Weights, Memory]]:
         nll_BT, weights, memory = dynamic_losses(module, batch, *state, rule=rule)

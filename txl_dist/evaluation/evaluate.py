@@ -17,7 +17,7 @@ from txl_dist.data.loader.bits_per_byte import TextUnits, text_units, word_count
 from txl_dist.data.loader.corpus import Split
 from txl_dist.distributed.collectives import get_rank
 from txl_dist.evaluation.log_probs import write_log_probs
-from txl_dist.evaluation.options import Adapting, Outputs, Overrides
+from txl_dist.evaluation.options import AdaptationOptions, Outputs, Overrides
 from txl_dist.evaluation.scoring import MEMORY_OFF, Scores, rows_of, score_baselines, score_model
 from txl_dist.evaluation.tables import Result, part_lines, table
 from txl_dist.evaluation.target import Target, open_target
@@ -25,7 +25,7 @@ from txl_dist.io.files import write_output
 from txl_dist.report.figures import draw_png
 from txl_dist.report.pictures import chart_over_lengths
 
-STATIC = Adapting()
+STATIC = AdaptationOptions()
 """Settings of an evaluation whose weights do not follow the text."""
 _LARGEST_EXPONENT = 700.0
 """Bound of exponents, since exp overflows above 709."""
@@ -38,7 +38,7 @@ def evaluate_trained(
     overrides: Overrides,
     baselines: bool,
     outputs: Outputs,
-    adapting: Adapting = STATIC,
+    adaptation: AdaptationOptions = STATIC,
 ) -> list[str]:
     """Score a run, a checkpoint or a bundle and return lines for people; several ranks share the lanes.
 
@@ -50,15 +50,15 @@ def evaluate_trained(
     """
     start_logging(rank=get_rank())
     overrides.check(path, is_bundle=detect_artifact(path) is ArtifactKind.BUNDLE, data=data)
-    adapting.check(overrides, outputs)
+    adaptation.check(overrides, outputs)
     outputs.check(overrides)
     target = open_target(path, data=data)
-    rows = rows_of(target, overrides, adapting)
+    rows = rows_of(target, overrides, adaptation)
     config = rows[0].config
     split = target.held_out(config)
     units = _units(split, overrides, mask_documents=config.data.document_mask)
-    train = target.train_text(adapting.adapt_train, config) if adapting.adapt == "dynamic" else None
-    scores = score_model(target, split, rows, overrides, adapting, outputs, train=train, units=units)
+    train = target.train_text(adaptation.adapt_train, config) if adaptation.adapt == "dynamic" else None
+    scores = score_model(target, split, rows, overrides, adaptation, outputs, train=train, units=units)
     if get_rank() > 0:
         return []  # rank 0 writes and prints
     results = dict(scores.results)
@@ -73,8 +73,8 @@ def evaluate_trained(
     if len(scores.results) == 1:
         (result,) = scores.results.values()
         lines += part_lines(result)
-    if adapting.adapt != "off":
-        settings = [f"{name} {value}" for name, value in adapting.told().items() if value != ""]
+    if adaptation.adapt != "off":
+        settings = [f"{name} {value}" for name, value in adaptation.metadata().items() if value != ""]
         lines.append(f"adapted: {', '.join(settings)}")
     return lines
 

@@ -147,7 +147,7 @@ class Outputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapting:
+class AdaptationOptions:
     """A row of its own, of a model that adapts to what it has scored; the static one stays as it is."""
 
     adapt: Literal["off", "dynamic", "cache"] = "off"
@@ -171,7 +171,7 @@ class Adapting:
     cache_window: int = 500
     """Tokens of the past that the cache holds, per lane."""
 
-    def told(self) -> dict[str, str | int | float]:
+    def metadata(self) -> dict[str, str | int | float]:
         """What is adapted by, and the settings of it."""
         return {"by": self.adapt} | {name: getattr(self, name) for name in _ADAPTS_BY[self.adapt]}
 
@@ -191,7 +191,7 @@ class Adapting:
                 raise ConfigError(f"{_flag(name)} {getattr(self, name)}: it must be {rule}.")
         for kind, names in _ADAPTS_BY.items():
             for name in names if kind != self.adapt else ():
-                if getattr(self, name) != getattr(Adapting, name):
+                if getattr(self, name) != getattr(AdaptationOptions, name):
                     raise ConfigError(
                         f"{_flag(name)} is of --adapt {kind}, not of --adapt {self.adapt}. Leave one out."
                     )

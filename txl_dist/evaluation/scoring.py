@@ -31,7 +31,7 @@ from txl_dist.distributed.collectives import RankInfo, distributed_context, run_
 from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.evaluation.cores import Losses, core_of, dynamic, static, train_cut, with_cache
 from txl_dist.evaluation.log_probs import LogProbs
-from txl_dist.evaluation.options import CROP_SEED, NUM_CROP_BATCHES, Adapting, Outputs, Overrides
+from txl_dist.evaluation.options import CROP_SEED, NUM_CROP_BATCHES, AdaptationOptions, Outputs, Overrides
 from txl_dist.evaluation.target import Target, require_same
 from txl_dist.inference.kv_cache import is_out_of_memory
 from txl_dist.model.transformer_xl import Batch, TransformerXL
@@ -58,7 +58,7 @@ class ScoredRow(NamedTuple):
     """Whether the model adapts to the text that it has scored."""
 
 
-def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[ScoredRow]:
+def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions) -> list[ScoredRow]:
     """List the evaluations that the flags ask for. Raises ConfigError if their settings contradict each other.
 
     Rows with equal clamp_len follow each other, since each clamp_len needs a model of its own.
@@ -71,8 +71,8 @@ def rows_of(target: Target, overrides: Overrides, adapting: Adapting) -> list[Sc
     rows = [ScoredRow(config, config.eval.memory_len) for config in configs]
     if overrides.without_memory:
         rows.append(ScoredRow(configs[0], 0, MEMORY_OFF))
-    if adapting.adapt != "off":
-        rows.append(ScoredRow(configs[0], configs[0].eval.memory_len, f"adapted: {adapting.adapt}", adapts=True))
+    if adaptation.adapt != "off":
+        rows.append(ScoredRow(configs[0], configs[0].eval.memory_len, f"adapted: {adaptation.adapt}", adapts=True))
     return rows
 
 
@@ -165,7 +165,7 @@ def score_model(
     split: Split,
     rows: list[ScoredRow],
     overrides: Overrides,
-    adapting: Adapting,
+    adaptation: AdaptationOptions,
     outputs: Outputs,
     *,
     train: Split | None,
@@ -202,7 +202,7 @@ def score_model(
             distinct_plans.setdefault(plan.lengths, plan)
         total = 0
         for plan in distinct_plans.values():
-            total += plan.num_passes(adapting) * _pass_tokens(plan.cut, ranks)
+            total += plan.num_passes(adaptation) * _pass_tokens(plan.cut, ranks)
 
         model_opener = _ModelOpener(target)
         log_probs: LogProbs | None = None
@@ -216,7 +216,7 @@ def score_model(
                 results[lengths] = _score(
                     model,
                     plan,
-                    adapting,
+                    adaptation,
                     units=units,
                     ranks=ranks,
                     progress=progress,
@@ -245,11 +245,11 @@ class _Plan(NamedTuple):
         """Key of the evaluation: the lengths in which rows of a target differ, and whether it adapts."""
         return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
 
-    def num_passes(self, adapting: Adapting) -> int:
+    def num_passes(self, adaptation: AdaptationOptions) -> int:
         """Return the number of batches that are run, those that measure gradients included."""
         if self.train is None:
             return len(self.cut)
-        return len(self.cut) + min(adapting.adapt_batches, len(self.train))
+        return len(self.cut) + min(adaptation.adapt_batches, len(self.train))
 
 
 def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
@@ -359,7 +359,7 @@ def _cut(split: Split, row: ScoredRow, overrides: Overrides, *, ranks: RankInfo)
 def _score(
     model: TransformerXL,
     plan: _Plan,
-    adapting: Adapting,
+    adaptation: AdaptationOptions,
     *,
     units: TextUnits,
     ranks: RankInfo,
@@ -385,7 +385,7 @@ def _score(
                 model,
                 plan.cut,
                 plan.train,
-                adapting,
+                adaptation,
                 maker=maker,
                 memory_len=plan.memory_len,
                 with_zeros=with_zeros,
@@ -399,8 +399,8 @@ def _score(
             with_zeros=with_zeros,
         )
         if plan.adapts:
-            return with_cache(core, model, plan.cut, adapting)
-        return static(core, with_hits=config.eval.accuracy)
+            return with_cache(core, model, plan.cut, adaptation)
+        return static(core, with_top1_correct=config.eval.accuracy)
 
     losses, first_state = run_on_all_ranks(make_losses)
     evaluation = evaluate_stream(
@@ -414,10 +414,10 @@ def _score(
         after_segment=keep_log_probs,
         is_local=True,
     )
-    return _result(evaluation, plan, adapting)
+    return _result(evaluation, plan, adaptation)
 
 
-def _result(evaluation: Evaluation, plan: _Plan, adapting: Adapting) -> Result:
+def _result(evaluation: Evaluation, plan: _Plan, adaptation: AdaptationOptions) -> Result:
     """Return the numbers of an evaluation, its parts, and the lengths that it was made with."""
     result: Result = evaluation.numbers()
     result["by_cluster"] = [_part_values(part) for part in evaluation.means.by_cluster]
@@ -430,9 +430,9 @@ def _result(evaluation: Evaluation, plan: _Plan, adapting: Adapting) -> Result:
     if not plan.adapts:
         return result | lengths
     if plan.train is not None:
-        lengths["adapt_batches"] = min(adapting.adapt_batches, len(plan.train))  # no more than the split has
+        lengths["adapt_batches"] = min(adaptation.adapt_batches, len(plan.train))  # no more than the split has
     # Under a key of their own, so that a picture over lengths does not take this for a static evaluation.
-    result["adapted"] = adapting.told() | lengths
+    result["adapted"] = adaptation.metadata() | lengths
     return result
 
 
@@ -452,7 +452,7 @@ def score_baselines(split: Split, config: Config, *, units: TextUnits) -> dict[s
     losses = {"order 0": scores.order0, f"bigram (k = {scores.best_k:g})": scores.bigram}
     results = {}
     for name, loss in losses.items():
-        results[name] = {"loss": loss, "tokens": float(scores.num_targets), **units.told(loss)}
+        results[name] = {"loss": loss, "tokens": float(scores.num_targets), **units.metrics(loss)}
     return results
 
 

@@ -41,7 +41,7 @@ from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.guard import Guard
 from txl_dist.train.monitoring.stragglers import StepClock, StragglerWatch
 from txl_dist.train.monitoring.watch import Watch
-from txl_dist.train.report.layer_stats import signals
+from txl_dist.train.report.layer_stats import measure_layer_stats
 from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.report.metrics import Clipping, Interval, start_facts, train_record
 from txl_dist.train.report.profile import StepProfile
@@ -265,7 +265,7 @@ class TrainingRun:
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
         self.guard.check_replicas(self.engine.named_values(), step=step)
         with interval.paused():
-            layer_stats = signals(self.engine, self.context, step_input.batches, state.memories, step=step)
+            layer_stats = measure_layer_stats(self.engine, self.context, step_input.batches, state.memories, step=step)
         if layer_stats.layers is not None:
             self.reporter.write("layers", layer_stats.layers)
         with record_function("update"):

@@ -39,7 +39,7 @@ from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
 from txl_dist.train.loop import Start, TrainingRun
-from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
@@ -96,7 +96,7 @@ def pretrain(
             distributed_context(timeout_s=config.engine.start_timeout_s, num_threads=config.engine.num_threads)
         )
         start_logging(rank=ranks.rank)
-        stops = StopRequests(
+        stops = PreemptionRequests(
             stop_file=run_dir / STOP if ranks.is_rank0 else None, max_time_s=max_time_s if ranks.is_rank0 else 0.0
         )
         stack.callback(stops.close)
@@ -125,7 +125,7 @@ def _train(
     config: Config,
     stack: ExitStack,
     ranks: RankInfo,
-    stops: StopRequests,
+    stops: PreemptionRequests,
     watchdog: Watchdog,
     profile: StepProfile,
     callbacks: Callbacks,

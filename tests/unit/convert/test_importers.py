@@ -129,7 +129,7 @@ def test_no_key_may_be_missing_or_a_single_number(format: Format, tmp_path: Path
         for change in (lambda weights, name=name: weights.pop(name), scalar(name)):
             change_weights(path, format, change)
             with pytest.raises(CheckpointError) as caught:
-                READERS[format](path, told=read_peer_settings(arguments.get("settings")))
+                READERS[format](path, user_settings=read_peer_settings(arguments.get("settings")))
             assert name.removeprefix("transformer.") in str(caught.value), "the key is named"
             file.write_bytes(whole)
 

@@ -18,7 +18,7 @@ from txl_dist.cli.main import main
 from txl_dist.config.load import changed
 from txl_dist.errors import ConfigError, DataError
 from txl_dist.evaluation.evaluate import evaluate_trained
-from txl_dist.evaluation.options import Adapting, Outputs, Overrides
+from txl_dist.evaluation.options import AdaptationOptions, Outputs, Overrides
 from txl_dist.evaluation.target import open_target
 from txl_dist.inference.bundle import load_bundle, write_bundle
 from txl_dist.model.transformer_xl import TransformerXL
@@ -32,11 +32,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make(tmp_path_factory.mktemp("made"))
 
 
-def evaluated(made: Made, adapting: dict[str, Any], **changes: Any) -> dict[str, dict[str, Any]]:
+def evaluated(made: Made, adaptation: dict[str, Any], **changes: Any) -> dict[str, dict[str, Any]]:
     out = made.bundle.parent / "result.json"
     told = evaluate_trained(
         made.bundle, data=made.corpus.folder, overrides=Overrides(**({"num_lanes": 3} | changes)), baselines=False,
-        adapting=Adapting(**adapting), outputs=Outputs(json=out),
+        adaptation=AdaptationOptions(**adaptation), outputs=Outputs(json=out),
     )  # fmt: skip
     results: dict[str, dict[str, Any]] = json.loads(out.read_text())
     assert all(any(line.startswith(name) for line in told) for name in results)
@@ -97,21 +97,23 @@ def test_tokens_that_are_run_again_stand_in_the_cache_once(made: Made, tmp_path:
     assert found == pytest.approx(np.mean(losses), rel=1e-6)
 
 
-@pytest.mark.parametrize("adapting", [CACHE, DYNAMIC], ids=["cache", "dynamic"])
+@pytest.mark.parametrize("adaptation", [CACHE, DYNAMIC], ids=["cache", "dynamic"])
 def test_the_static_row_is_the_same_bit_for_bit_with_an_adapted_one_beside_it(
-    made: Made, adapting: dict[str, Any]
+    made: Made, adaptation: dict[str, Any]
 ) -> None:
     before = hashlib.sha256((made.bundle / "model.safetensors").read_bytes()).digest()
     alone = evaluated(made, {})
-    both = evaluated(made, adapting, without_memory=True)
-    name = f"adapted: {adapting['adapt']}"
+    both = evaluated(made, adaptation, without_memory=True)
+    name = f"adapted: {adaptation['adapt']}"
     assert list(alone) == ["model"]
     assert list(both) == ["model", "memory off", name]
     assert both["model"]["loss"] == alone["model"]["loss"] != both[name]["loss"]
     assert both[name]["tokens"] == alone["model"]["tokens"]
     told = both[name]["adapted"]
-    assert {key: told[key] for key in adapting if key != "adapt"} == {k: v for k, v in adapting.items() if k != "adapt"}
-    assert (told["by"], told["segment_len"]) == (adapting["adapt"], SEGMENT_LEN)
+    assert {key: told[key] for key in adaptation if key != "adapt"} == {
+        k: v for k, v in adaptation.items() if k != "adapt"
+    }
+    assert (told["by"], told["segment_len"]) == (adaptation["adapt"], SEGMENT_LEN)
     assert "memory_len" not in both[name], "no picture over lengths has it"
     assert hashlib.sha256((made.bundle / "model.safetensors").read_bytes()).digest() == before
 
@@ -129,10 +131,10 @@ def test_steps_that_learn_what_repeats_gain_and_a_rate_of_next_to_nothing_change
 @pytest.mark.parametrize(
     "settings", [{"document_mask": True}, {"positions": "absolute", "memory_len": 0}, {"cutoffs": [5, 60]}], ids=str
 )
-@pytest.mark.parametrize("adapting", [CACHE, DYNAMIC], ids=["cache", "dynamic"])
-def test_every_kind_of_model_can_adapt(tmp_path: Path, settings: dict[str, Any], adapting: dict[str, Any]) -> None:
-    results = evaluated(make(tmp_path, **settings), adapting)
-    assert results[f"adapted: {adapting['adapt']}"]["loss"] < results["model"]["loss"]
+@pytest.mark.parametrize("adaptation", [CACHE, DYNAMIC], ids=["cache", "dynamic"])
+def test_every_kind_of_model_can_adapt(tmp_path: Path, settings: dict[str, Any], adaptation: dict[str, Any]) -> None:
+    results = evaluated(make(tmp_path, **settings), adaptation)
+    assert results[f"adapted: {adaptation['adapt']}"]["loss"] < results["model"]["loss"]
 
 
 def test_weights_of_half_precision_are_stepped_in_fp32(made: Made, tmp_path: Path) -> None:
@@ -147,7 +149,7 @@ def test_weights_of_half_precision_are_stepped_in_fp32(made: Made, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("adapting", "changes", "message"),
+    ("adaptation", "changes", "message"),
     [
         ({**CACHE, "cache_theta": -0.1}, {}, "--cache-theta -0.1: it must be 0 or more"),
         ({**CACHE, "cache_theta": math.nan}, {}, "--cache-theta nan: it must be 0 or more"),
@@ -170,25 +172,25 @@ def test_weights_of_half_precision_are_stepped_in_fp32(made: Made, tmp_path: Pat
     ids=str,
 )
 def test_what_no_adapted_score_can_have_is_refused_before_anything_is_read(
-    tmp_path: Path, adapting: dict[str, Any], changes: dict[str, Any], message: str
+    tmp_path: Path, adaptation: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluate_trained(
             tmp_path / "nothing", data="x", overrides=Overrides(**changes), baselines=False,
-            adapting=Adapting(**adapting), outputs=Outputs(),
+            adaptation=AdaptationOptions(**adaptation), outputs=Outputs(),
         )  # fmt: skip
 
 
 def test_a_file_of_log_probabilities_is_of_the_static_scores_and_refused_beside_others(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave out --protocol and --log-probs"):
-        Adapting(**CACHE).check(Overrides(), Outputs(log_probs=tmp_path / "p.npz"))
+        AdaptationOptions(**CACHE).check(Overrides(), Outputs(log_probs=tmp_path / "p.npz"))
 
 
 def test_several_ranks_share_a_cache_of_each_lane_but_not_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    Adapting(**CACHE).check(Overrides(), Outputs())
+    AdaptationOptions(**CACHE).check(Overrides(), Outputs())
     with pytest.raises(ConfigError, match=r"--adapt dynamic .*Run it as one process"):
-        Adapting(**DYNAMIC).check(Overrides(), Outputs())
+        AdaptationOptions(**DYNAMIC).check(Overrides(), Outputs())
 
 
 def test_text_of_other_tokens_or_without_a_training_split_measures_no_gradients(made: Made, tmp_path: Path) -> None:

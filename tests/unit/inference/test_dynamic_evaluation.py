@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import RECURRENT, VARIANTS, VOCAB_SIZE, tiny_section
-from txl_dist.inference import dynamic_evaluation as adapt
+from txl_dist.inference import dynamic_evaluation
 from txl_dist.inference.dynamic_evaluation import (
     DynamicRule,
     NeuralCache,
@@ -228,7 +228,7 @@ def test_the_cache_gives_what_a_naive_loop_gives(
     text = text_of(3, 31, mean_len=mean_len, holes=bool(mean_len))
     expected = torch.tensor(naive_cached(text, window=window), dtype=torch.float64)
     for most in (1, 100, 2**22):
-        monkeypatch.setattr(adapt, "MOST_SCORES", most)
+        monkeypatch.setattr(dynamic_evaluation, "MOST_SCORES", most)
         found = cached(text, window=window, lengths=lengths)
         torch.testing.assert_close(found, expected, atol=1e-11, rtol=0)
 

@@ -211,7 +211,8 @@ def test_when_the_wrapper_is_killed_the_launcher_ends_and_the_ranks_notice(folde
     (folder / "bin/rank.py").write_text(
         RANK.replace("os.getppid() == parent", "requests.reason == ''").replace(
             "import os",
-            "from txl_dist.train.monitoring.preemption import StopRequests; requests = StopRequests()\nimport os",
+            "from txl_dist.train.monitoring.preemption import PreemptionRequests\n"
+            "requests = PreemptionRequests()\nimport os",
         )
     )
     if is_early:  # the launcher is gone when the ranks begin to look; only what they were told can help

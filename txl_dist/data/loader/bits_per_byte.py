@@ -44,7 +44,7 @@ class TextUnits(NamedTuple):
             "bits_per_character": bits_per_token / self.characters_per_token,
         }
 
-    def told(self, loss: float) -> dict[str, float]:
+    def metrics(self, loss: float) -> dict[str, float]:
         """Return the values to record: `ppl` per token, `bits` if defined, `unknown_pct` if any token is unknown."""
         unknown = {"unknown_pct": self.unknown_pct} if self.unknown_pct else {}
         return {"ppl": math.exp(min(loss, 700.0)), **self.bits(loss), **unknown}

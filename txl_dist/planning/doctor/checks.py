@@ -167,8 +167,8 @@ def _programs(facts: Facts) -> Iterator[Finding]:
     yield first_of("launcher", found, (lacks_launcher, "warning", remedy))
     if facts.devices:
         remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
-        found = facts.lacks_compiler or "Triton finds what it needs, and DeepSpeed needs none"
-        yield first_of("compiler", found, (facts.lacks_compiler, "problem", remedy))
+        found = facts.missing_compiler_reason or "Triton finds what it needs, and DeepSpeed needs none"
+        yield first_of("compiler", found, (facts.missing_compiler_reason, "problem", remedy))
 
 
 DANGERS = {

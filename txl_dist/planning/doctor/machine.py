@@ -101,7 +101,7 @@ class Facts:
     """The .deepspeed_env files on which the launcher fails."""
     programs: tuple[str, ...]
     """Programs on PATH, of deepspeed, pdsh and ssh."""
-    lacks_compiler: str
+    missing_compiler_reason: str
     """Reason why Triton cannot compile; empty if it can."""
     disk: Disk
     corpus: CorpusShards | None
@@ -142,7 +142,7 @@ def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
         environment={name: os.environ[name] for name in READ if name in os.environ},
         broken_launcher_files=tuple(_broken_launcher_files()),
         programs=tuple(name for name in ("deepspeed", "pdsh", "ssh") if shutil.which(name)),
-        lacks_compiler=missing_compiler_reason(),
+        missing_compiler_reason=missing_compiler_reason(),
         disk=try_disk(run_dir),
         corpus=try_corpus(data) if data else None,
     )

@@ -40,9 +40,11 @@ class Engine(Protocol):
         """Of each parameter (sum of squares of its gradient before clipping, that of its weights), in fp32 where there
         are such weights; the same on every rank. Between `grad_norm` and `step`; waits for the device."""
 
-    def losses(self, batch: Batch, memory: Memory, *, with_hits: bool = False) -> tuple[Tensor, Memory]:
-        """nll_BT in nats and the next memory, without gradients or dropout; `with_hits` score_2BT: the losses, then 1
-        where the target is the most probable token."""
+    def losses(self, batch: Batch, memory: Memory, *, with_top1_correct: bool = False) -> tuple[Tensor, Memory]:
+        """Return nll_BT in nats and the next memory, without gradients or dropout.
+
+        `with_top1_correct` returns score_2BT instead: the losses, then 1 where the target is the most probable token.
+        """
 
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
         """log p_BV of the token behind the batch and the next memory, without gradients or dropout."""

@@ -368,8 +368,8 @@ class ZeroEngine(Engine):
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
     @override
-    def losses(self, batch: Batch, memory: Memory, *, with_hits: bool = False) -> tuple[Tensor, Memory]:
-        return self._infer(batch, memory, None, False, with_hits)
+    def losses(self, batch: Batch, memory: Memory, *, with_top1_correct: bool = False) -> tuple[Tensor, Memory]:
+        return self._infer(batch, memory, None, False, with_top1_correct)
 
     @override
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:

@@ -28,7 +28,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import parse_json, was_removed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-LOOK_EVERY_S = 1.0
+POLL_EVERY_S = 1.0
 """File, clock and launchers are looked at so often, signals at every step."""
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
 """Variable in which `txl launch` names its own process, so that its death is seen even if it comes early."""
@@ -36,7 +36,7 @@ MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 
 
-class StopRequests:
+class PreemptionRequests:
     """Watches for all that asks for a stop. Made and read by the main thread.
 
     `stop_file`, in the run directory, and `max_time_s` (from the start of this process; 0 means none) are for rank 0
@@ -48,7 +48,7 @@ class StopRequests:
         self._reason = ""
         self._signals: list[int] = []
         self._others: list[str] = []  # reasons besides signals
-        self._next_look_s = 0.0
+        self._next_poll_s = 0.0
         self._start_s = time.monotonic() - _age_s()
         self._launchers = launchers()
         self._is_orphan = (
@@ -56,19 +56,19 @@ class StopRequests:
         )
         self._restore = ExitStack()
         for number in SIGNALS:
-            self._restore.callback(signal.signal, number, signal.signal(number, self._note))
+            self._restore.callback(signal.signal, number, signal.signal(number, self._record_signal))
         self._restore.callback(_Acknowledgement().close)
 
     @property
     def reason(self) -> str:
         """Empty until asked to stop; then the first reason, for instance "SIGTERM"."""
-        self._notice()
+        self._update()
         return self._reason
 
     @property
     def count(self) -> int:
         """How often this process was asked so far, each signal counted: who waits sees whether it grows."""
-        self._notice()
+        self._update()
         return len(self._signals) + len(self._others)
 
     def clear(self) -> None:
@@ -82,22 +82,22 @@ class StopRequests:
         """Give the signals back to whoever had them."""
         self._restore.close()
 
-    def _notice(self) -> None:
+    def _update(self) -> None:
         if self._signals and not self._reason:
             self._reason = signal.Signals(self._signals[0]).name
-        if time.monotonic() < self._next_look_s:
+        if time.monotonic() < self._next_poll_s:
             return
-        self._next_look_s = time.monotonic() + LOOK_EVERY_S
-        for reason in self._look():
+        self._next_poll_s = time.monotonic() + POLL_EVERY_S
+        for reason in self._other_reasons():
             if reason not in self._others:
                 self._others.append(reason)
                 self._reason = self._reason or reason
                 logger.info("asked to stop by %s", reason)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
-    def _look(self) -> Iterator[str]:
+    def _other_reasons(self) -> Iterator[str]:
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
         if self._stop_file is not None and was_removed(self._stop_file.parent):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from txl_dist.errors import CheckpointError
-from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock
 from txl_dist.train.monitoring.watchdog import Watchdog
 
@@ -13,7 +13,7 @@ from txl_dist.train.monitoring.watchdog import Watchdog
 class Watch(NamedTuple):
     """Of one run, on one rank."""
 
-    stops: StopRequests
+    stops: PreemptionRequests
     watchdog: Watchdog
     lock: RunLock | None
     """On rank 0."""

@@ -72,7 +72,7 @@ class Evaluation(NamedTuple):
         """Without the parts; bits per byte and character only where they are the cost of the text."""
         loss, tokens = self.means.loss, self.means.tokens
         accuracy = {} if self.means.accuracy is None else {"accuracy_pct": 100 * self.means.accuracy}
-        return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds, **accuracy} | self.units.told(loss)
+        return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds, **accuracy} | self.units.metrics(loss)
 
     def record(self, step: int) -> Record:
         """As metrics."""
@@ -92,14 +92,14 @@ class LossSums:
     def __init__(self, *, segment_len: int, edges: Sequence[int], device: torch.device) -> None:
         self._segment_len, self._edges = segment_len, edges
         self._total_2X = torch.zeros(2, 1 + segment_len + len(edges) - 1, dtype=torch.float64, device=device)
-        self._hits: Tensor | None = None
+        self._num_correct: Tensor | None = None
 
-    def add(self, nll_BT: Tensor, batch: Batch, *, hit_BT: Tensor | None = None) -> None:
+    def add(self, nll_BT: Tensor, batch: Batch, *, correct_BT: Tensor | None = None) -> None:
         """The losses of a batch, of which context before the segment is left out; it may be shorter than others.
-        `hit_BT`: 1 where the target was the most probable token, of all batches or none."""
-        if hit_BT is not None:
-            hits = (hit_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
-            self._hits = hits if self._hits is None else self._hits + hits
+        `correct_BT`: 1 where the target was the most probable token, of all batches or none."""
+        if correct_BT is not None:
+            num_correct = (correct_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
+            self._num_correct = num_correct if self._num_correct is None else self._num_correct + num_correct
         nll_BT, scored_BT, targets_BT = (
             one[:, -self._segment_len :] for one in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
         )
@@ -115,13 +115,13 @@ class LossSums:
         """Over all ranks, which call it together."""
         nats_X, counts_X = all_reduce_sum(self._total_2X).cpu().numpy()
         position, cluster = slice(1, 1 + self._segment_len), slice(1 + self._segment_len, None)
-        hits = None if self._hits is None else float(all_reduce_sum(self._hits))
+        num_correct = None if self._num_correct is None else float(all_reduce_sum(self._num_correct))
         edges = np.linspace(0, self._segment_len, min(POSITION_BINS, self._segment_len) + 1).astype(int)
         by_position = (np.add.reduceat(one[position], edges[:-1]) for one in (nats_X, counts_X))
         return Means(
             loss=float(nats_X[0] / max(1.0, counts_X[0])),
             tokens=int(counts_X[0]),
-            accuracy=None if hits is None else hits / max(1.0, counts_X[0]),
+            accuracy=None if num_correct is None else num_correct / max(1.0, counts_X[0]),
             by_position=_parts(edges.tolist(), *by_position),
             by_cluster=_parts(self._edges, nats_X[cluster], counts_X[cluster]),
         )
@@ -148,9 +148,10 @@ def evaluate_stream(
 ) -> Evaluation:
     """Score held-out text, beginning with this memory. All ranks call it together and get the same result.
 
-    `losses` gives nll_BT, or score_2BT with the hits behind it, and the next memory, without gradients. What
-    `before_segment` raises, on all ranks together, ends the evaluation; `after_segment` gets each batch with its
-    losses. `is_local`: losses are made without the other ranks, so what fails on one of them alone is told to all.
+    `losses` gives nll_BT, or score_2BT with 1 for each correct top-1 prediction after it, and the next memory, without
+    gradients. What `before_segment` raises, on all ranks together, ends the evaluation; `after_segment` gets each batch
+    with its losses. `is_local`: losses are made without the other ranks, so what fails on one of them alone is told to
+    all.
     """
     start_s = time.perf_counter()
     sums = LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device)
@@ -161,8 +162,8 @@ def evaluate_stream(
             before_segment()
             batch = to_device(maker.batch(segment), ranks.device)
             scores, last = losses(batch, last)
-            nll_BT, hit_BT = scores if scores.dim() == 3 else (scores, None)
-            sums.add(nll_BT, batch, hit_BT=hit_BT)
+            nll_BT, correct_BT = scores if scores.dim() == 3 else (scores, None)
+            sums.add(nll_BT, batch, correct_BT=correct_BT)
             after_segment(batch, nll_BT)
 
     run_on_all_ranks(score) if is_local else score()
@@ -190,7 +191,7 @@ def evaluate_split(
     )
     memory_len = config.train.memory_len if config.eval.memory_len < 0 else config.eval.memory_len
     return evaluate_stream(
-        partial(engine.losses, with_hits=True) if config.eval.accuracy else engine.losses,
+        partial(engine.losses, with_top1_correct=True) if config.eval.accuracy else engine.losses,
         engine.empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len),
         stream,
         maker=maker,

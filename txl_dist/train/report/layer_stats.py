@@ -27,7 +27,7 @@ from txl_dist.train.report.loggers import Record
 from txl_dist.train.state import RunContext
 
 
-class Signals(NamedTuple):
+class LayerStats(NamedTuple):
     """Of one step."""
 
     accuracy: float | None
@@ -36,29 +36,32 @@ class Signals(NamedTuple):
     """The record of the norms; None if not asked for."""
 
 
-NOTHING = Signals(None, None)
+NOTHING = LayerStats(None, None)
 
 
-def signals(
+def measure_layer_stats(
     engine: Engine, context: RunContext, batches: Sequence[Any], memories: Sequence[Memory], *, step: int
-) -> Signals:
+) -> LayerStats:
     """What is due at this step, of its micro-batches and the memories that they were given. All ranks call it together,
     between `grad_norm` and `step` of the engine."""
     metrics = context.config.metrics
-    with_hits, with_norms = _is_due(step, metrics.accuracy_every_steps), _is_due(step, metrics.norms_every_steps)
-    if not with_hits and not with_norms:
+    with_top1_correct, with_norms = (
+        _is_due(step, metrics.accuracy_every_steps),
+        _is_due(step, metrics.norms_every_steps),
+    )
+    if not with_top1_correct and not with_norms:
         return NOTHING
     watch = _ActivationWatch(engine.model.blocks) if with_norms else None
     sums_2 = torch.zeros(2, dtype=torch.float64, device=context.ranks.device)
     for on_host, memory in zip(batches, memories, strict=True):
         batch = to_device(on_host, context.ranks.device)
         with watch.on() if watch is not None else nullcontext():
-            scores, _ = engine.losses(batch, memory, with_hits=with_hits)
-        if with_hits:
+            scores, _ = engine.losses(batch, memory, with_top1_correct=with_top1_correct)
+        if with_top1_correct:
             sums_2 += torch.stack([(scores[1] * batch.scored_BT).sum(), batch.scored_BT.sum()])
-    hits, scored = all_reduce_sum(sums_2).tolist() if with_hits else (0.0, 0.0)
+    num_correct, scored = all_reduce_sum(sums_2).tolist() if with_top1_correct else (0.0, 0.0)
     layers = {"step": step, **_norms(engine), "activation_rms": watch.rms()} if watch is not None else None
-    return Signals(hits / scored if scored else None, layers)
+    return LayerStats(num_correct / scored if scored else None, layers)
 
 
 def _is_due(step: int, every: int) -> bool:

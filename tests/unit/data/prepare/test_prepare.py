@@ -70,7 +70,7 @@ def texts_in(corpus: Corpus, split: str) -> list[str]:
 KILLED = """
 import os, signal, sys
 import psutil
-from txl_dist.data.prepare import plan as job
+from txl_dist.data.prepare import preparation as job
 from txl_dist.data.prepare import run as prepare
 settings = eval(sys.argv[2])
 where, after = sys.argv[3], int(sys.argv[4])

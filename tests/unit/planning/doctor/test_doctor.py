@@ -47,7 +47,7 @@ HEALTHY = Facts(
     environment={},
     broken_launcher_files=(),
     programs=("deepspeed", "pdsh", "ssh"),
-    lacks_compiler="",
+    missing_compiler_reason="",
     disk=DISK,
     corpus=CorpusShards(location="/data", tokens=10**9),
 )
@@ -135,7 +135,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (on_disk(kind="tmpfs"), "disk", "warning", "memory is gone"),
         (on_disk(locks=False), "disk", "warning", "no file locking"),
         (changed(corpus=CorpusShards(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
-        (changed(lacks_compiler="Triton needs Python.h"), "compiler", "problem", "Triton needs Python.h"),
+        (changed(missing_compiler_reason="Triton needs Python.h"), "compiler", "problem", "Triton needs Python.h"),
         (changed(programs=()), "launcher", "warning", "no program deepspeed"),
     ],
 )

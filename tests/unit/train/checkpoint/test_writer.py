@@ -41,7 +41,7 @@ from txl_dist.train.checkpoint.read import choose_checkpoint
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 from txl_dist.train.checkpoint.writer import AsyncWriter, HostCopy
 from txl_dist.train.engine.partitions import WEIGHT, Fragment
-from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.stability import Health
 from txl_dist.train.state import TrainState
@@ -529,7 +529,7 @@ def hear_one_rank(ranks: RankInfo, folder: str) -> tuple[str, list[tuple[str, in
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if ranks.rank == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-    it, stops = parts(ranks, Path(folder), size=1 << 16), StopRequests()
+    it, stops = parts(ranks, Path(folder), size=1 << 16), PreemptionRequests()
 
     def ask_once(phase: str) -> None:
         if phase == "wait for the disk" and ranks.rank == 1 and not stops.count:

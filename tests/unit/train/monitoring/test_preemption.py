@@ -13,18 +13,18 @@ import pytest
 from txl_dist.distributed.processes import process_id
 from txl_dist.errors import ConfigError
 from txl_dist.train.monitoring import preemption as stopping
-from txl_dist.train.monitoring.preemption import StopRequests, parse_duration
+from txl_dist.train.monitoring.preemption import PreemptionRequests, parse_duration
 
 
 @pytest.fixture
 def look_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stopping, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(stopping, "POLL_EVERY_S", 0.0)
 
 
 @pytest.mark.parametrize("number", stopping.SIGNALS)
 def test_the_first_signal_is_the_reason_and_repeats_change_nothing(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    requests = StopRequests()
+    requests = PreemptionRequests()
     try:
         assert requests.reason == ""
         os.kill(os.getpid(), number)
@@ -39,9 +39,9 @@ def test_the_first_signal_is_the_reason_and_repeats_change_nothing(number: signa
 BUSY = """
 import hashlib, sys
 from txl_dist.console.logging import start_logging
-from txl_dist.train.monitoring.preemption import StopRequests
+from txl_dist.train.monitoring.preemption import PreemptionRequests
 start_logging()
-requests = StopRequests()
+requests = PreemptionRequests()
 print("ready", file=sys.stderr, flush=True)
 hashlib.pbkdf2_hmac("sha256", b"", b"", 20_000_000)  # one operation of some seconds, as a large step is
 print("the operation has ended", file=sys.stderr, flush=True)
@@ -71,14 +71,14 @@ def test_a_signal_is_acknowledged_while_the_main_thread_is_in_one_long_operation
 def test_closing_gives_back_who_was_woken_by_signals_before() -> None:
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
-    StopRequests().close()
+    PreemptionRequests().close()
     assert signal.set_wakeup_fd(before) == before
 
 
 @pytest.mark.usefixtures("look_always")
 def test_the_stop_file_counts_once(tmp_path: Path) -> None:
     file = tmp_path / "STOP"
-    requests = StopRequests(stop_file=file)
+    requests = PreemptionRequests(stop_file=file)
     try:
         assert requests.reason == ""
         file.touch()
@@ -93,7 +93,7 @@ def test_the_stop_file_counts_once(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("look_always")
 def test_the_loss_of_the_run_directory_is_a_reason_too(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    requests = StopRequests(stop_file=tmp_path / "run" / "STOP")
+    requests = PreemptionRequests(stop_file=tmp_path / "run" / "STOP")
     try:
         assert requests.reason == ""
         (tmp_path / "run").rename(tmp_path / "away")
@@ -104,7 +104,7 @@ def test_the_loss_of_the_run_directory_is_a_reason_too(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("look_always")
 def test_each_signal_and_each_other_reason_counts_so_that_who_waits_is_asked_again(tmp_path: Path) -> None:
-    requests = StopRequests(stop_file=tmp_path / "STOP")
+    requests = PreemptionRequests(stop_file=tmp_path / "STOP")
     try:
         assert requests.count == 0
         for count in (1, 2):
@@ -120,7 +120,7 @@ def test_each_signal_and_each_other_reason_counts_so_that_who_waits_is_asked_aga
 def test_the_disk_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(stopping.time, "monotonic", lambda: now_s[0])
-    requests = StopRequests(stop_file=tmp_path / "STOP")
+    requests = PreemptionRequests(stop_file=tmp_path / "STOP")
     try:
         assert requests.reason == ""
         (tmp_path / "STOP").touch()
@@ -133,12 +133,12 @@ def test_the_disk_is_looked_at_once_a_second(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_time_limit_counts_from_the_start_of_the_process() -> None:
-    requests = StopRequests(max_time_s=0.001)  # this process is older than that
+    requests = PreemptionRequests(max_time_s=0.001)  # this process is older than that
     try:
         assert requests.reason == "the time limit of 0.001 s"
     finally:
         requests.close()
-    requests = StopRequests(max_time_s=3600 * 24)
+    requests = PreemptionRequests(max_time_s=3600 * 24)
     try:
         assert requests.reason == ""
     finally:
@@ -153,7 +153,7 @@ time.sleep(60)
 RANK = """
 import pathlib, sys, time
 from txl_dist.train.monitoring import preemption as stopping
-requests = stopping.StopRequests()
+requests = stopping.PreemptionRequests()
 pathlib.Path("ready").touch()
 end_s = time.monotonic() + 30
 while not requests.reason and time.monotonic() < end_s:

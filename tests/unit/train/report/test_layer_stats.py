@@ -8,7 +8,7 @@ import torch
 from tests.helpers.jobs import job_of
 from tests.helpers.tiny import tiny_config
 from txl_dist.distributed.collectives import RankInfo
-from txl_dist.train.report.layer_stats import NOTHING, _part_of, signals
+from txl_dist.train.report.layer_stats import NOTHING, _part_of, measure_layer_stats
 
 
 class Forbidden:
@@ -23,7 +23,7 @@ def test_a_step_that_is_not_asked_runs_nothing(every: int, step: int) -> None:
     config = tiny_config(metrics={"accuracy_every_steps": every, "norms_every_steps": every})
     forbidden: Any = Forbidden()
     assert (
-        signals(
+        measure_layer_stats(
             forbidden,
             job_of(config, RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)),
             [forbidden],

@@ -396,7 +396,7 @@ def test_tensorboard_gets_every_number_once_also_after_a_crash(tmp_path: Path) -
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert scalars(tmp_path / "tensorboard") == [(10, 9.0), (20, 2.0), (30, 2.0)]
     expected = {f"train/{name}" for name in TRAIN_RECORD} | {f"eval/{name}" for name in EVAL_RECORD}
-    assert set(events.Tags()["scalars"]) == expected - {"train/stepper", "eval/step", "train/eta_s", "eval/tokens"}
+    assert set(events.Tags()["scalars"]) == expected - {"train/step", "eval/step", "train/eta_s", "eval/tokens"}
 
 
 def test_tensorboard_draws_steps_that_a_rewind_made_again_once(tmp_path: Path) -> None:

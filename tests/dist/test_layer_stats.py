@@ -17,7 +17,7 @@ from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.transformer_xl import SegmentLoss, TransformerXL
 from txl_dist.rng import derive_seed
 from txl_dist.train.engine.zero import _loss_scaler, import_deepspeed
-from txl_dist.train.report.layer_stats import NOTHING, signals
+from txl_dist.train.report.layer_stats import NOTHING, measure_layer_stats
 
 pytestmark = pytest.mark.dist
 
@@ -69,7 +69,7 @@ def trained(ranks: RankInfo, config: Config) -> dict[str, Any]:
             losses.append(loss.item())
             after.append(memory)
         norms.append(float(job.engine.grad_norm()))
-        seen.append(signals(job.engine, whole, batches, job.memories, step=step))
+        seen.append(measure_layer_stats(job.engine, whole, batches, job.memories, step=step))
         job.engine.step(lr=1e-2, grad_norm=norms[-1])
         job.memories = tuple(after)
     return {"losses": losses, "norms": norms, "seen": seen}
@@ -89,7 +89,7 @@ def worker(ranks: RankInfo, folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("signals")
+    folder = tmp_path_factory.mktemp("layer_stats")
     results = run_ranks(worker, str(folder), world_size=2, folder=folder)
     for name in results[0]:  # all ranks know the same
         assert str(results[0][name][0]["seen"]) == str(results[1][name][0]["seen"])
