@@ -3,7 +3,7 @@
 A tiny run of ZeRO-1 on 2 ranks that uses every part of the format: adaptive softmax, both moments, memories of four
 lanes in two files, a step that was skipped, and a rewind with text that is left out. Kept of it are one checkpoint, the
 corpus, the settings, and in `expected.json` what any later version must find in it and how it must go on. A version
-that was released is never made again: version 2 is what this made without `memory_lens`.
+that was released is never made again. Version 2 is what this made without `memory_lens`, and version 3 with it.
 """
 
 from __future__ import annotations
