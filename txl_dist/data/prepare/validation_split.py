@@ -1,20 +1,20 @@
-"""How a preparation holds text out where no held-out text is given: whole documents, or the ends of documents.
+"""The choice of a validation and a test split where the user gives none: whole documents, or the ends of documents.
 
-A hash of its content holds a document out (documents.py), which needs documents enough. Where it leaves a split, or
-train, without one, as with a single text file, the end of each document that is long enough is held out instead,
-and whatever equals such an end goes where it goes: equal text is never on two sides. Which of the two it is follows
-from the content of the inputs alone, and is known before a tokenizer is learnt.
+Normally a hash of a document's content decides its split (documents.py). That needs many documents. If the hash leaves
+a split without a document, as with a single text file, the end of each document that is long enough is held out
+instead. Text that equals such an end goes to the same split, so that equal text is never in two splits. The content of
+the inputs alone decides between the two ways, before a tokenizer is trained.
 
-What it gives up: adding documents may turn ends into whole documents; then what is held out is another text. What
-can be read but once (stdin, a command) is the same as a file while it is shorter than 64 MiB, or a tokenizer is
-learnt from it, so that it is kept; a longer one goes by the hash alone (tokenizing.py), and where that leaves a split
-without a document the end of the work says so, but that it is one document, which is said once 64 MiB are read.
+What it gives up: adding documents may turn ends into whole documents, which changes the validation split. An input
+that can be read only once (stdin, a command) is treated like a file in two cases: it is shorter than 64 MiB, or a
+tokenizer is trained on it, so that it is stored. A longer one is split by the hash alone (tokenize.py). If that leaves
+a split empty, the error comes at the end. An input that is one single document is refused after 64 MiB.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from txl_dist.console.formatting import counted
@@ -26,31 +26,35 @@ Documents = Callable[[], Iterator[Document]]
 
 
 class ValidationSplit(NamedTuple):
-    """What is held out, and a sentence on it for people."""
+    """The chosen split of the documents given for train."""
 
     reading: Reading
+    """How documents are read, with the digests of the ends that are held out."""
     remark: str = ""
+    """A sentence for the user about ends that are held out; empty if whole documents are."""
 
 
 def no_text(inputs: Sequence[object], reading: Reading) -> DataError:
-    """The error where these inputs leave nothing to train on."""
+    """Return the error for inputs that leave nothing to train on."""
     what = "ids" if reading.names else "text"
     return DataError(f"no {what} for the train split in {named_few(inputs)}. Check the paths and the valid fraction.")
 
 
 def named_few(inputs: Sequence[object]) -> str:
-    """The first names of a list, with a mark where there are more."""
-    return ", ".join(map(str, inputs[:3])) + ", ..." * (len(inputs) > 3)
+    """Return the first three names of a list for a message, with an ellipsis if there are more."""
+    names = ", ".join(str(name) for name in inputs[:3])
+    return f"{names}, ..." if len(inputs) > 3 else names
 
 
 def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> ValidationSplit:
-    """Whole documents where that serves every split, else ends.
+    """Hold out whole documents if that gives every split one, otherwise the ends of documents.
 
-    One pass, which ends with the first document of the last split; a second one, over few documents, where ends are
-    held out. Raises DataError if neither gives every split a text.
+    Makes one pass over the documents, which ends as soon as every split has a document. Makes a second pass, over few
+    documents, if ends are held out. Raises DataError if neither way gives every split a text.
     """
     shares = reading.shares
-    missing, count = {TRAIN, *shares}, 0
+    missing = {TRAIN, *shares}
+    count = 0
     for document in documents():
         if not document.text.strip():
             continue
@@ -62,37 +66,52 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
         raise no_text(inputs, reading)
 
     tails: dict[bytes, str] = {}
-    kept: set[bytes] = set()
-    cut, longest = [], ""
+    beginnings: set[bytes] = set()
+    places_of_cuts: list[str] = []
+    longest = ""
     for document in documents():
         first, *ends = pieces_of(document, given_for=TRAIN, reading=reading._replace(tails={}))
-        kept.add(first.digest)
-        tails |= {end.digest: end.split for end in ends if tails.get(end.digest) != TEST}
-        cut += [document.where] if ends else []
+        beginnings.add(first.digest)
+        for end in ends:
+            if tails.get(end.digest) != TEST:
+                tails[end.digest] = end.split
+        if ends:
+            places_of_cuts.append(document.where)
         longest = max(longest, document.text, key=len)
-    if missing := {TRAIN, *shares} - {*tails.values(), *([TRAIN] if kept - tails.keys() else [])}:
-        raise _too_little(sorted(missing, key=SPLITS.index)[-1], count=count, longest=longest, reading=reading)
-    whose = cut[0] if len(cut) == 1 else f"each of {len(cut):,} documents"
+    filled = set(tails.values())
+    if beginnings - tails.keys():
+        filled.add(TRAIN)
+    empty = [split for split in SPLITS if split in {TRAIN, *shares} - filled]
+    if empty:
+        raise _too_little(empty[-1], count=count, longest=longest, reading=reading)
+    return ValidationSplit(reading._replace(tails=tails), _remark_on_ends(places_of_cuts, shares, count=count))
+
+
+def _remark_on_ends(places_of_cuts: Sequence[str], shares: Mapping[str, float], *, count: int) -> str:
+    """Return the sentence for the user about `count` documents, some of which lose their ends to other splits."""
+    few = "1 document is" if count == 1 else f"{count:,} documents are"
+    whose = places_of_cuts[0] if len(places_of_cuts) == 1 else f"each of {len(places_of_cuts):,} documents"
     parts = ", ".join(f"{split} {share:.4g}" for split, share in shares.items())
-    remark = (
-        f"{count:,} document{'s are' if count > 1 else ' is'} too few to hold out whole ones: the end of {whose} is "
-        f"held out ({parts}), cut behind a paragraph, line or word. Held-out text of your own: --valid PATH"
+    return (
+        f"{few} too few to hold out whole ones: the end of {whose} is held out ({parts}), cut after a paragraph, line "
+        "or word. Give a validation split of your own with `--valid PATH`."
     )
-    return ValidationSplit(reading._replace(tails=tails), remark)
 
 
 def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> DataError:
+    """Return the error for a `split` that gets no text, neither by whole documents nor by ends."""
     shares = reading.shares.values()
     needed = math.ceil(SHORTEST_TAIL / min(*shares, 1 - sum(shares)))
-    has, least = f"{counted(len(longest), 'character')}", f"{needed:,}"
     if reading.names:  # each id is a name and a blank
-        has, least = (
-            f"{counted(longest.count(' '), 'id')}",
-            f"about {math.ceil(needed * longest.count(' ') / len(longest)):,}",
-        )
+        num_ids = longest.count(" ")
+        has = counted(num_ids, "id")
+        least = f"about {math.ceil(needed * num_ids / len(longest)):,}"
+    else:
+        has = counted(len(longest), "character")
+        least = f"{needed:,}"
     flag = VALID if split == TRAIN else split
     return DataError(
         f"no document fell into the split {split} ({count:,} in all), and the longest has {has}: its end is held out "
-        f"from {least} on. Give held-out text with `--{flag} PATH` or another `--{flag}-fraction`, or have no such "
-        f"split with `--{flag}-fraction 0`."
+        f"only from {least}. Give that split a text with `--{flag} PATH`, or give another `--{flag}-fraction`, or have "
+        f"no such split with `--{flag}-fraction 0`."
     )

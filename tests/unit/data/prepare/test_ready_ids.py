@@ -239,7 +239,7 @@ def test_files_without_ids_are_named(tmp_path: Path, names: Path, settings: dict
 
 def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_path: Path, names: Path) -> None:
     (tmp_path / "short.jsonl").write_text("[1, 1, 1, 1, 1]\n")  # names of eight characters, and their blanks
-    message = "the longest has 5 ids: its end is held out from about 223 on"
+    message = "the longest has 5 ids: its end is held out only from about 223."
     assert_refused(tmp_path, names, tmp_path / "short.jsonl", message)
 
 

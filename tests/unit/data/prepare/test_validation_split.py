@@ -309,7 +309,7 @@ def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_say
     monkeypatch.setattr(job, "train_tokenizer", never)
     (tmp_path / "a.txt").write_text("a" * (20 * SHORTEST_TAIL - 1))
     for fraction, flag, needed in ((0.05, "valid", "2,000"), (0.02, "valid", "5,000")):
-        with pytest.raises(DataError, match=rf"1,999 characters.* {needed} on.*--{flag} PATH.*--{flag}-fraction 0`"):
+        with pytest.raises(DataError, match=rf"1,999 characters.* {needed}\..*--{flag} PATH.*--{flag}-fraction 0`"):
             prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], valid_fraction=fraction)
     for name in "cd":
         (tmp_path / f"{name}.txt").write_text("one line\n")
