@@ -313,7 +313,7 @@ def test_a_text_too_small_to_cut_is_refused_before_a_tokenizer_is_learnt_and_say
             prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"], valid_fraction=fraction)
     for name in "cd":
         (tmp_path / f"{name}.txt").write_text("one line\n")
-    with pytest.raises(DataError, match=r"\(2 in all\).* 9 characters.* 2,000 on.*--valid PATH.*--valid-fraction 0`"):
+    with pytest.raises(DataError, match=r"\(2 in all\).* 9 characters.* 2,000\..*--valid PATH.*--valid-fraction 0`"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "c.txt", tmp_path / "d.txt"])
     (tmp_path / "b.txt").write_text("\n" * 5_000)
     with pytest.raises(DataError, match="no text for the train split"):
