@@ -11,7 +11,7 @@ import functools
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txl_dist.console.echo import echo
@@ -38,12 +38,9 @@ class Renamed(NamedTuple):
                 return new
         return value
 
-    def old_value(self, value: Any) -> Any:
-        """Translate a value of the new setting."""
-        for old, new in self.values:
-            if value == new:
-                return old
-        return value
+    def reversed(self) -> Renamed:
+        """Return the same change of name the other way round, from today's spelling to the old one."""
+        return self._replace(old=self.new, new=self.old, values=tuple((new, old) for old, new in self.values))
 
 
 RENAMED: tuple[Renamed, ...] = (
@@ -104,7 +101,6 @@ _LEAST_ALIKE = 0.85
 """Least similarity at which an unknown flag is taken for a misspelt old name."""
 
 _BY_OLD = {renamed.old: renamed for renamed in RENAMED}
-_BY_NEW = {renamed.new: renamed for renamed in RENAMED}
 
 
 def in_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
@@ -177,8 +173,7 @@ def new_keyword(name: str, *, command: str) -> str:
 
 def keywords_in_old_names(keywords: Mapping[str, Any], *, command: str) -> dict[str, Any]:
     """Return keyword arguments, named like the flags of a command, under the names of version 0.2."""
-    old_names = {renamed.new: renamed.old for renamed in RENAMED_FLAGS[command]}
-    return {old_names.get(name, name): value for name, value in keywords.items()}
+    return _with_new_keys(keywords, [renamed.reversed() for renamed in RENAMED_FLAGS[command]])
 
 
 def new_flag_of_similar(name: str, known: Collection[str]) -> str:
@@ -226,14 +221,7 @@ def name_since(name: str) -> str:
 
 def flat_in_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by `section.key`, of any version and not checked, under the names of today."""
-    result = {}
-    for name, value in values.items():
-        renamed = _BY_OLD.get(name)
-        if renamed is None:
-            result[name] = value
-        else:
-            result[renamed.new] = renamed.new_value(value)
-    return result
+    return _with_new_keys(values, RENAMED)
 
 
 def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,25 +236,24 @@ def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def keys_in_new_names(values: Mapping[str, Any], *, of: str) -> dict[str, Any]:
     """Return an object of a file format, of any version, under the keys of today; `of` is a row of `RENAMED_KEYS`."""
-    by_old = {renamed.old: renamed for renamed in RENAMED_KEYS[of]}
-    result = {}
-    for key, value in values.items():
-        if key in by_old:
-            result[by_old[key].new] = by_old[key].new_value(value)
-        else:
-            result[key] = value
-    return result
+    return _with_new_keys(values, RENAMED_KEYS[of])
 
 
 def flat_in_old_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by `section.key` under the names, and with the values, of version 0.2."""
+    return _with_new_keys(values, [renamed.reversed() for renamed in RENAMED])
+
+
+def _with_new_keys(values: Mapping[str, Any], table: Iterable[Renamed]) -> dict[str, Any]:
+    """Return the values in their order, with each key and value that the table renames in its new spelling."""
+    by_old = {renamed.old: renamed for renamed in table}
     result = {}
-    for name, value in values.items():
-        renamed = _BY_NEW.get(name)
+    for key, value in values.items():
+        renamed = by_old.get(key)
         if renamed is None:
-            result[name] = value
+            result[key] = value
         else:
-            result[renamed.old] = renamed.old_value(value)
+            result[renamed.new] = renamed.new_value(value)
     return result
 
 
