@@ -108,25 +108,29 @@ def reading_lines() -> dict[str, int]:
     """
     lines: dict[str, int] = {}
     for reading in READING:
-        for pattern in reading.files:
-            paths = sorted((ROOT / PACKAGE).glob(pattern))
-            if not paths:
-                raise ValueError(f"no file {pattern} in {PACKAGE}/. Correct READING in tools/checks/page_tables.py.")
-            for path in paths:
-                lines[path.relative_to(ROOT / PACKAGE).as_posix()] = code_lines(path.read_text(encoding="utf-8"))
+        lines |= _lines_of_row(reading)
+    return lines
+
+
+def _lines_of_row(reading: Reading) -> dict[str, int]:
+    """Count the lines of code of each file in one row. Raises ValueError for a pattern that no file matches."""
+    lines: dict[str, int] = {}
+    for pattern in reading.files:
+        paths = sorted((ROOT / PACKAGE).glob(pattern))
+        if not paths:
+            raise ValueError(f"no file {pattern} in {PACKAGE}/. Correct READING in tools/checks/page_tables.py.")
+        for path in paths:
+            lines[path.relative_to(ROOT / PACKAGE).as_posix()] = code_lines(path.read_text(encoding="utf-8"))
     return lines
 
 
 def reading_table() -> str:
     """Make the Markdown table of the reading list, with the sum in its last row."""
-    lines = reading_lines()
+    lines: dict[str, int] = {}
     rows = ["| read | for | files of `txl_dist/`, with lines of code | lines |", "|---|---|---|---|"]
     for reading in READING:
-        files: dict[str, int] = {}
-        for pattern in reading.files:
-            for path in sorted((ROOT / PACKAGE).glob(pattern)):
-                name = path.relative_to(ROOT / PACKAGE).as_posix()
-                files[name] = lines[name]
+        files = _lines_of_row(reading)
+        lines |= files
         shown = ", ".join(f"`{name}` {count}" for name, count in files.items())
         rows.append(f"| {reading.title} | {reading.purpose} | {shown} | {sum(files.values()):,} |")
     rows.append(f"| sum | | {len(lines)} files | {sum(lines.values()):,} |")
