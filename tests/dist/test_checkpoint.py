@@ -89,7 +89,9 @@ class Job:
         saver = AsyncWriter(
             job_of(in_folder(self.config, run), self.ranks), Watch(silent, silent, lock=None, nonce="test")
         )
-        saver.begin(state, self.engine, probe=make_probes(self.engine, self.maker, config=self.config))
+        memory_lens = self.config.train.memory_per_layer(self.config.model.num_layers)
+        probe = make_probes(self.engine, self.maker, memory_lens=memory_lens, with_average=False)
+        saver.begin(state, self.engine, probe=probe)
         return saver.finish()
 
     def load(self, checkpoint: Path) -> TrainState:
@@ -234,11 +236,12 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
     folders = [golden_at(tmp_path / "run", step) for step in (3, 5, 7)]
     with pytest.raises(CheckpointError, match=r"goes on to step_000000007\. .* choose another --run\.dir"):
         choose_checkpoint(tmp_path / "run", str(folders[0]))
-    assert choose_checkpoint(tmp_path / "other", str(folders[0])) == (folders[0], [])
-    assert choose_checkpoint(tmp_path / "run", "auto") == (folders[2], [])
+    assert choose_checkpoint(tmp_path / "other", str(folders[0])) == (read_state(folders[0]), [])
+    assert choose_checkpoint(tmp_path / "run", "auto") == (read_state(folders[2]), [])
     elsewhere = golden_at(tmp_path / "other", 3)
     chosen, remarks = choose_checkpoint(tmp_path / "run", str(elsewhere))
-    assert chosen == folders[2], "the same command goes on with what it has made"
+    assert chosen is not None
+    assert chosen.folder == folders[2], "the same command goes on with what it has made"
     assert len(remarks) == 1
     assert "has begun already" in remarks[0]
     shutil.rmtree(elsewhere)

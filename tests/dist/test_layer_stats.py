@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.dist.test_checkpoint import Job
-from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from txl_dist.config.load import Config
@@ -54,7 +53,7 @@ def segment_of(config: Config, step: int) -> np.ndarray:
 def trained(ranks: RankInfo, config: Config) -> dict[str, Any]:
     """Steps with what they are asked to measure before each update."""
     job = Job(ranks, config, vocab_size=VOCAB_SIZE)
-    whole = job_of(config, ranks, vocab_size=VOCAB_SIZE)
+    metrics = config.metrics
     if config.engine.precision == "fp16":
         _loss_scaler(job.engine._optimizer).cur_scale = 2.0**8
     losses, norms, seen = [], [], []
@@ -69,7 +68,16 @@ def trained(ranks: RankInfo, config: Config) -> dict[str, Any]:
             losses.append(loss.item())
             after.append(memory)
         norms.append(float(job.engine.grad_norm()))
-        seen.append(measure_layer_stats(job.engine, whole, batches, job.memories, step=step))
+        stats = measure_layer_stats(
+            job.engine,
+            batches,
+            job.memories,
+            step=step,
+            accuracy_every=metrics.accuracy_every_steps,
+            norms_every=metrics.norms_every_steps,
+            device=ranks.device,
+        )
+        seen.append(stats)
         job.engine.step(lr=1e-2, grad_norm=norms[-1])
         job.memories = tuple(after)
     return {"losses": losses, "norms": norms, "seen": seen}

@@ -20,18 +20,19 @@ from tests.helpers.models import generated
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
 from txl_dist.config.load import Config, config_to_toml, plan_batch
-from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
 from txl_dist.data.loader.evaluation import EvalStream
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.attention import Attention
 from txl_dist.model.memory import AttentionMask, empty_memory
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.transformer_xl import SegmentLoss
-from txl_dist.train.batch import batch_maker
+from txl_dist.train.batch import BatchMaker, batch_maker
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.report.evaluation_loss import POSITION_BINS, evaluate_split
 from txl_dist.train.report.memory_stats import NUM_SEGMENTS, measure_memory
 from txl_dist.train.report.sample_text import sample_text
+from txl_dist.train.run_plan import evaluation_plan
 
 pytestmark = pytest.mark.dist
 
@@ -44,6 +45,22 @@ def config_of(stage: int, **sections: dict[str, Any]) -> Config:
     return tiny_config(**values)
 
 
+def measured(
+    engine: Any, split: Split, maker: BatchMaker, config: Config, ranks: RankInfo, *, step: int
+) -> dict[str, Any] | None:
+    """The memory record of these settings."""
+    return measure_memory(
+        engine,
+        split,
+        maker=maker,
+        num_lanes=config.eval.num_lanes,
+        segment_len=config.train.segment_len,
+        memory_len=config.train.memory_len,
+        ranks=ranks,
+        step=step,
+    )
+
+
 def observing_worker(ranks: RankInfo, stage: int, folder: str) -> NUMBERS:
     """All that is shown, and whether a parameter, the generator or the mode of the model changed by it."""
     config, corpus = config_of(stage), open_corpus(folder)
@@ -52,9 +69,9 @@ def observing_worker(ranks: RankInfo, stage: int, folder: str) -> NUMBERS:
     maker, split = batch_maker(engine.model, mask_documents=False), corpus.split("valid")
     before = [value.clone() for _, value in engine.named_values()]
     generator = torch.get_rng_state()
-    record = measure_memory(engine, split, maker=maker, config=config, ranks=ranks, step=7)
+    record = measured(engine, split, maker, config, ranks, step=7)
     text = sample_text(engine, corpus.tokenizer, config, device=ranks.device, seed=5)
-    result = evaluate_split(engine, split, maker=maker, config=config, ranks=ranks)
+    result = evaluate_split(engine, split, maker=maker, plan=evaluation_plan(config), ranks=ranks)
     after = [value for _, value in engine.named_values()]
     # At stage 3 small parameters stay gathered from their first use on.
     same = [torch.equal(old, new) for old, new in zip(before, after, strict=True) if len(old)]
@@ -135,7 +152,7 @@ def test_the_share_of_attention_is_that_of_the_probabilities(
     config = config_of(0)
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
-    record = measure_memory(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
+    record = measured(engine, corpus.split("valid"), maker, config, RANK, step=1)
     layer = engine.model.blocks[1].attention
     found: list[float] = []
     attend = layer.attend
@@ -162,14 +179,14 @@ def test_a_split_that_fills_no_memory_is_not_measured(tmp_path: Path, no_other_r
     engine: Any = PlainEngine(config, vocab_size=short.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
     assert short.split("valid").tokens < 400
-    assert measure_memory(engine, short.split("valid"), maker=maker, config=config, ranks=RANK, step=1) is None
+    assert measured(engine, short.split("valid"), maker, config, RANK, step=1) is None
 
 
 def test_without_memory_means_that_each_segment_stands_alone(corpus: Corpus, no_other_ranks: None) -> None:
     config = config_of(0)
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     maker = batch_maker(engine.model, mask_documents=False)
-    record = measure_memory(engine, corpus.split("valid"), maker=maker, config=config, ranks=RANK, step=1)
+    record = measured(engine, corpus.split("valid"), maker, config, RANK, step=1)
     nlls = []
     for segment in itertools.islice(EvalStream(corpus.split("valid"), num_lanes=3, segment_len=8), 2, 2 + NUM_SEGMENTS):
         nothing = empty_memory([0, 0], num_lanes=3, width=32, like=torch.empty(0))
@@ -186,7 +203,7 @@ def test_losses_by_position_and_by_cluster_are_means_over_their_targets(corpus: 
     config = config_of(0, train={"segment_len": 40, "memory_len": 12}, eval={"num_lanes": 3})
     engine: Any = PlainEngine(config, vocab_size=corpus.vocab_size)
     split, maker = corpus.split("valid"), batch_maker(engine.model, mask_documents=False)
-    result = evaluate_split(engine, split, maker=maker, config=config, ranks=RANK)
+    result = evaluate_split(engine, split, maker=maker, plan=evaluation_plan(config), ranks=RANK)
     rows = []  # (position, target, nats) of every scored target
     memory = engine.empty_memory(num_lanes=3, memory_len=12)
     for segment in EvalStream(split, num_lanes=3, segment_len=40):
@@ -219,7 +236,7 @@ def test_an_evaluation_of_a_part_of_a_split_records_no_bits_of_its_text(corpus: 
     maker, found = batch_maker(engine.model, mask_documents=False), {}
     for max_tokens in (0, 50):
         config = config_of(0, eval={"max_tokens": max_tokens})
-        result = evaluate_split(engine, split, maker=maker, config=config, ranks=RANK)
+        result = evaluate_split(engine, split, maker=maker, plan=evaluation_plan(config), ranks=RANK)
         found[max_tokens] = result.record(3)
     assert (found[0]["tokens"], found[50]["tokens"]) == (split.tokens - 1, 49)
     assert found[0].keys() - found[50].keys() == {"bits_per_byte", "bits_per_character"}

@@ -9,6 +9,7 @@ from txl_dist.config.load import Config, plan_batch
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.training import train_tokenizer
+from txl_dist.train.run_plan import saved_settings, stage_context
 from txl_dist.train.state import RunContext
 
 TOKENIZER = train_tokenizer("byte", lambda: ["some text"])
@@ -20,7 +21,8 @@ def job_of(config: Config, ranks: RankInfo, *, tokenizer: Tokenizer = TOKENIZER,
         tokenizer=tokenizer, tokenizer_sha256=tokenizer.fingerprint, vocab_size=vocab_size or tokenizer.vocab_size
     )
     corpora: Any = SimpleNamespace(first=corpus)
-    return RunContext(config, plan_batch(config.train, world_size=ranks.world_size), ranks, corpora)
+    plan, steps = plan_batch(config.train, world_size=ranks.world_size), range(config.train.max_steps)
+    return stage_context(config, saved_settings(config), plan, ranks, corpora, steps=steps)
 
 
 def in_folder(config: Config, folder: object) -> Config:

@@ -45,7 +45,7 @@ INSIDE = {
         "report",
         "monitoring",
         "checkpoint preflight stepper",
-        "guard rewind",
+        "guard run_plan",
         "loop",
         "start",
     ),

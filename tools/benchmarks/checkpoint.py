@@ -42,15 +42,15 @@ from txl_dist.train.batch import batch_maker, read_inputs
 from txl_dist.train.callbacks import Callbacks
 from txl_dist.train.checkpoint.engine_probe import check_probe, make_probe
 from txl_dist.train.checkpoint.manager import CheckpointManager
-from txl_dist.train.checkpoint.read import load_checkpoint, problems_together
+from txl_dist.train.checkpoint.read import examine_together, load_checkpoint
 from txl_dist.train.checkpoint.validate import read_state
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.monitoring.watch import Watch
-from txl_dist.train.preflight import check_job
 from txl_dist.train.report.loggers import MetricReporter
+from txl_dist.train.run_plan import plan_run
 from txl_dist.train.stability import Health
 from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.stepper import Stepper
@@ -89,7 +89,7 @@ class Bench:
     def __init__(self, folder: Path, ranks: RankInfo, *, layers: int) -> None:
         configs = {mode: config_of(folder, mode=mode, layers=layers, ranks=ranks.world_size) for mode in MODES}
         self.ranks, self.config = ranks, configs[MODES[0]]
-        self.jobs = {mode: check_job(config, ranks=ranks) for mode, config in configs.items()}
+        self.jobs = {mode: plan_run(config, ranks).stages[0].context for mode, config in configs.items()}
         self.job = self.jobs[MODES[0]]
         self.engine = self.new_engine()
         self.maker = batch_maker(self.engine.model, mask_documents=False)
@@ -98,7 +98,17 @@ class Bench:
         stream = self.job.corpora.begin
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
         self.state = TrainState(0, 0, Health(), stream, (empty,) * self.job.plan.num_microbatches)
-        self.inputs = read_inputs(self.job, stream, maker=self.maker, damage=CorruptionPolicy())
+        self.inputs = read_inputs(
+            self.job.corpora.train,
+            stream,
+            lanes=self.job.lanes,
+            segment_len=self.config.train.segment_len,
+            microbatch_lanes=self.job.plan.microbatch_lanes,
+            maker=self.maker,
+            damage=CorruptionPolicy(),
+            depth=self.config.data.prefetch_depth,
+            device=ranks.device,
+        )
         self.stops = PreemptionRequests()
         self.savings = {mode: self._saving(job) for mode, job in self.jobs.items()}
         self.written = False
@@ -211,7 +221,7 @@ def measure(folder: Path, ranks: RankInfo, *, layers: int, rounds: int) -> None:
         print_saves(times, gib)
 
     checkpoint = checkpoint_folder(folder / "synchronous", newest_step(folder / "synchronous"))
-    verify = [seconds(lambda: problems_together(checkpoint, ranks=ranks)) for _ in range(rounds)]
+    verify = [seconds(lambda: examine_together(checkpoint, ranks)) for _ in range(rounds)]
     build = seconds(bench.new_engine)
     load = [seconds(lambda: bench.load(checkpoint)) for _ in range(rounds)]
     say(rate("verify", verify, gib), "|", rate("load", load, gib))

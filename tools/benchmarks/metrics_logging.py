@@ -19,6 +19,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.report.metrics import Interval, eta_s
-from txl_dist.train.state import RunContext
+from txl_dist.train.run_plan import saved_settings, stage_context
 
 VOCAB_SIZE = 4096
 REPORTS = 50
@@ -50,8 +51,10 @@ class Bench:
         ids = torch.randint(0, VOCAB_SIZE, (train.num_lanes, train.segment_len + 1)).numpy()
         self.batch = batch_maker(self.engine.model, mask_documents=False).batch(plain_segment(ids))
         self.memory = self.engine.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
-        no_corpora: Any = None
-        self.reporter = MetricReporter(RunContext(config, plan, ranks, no_corpora), start_step=0)
+        no_corpora: Any = SimpleNamespace(first=SimpleNamespace(vocab_size=VOCAB_SIZE))
+        steps = range(config.train.max_steps)
+        context = stage_context(config, saved_settings(config), plan, ranks, no_corpora, steps=steps)
+        self.reporter = MetricReporter(context, start_step=0)
         self.clock, self.interval = StepClock(ranks.device, sees_forward=True), Interval()
         self.tokens, self.num_reports, self.max_steps = train.num_lanes * train.segment_len, 0, train.max_steps
         self.step()

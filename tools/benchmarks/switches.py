@@ -51,7 +51,7 @@ class EngineStep:
     def __init__(self, config: Config, ranks: RankInfo, *, vocab_size: int) -> None:
         plan, train = plan_batch(config.train, world_size=1), config.train
         self._engine = ZeroEngine(config, vocab_size=vocab_size, plan=plan, ranks=ranks)
-        self._maker = batch_maker(self._engine.model, mask_documents=False).for_training(train)
+        self._maker = batch_maker(self._engine.model, mask_documents=False).for_training(half_loss=train.half_loss)
         self._memory = self._engine.empty_memory(num_lanes=train.num_lanes, memory_len=train.memory_len)
         self._normalizer, self._lr = float(train.num_lanes * train.scored_len), config.optim.lr
         self.parameters = sum(int(np.prod(shape)) for shape in self._engine.shapes.values())

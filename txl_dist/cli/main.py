@@ -83,7 +83,7 @@ def train(argv: Sequence[str]) -> int:
         raise ConfigError("--all shows the settings of a dry run. Add --dry-run, or leave it out.")
     if arguments.ranks != 1 and not arguments.dry_run:
         raise ConfigError(_how_to_start_ranks(argv, num_ranks=arguments.ranks))
-    check_paths(arguments.settings, resume=arguments.resume)
+    _check_paths(arguments)
     if arguments.dry_run:
         from txl_dist.planning.dry_run import dry_run
 
@@ -105,6 +105,12 @@ def train(argv: Sequence[str]) -> int:
     traced = parse_steps(arguments.profile, max_steps=max_steps) if arguments.profile else range(0)
     result = pretrain(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
     return result.exit_code
+
+
+def _check_paths(arguments: TrainArguments) -> None:
+    """Check the paths of a run. Raises ConfigError."""
+    run = arguments.settings.run
+    check_paths(arguments.settings.data.paths, run_dir=run.dir, init=run.init, resume=arguments.resume)
 
 
 def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str]:
@@ -129,7 +135,7 @@ def launch(argv: Sequence[str]) -> int:
         if arguments.ranks != 1:
             raise ConfigError(_how_to_start_ranks(words, num_ranks=arguments.ranks))
         if is_here:
-            check_paths(arguments.settings, resume=arguments.resume)
+            _check_paths(arguments)
         return arguments.settings
 
     return run_launch(argv, read_settings=read_settings)

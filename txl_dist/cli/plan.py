@@ -93,7 +93,7 @@ def _read_corpus(config: Config) -> tuple[int, int]:
     from txl_dist.data.loader.corpora import open_all
 
     try:
-        require_corpora(config)
+        require_corpora(config.data.paths)
         corpora = open_all(config.data)
         num_tokens = sum(corpus.split(config.data.train_split).tokens for corpus in corpora)
     except TxlError as error:

@@ -83,7 +83,7 @@ def _check(config: Config) -> None:
     """Refuse paths and corpora that a run would refuse, as far as can be seen without torch. Raises ConfigError."""
     from txl_dist.data.loader.corpora import lacks_eval_split, open_all
 
-    check_paths(config, resume="auto")
+    check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume="auto")
     corpus = open_all(config.data)[0]
     check_vocabulary(config.model, vocab_size=corpus.vocab_size)
     if lacks_eval_split(config.data, corpus):

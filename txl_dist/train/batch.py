@@ -11,21 +11,20 @@ same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from txl_dist.config.load import Config
-from txl_dist.config.schema import TrainSection
 from txl_dist.data.loader.corpora import open_corpora
+from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.stream import LaneStream, Segment
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
 from txl_dist.model.transformer_xl import Batch, TransformerXL
-from txl_dist.train.state import RunContext
 from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 
 
@@ -51,9 +50,9 @@ class BatchMaker(NamedTuple):
     half_loss: bool = False
     """Whether only the recent half of a segment's targets is scored; set by `for_training`."""
 
-    def for_training(self, train: TrainSection) -> BatchMaker:
+    def for_training(self, *, half_loss: bool) -> BatchMaker:
         """Return the maker for training text, which may score fewer targets."""
-        return self._replace(half_loss=train.half_loss)
+        return self._replace(half_loss=half_loss)
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
         """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
@@ -148,25 +147,35 @@ def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch
 
 
 def read_inputs(
-    context: RunContext, stream: StreamState, *, maker: BatchMaker, damage: CorruptionPolicy
+    splits: Sequence[Split],
+    stream: StreamState,
+    *,
+    lanes: range,
+    segment_len: int,
+    microbatch_lanes: int,
+    maker: BatchMaker,
+    damage: CorruptionPolicy,
+    depth: int,
+    device: torch.device,
 ) -> Iterator[StepInput]:
-    """Yield the input of each step of this rank, from a position of the stream. Runs in the reader thread."""
-    config, device = context.config, context.ranks.device
-    maker = maker.for_training(config.train)
+    """Yield the input of each step of this rank's `lanes`, from a position of the stream. Runs in the reader thread.
+
+    `maker` is that of training, and `depth` the number of inputs that are prefetched.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
     segments = LaneStream(
-        context.corpora.train,
+        splits,
         stream,
-        segment_len=config.train.segment_len,
-        lanes=context.lanes,
+        segment_len=segment_len,
+        lanes=lanes,
         damage=damage,
         mark_documents=maker.mask_documents,
         # The prefetched ones, the one being trained on and the one being filled.
-        num_buffers=config.data.prefetch_depth + 2,
+        num_buffers=depth + 2,
     )
     for segment, state in segments:
-        batches = maker.microbatches(segment, lanes=context.plan.microbatch_lanes)
+        batches = maker.microbatches(segment, lanes=microbatch_lanes)
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 
@@ -186,5 +195,5 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
         lanes=range(train.num_lanes),
         mark_documents=mask_documents,
     )
-    maker = batch_maker(model, mask_documents=mask_documents).for_training(train)
+    maker = batch_maker(model, mask_documents=mask_documents).for_training(half_loss=train.half_loss)
     return (maker.batch(segment) for segment, _ in stream)

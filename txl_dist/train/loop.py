@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 from torch.profiler import record_function
 
-from txl_dist.config.phases import end_of_phase, whole
 from txl_dist.console.logging import logger, warn_for_all
 from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.prefetch import prefetch
@@ -35,6 +34,7 @@ from txl_dist.train.checkpoint.engine_probe import check_probe
 from txl_dist.train.checkpoint.manager import CheckpointManager
 from txl_dist.train.checkpoint.memories import first_memories
 from txl_dist.train.checkpoint.read import load_checkpoint
+from txl_dist.train.checkpoint.rewind import find_rewind
 from txl_dist.train.checkpoint.validate import SavedState
 from txl_dist.train.checkpoint.writer import AsyncWriter
 from txl_dist.train.engine.protocol import Engine
@@ -43,10 +43,9 @@ from txl_dist.train.monitoring.stragglers import StepClock, StragglerWatch
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.report.layer_stats import measure_layer_stats
 from txl_dist.train.report.loggers import MetricReporter
-from txl_dist.train.report.metrics import Clipping, Interval, start_facts, train_record
+from txl_dist.train.report.metrics import Clipping, Interval, mfu, start_facts, train_record
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.report.validation import StopAskedError, Validator, text_facts
-from txl_dist.train.rewind import find_rewind
 from txl_dist.train.run_dir import quarantine
 from txl_dist.train.schedule import learning_rate
 from txl_dist.train.stability import Health, after_rewind
@@ -97,16 +96,17 @@ class TrainingRun:
         self.loss: float | None = None
         """Training loss of the last step that was made here, in nats per token."""
         self.max_steps = config.train.max_steps
-        self.last_step = max(start.step, end_of_phase(config, start.step))
+        self.last_step = max(start.step, context.steps.stop)
         self.stopped = False
         on_gpu = context.ranks.device.type == "cuda"
         self.maker = batch_maker(
-            engine.model, mask_documents=context.masks_documents, for_graphs=config.engine.replays(on_gpu=on_gpu)
+            engine.model, mask_documents=config.data.document_mask, for_graphs=config.engine.replays(on_gpu=on_gpu)
         )
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
         self.stepper = Stepper(engine, context, self.clock)
-        self.clipping = Clipping(config.optim)
+        sets_norm = "clip_norm" in config.optim.model_fields_set
+        self.clipping = Clipping(config.optim.clip_norm, is_default=not sets_norm)
         self.reporter = MetricReporter(context, start_step=start.step)
         self.stragglers = StragglerWatch(self.reporter)
         self.guard = Guard(context, self.reporter)
@@ -161,7 +161,10 @@ class TrainingRun:
         self.watch.watchdog.beat("load", step=start.step)
         if start.saved is not None:
             return self._load(start.saved, start.stream)
-        memories = first_memories(self.engine, self.context)
+        train = self.context.config.train
+        memories = first_memories(
+            self.engine, self.context.plan, memory_len=train.memory_len, initial=train.initial_memory
+        )
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
@@ -182,7 +185,7 @@ class TrainingRun:
         num_parameters = sum(math.prod(shape) for shape in self.engine.shapes.values())
         self.callbacks.start(
             TrainStart(
-                config=whole(context.config),
+                config=context.saved_settings.config,
                 step=state.step,
                 rank=ranks.rank,
                 world_size=ranks.world_size,
@@ -213,10 +216,21 @@ class TrainingRun:
 
     def _train_from(self, state: TrainState) -> TrainState:
         """Make steps until the end of the stage, a stop request or a rewind. Returns the state after the last one."""
-        config = self.context.config
+        context, config = self.context, self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
-        step_inputs = read_inputs(self.context, state.stream, maker=self.maker, damage=self.damage)
-        inputs = prefetch(step_inputs, depth=config.data.prefetch_depth)
+        depth = config.data.prefetch_depth
+        step_inputs = read_inputs(
+            context.corpora.train,
+            state.stream,
+            lanes=context.lanes,
+            segment_len=config.train.segment_len,
+            microbatch_lanes=context.plan.microbatch_lanes,
+            maker=self.maker.for_training(half_loss=config.train.half_loss),
+            damage=self.damage,
+            depth=depth,
+            device=context.ranks.device,
+        )
+        inputs = prefetch(step_inputs, depth=depth)
         try:
             while not self.stopped and state.step < self.last_step:
                 step = state.step + 1
@@ -265,7 +279,15 @@ class TrainingRun:
         memories, decision = self.stepper(step_input, state.memories, step=step, votes=self._votes())
         self.guard.check_replicas(self.engine.named_values(), step=step)
         with interval.paused():
-            layer_stats = measure_layer_stats(self.engine, self.context, step_input.batches, state.memories, step=step)
+            layer_stats = measure_layer_stats(
+                self.engine,
+                step_input.batches,
+                state.memories,
+                step=step,
+                accuracy_every=config.metrics.accuracy_every_steps,
+                norms_every=config.metrics.norms_every_steps,
+                device=self.context.ranks.device,
+            )
         if layer_stats.layers is not None:
             self.reporter.write("layers", layer_stats.layers)
         with record_function("update"):
@@ -345,7 +367,7 @@ class TrainingRun:
             lambda: text_facts(
                 corpora.train,
                 corpora.eval,
-                mask_documents=context.masks_documents,
+                mask_documents=config.data.document_mask,
                 max_tokens=config.eval.max_tokens,
                 half_loss=config.train.half_loss,
             )
@@ -363,7 +385,19 @@ class TrainingRun:
             num_skipped=self.damage.num_skipped,
         )
         values |= self.stragglers(values["rank_ms"], step=state.step)
-        self.reporter.write("train", train_record(self.context, state, values, waited=self.saving.seconds()))
+        context, config = self.context, self.context.config
+        flops_per_token = sum(context.flops.values())
+        values |= mfu(values["tokens_per_s"], flops_per_token=flops_per_token, peak_flops=context.peak_flops)
+        values |= self.saving.seconds()
+        record = train_record(
+            state,
+            values,
+            splits=context.corpora.train,
+            mask_documents=config.data.document_mask,
+            half_loss=config.train.half_loss,
+            max_steps=self.max_steps,
+        )
+        self.reporter.write("train", record)
 
     def _report_clipping(self, *, step: int) -> None:
         """Warn if nearly all steps were clipped and the settings do not name the norm."""

@@ -8,19 +8,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from txl_dist.config.load import BatchPlan, Config, check_config, check_vocabulary, plan_batch
-from txl_dist.config.phases import check_phases, each_phase, end_of_phase
+from txl_dist.config.load import BatchPlan, Config
 from txl_dist.console.formatting import counted
-from txl_dist.data.loader.corpora import lacks_eval_split, open_corpora
+from txl_dist.data.loader.corpora import Corpora, lacks_eval_split
 from txl_dist.data.loader.corpus import Corpus, Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.data.loader.stream_state import StreamState
-from txl_dist.distributed.collectives import RankInfo, uses_gpu
+from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.inference.bundle import DTYPES
-from txl_dist.model.flops import count_parameters, has_projections
+from txl_dist.model.flops import has_projections
 from txl_dist.model.kernels.attention_launch import unsupported_reason, unsupported_shape_reason
-from txl_dist.train.report.loggers import check_sinks
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
@@ -33,39 +31,28 @@ LARGE_MODEL = 10
 arXiv 1901.02860); beyond that it needed stronger regularization (Penn Treebank: 24 million for 0.9 million)."""
 
 
-def check_job(config: Config, *, ranks: RankInfo) -> RunContext:
-    """The job that these ranks are to do. Raises TxlError where its settings, the hardware, the number of ranks and the
-    corpora do not go together."""
-    check_config(config)
-    check_hardware(config, device=ranks.device)
-    check_sinks(config.metrics)
-    plan = plan_batch(config.train, world_size=ranks.world_size)
-    corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
-    check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
+def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None) -> None:
+    """Refuse splits that are too short for their lanes or for an evaluation, and a prompt that cannot be encoded.
+
+    `sample_prompt` is None if no text is sampled. Raises ConfigError.
+    """
     for split, state in zip(corpora.train, corpora.begin.corpora, strict=True):
-        needed = state.num_lanes * (config.train.segment_len + 1)
+        needed = state.num_lanes * (segment_len + 1)
         if split.tokens < needed:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}; "
                 f"train.num_lanes={state.num_lanes}, each of one segment (train.segment_len="
-                f"{config.train.segment_len}, plus a target), need {needed:,}. Prepare more text, or lower "
+                f"{segment_len}, plus a target), need {needed:,}. Prepare more text, or lower "
                 "train.num_lanes or train.segment_len."
             )
-    if config.metrics.sample_every_steps:
-        _check_prompt(config.metrics.sample_prompt, corpora.first)
+    if sample_prompt is not None:
+        _check_prompt(sample_prompt, corpora.first)
     for split in corpora.eval:
         if split.tokens < 2:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
                 'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
             )
-    return RunContext(config, plan, ranks, corpora)
-
-
-def check_jobs(config: Config, *, ranks: RankInfo) -> list[tuple[range, RunContext]]:
-    """(steps, context) of every stage. Raises TxlError as `check_job`."""
-    check_phases(config)
-    return [(steps, check_job(stage, ranks=ranks)) for steps, stage in each_phase(config)]
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
@@ -171,20 +158,21 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
     return found
 
 
-def warnings_on_repetition(config: Config, splits: Sequence[Split], stream: StreamState, *, step: int = 0) -> list[str]:
-    """A sentence for each corpus that will be read more than `MANY_EPOCHS` times, or of which a step is a large
-    part."""
-    train, found = config.train, []
-    last_step = end_of_phase(config, step)
-    end = stream.advanced((last_step - step) * train.segment_len)
-    for split, one in zip(splits, end.corpora, strict=True):
-        per_step = one.num_lanes * train.segment_len
-        epochs = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment_len: int, last_step: int) -> list[str]:
+    """Return a sentence for each corpus that a stage reads too often.
+
+    That is more than `MANY_EPOCHS` times by its `last_step`, where the stream is at `end`, or `LARGE_SHARE` of the
+    corpus in one step.
+    """
+    found: list[str] = []
+    for split, state in zip(splits, end.corpora, strict=True):
+        per_step = state.num_lanes * segment_len
+        epochs = epochs_read(state.cut(), state.position, num_tokens=split.tokens)
         if epochs <= MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
             continue
         found.append(
-            f"a step reads {counted(per_step, 'token')} ({counted(one.num_lanes, 'lane')} x "
-            f"{train.segment_len}) of the {split.tokens:,} "
+            f"a step reads {counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x "
+            f"{segment_len}) of the {split.tokens:,} "
             f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
             f"{last_step:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
             "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
@@ -219,9 +207,9 @@ def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank
     ]
 
 
-def describe_batch(context: RunContext) -> Iterator[str]:
-    """Lines for the log at the start of a run."""
-    config, plan, vocab_size = context.config, context.plan, context.vocab_size
+def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]:
+    """Yield the lines of the log on the batch and the model, at the start of a stage."""
+    config, plan = context.config, context.plan
     train, engine = config.train, config.engine
     yield (
         f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.segment_len, 'token')} = "
@@ -229,9 +217,9 @@ def describe_batch(context: RunContext) -> Iterator[str]:
         f"{counted(plan.world_size, 'rank')} x {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} x "
         f"{counted(plan.microbatch_lanes, 'lane')}"
     )
-    parameters = count_parameters(config.model, vocab_size=vocab_size)
     yield (
-        f"model: {parameters:,} parameters, vocabulary {vocab_size:,}, memory {counted(train.memory_len, 'token')}; "
+        f"model: {num_parameters:,} parameters, vocabulary {context.vocab_size:,}, "
+        f"memory {counted(train.memory_len, 'token')}; "
         f"ZeRO-{engine.zero_stage}, {engine.precision}, attention {_attention(config)}"
         f"{', CUDA graphs' if engine.replays(on_gpu=uses_gpu()) else ''}"
     )
@@ -252,14 +240,12 @@ def _attention(config: Config) -> str:
     return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
 
 
-def describe_data(context: RunContext, stream: StreamState, *, step: int = 0) -> Iterator[str]:
-    """A line per corpus: its lanes, and how often the run will have read it when it goes on from this step."""
-    last_step = end_of_phase(context.config, step)
-    end = stream.advanced((last_step - step) * context.config.train.segment_len)
-    for split, one in zip(context.corpora.train, end.corpora, strict=True):
-        read = epochs_read(one.cut(), one.position, num_tokens=split.tokens)
+def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) -> Iterator[str]:
+    """Yield a line per corpus: its lanes, and how often it is read by the `last_step` of a stage, which is at `end`."""
+    for split, state in zip(splits, end.corpora, strict=True):
+        read = epochs_read(state.cut(), state.position, num_tokens=split.tokens)
         yield (
             f"data: {split.corpus.location}, split {split.name}: {split.tokens:,} tokens in "
-            f"{counted(len(split.shards), 'shard')}; {counted(one.num_lanes, 'lane')}, {read:.2f} epochs at step "
+            f"{counted(len(split.shards), 'shard')}; {counted(state.num_lanes, 'lane')}, {read:.2f} epochs at step "
             f"{last_step:,}"
         )

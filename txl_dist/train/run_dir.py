@@ -25,7 +25,7 @@ from txl_dist.artifacts import (
     list_checkpoints,
     require,
 )
-from txl_dist.config.load import Config, config_changes, config_to_toml, load_config
+from txl_dist.config.load import Config, config_changes, load_config
 from txl_dist.config.phases import whole
 from txl_dist.errors import ConfigError, translate_errors
 from txl_dist.io.files import atomic_replace, open_regular, parse_object, read_text, unique_path
@@ -33,11 +33,11 @@ from txl_dist.io.hub import local_model
 from txl_dist.io.manifest import problems_of
 
 
-def require_corpora(settings: Config) -> None:
-    """Raises ConfigError if a path of `data` is no corpus."""
+def require_corpora(paths: Sequence[str]) -> None:
+    """Check the paths of `data`. Raises ConfigError if one is no corpus."""
     its = "Its own corpus is the data.path in {path}/config.toml."
     init = "Begin with its weights by --init {path}, and name a corpus with --data.path."
-    for path in settings.data.paths:
+    for path in paths:
         require(
             path,
             ArtifactKind.CORPUS,
@@ -46,21 +46,23 @@ def require_corpora(settings: Config) -> None:
         )
 
 
-def check_paths(settings: Config, *, resume: str) -> None:
-    """Raises ConfigError if a path of a run is something else than its setting takes."""
-    require_corpora(settings)
-    run_dir = settings.run.dir
+def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str) -> None:
+    """Check the paths of a run: its corpora, its folder, and those of `--init` and `--resume`.
+
+    Raises ConfigError if one is something else than its setting takes.
+    """
+    require_corpora(corpora)
     if detect_artifact(run_dir) not in (ArtifactKind.RUN, ArtifactKind.NOTHING):
         another = "Choose another --run.dir."
         instead = dict.fromkeys(ArtifactKind, another) | {
             ArtifactKind.CHECKPOINT: f"{another} A run is the folder above checkpoints/."
         }
         require(run_dir, ArtifactKind.RUN, what="run.dir", remedies=instead)
-    if settings.run.init and not list_checkpoints(Path(run_dir)):  # a run that goes on does not need it any more
+    if init and not list_checkpoints(Path(run_dir)):  # a run that goes on does not need it any more
         export = "Make one of it with `txl export {path} BUNDLE`."
         corpus = "Give the corpus with --data.path."
         instead = {ArtifactKind.RUN: export, ArtifactKind.CHECKPOINT: export, ArtifactKind.CORPUS: corpus}
-        require(local_model(settings.run.init), ArtifactKind.BUNDLE, what="--init", remedies=instead)
+        require(local_model(init), ArtifactKind.BUNDLE, what="--init", remedies=instead)
     if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # whether it is there, rank 0 says for all
         checkpoints = list_checkpoints(Path(resume))
         name = f"Name a checkpoint of it: {checkpoints[-1]}." if checkpoints else "It has no checkpoint."
@@ -130,14 +132,14 @@ def _is_early(name: str) -> bool:
     return name.startswith(LOCK) or name in (STOP, f"{SETTINGS}.tmp")
 
 
-def open_run_dir(run_dir: Path, config: Config) -> None:
-    """Make the directory, or continue one: write the resolved configuration, clear what crashed saves left behind.
+def open_run_dir(run_dir: Path, settings_toml: str) -> None:
+    """Make the directory, or continue one: write the settings, clear what crashed saves left behind.
 
     Rank 0 only, after `check_run_dir`. Raises ConfigError if it cannot be written.
     """
     with _using(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        atomic_replace(run_dir / SETTINGS, config_to_toml(whole(config)).encode())
+        atomic_replace(run_dir / SETTINGS, settings_toml.encode())
         (run_dir / DONE).unlink(missing_ok=True)
     for leftover in (run_dir / CHECKPOINTS).glob("step_*.tmp-*"):
         shutil.rmtree(leftover, ignore_errors=True)

@@ -20,6 +20,7 @@ from txl_dist.config.load import Config, configure
 from txl_dist.config.registry import Plugin, loaded_plugins
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import logger, note_in_file, start_logging, warn_for_all
+from txl_dist.data.loader.corpora import Corpora
 from txl_dist.distributed.collectives import (
     RankInfo,
     barrier,
@@ -30,11 +31,9 @@ from txl_dist.distributed.collectives import (
 )
 from txl_dist.errors import ConfigError, DataError, LostRankError, TxlError, UnreachableError, raised_everywhere
 from txl_dist.io.files import atomic_replace
-from txl_dist.model.flops import count_parameters
 from txl_dist.tokenizers.tokenizer import read_tokenizer
 from txl_dist.train.callbacks import Callbacks, RunResult
-from txl_dist.train.checkpoint.read import check_checkpoint, choose_together, continued_stream
-from txl_dist.train.checkpoint.validate import read_state
+from txl_dist.train.checkpoint.read import Choice, check_checkpoint, choose_together, continued_stream
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.footprint.fits import check_fits
@@ -43,18 +42,10 @@ from txl_dist.train.monitoring.preemption import PreemptionRequests
 from txl_dist.train.monitoring.run_lock import RunLock, prove_shared
 from txl_dist.train.monitoring.watch import Watch
 from txl_dist.train.monitoring.watchdog import Watchdog
-from txl_dist.train.preflight import (
-    check_jobs,
-    describe_batch,
-    describe_data,
-    warnings_on_cache,
-    warnings_on_evaluation,
-    warnings_on_repetition,
-    warnings_on_settings,
-    warnings_on_size,
-)
+from txl_dist.train.preflight import describe_batch, describe_data, warnings_on_repetition
 from txl_dist.train.report.profile import StepProfile
 from txl_dist.train.run_dir import check_paths, check_run_dir, evaluated_losses, next_commands, open_run_dir, quarantine
+from txl_dist.train.run_plan import RunPlan, Stage, plan_run
 from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.warm_start import initial_weights
 
@@ -88,7 +79,7 @@ def pretrain(
     what a callback raises, and others.
     """
     config = _as_config(config)
-    check_paths(config, resume=resume)
+    check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume=resume)
     called = Callbacks(callbacks)
     run_dir = Path(config.run.dir)
     with ExitStack() as stack:
@@ -136,10 +127,10 @@ def _train(
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
-    contexts = run_on_all_ranks(lambda: check_jobs(config, ranks=ranks))
+    plan = run_on_all_ranks(lambda: plan_run(config, ranks))
     run_on_rank0(lambda: check_run_dir(run_dir, config))
     if config.engine.check_memory:
-        run_on_rank0(lambda: _check_fits(contexts))
+        run_on_rank0(lambda: _check_fits(plan))
     stack.callback(_remove_if_empty, run_dir)
     lock = run_on_all_ranks(lambda: RunLock.acquire(run_dir) if ranks.is_rank0 else None)
     if lock is not None:
@@ -148,7 +139,7 @@ def _train(
     prove_shared(run_dir, nonce=nonce, ranks=ranks)
     watch = Watch(stops, watchdog, lock, nonce)
     while True:
-        context, start, engine = _begin(contexts, watch, resume=resume)
+        context, start, engine = _begin(plan, watch, resume=resume)
         with _closing(engine, ranks):
             run = TrainingRun(context, start, engine, watch, profile, callbacks)
             state = run.go()
@@ -195,28 +186,30 @@ def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
     engine.close()
 
 
-def _begin(contexts: list[tuple[range, RunContext]], watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
+def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
     """Start the stage in which the run continues. Returns (its context, its start, an engine for it)."""
-    _, last_context = contexts[-1]
-    run_dir, ranks = last_context.run_dir, last_context.ranks
-    checkpoint, chosen_because = choose_together(run_dir, resume, ranks=ranks)
-    step = run_on_rank0(lambda: 0 if checkpoint is None else read_state(checkpoint).step)
-    context = next((context for steps, context in contexts if step < steps.stop), last_context)
+    choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
+    stage = plan.stage_at(choice.saved.step if choice.saved else 0)
+    context = stage.context
     config = context.config
-    start = run_on_rank0(lambda: _check_run(context, checkpoint, chosen_because))
+    start = run_on_rank0(lambda: _check_run(stage, choice))
     tokenizer = read_tokenizer(start.tokenizer_json.encode(), name="the tokenizer")
     for corpus in context.corpora.opened:
         corpus.tokenizer = tokenizer  # rank 0 has read it for all, so no rank reads the storage and fails alone
     weights = None
-    if config.run.init and checkpoint is None:
+    if config.run.init and start.saved is None:
         weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
     run_on_rank0(lambda: _open_run(context, start))
-    watch.watchdog.write_stacks_to(run_dir / STACKS)
-    for line in (*describe_batch(context), *describe_data(context, start.stream, step=start.step)):
+    watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
+    last_step = context.steps.stop
+    end = start.stream.advanced((last_step - start.step) * config.train.segment_len)
+    for line in describe_batch(context, num_parameters=plan.num_parameters):
+        logger.info(line)
+    for line in describe_data(context.corpora.train, end, last_step=last_step):
         logger.info(line)
     if weights is not None:
         logger.info("the weights begin as those of %s", config.run.init)
-    engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=ranks, weights=weights)
+    engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=plan.ranks, weights=weights)
     return context, start, engine
 
 
@@ -253,53 +246,67 @@ def _describe_plugins(plugins: Iterable[Plugin]) -> str:
     return ", ".join(described) or "none"
 
 
-def _check_fits(contexts: list[tuple[range, RunContext]]) -> None:
+def _check_fits(plan: RunPlan) -> None:
     """Check that every stage fits into memory. Raises ConfigError, as `check_fits`, for the first that does not."""
-    for _, context in contexts:
-        check_fits(context.config, plan=context.plan, vocab_size=context.vocab_size, device=context.ranks.device)
+    for context, _ in plan.stages:
+        check_fits(
+            context.config,
+            plan=context.plan,
+            num_parameters=plan.num_parameters,
+            vocab_size=context.vocab_size,
+            device=plan.ranks.device,
+        )
 
 
-def _check_run(context: RunContext, checkpoint: Path | None, chosen_because: list[str]) -> Start:
+def _check_run(stage: Stage, choice: Choice) -> Start:
     """Check shards, tokenizer and the chosen checkpoint, on rank 0; nothing is written.
 
-    `chosen_because` are sentences on the choice. Returns how the run starts. Raises TxlError.
+    Returns how the run starts. Raises TxlError.
     """
-    config = context.config
+    context, saved = stage.context, choice.saved
+    corpora = context.corpora
+    warnings = _check_shards(corpora, skips_damage=context.config.data.on_corrupt != "raise")
+    tokenizer_json = corpora.first.tokenizer.to_json()
+    stream = corpora.begin
+    step = 0
+    warnings += [f"resume: {sentence}" for sentence in choice.remarks]
+    warnings += stage.warnings.cache
+    warnings += stage.warnings.evaluation
+    if saved is not None:
+        step = saved.step
+        warnings += check_checkpoint(saved, context)
+        stream, lane_warnings = continued_stream(saved, stream, corpora.train)
+        warnings += lane_warnings
+    last_step, segment_len = context.steps.stop, context.config.train.segment_len
+    end = stream.advanced((last_step - step) * segment_len)
+    warnings += warnings_on_repetition(corpora.train, end, segment_len=segment_len, last_step=last_step)
+    warnings += stage.warnings.size
+    warnings += stage.warnings.settings
+    return Start(saved, stream, tokenizer_json, evaluated_losses(context.run_dir, up_to=step), warnings)
+
+
+def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
+    """Check that the shards are there and have their sizes.
+
+    Returns a sentence for each training split with damage, if the run skips it. Raises DataError for other damage.
+    """
     warnings: list[str] = []
-    for split in (*context.corpora.train, *context.corpora.eval):
+    for split in (*corpora.train, *corpora.eval):
         try:
             split.check_files()
         except DataError as error:
             is_damage = not isinstance(error, UnreachableError)
-            if split not in context.corpora.train or config.data.on_corrupt == "raise" or not is_damage:
+            if split not in corpora.train or not skips_damage or not is_damage:
                 raise
             warnings.append(str(error))
-    tokenizer_json = context.tokenizer.to_json()
-    stream = context.corpora.begin
-    saved = None
-    step = 0
-    warnings += [f"resume: {sentence}" for sentence in chosen_because]
-    warnings += warnings_on_cache(config, context.corpora.train, lanes_per_rank=context.plan.lanes_per_rank)
-    warnings += warnings_on_evaluation(config, context.corpora.first)
-    if checkpoint is not None:
-        saved = read_state(checkpoint)
-        step = saved.step
-        warnings += check_checkpoint(saved, context)
-        stream, lane_warnings = continued_stream(saved, stream, context.corpora.train)
-        warnings += lane_warnings
-    warnings += warnings_on_repetition(config, context.corpora.train, stream, step=step)
-    parameters = count_parameters(config.model, vocab_size=context.vocab_size)
-    num_tokens = sum(split.tokens for split in context.corpora.train)
-    warnings += warnings_on_size(parameters, tokens=num_tokens)
-    warnings += warnings_on_settings(config, plan=context.plan)
-    return Start(saved, stream, tokenizer_json, evaluated_losses(context.run_dir, up_to=step), warnings)
+    return warnings
 
 
 def _open_run(context: RunContext, start: Start) -> None:
     """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError."""
     run_dir = context.run_dir
     checkpoint = start.saved.folder if start.saved else None
-    open_run_dir(run_dir, context.config)
+    open_run_dir(run_dir, context.saved_settings.toml)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Newer ones were passed over as damaged: they must not count among the checkpoints to keep.
         quarantine(run_dir, newer_than=checkpoint, word="damaged")

@@ -6,53 +6,68 @@ All that follows from the settings alone is derived once, in the context, and ha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from txl_dist.config.load import BatchPlan, Config
 from txl_dist.data.loader.corpora import Corpora
-from txl_dist.data.loader.lanes import lanes_of_rank
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.memory import Memory
-from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.train.stability import Health
+
+
+class SavedSettings(NamedTuple):
+    """Settings of the whole run, as its folder and every checkpoint keep them."""
+
+    config: Config
+    """As the user gave them, with all stages."""
+    toml: str
+    """Text of the file config.toml."""
+    fingerprint: str
+    """Hash of the frozen settings (`config_fingerprint`)."""
+
+
+class EvaluationPlan(NamedTuple):
+    """How the validation splits are scored during a run."""
+
+    num_lanes: int
+    segment_len: int
+    """Tokens per lane and forward pass."""
+    overlap_len: int
+    """Tokens before each segment that are run again as context and not scored."""
+    memory_len: int
+    """Tokens of memory that each stripe carries."""
+    max_tokens: int
+    """Number of tokens of a split that are scored at most; 0 means all."""
+    with_accuracy: bool
+    """Whether the share of tokens whose most probable token is the target is measured too."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything that stays the same during one stage of a run."""
+    """Everything that stays the same during one stage of a run. `run_plan` derives it, once."""
 
     config: Config
+    """Settings that hold in this stage."""
+    saved_settings: SavedSettings
+    steps: range
+    """Steps of this stage: from the finished steps at its beginning to those at its end."""
     plan: BatchPlan
     ranks: RankInfo
     corpora: Corpora
     """The splits to train on and to evaluate, and where the lanes of a new run begin."""
-
-    @property
-    def run_dir(self) -> Path:
-        """Folder of the run."""
-        return Path(self.config.run.dir)
-
-    @cached_property
-    def lanes(self) -> range:
-        """Global ids of this rank's lanes."""
-        return lanes_of_rank(self.config.train.num_lanes, rank=self.ranks.rank, world_size=self.ranks.world_size)
-
-    @property
-    def masks_documents(self) -> bool:
-        """Whether a token attends only within its own document."""
-        return self.config.data.document_mask
-
-    @property
-    def vocab_size(self) -> int:
-        """Vocabulary size, the same for all corpora."""
-        return self.corpora.first.vocab_size
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer of all corpora. Raises DataError if it cannot be read."""
-        return self.corpora.first.tokenizer
+    run_dir: Path
+    """Folder of the run."""
+    vocab_size: int
+    """Vocabulary size, the same for all corpora."""
+    lanes: range
+    """Global ids of this rank's lanes."""
+    evaluation: EvaluationPlan
+    flops: dict[str, float]
+    """Operations per trained token, by part of the model (`flops_by_part`)."""
+    peak_flops: float
+    """Operations per second of all devices together at their peak; 0 if it is not known."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class Stepper:
         """
         fault_factor = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
         config, plan = self._context.config, self._context.plan
-        if not self._context.masks_documents and config.data.on_corrupt != "skip":
+        if not config.data.document_mask and config.data.on_corrupt != "skip":
             return fault_factor * plan.microbatch_lanes * config.train.scored_len
         scored = torch.full((), float(step_input.num_scored), device=self._context.ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import txl_dist
-from txl_dist.config.load import Config, load_config
+from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.console.logging import GrowingFile
 from txl_dist.data.format import INDEX_NAME
 from txl_dist.data.loader.corpus import open_corpus
@@ -76,7 +76,7 @@ def test_a_new_run_writes_through_no_link_under_any_of_its_names(tmp_path: Path,
     run.mkdir()
     for name in ("config.toml", "config.toml.tmp"):
         (run / name).symlink_to(victim)
-    open_run_dir(run, Config())
+    open_run_dir(run, config_to_toml(Config()))
     assert victim.read_bytes() == VICTIM
     assert not (run / "config.toml").is_symlink()
     assert sorted(path.name for path in run.iterdir()) == ["config.toml"]

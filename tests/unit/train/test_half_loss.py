@@ -19,7 +19,7 @@ from txl_dist.train.batch import BatchMaker, StepInput, batch_maker
 from txl_dist.train.stepper import Stepper
 
 EDGES = (0, VOCAB_SIZE)
-HALF = BatchMaker(EDGES, EDGES, mask_documents=False, rows_multiple=1).for_training(TrainSection(half_loss=True))
+HALF = BatchMaker(EDGES, EDGES, mask_documents=False, rows_multiple=1).for_training(half_loss=True)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_is_not_scored_anyway_is_not_scored_in_the_recent_half_either() -> 
 def test_loss_and_gradients_are_those_of_the_recent_targets_one_by_one(segment_len: int, memory_len: int) -> None:
     model = tiny_model(dtype=torch.float64, cutoffs=(5, 20))
     train = TrainSection(segment_len=segment_len, half_loss=True)
-    maker = batch_maker(model, mask_documents=False).for_training(train)
+    maker = batch_maker(model, mask_documents=False).for_training(half_loss=train.half_loss)
     tokens_BS = random_tokens(3, 3 * segment_len + 1)
     memory = expected_memory = model.empty_memory(num_lanes=3, memory_len=memory_len)
     for start in range(0, 3 * segment_len, segment_len):
@@ -82,4 +82,4 @@ def test_evaluation_scores_all() -> None:
     maker = batch_maker(model, mask_documents=False)
     assert not maker.half_loss
     assert maker.batch(plain_segment(np.arange(14).reshape(2, 7))).scored_BT.all()
-    assert maker.for_training(TrainSection()) == maker
+    assert maker.for_training(half_loss=False) == maker

@@ -41,8 +41,13 @@ def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
     if data.eval_split and not lacks_eval_split(data, opened[0]):
         further = [corpus for corpus in opened[1:] if data.eval_split in corpus.split_names]
         evaluated = [corpus.split(data.eval_split) for corpus in (opened[0], *further)]
-    begin = first_state(train, weights=data.weights, num_lanes=num_lanes, seed=derive_seed(seed, "documents"))
+    begin = first_stream(train, data, num_lanes=num_lanes, seed=seed)
     return Corpora(opened, train, eval=tuple(evaluated), begin=begin)
+
+
+def first_stream(splits: tuple[Split, ...], data: DataSection, *, num_lanes: int, seed: int) -> StreamState:
+    """Return where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
+    return first_state(splits, weights=data.weights, num_lanes=num_lanes, seed=derive_seed(seed, "documents"))
 
 
 def open_all(data: DataSection) -> tuple[Corpus, ...]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from txl_dist.artifacts import PROBE, SETTINGS
-from txl_dist.config.load import Config, load_config
+from txl_dist.config.load import load_config
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks
 from txl_dist.errors import CheckpointError, translate_errors
@@ -49,13 +49,17 @@ def make_probe(
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
 
 
-def make_probes(engine: Engine, maker: BatchMaker, *, config: Config) -> dict[str, Tensor]:
-    """What a checkpoint keeps: the probe, and where weights are averaged the losses by the average."""
-    lens = config.train.memory_per_layer(config.model.num_layers)
-    probe = make_probe(engine, maker, memory_lens=lens)
-    if config.optim.ema_decay:
+def make_probes(
+    engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], with_average: bool
+) -> dict[str, Tensor]:
+    """Return what a checkpoint keeps: the probe, and `with_average` the losses by the averaged weights too.
+
+    `memory_lens` are the tokens that each layer remembers.
+    """
+    probe = make_probe(engine, maker, memory_lens=memory_lens)
+    if with_average:
         engine.swap_averages()
-        probe[AVERAGE_LOSSES] = make_probe(engine, maker, memory_lens=lens)["losses"]
+        probe[AVERAGE_LOSSES] = make_probe(engine, maker, memory_lens=memory_lens)["losses"]
         engine.swap_averages()
     return probe
 

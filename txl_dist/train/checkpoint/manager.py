@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from txl_dist.artifacts import checkpoint_folder, list_checkpoints, step_of, steps_to_keep
-from txl_dist.config.phases import whole
 from txl_dist.console.logging import warn_for_all
 from txl_dist.distributed.collectives import StepFlags, all_reduce_flags, gather_objects, run_on_all_ranks, run_on_rank0
 from txl_dist.errors import CheckpointError, TrainingError, raised_everywhere
@@ -105,7 +104,10 @@ class CheckpointManager:
         start_s = time.perf_counter()
         self._watch.beat("save")
         self._wait_for_removal()  # the space that it frees may be needed
-        probe = make_probes(self._engine, self._maker, config=whole(self._context.config))
+        config = self._context.saved_settings.config
+        memory_lens = config.train.memory_per_layer(config.model.num_layers)
+        with_average = config.optim.ema_decay > 0
+        probe = make_probes(self._engine, self._maker, memory_lens=memory_lens, with_average=with_average)
         # A last update that went wrong shows here, though the loss of its step was still finite.
         probe_losses = gather_objects(float(probe["losses"].sum()))
         check_finite(probe_losses, what=f"the loss on the probe after step {state.step}")

@@ -13,21 +13,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from txl_dist.config.load import BatchPlan
 from txl_dist.errors import CheckpointError
 from txl_dist.model.memory import EMPTY, Memory, attended
 from txl_dist.train.checkpoint.fragments import reading
 from txl_dist.train.checkpoint.validate import hidden_names, lane_files, lanes_of
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.state import RunContext
 
 
-def first_memories(engine: Engine, context: RunContext) -> tuple[Memory, ...]:
-    """Return the memories of this rank's lanes before their first token, per micro-batch (`train.initial_memory`)."""
-    train = context.config.train
-    memory = engine.empty_memory(num_lanes=train.microbatch_lanes, memory_len=train.memory_len)
-    if train.initial_memory == "zeros":
+def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial: str) -> tuple[Memory, ...]:
+    """Return the memories of this rank's lanes before their first token, per micro-batch.
+
+    `memory_len` and `initial` are the settings `train.memory_len` and `train.initial_memory`.
+    """
+    memory = engine.empty_memory(num_lanes=plan.microbatch_lanes, memory_len=memory_len)
+    if initial == "zeros":
         memory = attended(memory)
-    return (memory,) * context.plan.num_microbatches
+    return (memory,) * plan.num_microbatches
 
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ from txl_dist.fault_injection import failpoint
 from txl_dist.inference.weights import Rows
 from txl_dist.train.checkpoint.fragments import FragmentFiles
 from txl_dist.train.checkpoint.memories import first_memories, load_memories
-from txl_dist.train.checkpoint.validate import SavedState, checkpoint_problems, read_state
+from txl_dist.train.checkpoint.validate import Examination, SavedState, examine, read_state
 from txl_dist.train.engine.partitions import AVERAGE, WEIGHT
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.run_dir import refuse_frozen_changes
@@ -63,28 +64,43 @@ def keep_while_reading(folder: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-Problems = Callable[[Path], list[str]]
+Examine = Callable[[Path], Examination]
+"""Function that looks at a checkpoint."""
 
 
-def newest_checkpoint(run_dir: Path, *, problems: Problems = checkpoint_problems) -> tuple[Path | None, list[str]]:
-    """(the newest checkpoint that is whole, why newer ones were passed over)."""
+class Choice(NamedTuple):
+    """Where a run starts from."""
+
+    saved: SavedState | None
+    """State of the checkpoint to resume; None for a new run."""
+    remarks: list[str]
+    """What the user should know, one sentence each."""
+
+
+def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
+    """Return (the newest checkpoint that is whole or None, why newer ones were passed over)."""
+    path, _, rejected = _newest_whole(run_dir, examine)
+    return path, rejected
+
+
+def _newest_whole(run_dir: Path, look: Examine) -> tuple[Path | None, SavedState | None, list[str]]:
+    """Return (the newest checkpoint that is whole or None, its state, why newer ones were passed over)."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
-        found = problems(path)
-        if not found:
-            return path, rejected
-        rejected.append(f"{path.name}: {'; '.join(found[:3])}")
-    return None, rejected
+        problems, saved = look(path)
+        if not problems:
+            return path, saved, rejected
+        rejected.append(f"{path.name}: {'; '.join(problems[:3])}")
+    return None, None, rejected
 
 
-def choose_checkpoint(
-    run_dir: Path, resume: str, *, problems: Problems = checkpoint_problems
-) -> tuple[Path | None, list[str]]:
-    """(where to start from by `--resume auto|must|never|PATH`, what the user should know). A run that has begun at PATH
-    goes on from its own checkpoints.
+def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) -> Choice:
+    """Choose where to start from by `--resume auto|must|never|PATH`. A run that has begun at PATH continues from its
+    own checkpoints.
 
-    Raises CheckpointError if a checkpoint is demanded and none is whole, if `never` meets an existing run, or if
-    PATH is an older checkpoint of this very run, whose newer ones would be mixed with what follows.
+    Raises CheckpointError if a checkpoint is demanded and none is whole, if the whole one has another format version,
+    if `never` meets an existing run, or if PATH is an older checkpoint of this very run, whose newer ones would be
+    mixed with what follows.
     """
     existing, remarks = list_checkpoints(run_dir), []
     folder = Path(resume)
@@ -94,24 +110,25 @@ def choose_checkpoint(
     elif is_path:
         if not folder.is_dir():
             raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
-        if found_problems := problems(folder):
+        problems, saved = look(folder)
+        if problems:
             raise CheckpointError(
-                f"--resume {resume}: it is damaged: {'; '.join(found_problems[:5])}. "
+                f"--resume {resume}: it is damaged: {'; '.join(problems[:5])}. "
                 "Name another checkpoint folder, or use --resume auto, must or never."
             )
         if existing and existing[-1].name > folder.name:
             raise CheckpointError(
                 f"{run_dir} goes on to {existing[-1].name}. To branch off at {folder.name}, choose another --run.dir."
             )
-        return folder, []
+        return Choice(saved or read_state(folder), [])
     if resume == "never":
         if existing:
             raise CheckpointError(
                 f"{run_dir} already holds {existing[-1].name} and --resume is never. "
                 "Choose another --run.dir, or --resume auto to continue it."
             )
-        return None, []
-    found, rejected = newest_checkpoint(run_dir, problems=problems)
+        return Choice(None, [])
+    found, saved, rejected = _newest_whole(run_dir, look)
     if found is None and (existing or resume == "must"):
         reasons = "; ".join(rejected[:3])
         what = "it holds no checkpoint"
@@ -119,10 +136,12 @@ def choose_checkpoint(
             which = "its one checkpoint is not" if len(existing) == 1 else f"none of its {len(existing)} checkpoints is"
             what = f"{which} whole ({reasons})"
         raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start anew in another --run.dir.")
-    return found, remarks + [f"passed over a damaged checkpoint, {reason}" for reason in rejected]
+    if found is not None and saved is None:
+        saved = read_state(found)  # which refuses the other format version
+    return Choice(saved, remarks + [f"passed over a damaged checkpoint, {reason}" for reason in rejected])
 
 
-def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> tuple[Path | None, list[str]]:
+def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
     """`choose_checkpoint` by rank 0, while all ranks hash their share of the files it asks for. All ranks call it.
 
     Only rank 0 lists folders: what another node's cache shows of a network file system may be older.
@@ -130,12 +149,12 @@ def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> tuple[Pat
     if not ranks.is_rank0:
         nothing: Path | None = None
         while (folder := broadcast_object(nothing)) is not None:
-            problems_together(folder, ranks)
+            examine_together(folder, ranks)
 
-    def choose() -> tuple[Path | None, list[str]]:
+    def choose() -> Choice:
         try:
             return choose_checkpoint(
-                run_dir, resume, problems=lambda folder: problems_together(broadcast_object(folder), ranks)
+                run_dir, resume, look=lambda folder: examine_together(broadcast_object(folder), ranks)
             )
         finally:
             broadcast_object(None)
@@ -143,10 +162,11 @@ def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> tuple[Pat
     return run_on_rank0(choose)
 
 
-def problems_together(folder: Path, ranks: RankInfo) -> list[str]:
-    """`checkpoint_problems`, each rank hashing its share of the files. All ranks call it."""
-    parts = gather_objects(checkpoint_problems(folder, part=ranks.rank, num_parts=ranks.world_size))
-    return [problem for part in parts for problem in part]
+def examine_together(folder: Path, ranks: RankInfo) -> Examination:
+    """`examine`, each rank hashing its share of the files. All ranks call it; only rank 0 gets the state."""
+    problems, saved = examine(folder, part=ranks.rank, num_parts=ranks.world_size)
+    all_problems = [problem for part in gather_objects(problems) for problem in part]
+    return Examination(all_problems, None if all_problems else saved)
 
 
 def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
@@ -156,7 +176,7 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     ConfigError if a frozen setting is another one.
     """
     folder, config = saved.folder, load_config(saved.folder / SETTINGS)
-    theirs, ours = saved.values["tokenizer_fingerprint"], context.tokenizer.fingerprint
+    theirs, ours = saved.values["tokenizer_fingerprint"], context.corpora.first.tokenizer.fingerprint
     if theirs != ours:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
@@ -207,7 +227,8 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
     failpoint("load", step=step_of(folder))
     files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=context.ranks.rank))
     engine.load(files, loss_scale=state["loss_scale"])
-    memories = first_memories(engine, context)
+    train = context.config.train
+    memories = first_memories(engine, context.plan, memory_len=train.memory_len, initial=train.initial_memory)
     if stream.has_lanes_of(saved.stream):
         like = memories[0]
         memories = run_on_all_ranks(lambda: load_memories(folder, lanes=context.lanes, like=like))

@@ -149,21 +149,37 @@ class _OtherVersionError(CheckpointError):
     """No damage: another program can read it."""
 
 
-def checkpoint_problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Why a folder is no sound checkpoint, one line each; empty if it is one.
+class Examination(NamedTuple):
+    """Result of looking at a folder."""
 
-    Several processes may share the hashing, as in `problems_of`; the first one looks at the rest. A checkpoint of
-    another format version is not damaged: `read_state` refuses it.
+    problems: list[str]
+    """Reasons why the folder is no sound checkpoint, one line each; empty if it is one."""
+    saved: SavedState | None
+    """State of a sound checkpoint; None if there are problems, in other parts than the first, and for a checkpoint of
+    another format version. That one is not damaged: `read_state` refuses it."""
+
+
+def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
+    """Check whether a folder is a sound checkpoint, and read its state if it is.
+
+    Several processes may share the hashing, as in `problems_of`; the first one looks at the rest.
     """
     found = problems_of(folder, part=part, num_parts=num_parts)
     if found or part:
-        return found
+        return Examination(found, None)
     try:
-        return list(_contradictions(read_state(folder)))
+        saved = read_state(folder)
+        found = list(_contradictions(saved))
     except _OtherVersionError:
-        return []
+        return Examination([], None)
     except CheckpointError as error:
-        return [str(error)]
+        return Examination([str(error)], None)
+    return Examination(found, None if found else saved)
+
+
+def checkpoint_problems(folder: Path) -> list[str]:
+    """Return the reasons why a folder is no sound checkpoint, one line each; an empty list if it is one."""
+    return examine(folder).problems
 
 
 def run_problems(run_dir: Path) -> Iterator[str]:

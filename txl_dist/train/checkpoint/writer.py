@@ -25,8 +25,6 @@ from torch import Tensor
 
 import txl_dist
 from txl_dist.artifacts import CHECKPOINTS, FORMAT_VERSION, PROBE, SETTINGS, STATE, checkpoint_folder
-from txl_dist.config.load import config_fingerprint, config_to_toml
-from txl_dist.config.phases import whole
 from txl_dist.config.registry import loaded_plugins
 from txl_dist.console.formatting import format_bytes
 from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks, run_on_rank0
@@ -194,8 +192,8 @@ class AsyncWriter:
 
     def _local_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
         """Return the content of the files that rank 0 writes in addition to tensors."""
-        config, tokenizer = whole(self.context.config), self.context.tokenizer
-        settings = config_to_toml(config).encode()
+        config, corpus = self.context.config, self.context.corpora.first
+        settings = self.context.saved_settings.toml.encode()
         content = {
             "format_version": FORMAT_VERSION,
             "code_version": txl_dist.__version__,
@@ -210,8 +208,8 @@ class AsyncWriter:
             "parameters": engine.shapes,
             "corpora": absolute_paths(config.data.paths),
             "vocab_size": self.context.vocab_size,
-            "tokenizer_fingerprint": self.context.corpora.first.tokenizer_sha256,
-            "config_fingerprint": config_fingerprint(config),
+            "tokenizer_fingerprint": corpus.tokenizer_sha256,
+            "config_fingerprint": self.context.saved_settings.fingerprint,
             "config_sha256": settings_hash(settings),
             "scores_first_tokens": True,
         }
@@ -220,7 +218,7 @@ class AsyncWriter:
             content["plugins"] = [plugin._asdict() for plugin in plugins]
         return {
             SETTINGS: settings,
-            "tokenizer.json": tokenizer.to_json().encode(),
+            "tokenizer.json": corpus.tokenizer.to_json().encode(),
             STATE: json.dumps(content, indent=1).encode() + b"\n",
         }
 

@@ -24,7 +24,6 @@ from txl_dist.console.logging import logger
 from txl_dist.distributed.collectives import local_world_size
 from txl_dist.errors import ConfigError
 from txl_dist.inference.bundle import DTYPES
-from txl_dist.model.flops import count_parameters
 from txl_dist.model.fused_softmax import CHUNK_LOGITS, CHUNK_ROWS
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN
 from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
@@ -37,13 +36,17 @@ SURE = {"cpu": 0.95, "cuda": 0.9}
 (docs/benchmarks.md); on GPUs it was never measured."""
 
 
-def check_fits(config: Config, *, plan: BatchPlan, vocab_size: int, device: torch.device) -> None:
-    """Refuse a run that surely does not fit. Raises ConfigError with settings that would, if there are any."""
+def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, device: torch.device) -> None:
+    """Refuse a run that surely does not fit. Raises ConfigError with settings that would, if there are any.
+
+    `num_parameters` are those of the model.
+    """
     on_gpu = device.type == "cuda"
     room = room_bytes(device)
     sure = SURE[device.type]
     num_sharing = 1 if on_gpu else min(local_world_size(plan.world_size), plan.world_size)
-    if num_sharing * bound_bytes(config, plan=plan, vocab_size=vocab_size, on_gpu=on_gpu) <= room:
+    bound = bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=vocab_size, on_gpu=on_gpu)
+    if num_sharing * bound <= room:
         return
 
     def needed(config: Config, plan: BatchPlan) -> float:
@@ -80,7 +83,7 @@ def check_fits(config: Config, *, plan: BatchPlan, vocab_size: int, device: torc
     )
 
 
-def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool) -> float:
+def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, on_gpu: bool) -> float:
     """Return an upper bound on the bytes of a rank.
 
     It assumes no sharding and no recomputation, keeps every score and activation, and adds the heap's waste.
@@ -101,7 +104,7 @@ def bound_bytes(config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: boo
     logits = 4 * chunk + 16 * lanes * train.segment_len * model.width
     values = memories + 2 * (model.num_layers * (per_layer + scores) + logits)
     fixed = 6.0 * BUCKET_LEN * size if on_gpu else LIBRARY_BYTES["partitioned"]
-    return 64.0 * count_parameters(model, vocab_size=vocab_size) + 4.0 * values + fixed
+    return 64.0 * num_parameters + 4.0 * values + fixed
 
 
 def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, on_gpu: bool) -> list[Change]:

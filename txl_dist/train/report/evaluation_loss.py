@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from txl_dist.config.load import Config
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream, EvaluationText
@@ -28,6 +27,7 @@ from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
+from txl_dist.train.state import EvaluationPlan
 
 POSITION_BINS = 32
 
@@ -175,27 +175,26 @@ def evaluate_split(
     split: Split,
     *,
     maker: BatchMaker,
-    config: Config,
+    plan: EvaluationPlan,
     ranks: RankInfo,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Score a split with live weights, as section `eval` says; `before_segment` as there."""
+    """Score a split with live weights by a plan; `before_segment` is that of `evaluate_stream`."""
     stream = EvalStream(
         split,
-        num_lanes=config.eval.num_lanes,
-        segment_len=config.eval.segment_len or config.train.segment_len,
-        overlap_len=config.eval.overlap_len,
+        num_lanes=plan.num_lanes,
+        segment_len=plan.segment_len,
+        overlap_len=plan.overlap_len,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        max_tokens=config.eval.max_tokens,
+        max_tokens=plan.max_tokens,
     )
-    memory_len = config.train.memory_len if config.eval.memory_len < 0 else config.eval.memory_len
     return evaluate_stream(
-        partial(engine.losses, with_top1_correct=True) if config.eval.accuracy else engine.losses,
-        engine.empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len),
+        partial(engine.losses, with_top1_correct=True) if plan.with_accuracy else engine.losses,
+        engine.empty_memory(num_lanes=len(stream.lanes), memory_len=plan.memory_len),
         stream,
         maker=maker,
-        units=text_units([split], mask_documents=maker.mask_documents, max_tokens=config.eval.max_tokens),
+        units=text_units([split], mask_documents=maker.mask_documents, max_tokens=plan.max_tokens),
         ranks=ranks,
         before_segment=before_segment,
     )

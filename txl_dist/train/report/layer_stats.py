@@ -24,7 +24,6 @@ from txl_dist.model.memory import Memory
 from txl_dist.train.batch import to_device
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
-from txl_dist.train.state import RunContext
 
 
 class LayerStats(NamedTuple):
@@ -40,21 +39,27 @@ NOTHING = LayerStats(None, None)
 
 
 def measure_layer_stats(
-    engine: Engine, context: RunContext, batches: Sequence[Any], memories: Sequence[Memory], *, step: int
+    engine: Engine,
+    batches: Sequence[Any],
+    memories: Sequence[Memory],
+    *,
+    step: int,
+    accuracy_every: int,
+    norms_every: int,
+    device: torch.device,
 ) -> LayerStats:
-    """What is due at this step, of its micro-batches and the memories that they were given. All ranks call it together,
-    between `grad_norm` and `step` of the engine."""
-    metrics = context.config.metrics
-    with_top1_correct, with_norms = (
-        _is_due(step, metrics.accuracy_every_steps),
-        _is_due(step, metrics.norms_every_steps),
-    )
+    """Measure what is due at a step, on its micro-batches and the memories that they were given.
+
+    Accuracy and norms are each due at multiples of so many steps, or never if that is 0. All ranks call it together,
+    between `grad_norm` and `step` of the engine.
+    """
+    with_top1_correct, with_norms = _is_due(step, accuracy_every), _is_due(step, norms_every)
     if not with_top1_correct and not with_norms:
         return NOTHING
     watch = _ActivationWatch(engine.model.blocks) if with_norms else None
-    sums_2 = torch.zeros(2, dtype=torch.float64, device=context.ranks.device)
+    sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
     for on_host, memory in zip(batches, memories, strict=True):
-        batch = to_device(on_host, context.ranks.device)
+        batch = to_device(on_host, device)
         with watch.on() if watch is not None else nullcontext():
             scores, _ = engine.losses(batch, memory, with_top1_correct=with_top1_correct)
         if with_top1_correct:

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from txl_dist.config.load import Config
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.evaluation import EvalStream
 from txl_dist.distributed.collectives import RankInfo, all_reduce_sum
@@ -40,7 +39,9 @@ def measure_memory(
     split: Split,
     *,
     maker: BatchMaker,
-    config: Config,
+    num_lanes: int,
+    segment_len: int,
+    memory_len: int,
     ranks: RankInfo,
     step: int,
     before_segment: Callable[[], None] = lambda: None,
@@ -48,20 +49,21 @@ def measure_memory(
     """Return the memory record of a run with memory; None if the split is too short to fill any. All ranks call it
     together. Padding counts nowhere, so the record does not depend on the number of ranks.
 
+    The split is read in `num_lanes` stripes, in segments and with a memory of the lengths of training.
+
     What `before_segment` raises, on all ranks together, ends it.
     """
     start_s = time.perf_counter()
-    train = config.train
     stream = EvalStream(
         split,
-        num_lanes=config.eval.num_lanes,
-        segment_len=train.segment_len,
+        num_lanes=num_lanes,
+        segment_len=segment_len,
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
     # The memory is full behind these, if the split is so long.
-    num_before = min(-(-train.memory_len // train.segment_len), max(0, len(stream) - NUM_SEGMENTS))
-    empty = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=train.memory_len)
+    num_before = min(-(-memory_len // segment_len), max(0, len(stream) - NUM_SEGMENTS))
+    empty = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len)
     with_memory, without = (
         LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
     )

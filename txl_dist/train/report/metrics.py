@@ -20,17 +20,16 @@ from pathlib import Path
 import torch
 
 import txl_dist
-from txl_dist.config.schema import OptimSection
 from txl_dist.console.formatting import counted
 from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
 from txl_dist.errors import TrainingError, raised_everywhere
-from txl_dist.model.flops import flops_by_part, peak_tflops
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
 from txl_dist.train.report.validation import labelled
-from txl_dist.train.state import RunContext, TrainState
+from txl_dist.train.state import TrainState
 
 
 class Interval:
@@ -126,8 +125,9 @@ class Clipping:
     FEWEST_STEPS = 20
     """Smallest number of steps of which a share is reported."""
 
-    def __init__(self, optim: OptimSection) -> None:
-        self._norm = 0.0 if "clip_norm" in optim.model_fields_set else optim.clip_norm
+    def __init__(self, clip_norm: float, *, is_default: bool) -> None:
+        """`clip_norm` is the setting, and `is_default` says that no file or flag has set it."""
+        self._norm = clip_norm if is_default else 0.0
         self._num_made, self._num_clipped, self._sum = 0, 0, 0.0
 
     def add(self, grad_norm: float) -> None:
@@ -149,21 +149,13 @@ class Clipping:
         return {"steps": self._num_made, "clipped_pct": clipped_pct, "clip_norm": self._norm, "grad_norm": mean}
 
 
-def mfu(context: RunContext, tokens_per_s: float) -> dict[str, float]:
-    """`mfu_pct`, Model FLOPs utilization: what share of the devices' peak the model's own operations take, at a speed
-    of all ranks together; nothing where the peak of the device is not known."""
-    config, plan, device = context.config, context.plan, context.ranks.device
-    train = config.train
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    peak = config.metrics.peak_tflops or peak_tflops(name, precision=config.engine.precision)
-    flops = flops_by_part(
-        config.model,
-        vocab_size=context.vocab_size,
-        segment_len=train.segment_len,
-        memory_lens=train.memory_per_layer(config.model.num_layers),
-        microbatch_lanes=plan.microbatch_lanes,
-    )
-    return {"mfu_pct": 100 * sum(flops.values()) * tokens_per_s / (plan.world_size * peak * 1e12)} if peak else {}
+def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> dict[str, float]:
+    """Return `mfu_pct`, Model FLOPs utilization: the share of the devices' peak that the model's operations take.
+
+    The speed and `peak_flops`, in operations per second, are those of all ranks together. Nothing is returned if the
+    peak is not known, which is 0.
+    """
+    return {"mfu_pct": 100 * flops_per_token * tokens_per_s / peak_flops} if peak_flops else {}
 
 
 def peak_memory_bytes() -> int:
@@ -192,28 +184,34 @@ def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
     return (max_steps - step) * step_ms / 1000
 
 
-def train_record(context: RunContext, state: TrainState, values: Record, *, waited: Record) -> Record:
-    """Of an interval that ends at a state: its `values`, what they are in units of the text and of the device's peak,
-    what was `waited` for checkpoints, and how far the run has come."""
-    shares = [one.num_lanes / state.stream.num_lanes for one in state.stream.corpora]
-    half_loss = context.config.train.half_loss
-    units = text_units(
-        context.corpora.train, shares=shares, mask_documents=context.masks_documents, half_loss=half_loss
-    )
-    epochs = {
-        labelled("epoch", split, context.corpora.train): epochs_read(one.cut(), one.position, num_tokens=split.tokens)
-        for one, split in zip(state.stream.corpora, context.corpora.train, strict=True)
-    }
+def train_record(
+    state: TrainState,
+    values: Record,
+    *,
+    splits: Sequence[Split],
+    mask_documents: bool,
+    half_loss: bool,
+    max_steps: int,
+) -> Record:
+    """Return the record of an interval that ends at a state: its `values`, and what follows from the state.
+
+    That is the loss in units of the text, how often the splits have been read, and the time to the end of the run.
+    """
+    streams = state.stream.corpora
+    shares = [stream.num_lanes / state.stream.num_lanes for stream in streams]
+    units = text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)
+    epochs = {}
+    for stream, split in zip(streams, splits, strict=True):
+        name = labelled("epoch", split, splits)
+        epochs[name] = epochs_read(stream.cut(), stream.position, num_tokens=split.tokens)
     return {
         "step": state.step,
         **values,
-        **mfu(context, values["tokens_per_s"]),
-        **waited,
         **units.bits(values["loss"]),
         "tokens_seen": state.tokens_seen,
         "skipped_steps": state.health.skipped_steps,
         **epochs,
-        "eta_s": eta_s(state.step, max_steps=context.config.train.max_steps, step_ms=values["step_ms"]),
+        "eta_s": eta_s(state.step, max_steps=max_steps, step_ms=values["step_ms"]),
     }
 
 

@@ -80,18 +80,21 @@ class Validator:
                 self._engine,
                 split,
                 maker=self._maker,
-                config=self._config,
+                plan=self._context.evaluation,
                 ranks=self._ranks,
                 before_segment=before_segment,
             )
             for split in self._splits
         ]
-        if self._config.train.memory_len:
+        train = self._config.train
+        if train.memory_len:
             record = measure_memory(
                 self._engine,
                 self._splits[0],
                 maker=self._maker,
-                config=self._config,
+                num_lanes=self._context.evaluation.num_lanes,
+                segment_len=train.segment_len,
+                memory_len=train.memory_len,
                 ranks=self._ranks,
                 step=step,
                 before_segment=before_segment,
@@ -116,7 +119,7 @@ class Validator:
         """Let the model write."""
         text = sample_text(
             self._engine,
-            self._context.tokenizer,
+            self._context.corpora.first.tokenizer,
             self._config,
             device=self._ranks.device,
             seed=derive_seed(self._config.run.seed, "sample", step, 0),

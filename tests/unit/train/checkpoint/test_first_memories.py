@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.jobs import job_of
 from tests.helpers.models import random_tokens, tiny_model
 from tests.helpers.tiny import tiny_config
-from txl_dist.distributed.collectives import RankInfo
+from txl_dist.config.load import plan_batch
 from txl_dist.train.checkpoint.memories import first_memories
 
 
 @pytest.mark.parametrize("initial_memory", ["empty", "zeros"])
 @torch.no_grad()
 def test_lanes_begin_with_nothing_or_with_zeros_that_are_attended_to(initial_memory: str) -> None:
-    config = tiny_config(train={"initial_memory": initial_memory, "memory_len": 7, "microbatch_lanes": 2})
+    config = tiny_config(train={"microbatch_lanes": 2})
     engine: Any = tiny_model()  # whose `empty_memory` an engine passes on
-    memories = first_memories(engine, job_of(config, RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)))
+    plan = plan_batch(config.train, world_size=1)
+    memories = first_memories(engine, plan, memory_len=7, initial=initial_memory)
     assert [memory.document_BM.shape for memory in memories] == [(2, 7), (2, 7)]
     assert all(not hidden_BMD.any() for memory in memories for hidden_BMD in memory.hidden)
     tokens_BT = random_tokens(2, 5)

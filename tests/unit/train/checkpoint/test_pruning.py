@@ -18,6 +18,7 @@ from txl_dist.convert.export import read_trained
 from txl_dist.errors import CheckpointError
 from txl_dist.train.checkpoint.manager import prune_checkpoints
 from txl_dist.train.checkpoint.read import choose_checkpoint
+from txl_dist.train.checkpoint.validate import read_state
 
 
 def save_and_prune(run: Path, step: int) -> None:
@@ -103,4 +104,4 @@ def test_what_is_named_like_a_checkpoint_and_is_no_folder_is_a_damaged_one_for_a
         choose_checkpoint(tmp_path, "auto")
     first = golden_at(tmp_path, 1)
     assert read_trained(tmp_path).folder == first
-    assert choose_checkpoint(tmp_path, "auto")[0] == first
+    assert choose_checkpoint(tmp_path, "auto").saved == read_state(first)

@@ -195,7 +195,7 @@ def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(m
     monkeypatch.setattr(attention_launch, "missing_compiler_reason", lambda: "Triton needs Python.h")
     config = config_from_dict({"engine": {"precision": "bf16"}}, source="test")
     job = Mock(config=config, plan=plan_batch(config.train, world_size=1), vocab_size=100)
-    assert [line for line in describe_batch(job) if "Python.h" in line] == [
+    assert [line for line in describe_batch(job, num_parameters=869_732) if "Python.h" in line] == [
         "model: 869,732 parameters, vocabulary 100, memory 128 tokens; ZeRO-1, bf16, "
         "attention fused (not by Triton: Triton needs Python.h)"
     ]
@@ -203,7 +203,7 @@ def test_attention_on_a_gpu_without_a_compiler_goes_without_triton_and_says_so(m
     monkeypatch.setattr(preflight, "_attention", lambda config: "triton")
     for choice, ends in (("auto", "triton, CUDA graphs"), ("off", "triton")):
         job.config = config_from_dict({"engine": {"cuda_graph": choice}}, source="test")
-        assert list(describe_batch(job))[1].endswith(f"attention {ends}")
+        assert list(describe_batch(job, num_parameters=869_732))[1].endswith(f"attention {ends}")
     terms = Terms(*(torch.zeros(1, 2, 3, 4) for _ in range(3)), torch.zeros(2, 3, 4))
     assert implementation("auto", terms) is fused_relative_attention
 

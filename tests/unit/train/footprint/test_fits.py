@@ -18,6 +18,7 @@ from tests.helpers.tiny import tiny_config
 from txl_dist.config.load import Config, plan_batch
 from txl_dist.data.loader.stream_state import first_state
 from txl_dist.errors import ConfigError
+from txl_dist.model.flops import count_parameters
 from txl_dist.train.footprint import fits, room
 from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.train.preflight import warnings_on_repetition, warnings_on_size
@@ -37,7 +38,10 @@ def check(config: Config, *, room: float, world_size: int = 2, device: str = "cp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fits, "room_bytes", lambda _: room)
         plan = plan_batch(config.train, world_size=world_size)
-        fits.check_fits(config, plan=plan, vocab_size=VOCAB_SIZE, device=torch.device(device))
+        num_parameters = count_parameters(config.model, vocab_size=VOCAB_SIZE)
+        fits.check_fits(
+            config, plan=plan, num_parameters=num_parameters, vocab_size=VOCAB_SIZE, device=torch.device(device)
+        )
 
 
 def refusal(config: Config, *, room: float, world_size: int = 2, device: str = "cpu") -> str:
@@ -139,7 +143,8 @@ def test_what_fits_by_the_formula_is_not_followed(monkeypatch: pytest.MonkeyPatc
 def test_the_formula_is_never_below_the_prediction(changes: dict[str, Any], on_gpu: bool) -> None:
     config = tiny_config(**changes)
     plan = plan_batch(config.train, world_size=2)
-    bound = fits.bound_bytes(config, plan=plan, vocab_size=VOCAB_SIZE, on_gpu=on_gpu)
+    num_parameters = count_parameters(config.model, vocab_size=VOCAB_SIZE)
+    bound = fits.bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=VOCAB_SIZE, on_gpu=on_gpu)
     assert bound > 1.2 * predicted(config, world_size=2, on_gpu=on_gpu)
 
 
@@ -173,8 +178,10 @@ def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_t
     train = {"num_lanes": lanes, "segment_len": segment_len, "microbatch_lanes": 1, "max_steps": 40}
 
     def remarks(**changes: int) -> list[str]:
-        config = tiny_config(train=train | changes)
-        return warnings_on_repetition(config, (split,), first_state((split,), num_lanes=config.train.num_lanes, seed=0))
+        values = train | changes
+        begin = first_state((split,), num_lanes=values["num_lanes"], seed=0)
+        end = begin.advanced(values["max_steps"] * values["segment_len"])
+        return warnings_on_repetition((split,), end, segment_len=values["segment_len"], last_step=values["max_steps"])
 
     assert remarks() == []
     assert remarks(max_steps=380) == []

@@ -5,9 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.jobs import job_of
-from tests.helpers.tiny import tiny_config
-from txl_dist.distributed.collectives import RankInfo
 from txl_dist.train.report.layer_stats import NOTHING, _part_of, measure_layer_stats
 
 
@@ -20,18 +17,17 @@ class Forbidden:
 
 @pytest.mark.parametrize(("every", "step"), [(0, 10), (7, 10)])
 def test_a_step_that_is_not_asked_runs_nothing(every: int, step: int) -> None:
-    config = tiny_config(metrics={"accuracy_every_steps": every, "norms_every_steps": every})
     forbidden: Any = Forbidden()
-    assert (
-        measure_layer_stats(
-            forbidden,
-            job_of(config, RankInfo(0, 1, 0, torch.device("cpu"), num_threads=1)),
-            [forbidden],
-            [forbidden],
-            step=step,
-        )
-        == NOTHING
+    stats = measure_layer_stats(
+        forbidden,
+        [forbidden],
+        [forbidden],
+        step=step,
+        accuracy_every=every,
+        norms_every=every,
+        device=torch.device("cpu"),
     )
+    assert stats == NOTHING
 
 
 def test_every_parameter_belongs_to_a_layer_or_to_a_part_beside_them() -> None:

@@ -157,7 +157,7 @@ def test_time_spent_saving_or_evaluating_is_not_training_time(monkeypatch: pytes
 def mfu_at(speed: float, *, peak_tflops: float, ranks: int = 1) -> dict[str, float]:
     config = tiny_config(metrics={"peak_tflops": peak_tflops})
     job = job_of(config, RankInfo(0, ranks, 0, torch.device("cpu"), num_threads=1), vocab_size=300)
-    return mfu(job, speed)
+    return mfu(speed, flops_per_token=sum(job.flops.values()), peak_flops=job.peak_flops)
 
 
 def test_mfu_is_the_models_operations_over_the_peak_of_all_devices() -> None:

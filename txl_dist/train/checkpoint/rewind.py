@@ -9,7 +9,7 @@ from txl_dist.config.load import load_config
 from txl_dist.config.phases import at_step
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import run_on_rank0
-from txl_dist.train.checkpoint.read import problems_together
+from txl_dist.train.checkpoint.read import examine_together
 from txl_dist.train.checkpoint.validate import SavedState, read_state
 from txl_dist.train.state import RunContext, TrainState
 
@@ -28,7 +28,7 @@ def find_rewind(
     """To the newest whole checkpoint from before the step `first_bad`, leaving out what has been read since that step;
     None if there is none. All ranks call it. `began`: step and stream that this process began with."""
     before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
-    whole = (path for path in reversed(before) if not problems_together(path, context.ranks))
+    whole = (path for path in reversed(before) if not examine_together(path, context.ranks).problems)
     target = next(whole, None)
     if target is None:
         return None

@@ -1,0 +1,187 @@
+"""The plan of a run: all that follows from its settings, its ranks and its corpora, derived once and handed on.
+
+    settings -> stages -> batch plan, corpora, warnings of each -> number of parameters
+
+The start, the dry run, the report of a run and its checkpoints read these values and derive none of them again. Nothing
+is written here, nothing large is allocated, and no checkpoint is read. So every rank can make the plan, and it can be
+refused before anything is touched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from txl_dist.config.load import (
+    BatchPlan,
+    Config,
+    check_config,
+    check_vocabulary,
+    config_fingerprint,
+    config_to_toml,
+    plan_batch,
+)
+from txl_dist.config.phases import check_phases, each_phase, whole
+from txl_dist.data.loader.corpora import Corpora, first_stream, open_corpora
+from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.distributed.collectives import RankInfo
+from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
+from txl_dist.train.preflight import (
+    check_hardware,
+    check_text,
+    warnings_on_cache,
+    warnings_on_evaluation,
+    warnings_on_settings,
+    warnings_on_size,
+)
+from txl_dist.train.report.loggers import check_sinks
+from txl_dist.train.state import EvaluationPlan, RunContext, SavedSettings
+
+
+class StageWarnings(NamedTuple):
+    """Sentences that the user should read before a stage, without those that depend on a checkpoint."""
+
+    cache: list[str]
+    evaluation: list[str]
+    size: list[str]
+    settings: list[str]
+
+
+class Stage(NamedTuple):
+    """One stage of a run."""
+
+    context: RunContext
+    warnings: StageWarnings
+
+
+class RunPlan(NamedTuple):
+    """A run before its start: the same on every rank, apart from the rank's own lanes."""
+
+    saved_settings: SavedSettings
+    run_dir: Path
+    """Folder of the run."""
+    ranks: RankInfo
+    stages: tuple[Stage, ...]
+    """Stages that have a step, in order; at least one."""
+    num_parameters: int
+    """Trainable numbers of the model, each tied tensor once."""
+
+    def stage_at(self, step: int) -> Stage:
+        """Return the stage that follows `step` finished steps; the last one for a run that is past its end."""
+        for stage in self.stages:
+            if step < stage.context.steps.stop:
+                return stage
+        return self.stages[-1]
+
+
+def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
+    """Plan a run of these ranks.
+
+    Raises TxlError if settings, hardware, number of ranks and corpora do not go together.
+    """
+    check_phases(config)
+    settings = saved_settings(config)
+    contexts: list[RunContext] = []
+    for steps, stage_config in each_phase(config):
+        plan = _check_stage(stage_config, ranks)
+        corpora = _with_lanes(contexts[0].corpora, stage_config) if contexts else _open(stage_config)
+        _check_corpora(stage_config, corpora)
+        contexts.append(stage_context(stage_config, settings, plan, ranks, corpora, steps=steps))
+    num_parameters = count_parameters(config.model, vocab_size=contexts[0].vocab_size)
+    stages = tuple(Stage(context, _warnings_on(context, num_parameters)) for context in contexts)
+    return RunPlan(settings, Path(config.run.dir), ranks, stages, num_parameters)
+
+
+def saved_settings(config: Config) -> SavedSettings:
+    """Return the settings of the whole run in the forms in which they are saved; `config` may be that of any stage."""
+    whole_config = whole(config)
+    return SavedSettings(whole_config, config_to_toml(whole_config), config_fingerprint(whole_config))
+
+
+def stage_context(
+    config: Config, settings: SavedSettings, plan: BatchPlan, ranks: RankInfo, corpora: Corpora, *, steps: range
+) -> RunContext:
+    """Derive the context of one stage from its settings, which are checked already."""
+    train, vocab_size = config.train, corpora.first.vocab_size
+    return RunContext(
+        config=config,
+        saved_settings=settings,
+        steps=steps,
+        plan=plan,
+        ranks=ranks,
+        corpora=corpora,
+        run_dir=Path(config.run.dir),
+        vocab_size=vocab_size,
+        lanes=lanes_of_rank(train.num_lanes, rank=ranks.rank, world_size=ranks.world_size),
+        evaluation=evaluation_plan(config),
+        flops=flops_by_part(
+            config.model,
+            vocab_size=vocab_size,
+            segment_len=train.segment_len,
+            memory_lens=train.memory_per_layer(config.model.num_layers),
+            microbatch_lanes=plan.microbatch_lanes,
+        ),
+        peak_flops=_peak_flops(ranks, precision=config.engine.precision, tflops=config.metrics.peak_tflops),
+    )
+
+
+def _peak_flops(ranks: RankInfo, *, precision: str, tflops: float) -> float:
+    """Return the peak of all devices together in operations per second: `tflops` of each, or by its name if that is 0.
+
+    Returns 0 if the peak is not known.
+    """
+    on_gpu = ranks.device.type == "cuda"
+    name = torch.cuda.get_device_name(ranks.device) if on_gpu else ranks.device.type
+    return ranks.world_size * (tflops or peak_tflops(name, precision=precision)) * 1e12
+
+
+def evaluation_plan(config: Config) -> EvaluationPlan:
+    """Derive the lengths of an evaluation, which are those of training where the settings name no others."""
+    train, evaluation = config.train, config.eval
+    return EvaluationPlan(
+        num_lanes=evaluation.num_lanes,
+        segment_len=evaluation.segment_len or train.segment_len,
+        overlap_len=evaluation.overlap_len,
+        memory_len=train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len,
+        max_tokens=evaluation.max_tokens,
+        with_accuracy=evaluation.accuracy,
+    )
+
+
+def _check_stage(config: Config, ranks: RankInfo) -> BatchPlan:
+    """Check what can be checked without the corpora. Returns the batch plan; raises ConfigError."""
+    check_config(config)
+    check_hardware(config, device=ranks.device)
+    check_sinks(config.metrics)
+    return plan_batch(config.train, world_size=ranks.world_size)
+
+
+def _open(config: Config) -> Corpora:
+    """Open the corpora of the first stage. Raises TxlError as `open_corpora`."""
+    return open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+
+
+def _with_lanes(corpora: Corpora, config: Config) -> Corpora:
+    """Return open corpora with the first lanes of another stage. Raises ConfigError as `first_stream`."""
+    begin = first_stream(corpora.train, config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
+    return corpora._replace(begin=begin)
+
+
+def _check_corpora(config: Config, corpora: Corpora) -> None:
+    """Check that vocabulary and text suffice for a stage. Raises ConfigError."""
+    check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
+    prompt = config.metrics.sample_prompt if config.metrics.sample_every_steps else None
+    check_text(corpora, segment_len=config.train.segment_len, sample_prompt=prompt)
+
+
+def _warnings_on(context: RunContext, num_parameters: int) -> StageWarnings:
+    """Return the sentences that the user should read before a stage."""
+    config, splits = context.config, context.corpora.train
+    return StageWarnings(
+        cache=warnings_on_cache(config, splits, lanes_per_rank=context.plan.lanes_per_rank),
+        evaluation=warnings_on_evaluation(config, context.corpora.first),
+        size=warnings_on_size(num_parameters, tokens=sum(split.tokens for split in splits)),
+        settings=warnings_on_settings(config, plan=context.plan),
+    )
