@@ -20,7 +20,9 @@ from tests.helpers import forked
 from tests.helpers.corpora import tiny_corpus
 from txl_dist.artifacts import list_checkpoints
 from txl_dist.errors import TxlError
+from txl_dist.train import run_plan
 from txl_dist.train.callbacks import Callback, RunResult, SaveEnd, StepEnd, TrainStart, ValidationEnd
+from txl_dist.train.checkpoint import validate
 from txl_dist.train.checkpoint.callback_states import read_states
 from txl_dist.train.checkpoint.validate import checkpoint_problems
 
@@ -198,6 +200,26 @@ def recording(folder: Path) -> list[object]:
     return [Recorder(folder)]
 
 
+def counting(folder: Path) -> list[object]:
+    """Note each read of a state.json and each count of parameters in the process that calls this."""
+    read_bytes, count_parameters = validate.read_bytes, run_plan.count_parameters
+
+    def note(what: str) -> None:
+        with (folder / "noted.txt").open("a", encoding="utf-8") as file:
+            print(what, file=file)
+
+    def read(path: Path) -> bytes:
+        note(path.name)
+        return read_bytes(path)
+
+    def count(*arguments: Any, **options: Any) -> int:
+        note("count")
+        return count_parameters(*arguments, **options)
+
+    validate.read_bytes, run_plan.count_parameters = read, count
+    return []
+
+
 def raising(folder: Path, hook: str, rank: int, error: BaseException) -> list[object]:
     return [Raising(hook, rank, error), Recorder(folder)]
 
@@ -226,6 +248,14 @@ def test_a_call_returns_how_the_run_ended(place: Path) -> None:
     train = [loss for kind, step, loss in losses(place, "plain") if (kind, step) == ("train", 8)]
     assert (result["steps"], result["loss"], result["reason"]) == (8, train[-1], "train.max_steps")
     assert result["checkpoint"] == "step_000000008"
+
+
+def test_a_start_reads_the_state_of_its_checkpoint_once_and_counts_parameters_once(place: Path, tmp_path: Path) -> None:
+    run(place, "counted", nothing, max_steps=2)
+    (result,) = run(place, "counted", counting, tmp_path, max_steps=4)
+    assert result["steps"] == 4
+    noted = (tmp_path / "noted.txt").read_text(encoding="utf-8").split()
+    assert (noted.count("state.json"), noted.count("count")) == (1, 1)
 
 
 @pytest.mark.parametrize("make", [idle, meddling])

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from txl_dist.config.load import Config, plan_batch
+from txl_dist.config.phases import saved_settings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.training import train_tokenizer
-from txl_dist.train.run_plan import saved_settings, stage_context
+from txl_dist.train.run_plan import stage_context
 from txl_dist.train.state import RunContext
 
 TOKENIZER = train_tokenizer("byte", lambda: ["some text"])

@@ -142,7 +142,7 @@ class OurStack(nn.Module):
 
     def __init__(self, model: ModelSection, *, kernel: AttentionKernel) -> None:
         super().__init__()
-        biases = attention_biases(model)
+        biases = attention_biases(model.num_heads, model.head_width)
         self.blocks = nn.ModuleList(Block(model, biases=biases, kernel=kernel) for _ in range(model.num_layers))
 
     def forward(self, hidden_BTD: Tensor, memory: Memory) -> Tensor:

@@ -94,7 +94,15 @@ class Bench:
         self.engine = self.new_engine()
         self.maker = batch_maker(self.engine.model, mask_documents=False)
         self.clock = StepClock(ranks.device, sees_forward=True)
-        self.stepper = Stepper(self.engine, self.job, self.clock)
+        self.stepper = Stepper(
+            self.engine,
+            self.clock,
+            ranks,
+            self.job.plan,
+            seed=self.config.run.seed,
+            first_lane=self.job.lanes.start,
+            scored_len=self.job.scored_len,
+        )
         stream = self.job.corpora.begin
         empty = self.engine.empty_memory(num_lanes=1, memory_len=self.config.train.memory_len)
         self.state = TrainState(0, 0, Health(), stream, (empty,) * self.job.plan.num_microbatches)

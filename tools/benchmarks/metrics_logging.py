@@ -26,6 +26,7 @@ import torch
 
 from tools.benchmarks.measuring import add_measure_options, interleaved, write_json
 from txl_dist.config.load import Config, plan_batch
+from txl_dist.config.phases import saved_settings
 from txl_dist.console.logging import start_logging
 from txl_dist.data.loader.stream import plain_segment
 from txl_dist.distributed.collectives import RankInfo, distributed_context
@@ -34,7 +35,7 @@ from txl_dist.train.engine.zero import ZeroEngine
 from txl_dist.train.monitoring.stragglers import StepClock
 from txl_dist.train.report.loggers import MetricReporter
 from txl_dist.train.report.metrics import Interval, eta_s
-from txl_dist.train.run_plan import saved_settings, stage_context
+from txl_dist.train.run_plan import stage_context
 
 VOCAB_SIZE = 4096
 REPORTS = 50

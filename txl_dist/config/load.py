@@ -95,6 +95,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
 
 def check_config(config: Config) -> None:
     """Refuse settings that contradict each other. Raises ConfigError naming section.key, value and rule."""
+    position_rules = _position_rules(config)
     model, engine, optim = config.model, config.engine, config.optim
     cutoffs = model.cutoffs
     rules: list[tuple[bool, str]] = [
@@ -118,7 +119,7 @@ def check_config(config: Config) -> None:
             not model.value_residual or model.num_layers > 1,
             "model.value_residual=True mixes in the values of another layer: it needs model.num_layers of 2 or more",
         ),
-        *_position_rules(config),
+        *position_rules,
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
             f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}; give one for "

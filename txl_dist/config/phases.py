@@ -21,7 +21,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from txl_dist.config.load import Config, changed, check_config
+from txl_dist.config.load import Config, changed, check_config, config_fingerprint, config_to_toml
 from txl_dist.config.schema import LONGEST, TrainSection, memory_of_layers
 from txl_dist.console.formatting import counted
 from txl_dist.console.suggest import did_you_mean
@@ -43,6 +43,17 @@ class Phase(NamedTuple):
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value:g}" for name, value in self._asdict().items())
+
+
+class SavedSettings(NamedTuple):
+    """Settings of the whole run, with all phases, as its folder and every checkpoint keep them."""
+
+    config: Config
+    """Settings as the user gave them."""
+    toml: str
+    """Text of the file config.toml."""
+    fingerprint: str
+    """Hash of the frozen settings (`config_fingerprint`)."""
 
 
 def whole(config: Config) -> Config:
@@ -83,6 +94,12 @@ def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
         end = end_of_phase(config, step)
         yield range(step, end), at_step(config, step)
         step = end
+
+
+def saved_settings(config: Config) -> SavedSettings:
+    """Return the settings of the whole run; `config` may be that of any phase. Raises ConfigError as `whole` does."""
+    whole_config = whole(config)
+    return SavedSettings(whole_config, config_to_toml(whole_config), config_fingerprint(whole_config))
 
 
 def check_phases(config: Config) -> None:

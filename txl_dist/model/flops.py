@@ -92,13 +92,14 @@ def flops_by_part(
     seen = M + L * {"off": (T + 1) / 2, "memory": 0.0, "memory_and_self": 1.0}[model.same_length]
     shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
     scheme = model.scheme
+    vocabulary = _vocabulary_flops(model, vocab_size=vocab_size, shares=shares)
     return {
         "linear": L * (4 * D * inner + model.num_ff_matrices * D * model.ff_width) * 6.0,
         "memory": M / T * 2 * D * inner * 4.0,
         "distances": K * D * inner / (microbatch_lanes * T) * 4.0 if scheme.sinusoids == "distances" else 0.0,
         "scores": 2 * inner * seen * 6.0,
         "shift": inner * seen * 6.0 if scheme.has_distance_terms else 0.0,
-        **_vocabulary_flops(model, vocab_size=vocab_size, shares=shares),
+        **vocabulary,
     }
 
 

@@ -86,9 +86,9 @@ class AttentionBiases(NamedTuple):
     position_NH: nn.Parameter
 
 
-def attention_biases(model: ModelSection) -> AttentionBiases:
+def attention_biases(num_heads: int, head_width: int) -> AttentionBiases:
     """Make the biases u and v, not yet initialised."""
-    shape = (model.num_heads, model.head_width)
+    shape = (num_heads, head_width)
     content = nn.Parameter(torch.empty(shape))
     position = nn.Parameter(torch.empty(shape))
     return AttentionBiases(content, position)

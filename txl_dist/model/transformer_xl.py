@@ -59,10 +59,10 @@ class TransformerXL(nn.Module):
         self.recompute_every = recompute_every
         self.memory_lens = tuple(memory_lens)
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
+        num_biases = 1 if model.share_biases else model.num_layers
+        layer_biases = [attention_biases(model.num_heads, model.head_width) for _ in range(num_biases)]
         if model.share_biases:
-            layer_biases = [attention_biases(model)] * model.num_layers
-        else:
-            layer_biases = [attention_biases(model) for _ in range(model.num_layers)]
+            layer_biases *= model.num_layers
         self.blocks = nn.ModuleList()
         for index, biases in enumerate(layer_biases):
             self.blocks.append(Block(model, biases=biases, is_first=index == 0, kernel=attention))

@@ -104,7 +104,16 @@ class TrainingRun:
         )
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
-        self.stepper = Stepper(engine, context, self.clock)
+        scored_varies = config.data.document_mask or config.data.on_corrupt == "skip"
+        self.stepper = Stepper(
+            engine,
+            self.clock,
+            context.ranks,
+            context.plan,
+            seed=config.run.seed,
+            first_lane=context.lanes.start,
+            scored_len=None if scored_varies else context.scored_len,
+        )
         sets_norm = "clip_norm" in config.optim.model_fields_set
         self.clipping = Clipping(config.optim.clip_norm, is_default=not sets_norm)
         self.reporter = MetricReporter(context, start_step=start.step)

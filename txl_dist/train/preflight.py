@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -63,6 +64,26 @@ def _check_prompt(prompt: str, corpus: Corpus) -> None:
             f"metrics.sample_prompt={prompt!r} is nothing that the tokenizer of {corpus.location} can write: {error} "
             "Choose another prompt."
         ) from error
+
+
+class StageWarnings(NamedTuple):
+    """Sentences that the user should read before a stage, without those that depend on a checkpoint."""
+
+    cache: list[str]
+    evaluation: list[str]
+    size: list[str]
+    settings: list[str]
+
+
+def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings:
+    """Return the sentences that the user should read before a stage."""
+    config, splits = context.config, context.corpora.train
+    return StageWarnings(
+        cache=warnings_on_cache(config, splits, lanes_per_rank=context.plan.lanes_per_rank),
+        evaluation=warnings_on_evaluation(config, context.corpora.first),
+        size=warnings_on_size(num_parameters, tokens=sum(split.tokens for split in splits)),
+        settings=warnings_on_settings(config, plan=context.plan),
+    )
 
 
 def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:

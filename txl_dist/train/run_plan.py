@@ -14,39 +14,15 @@ from typing import NamedTuple
 
 import torch
 
-from txl_dist.config.load import (
-    BatchPlan,
-    Config,
-    check_config,
-    check_vocabulary,
-    config_fingerprint,
-    config_to_toml,
-    plan_batch,
-)
-from txl_dist.config.phases import check_phases, each_phase, whole
+from txl_dist.config.load import BatchPlan, Config, check_config, check_vocabulary, plan_batch
+from txl_dist.config.phases import SavedSettings, check_phases, each_phase, saved_settings
 from txl_dist.data.loader.corpora import Corpora, first_stream, open_corpora
 from txl_dist.data.loader.lanes import lanes_of_rank
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
-from txl_dist.train.preflight import (
-    check_hardware,
-    check_text,
-    warnings_on_cache,
-    warnings_on_evaluation,
-    warnings_on_settings,
-    warnings_on_size,
-)
+from txl_dist.train.preflight import StageWarnings, check_hardware, check_text, warnings_on_stage
 from txl_dist.train.report.loggers import check_sinks
-from txl_dist.train.state import EvaluationPlan, RunContext, SavedSettings
-
-
-class StageWarnings(NamedTuple):
-    """Sentences that the user should read before a stage, without those that depend on a checkpoint."""
-
-    cache: list[str]
-    evaluation: list[str]
-    size: list[str]
-    settings: list[str]
+from txl_dist.train.state import EvaluationPlan, RunContext
 
 
 class Stage(NamedTuple):
@@ -82,22 +58,38 @@ def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
     Raises TxlError if settings, hardware, number of ranks and corpora do not go together.
     """
     check_phases(config)
+    phases = list(each_phase(config))
     settings = saved_settings(config)
     contexts: list[RunContext] = []
-    for steps, stage_config in each_phase(config):
-        plan = _check_stage(stage_config, ranks)
-        corpora = _with_lanes(contexts[0].corpora, stage_config) if contexts else _open(stage_config)
-        _check_corpora(stage_config, corpora)
-        contexts.append(stage_context(stage_config, settings, plan, ranks, corpora, steps=steps))
+    for steps, stage_config in phases:
+        opened = contexts[0].corpora if contexts else None
+        contexts.append(_plan_stage(stage_config, settings, ranks, steps, opened))
     num_parameters = count_parameters(config.model, vocab_size=contexts[0].vocab_size)
-    stages = tuple(Stage(context, _warnings_on(context, num_parameters)) for context in contexts)
-    return RunPlan(settings, Path(config.run.dir), ranks, stages, num_parameters)
+    stages = tuple(Stage(context, warnings_on_stage(context, num_parameters)) for context in contexts)
+    return RunPlan(settings, contexts[0].run_dir, ranks, stages, num_parameters)
 
 
-def saved_settings(config: Config) -> SavedSettings:
-    """Return the settings of the whole run in the forms in which they are saved; `config` may be that of any stage."""
-    whole_config = whole(config)
-    return SavedSettings(whole_config, config_to_toml(whole_config), config_fingerprint(whole_config))
+def _plan_stage(
+    config: Config, settings: SavedSettings, ranks: RankInfo, steps: range, opened: Corpora | None
+) -> RunContext:
+    """Check one stage and derive its context; `opened` are the corpora if an earlier stage has opened them.
+
+    Raises TxlError as `plan_run`.
+    """
+    data, train, metrics = config.data, config.train, config.metrics
+    check_config(config)
+    check_hardware(config, device=ranks.device)
+    check_sinks(metrics)
+    plan = plan_batch(train, world_size=ranks.world_size)
+    if opened is None:
+        corpora = open_corpora(data, num_lanes=train.num_lanes, seed=config.run.seed)
+    else:
+        begin = first_stream(opened.train, data, num_lanes=train.num_lanes, seed=config.run.seed)
+        corpora = opened._replace(begin=begin)
+    check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
+    prompt = metrics.sample_prompt if metrics.sample_every_steps else None
+    check_text(corpora, segment_len=train.segment_len, sample_prompt=prompt)
+    return stage_context(config, settings, plan, ranks, corpora, steps=steps)
 
 
 def stage_context(
@@ -105,6 +97,7 @@ def stage_context(
 ) -> RunContext:
     """Derive the context of one stage from its settings, which are checked already."""
     train, vocab_size = config.train, corpora.first.vocab_size
+    evaluation = evaluation_plan(config)
     return RunContext(
         config=config,
         saved_settings=settings,
@@ -115,7 +108,8 @@ def stage_context(
         run_dir=Path(config.run.dir),
         vocab_size=vocab_size,
         lanes=lanes_of_rank(train.num_lanes, rank=ranks.rank, world_size=ranks.world_size),
-        evaluation=evaluation_plan(config),
+        scored_len=train.scored_len,
+        evaluation=evaluation,
         flops=flops_by_part(
             config.model,
             vocab_size=vocab_size,
@@ -147,41 +141,4 @@ def evaluation_plan(config: Config) -> EvaluationPlan:
         memory_len=train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len,
         max_tokens=evaluation.max_tokens,
         with_accuracy=evaluation.accuracy,
-    )
-
-
-def _check_stage(config: Config, ranks: RankInfo) -> BatchPlan:
-    """Check what can be checked without the corpora. Returns the batch plan; raises ConfigError."""
-    check_config(config)
-    check_hardware(config, device=ranks.device)
-    check_sinks(config.metrics)
-    return plan_batch(config.train, world_size=ranks.world_size)
-
-
-def _open(config: Config) -> Corpora:
-    """Open the corpora of the first stage. Raises TxlError as `open_corpora`."""
-    return open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
-
-
-def _with_lanes(corpora: Corpora, config: Config) -> Corpora:
-    """Return open corpora with the first lanes of another stage. Raises ConfigError as `first_stream`."""
-    begin = first_stream(corpora.train, config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
-    return corpora._replace(begin=begin)
-
-
-def _check_corpora(config: Config, corpora: Corpora) -> None:
-    """Check that vocabulary and text suffice for a stage. Raises ConfigError."""
-    check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
-    prompt = config.metrics.sample_prompt if config.metrics.sample_every_steps else None
-    check_text(corpora, segment_len=config.train.segment_len, sample_prompt=prompt)
-
-
-def _warnings_on(context: RunContext, num_parameters: int) -> StageWarnings:
-    """Return the sentences that the user should read before a stage."""
-    config, splits = context.config, context.corpora.train
-    return StageWarnings(
-        cache=warnings_on_cache(config, splits, lanes_per_rank=context.plan.lanes_per_rank),
-        evaluation=warnings_on_evaluation(config, context.corpora.first),
-        size=warnings_on_size(num_parameters, tokens=sum(split.tokens for split in splits)),
-        settings=warnings_on_settings(config, plan=context.plan),
     )

@@ -165,7 +165,7 @@ def _train(
     )
     watch.beat("callbacks")
     callbacks.end(result)
-    _leave(context, state, watch, result)
+    _leave(plan, state, watch, result)
     return result
 
 
@@ -199,7 +199,7 @@ def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Sta
     weights = None
     if config.run.init and start.saved is None:
         weights = run_on_all_ranks(lambda: initial_weights(config, context.corpora.first))
-    run_on_rank0(lambda: _open_run(context, start))
+    run_on_rank0(lambda: _open_run(plan, start))
     watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
     last_step = context.steps.stop
     end = start.stream.advanced((last_step - start.step) * config.train.segment_len)
@@ -302,11 +302,11 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
     return warnings
 
 
-def _open_run(context: RunContext, start: Start) -> None:
+def _open_run(plan: RunPlan, start: Start) -> None:
     """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError."""
-    run_dir = context.run_dir
+    run_dir = plan.run_dir
     checkpoint = start.saved.folder if start.saved else None
-    open_run_dir(run_dir, context.saved_settings.toml)
+    open_run_dir(run_dir, plan.saved_settings.toml)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Newer ones were passed over as damaged: they must not count among the checkpoints to keep.
         quarantine(run_dir, newer_than=checkpoint, word="damaged")
@@ -316,22 +316,22 @@ def _open_run(context: RunContext, start: Start) -> None:
         logger.warning(sentence)
 
 
-def _leave(context: RunContext, state: TrainState, watch: Watch, result: RunResult) -> None:
+def _leave(plan: RunPlan, state: TrainState, watch: Watch, result: RunResult) -> None:
     """Log how the run ended, then wait for all ranks: the launcher kills the others when the first rank leaves."""
     stopped = result.ended == "stopped"
     if stopped:
         warn_for_all("stopped at step %d by %s; the same command goes on", state.step, result.reason)
-    if context.ranks.is_rank0:
+    if plan.ranks.is_rank0:
         try:
             watch.stops.clear()
             if not stopped:
-                atomic_replace(context.run_dir / DONE, f"{state.step}\n".encode())
+                atomic_replace(plan.run_dir / DONE, f"{state.step}\n".encode())
         except OSError as error:
-            warn_for_all("the state is saved, but %s cannot be written: %s", context.run_dir, error.strerror)
+            warn_for_all("the state is saved, but %s cannot be written: %s", plan.run_dir, error.strerror)
         if not stopped:
             made = counted(state.step, "step")
-            logger.info("done: %s, %s, in %s", made, counted(state.tokens_seen, "token"), context.run_dir)
-            logger.info(next_commands(context.run_dir, context.config.run.plugins))
+            logger.info("done: %s, %s, in %s", made, counted(state.tokens_seen, "token"), plan.run_dir)
+            logger.info(next_commands(plan.run_dir, plan.saved_settings.config.run.plugins))
     barrier()
 
 

@@ -10,22 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from txl_dist.config.load import BatchPlan, Config
+from txl_dist.config.phases import SavedSettings
 from txl_dist.data.loader.corpora import Corpora
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.memory import Memory
 from txl_dist.train.stability import Health
-
-
-class SavedSettings(NamedTuple):
-    """Settings of the whole run, as its folder and every checkpoint keep them."""
-
-    config: Config
-    """As the user gave them, with all stages."""
-    toml: str
-    """Text of the file config.toml."""
-    fingerprint: str
-    """Hash of the frozen settings (`config_fingerprint`)."""
 
 
 class EvaluationPlan(NamedTuple):
@@ -63,6 +53,8 @@ class RunContext:
     """Vocabulary size, the same for all corpora."""
     lanes: range
     """Global ids of this rank's lanes."""
+    scored_len: int
+    """Targets of a segment whose loss counts in training, the last ones."""
     evaluation: EvaluationPlan
     flops: dict[str, float]
     """Operations per trained token, by part of the model (`flops_by_part`)."""

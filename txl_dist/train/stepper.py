@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from txl_dist.distributed.collectives import StepFlags, all_reduce_sum, waiting
+from txl_dist.config.load import BatchPlan
+from txl_dist.distributed.collectives import RankInfo, StepFlags, all_reduce_sum, waiting
 from txl_dist.fault_injection import failpoint
 from txl_dist.model.memory import Memory
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import StepInput, to_device
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.monitoring.stragglers import StepClock
-from txl_dist.train.state import RunContext
 
 
 class StepResult(NamedTuple):
@@ -41,9 +41,24 @@ class StepResult(NamedTuple):
 class Stepper:
     """Makes training steps. Only the engine that it holds changes."""
 
-    def __init__(self, engine: Engine, context: RunContext, clock: StepClock) -> None:
-        """`clock` is started by the caller, before the data of a step are asked for."""
-        self._engine, self._context, self._clock = engine, context, clock
+    def __init__(
+        self,
+        engine: Engine,
+        clock: StepClock,
+        ranks: RankInfo,
+        plan: BatchPlan,
+        *,
+        seed: int,
+        first_lane: int,
+        scored_len: int | None,
+    ) -> None:
+        """Note what all steps have in common.
+
+        The caller starts `clock` before it asks for the data of a step. `seed` is that of the run, and `first_lane` the
+        global id of this rank's first lane. `scored_len`: scored targets of each lane and step; None if they vary.
+        """
+        self._engine, self._clock, self._ranks, self._plan = engine, clock, ranks, plan
+        self._seed, self._first_lane, self._scored_len = seed, first_lane, scored_len
 
     def __call__(
         self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags
@@ -57,14 +72,13 @@ class Stepper:
             _, first_parameter = next(iter(self._engine.named_values()))
             _flip_bit(first_parameter)
         self._clock.mark_prepared()
-        context = self._context
         normalizer = self._normalizer(step_input, fault)
         losses: list[Tensor] = []
         after: list[Memory] = []
         for index, (batch, memory) in enumerate(zip(step_input.batches, memories, strict=True)):
-            first_lane = context.lanes.start + index * context.plan.microbatch_lanes
-            torch.manual_seed(derive_seed(context.config.run.seed, "dropout", step - 1, first_lane))
-            batch = to_device(batch, context.ranks.device)
+            first_lane = self._first_lane + index * self._plan.microbatch_lanes
+            torch.manual_seed(derive_seed(self._seed, "dropout", step - 1, first_lane))
+            batch = to_device(batch, self._ranks.device)
             if index == 0:
                 self._clock.start_forward()
             with record_function("forward"):
@@ -83,7 +97,7 @@ class Stepper:
             grad_norm,
             skip=fault == "skip",
             votes=votes,
-            world_size=context.ranks.world_size,
+            world_size=self._ranks.world_size,
         )
         is_skipped = not math.isfinite(decision.grad_norm)
         return tuple(memories if is_skipped else after), decision
@@ -95,10 +109,10 @@ class Stepper:
         numbers of tokens with document masks, or when damaged text is skipped.
         """
         fault_factor = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
-        config, plan = self._context.config, self._context.plan
-        if not config.data.document_mask and config.data.on_corrupt != "skip":
-            return fault_factor * plan.microbatch_lanes * config.train.scored_len
-        scored = torch.full((), float(step_input.num_scored), device=self._context.ranks.device)  # a copy would wait
+        plan = self._plan
+        if self._scored_len is not None:
+            return fault_factor * plan.microbatch_lanes * self._scored_len
+        scored = torch.full((), float(step_input.num_scored), device=self._ranks.device)  # a copy would wait
         parts = plan.num_microbatches * plan.world_size
         return fault_factor * all_reduce_sum(scored).clamp(min=1.0) / parts
 

@@ -118,7 +118,7 @@ def test_learned_distances_take_the_place_of_terms_b_and_d(name: str) -> None:
 def test_absolute_attention_is_a_scaled_dot_product(name: str) -> None:
     query, key, value, visible = drawn_inputs(CASES[name])
     attention = build_attention(
-        tiny_section(num_heads=N, head_width=H, **POSITIONS["absolute"]), biases=attention_biases(tiny_section())
+        tiny_section(num_heads=N, head_width=H, **POSITIONS["absolute"]), biases=attention_biases(N, H)
     )
     ours = attention.attend(Terms(query, key, value), visible=visible)
     expected = naive_contexts(CASES[name], query, key, value, score_N=[plain_score] * N)
@@ -155,7 +155,7 @@ VISIBILITIES: dict[str, tuple[list[int], list[int], str]] = {
 def test_gradients_of_attention_are_those_of_what_is_computed(name: str, where: str) -> None:
     past, documents, same_length = VISIBILITIES[where]
     section = tiny_section(width=3, head_width=2, value_bias=True, output_bias=True, **LAYERS[name])
-    attention: Attention = build_attention(section, biases=attention_biases(section))
+    attention: Attention = build_attention(section, biases=attention_biases(section.num_heads, section.head_width))
     parameters, K = double_parameters(attention), len(past) + 3
     visible = visibility([past], [documents], same_length=same_length)
     encoding_KD = distance_encoding(K, width=3, clamp_len=section.clamp_len, like=parameters[0])
@@ -181,7 +181,7 @@ def test_gradients_of_attention_are_those_of_what_is_computed(name: str, where: 
 def test_gradients_of_a_block_are_those_of_what_is_computed(name: str, activation: str, pre_norm: bool) -> None:
     changes = {"width": 3, "head_width": 2, "ff_width": 4, "activation": activation, "pre_norm": pre_norm}
     section = tiny_section(**{**changes, **POSITIONS[name]})
-    block = Block(section, biases=attention_biases(section))
+    block = Block(section, biases=attention_biases(section.num_heads, section.head_width))
     parameters = double_parameters(block)
     past = [] if name == "absolute" else [0, 0]
     visible = visibility([past], [[0, 0, 1]])
@@ -200,7 +200,10 @@ def test_gradients_of_a_block_are_those_of_what_is_computed(name: str, activatio
 def test_gradients_of_a_modern_block_are_those_of_what_is_computed(name: str, activation: str) -> None:
     changes = {"width": 3, "head_width": 2, "ff_width": 4, "activation": activation, "pre_norm": True, "norm": "rms"}
     section = tiny_section(**{**changes, "query_key_norm": True, "value_residual": True, **POSITIONS[name]})
-    first, block = (Block(section, biases=attention_biases(section), is_first=i == 0) for i in range(2))
+    first, block = (
+        Block(section, biases=attention_biases(section.num_heads, section.head_width), is_first=i == 0)
+        for i in range(2)
+    )
     mix = ResidualMix()
     parameters = [*double_parameters(first), *double_parameters(block), *double_parameters(mix)]
     past = [] if name == "absolute" else [0, 0]
@@ -248,7 +251,7 @@ def test_one_product_of_two_matrices_is_both_and_copies_none_that_lie_together(i
 @pytest.mark.parametrize("value_bias", [False, True])
 def test_queries_keys_and_values_of_a_segment_are_those_of_their_own_products(value_bias: bool) -> None:
     section = tiny_section(value_bias=value_bias)
-    attention = build_attention(section, biases=attention_biases(section)).double()
+    attention = build_attention(section, biases=attention_biases(section.num_heads, section.head_width)).double()
     for parameter in attention.parameters():
         parameter.data = torch.randn_like(parameter)
     hidden = torch.randn(2, 3, section.width, dtype=torch.float64)

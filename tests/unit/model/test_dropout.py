@@ -142,7 +142,7 @@ def test_attention_drops_probabilities_and_scales_the_rest(name: str) -> None:
     """Values are unit vectors, one per key, so that a context is the list of the probabilities."""
     num_keys = 40
     section = tiny_section(head_width=num_keys, attention_dropout=RATE, **POSITIONS[name])
-    attention = build_attention(section, biases=attention_biases(section))
+    attention = build_attention(section, biases=attention_biases(section.num_heads, section.head_width))
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.1)
     torch.manual_seed(0)

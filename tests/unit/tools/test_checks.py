@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import forked
 from tools.checks.draw import drawn, messages, paragraphs, public_names
 from tools.checks.names import root_entries, shared_file_names, shared_public_names
 from tools.checks.prose import count_pages, docstring_faults, prose_of, sentences_of
 from tools.checks.same_code import Renaming, differences, read_moves
-from tools.checks.sources import docstrings
+from tools.checks.sources import ROOT, docstrings
 from tools.checks.walk import Counts, Place, count, heights
+
+MOST_STAYS, MOST_FILES, MOST_CLIMBS = 47, 28, 17
+"""Bounds of the way of the settings through a start."""
 
 PAGE = """# A heading; it does not count
 
@@ -103,6 +108,20 @@ def test_the_way_of_the_settings_is_counted_in_stays_files_and_climbs(tmp_path: 
     assert height == {"low.py": 0, "mid/x.py": 1, "top.py": 2}
     way = [Place(file, "f") for file in ("top.py", "top.py", "low.py", "mid/x.py", "low.py", "top.py")]
     assert count(way, height) == Counts(functions=6, stays=5, files=3, climbs=2)
+
+
+@pytest.mark.dist
+def test_the_way_of_the_settings_through_a_start_stays_short(tmp_path: Path) -> None:
+    """`python -m tools.checks.walk --list` shows the way."""
+    out = tmp_path / "out.txt"
+    words = ("-m", "tools.checks.walk")
+    process = forked.start(forked.run_python, *words, variables=forked.environment(), cwd=ROOT, out=out)
+    process.join(120)
+    last_line = out.read_text(encoding="utf-8").splitlines()[-1]
+    stays, files, climbs = re.findall(r"(\d+) (?:stays|files|climbs)", last_line)
+    assert int(stays) <= MOST_STAYS
+    assert int(files) <= MOST_FILES
+    assert int(climbs) <= MOST_CLIMBS
 
 
 def test_a_draw_depends_on_the_seed_and_the_tree_alone(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,10 +69,11 @@ def test_loss_and_gradients_are_those_of_the_recent_targets_one_by_one(segment_l
 def test_the_loss_is_divided_by_the_tokens_that_are_scored(half_loss: bool) -> None:
     config = tiny_config(train={"segment_len": 7, "half_loss": half_loss})
     plan = plan_batch(config.train, world_size=1)
-    job: Any = SimpleNamespace(config=config, plan=plan, masks_documents=False)
     unused: Any = None
     step_input = StepInput([], 0, unused)
-    found = Stepper(unused, job, unused)._normalizer(step_input, "")
+    scored_len = config.train.scored_len
+    stepper = Stepper(unused, unused, unused, plan, seed=0, first_lane=0, scored_len=scored_len)
+    found = stepper._normalizer(step_input, "")
     assert found == plan.microbatch_lanes * (4 if half_loss else 7)
 
 

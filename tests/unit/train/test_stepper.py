@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.jobs import job_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import VOCAB_SIZE, tiny_config
 from tests.helpers.waits import Copies
@@ -106,12 +105,13 @@ def test_nothing_is_copied_to_a_gpu_in_a_decision(monkeypatch: pytest.MonkeyPatc
 
 def test_nothing_is_copied_to_a_gpu_for_the_number_of_scored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "all_reduce_sum", lambda sums: sums)
-    config = tiny_config(data={"on_corrupt": "skip"})
-    ranks, plan = SimpleNamespace(device=torch.device("cuda")), plan_batch(config.train, world_size=1)
-    job: Any = SimpleNamespace(config=config, plan=plan, ranks=ranks, masks_documents=False)
+    ranks: Any = SimpleNamespace(device=torch.device("cuda"))
+    plan = plan_batch(tiny_config().train, world_size=1)
+    unused: Any = None
+    stepper = Stepper(unused, unused, ranks, plan, seed=0, first_lane=0, scored_len=None)
     step_input: Any = SimpleNamespace(num_scored=7)
     with FakeTensorMode(), Copies() as copies:
-        Stepper(object(), job, object())._normalizer(step_input, "")  # type: ignore[arg-type]
+        stepper._normalizer(step_input, "")
     assert copies.to_device == []
 
 
@@ -175,7 +175,10 @@ def decide_steps(ranks: RankInfo) -> list[tuple[list[float], list[float]]]:
     losses = [1.0, 1.0, 1.0, math.nan if ranks.rank == 1 else 1.0, 1.0, 1.0]
     engine: Any = FakeEngine(losses)
     clock = StepClock(ranks.device, sees_forward=True)
-    stepper = Stepper(engine, job_of(config, ranks), clock)
+    plan = plan_batch(config.train, world_size=ranks.world_size)
+    first_lane = ranks.rank * plan.lanes_per_rank
+    scored_len = config.train.segment_len
+    stepper = Stepper(engine, clock, ranks, plan, seed=config.run.seed, first_lane=first_lane, scored_len=scored_len)
     maker = batch_maker(TransformerXL(config.model, vocab_size=VOCAB_SIZE), mask_documents=False)
     batches = maker.microbatches(plain_segment(np.zeros((2, 9), np.int64)), lanes=1)
     stream = StreamState(seed=1, corpora=(CorpusState("text", "data", "train", num_lanes=4),))

@@ -324,12 +324,23 @@ class Corpus:
         return tokenizer
 
 
+def storage_of(location: str | Path, settings: DataSection) -> Storage:
+    """Open the storage of a corpus. Raises DataError as `open_storage`."""
+    return open_storage(
+        location,
+        cache_dir=settings.cache_dir,
+        cache_gib=settings.cache_gib,
+        retries=settings.retries,
+        allow_protocols=settings.allow_protocols,
+    )
+
+
 def open_corpus(location: str | Path, settings: DataSection | None = None) -> Corpus:
     """Open what `txl prepare` wrote, in a folder or at a URL.
 
     Raises DataError if its index is missing, foreign or edited, or if the URL is not allowed.
     """
-    storage = open_storage(location, settings or DataSection())
+    storage = storage_of(location, settings or DataSection())
     try:
         content = storage.read(INDEX_NAME)
     except DataError as error:

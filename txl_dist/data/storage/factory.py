@@ -11,9 +11,9 @@ Readers see one interface, `Storage`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
-from txl_dist.config.schema import DataSection
 from txl_dist.data.storage.base import Storage
 from txl_dist.data.storage.cache import CachedStorage
 from txl_dist.data.storage.fsspec_io import check_protocol
@@ -24,25 +24,27 @@ from txl_dist.errors import DataError
 from txl_dist.io.files import path_of
 
 
-def open_storage(location: str | Path, settings: DataSection) -> Storage:
-    """Open the storage of a folder or URL, as the settings say (cache_dir, cache_gib, retries, allow_protocols).
+def open_storage(
+    location: str | Path, *, cache_dir: str, cache_gib: float, retries: int, allow_protocols: Sequence[str]
+) -> Storage:
+    """Open the storage of a folder or URL. The values are those of the settings `data` with these names.
 
     Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
     """
     url = str(location)
     if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
         return LocalStorage(path_of(location))
-    protocol = check_protocol(url, allow=settings.allow_protocols)
+    protocol = check_protocol(url, allow=allow_protocols)
     if protocol == "file":
         return LocalStorage(Path(url.removeprefix("file://")))
-    if protocol == "pipe" and not settings.cache_dir:
+    if protocol == "pipe" and not cache_dir:
         raise DataError(f"{url}: a command gives whole files only. Set data.cache_dir, where shards are kept.")
-    if not settings.cache_dir:
-        return RangeStorage(UrlOrigin(url, allow=settings.allow_protocols), retries=settings.retries)
-    origin = PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=settings.allow_protocols)
+    if not cache_dir:
+        return RangeStorage(UrlOrigin(url, allow=allow_protocols), retries=retries)
+    origin = PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=allow_protocols)
     return CachedStorage(
         origin,
-        folder=Path(settings.cache_dir).expanduser(),
-        max_bytes=int(settings.cache_gib * 2**30),
-        retries=settings.retries,
+        folder=Path(cache_dir).expanduser(),
+        max_bytes=int(cache_gib * 2**30),
+        retries=retries,
     )

@@ -24,9 +24,8 @@ from txl_dist.console.echo import echo
 from txl_dist.console.formatting import counted
 from txl_dist.console.progress import Progress
 from txl_dist.data.format import INDEX_NAME, PREPARED_NAME, TOKENIZER_NAME, ShardInfo, counts_name
-from txl_dist.data.loader.corpus import Corpus, Shard, Split, open_corpus
+from txl_dist.data.loader.corpus import Corpus, Shard, Split, open_corpus, storage_of
 from txl_dist.data.storage.base import REMEDY
-from txl_dist.data.storage.factory import open_storage
 from txl_dist.data.storage.local import LocalStorage
 from txl_dist.data.verify.tars import ForwardReader, TarSample, read_samples
 from txl_dist.data.workers import num_cores, start_workers
@@ -158,7 +157,7 @@ class _ShardTask(NamedTuple):
 
 def _shard_problems(task: _ShardTask) -> list[str]:
     info, problems = task.info, []
-    storage, shard = open_storage(task.location, task.settings), None
+    storage, shard = storage_of(task.location, task.settings), None
     try:
         shard = Shard(storage, info, dtype=task.dtype, vocab_size=task.vocab_size)
     except DataError as error:

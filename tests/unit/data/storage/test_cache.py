@@ -18,7 +18,6 @@ import pytest
 from tests.helpers.corpora import flip_bit
 from tests.helpers.http import FileServer, serve
 from tests.helpers.launch import wait_for
-from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage.cache import CachedStorage
@@ -47,8 +46,8 @@ def make_shard(server: FileServer, name: str = "a.tar", *, size: int = SIZE) -> 
 
 
 def storage_of(url: str, cache: Path, *, max_bytes: int = GIB, retries: int = 2) -> CachedStorage:
-    settings = DataSection(cache_dir=str(cache), cache_gib=max_bytes / GIB, retries=retries)
-    storage = open_storage(url, settings)
+    cache_gib = max_bytes / GIB
+    storage = open_storage(url, cache_dir=str(cache), cache_gib=cache_gib, retries=retries, allow_protocols=())
     assert isinstance(storage, CachedStorage)
     return storage
 

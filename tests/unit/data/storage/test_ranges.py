@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from tests.helpers.http import FileServer, serve
-from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
 from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage import ranges
@@ -33,7 +32,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServ
 
 
 def storage_of(server: FileServer, *, retries: int = 2) -> Storage:
-    return open_storage(server.url, DataSection(retries=retries))
+    return open_storage(server.url, cache_dir="", cache_gib=1.0, retries=retries, allow_protocols=())
 
 
 def info_of(content: bytes = CONTENT) -> ShardInfo:

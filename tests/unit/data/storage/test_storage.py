@@ -15,13 +15,12 @@ from tests.helpers.corpora import flip_bit, tiny_corpus
 from tests.helpers.http import serve
 from txl_dist.config.schema import DataSection
 from txl_dist.data.format import ShardInfo
-from txl_dist.data.loader.corpus import Corpus, open_corpus
+from txl_dist.data.loader.corpus import Corpus, open_corpus, storage_of
 from txl_dist.data.loader.stream import LaneStream
 from txl_dist.data.loader.stream_state import first_state
 from txl_dist.data.storage import fsspec_io as remote
 from txl_dist.data.storage.base import Storage
 from txl_dist.data.storage.cache import CachedStorage
-from txl_dist.data.storage.factory import open_storage
 from txl_dist.data.storage.local import LocalStorage
 from txl_dist.data.storage.ranges import RangeStorage
 from txl_dist.errors import DataError, UnreachableError
@@ -44,7 +43,7 @@ def storage_at(place: str, tmp_path: Path, *, content: bytes = CONTENT, name: st
         "memory cached": (f"memory:/{tmp_path}", cached),
         "pipe": (f"pipe:cat {folder}/{{file}}", cached),
     }[place]
-    return open_storage(location, settings)
+    return storage_of(location, settings)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -99,13 +98,13 @@ def test_a_store_that_may_be_read_but_not_listed_is_not_refused(
 @pytest.mark.parametrize("url", ["pipe:cat {file}", "simplecache::memory://a", "ssh://host/corpus"])
 def test_what_may_run_programs_is_refused_unless_named(url: str) -> None:
     with pytest.raises(DataError, match=r"data\.allow_protocols"):
-        open_storage(url, DataSection())
+        storage_of(url, DataSection())
 
 
 def test_in_the_cache_too_a_first_command_that_fails_is_an_error_although_all_bytes_came(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(CONTENT)
     settings = DataSection(cache_dir=str(tmp_path / "cache"), retries=0, allow_protocols=("pipe",))
-    storage = open_storage(f"pipe:(cat {tmp_path}/{{file}}; exit 7) | cat", settings)
+    storage = storage_of(f"pipe:(cat {tmp_path}/{{file}}; exit 7) | cat", settings)
     with pytest.raises(UnreachableError, match="exit status 7"):
         storage.open_payload(INFO)
     with pytest.raises(UnreachableError, match="exit status 7"):
@@ -114,12 +113,12 @@ def test_in_the_cache_too_a_first_command_that_fails_is_an_error_although_all_by
 
 def test_a_command_needs_a_cache() -> None:
     with pytest.raises(DataError, match=r"data\.cache_dir"):
-        open_storage("pipe:cat {file}", DataSection(allow_protocols=("pipe",)))
+        storage_of("pipe:cat {file}", DataSection(allow_protocols=("pipe",)))
 
 
 @pytest.mark.parametrize("name", ["corpus", "with blank", "a:b", "s3"])
 def test_a_folder_of_a_strange_name_is_a_folder(name: str) -> None:
-    assert isinstance(open_storage(name, DataSection()), LocalStorage)
+    assert isinstance(storage_of(name, DataSection()), LocalStorage)
 
 
 def segments_of(corpus: Corpus, *, count: int = 150) -> list[np.ndarray]:
