@@ -100,7 +100,7 @@ def verifier(lab: Lab, *, kind: str, num_flips: int = 100, stage: int = 1) -> Ca
         offset = int(where * len(data))
         flipped = bytes([data[offset] ^ 1 << draw.randrange(8)]) + data[offset + 1 :]
         path.write_bytes(data[:offset] + (flipped if kind == "bits" else b""))
-        found, why = newest_checkpoint(run.dir)
+        found, _, why = newest_checkpoint(run.dir)
         path.write_bytes(data)
         if found != before:
             case.problems.append(f"{path.name} at {where}: {found} was chosen")

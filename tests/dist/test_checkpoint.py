@@ -119,7 +119,7 @@ def save_and_continue(ranks: RankInfo, folder: str) -> Results:
         going_on = [job.step(step) for step in (3, 4, 5)]
 
         resumed = Job(ranks, config, vocab_size=TOKENIZER.vocab_size)
-        checkpoint, rejected = newest_checkpoint(run)
+        checkpoint, _, rejected = newest_checkpoint(run)
         assert checkpoint is not None
         assert not rejected
         loaded = resumed.load(checkpoint)

@@ -350,7 +350,7 @@ def _sign_checkpoint(folder: Path) -> None:
 def _read_checkpoint(folder: Path) -> bool:
     checkpoint = folder / "checkpoints" / "step_000000016"
     checkpoint_lines(checkpoint_facts(checkpoint), max_parameters=10)
-    found, _ = newest_checkpoint(folder)
+    found, *_ = newest_checkpoint(folder)
     if found is None:
         return False
     load_config(found / "config.toml")

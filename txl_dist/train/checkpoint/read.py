@@ -68,6 +68,17 @@ Examine = Callable[[Path], Examination]
 """Function that looks at a checkpoint."""
 
 
+class Newest(NamedTuple):
+    """The newest whole checkpoint of a run."""
+
+    folder: Path | None
+    """Folder of the checkpoint; None if none is whole."""
+    saved: SavedState | None
+    """Its state; None also for another format version."""
+    rejected: list[str]
+    """Why newer ones were passed over, one sentence each."""
+
+
 class Choice(NamedTuple):
     """Where a run starts from."""
 
@@ -77,21 +88,15 @@ class Choice(NamedTuple):
     """What the user should know, one sentence each."""
 
 
-def newest_checkpoint(run_dir: Path) -> tuple[Path | None, list[str]]:
-    """Return (the newest checkpoint that is whole or None, why newer ones were passed over)."""
-    path, _, rejected = _newest_whole(run_dir, examine)
-    return path, rejected
-
-
-def _newest_whole(run_dir: Path, look: Examine) -> tuple[Path | None, SavedState | None, list[str]]:
-    """Return (the newest checkpoint that is whole or None, its state, why newer ones were passed over)."""
+def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
+    """Find the newest checkpoint that is whole, as `look` says."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
         problems, saved = look(path)
         if not problems:
-            return path, saved, rejected
+            return Newest(path, saved, rejected)
         rejected.append(f"{path.name}: {'; '.join(problems[:3])}")
-    return None, None, rejected
+    return Newest(None, None, rejected)
 
 
 def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) -> Choice:
@@ -128,7 +133,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
                 "Choose another --run.dir, or --resume auto to continue it."
             )
         return Choice(None, [])
-    found, saved, rejected = _newest_whole(run_dir, look)
+    found, saved, rejected = newest_checkpoint(run_dir, look=look)
     if found is None and (existing or resume == "must"):
         reasons = "; ".join(rejected[:3])
         what = "it holds no checkpoint"

@@ -68,7 +68,7 @@ def test_a_state_of_wrong_types_or_ranges_is_passed_over_for_the_checkpoint_befo
     before, wrong = golden_at(tmp_path, 12), golden_at(tmp_path, 16)
     change_state(wrong, **values)
     assert problems_of(wrong) == [], "the manifest alone sees nothing"
-    found, (reason,) = newest_checkpoint(tmp_path)
+    found, _, (reason,) = newest_checkpoint(tmp_path)
     assert found == before
     assert reason.startswith("step_000000016: ")
 
@@ -138,7 +138,7 @@ def test_files_of_lanes_of_other_names_or_shapes_are_passed_over(tmp_path: Path)
         change(folder)
         sign(folder)
         assert problems_of(folder) == []
-        found, (reason,) = newest_checkpoint(tmp_path / str(number))
+        found, _, (reason,) = newest_checkpoint(tmp_path / str(number))
         assert found is None, change
         assert "lanes/" in reason or "engine/" in reason
 
