@@ -24,7 +24,6 @@ KERNELS = "model/kernels/"
 STILL_DENSE: frozenset[str] = frozenset(
     {
         "convert/huggingface_code/modeling_txl.py",
-        "data/prepare/duplicates.py",
         "inference/dynamic_evaluation.py",
         "inference/weights.py",
         "model/fused_attention.py",

@@ -1,11 +1,14 @@
-"""From raw bytes to documents: cut, decode, parse, and decide the split. This runs in the workers of `txl prepare`.
+"""Raw bytes to documents: cut, decode, parse, and choose the split. This code runs in the workers of `txl prepare`.
 
-A `TextBlock` is a run of consecutive raw records of one input; a record is a line, a paragraph, a row or a whole file.
-Text is UTF-8, taken as it is, without newline or Unicode normalisation; but a byte order mark is no text, at the
-beginning of a file and of a document. What is not UTF-8 is refused, or by the caller's choice replaced (U+FFFD),
-skipped, or kept (`keep`: surrogate escapes, for tokenizers of bytes). A document's split is a frozen function of its
-content, so equal documents are never on both sides, and adding documents never moves others; but for inputs of so few
-documents that their ends are held out (held_out.py).
+A `TextBlock` is a run of consecutive raw records of one input. A record is a line, a paragraph, a row or a whole file.
+
+- Text is UTF-8 and taken as it is, without newline or Unicode normalisation. Byte order marks are removed at the
+  beginning of a file and of a document.
+- Text that is not UTF-8 is refused. By option it is replaced (U+FFFD), skipped, or kept as bytes for byte tokenizers
+  (`keep`: surrogate escapes).
+- A frozen function of a document's content chooses its split. So equal documents are never in two splits, and added
+  documents never move others. The exception is an input of few documents, whose ends are held out
+  (validation_split.py).
 """
 
 from __future__ import annotations
@@ -22,92 +25,100 @@ from txl_dist.io.files import Record, parse_record
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
-"""How text becomes documents: one per file, per line, per run of lines between blank ones, or per line of JSON."""
+"""Unit of text that becomes a document: a file, a line, a run of lines between blank ones, or a line of JSON."""
 Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
-"""ids: a list of ready ids on each line; npy: of an array, which is a document, or each of its rows."""
+"""Form of an input. `ids`: a JSON list of token ids per line. `npy`: an array of token ids, one document per row."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
-"""Bytes from which on a document is too long; of ready ids those of their names."""
+"""Number of bytes from which on a document is too long. For token ids it is the bytes of their names."""
 _MARK = "\ufeff"
-"""A byte order mark, decoded."""
-_SKIP_INVALID = "Mend or remove it, or leave such records out with --skip-invalid."
+"""Byte order mark, decoded."""
+_SKIP_INVALID = "Correct or remove it, or leave such records out with --skip-invalid."
 _SHOWN_KEYS = 8
 _IDS_AT_ONCE = 1 << 12
+"""Number of ids that are joined to text at once."""
 _LOOKED_AT = 1 << 16
-"""Bytes of a damaged document that say whether it is in another encoding."""
+"""Number of bytes of a damaged document that are searched for signs of another encoding."""
 _MANY_DAMAGED = 3
-"""Damaged characters that are no accident."""
+"""Number of damaged characters from which on another encoding is likely."""
 SHORTEST_TAIL = 100
-"""Characters that the end of a document must have to be held out: with a share of 0.05 a text of 2,000."""
+"""Minimum characters of an end that is held out. With a share of 0.05 the text needs 2,000 characters."""
 
 
 class Document(NamedTuple):
-    """One text. A skipped document comes without its text, so that it can be counted."""
+    """One text, and its place in the inputs. A skipped document has no text; it is passed on to be counted."""
 
     where: str
     """File and line, for messages."""
     ordinal: int
-    """Number of its raw record among all inputs: later documents have larger ones."""
+    """Number of its raw record, counted over all inputs. Later documents have larger numbers."""
     text: str
     damage: Literal["", "replaced", "skipped", "invalid"] = ""
+    """Empty for a sound document. replaced: invalid bytes became U+FFFD. skipped: not UTF-8. invalid: no text field."""
 
 
 class TextBlock(NamedTuple):
-    """Consecutive raw records of one input, not decoded."""
+    """Consecutive raw records of one input, not decoded yet."""
 
     where: str
+    """File, for messages."""
     form: Form
     split: str
     """Split that the input was given for."""
     unit: int
-    """Line (or row) number in the file of the first record, from 0."""
+    """Number of the first record's line or row in the file, from 0."""
     ordinal: int
-    """The same, counted over all inputs."""
+    """Number of the first record, counted over all inputs."""
     data: bytes
 
 
 class Reading(NamedTuple):
-    """How blocks become documents."""
+    """Options for turning blocks into documents."""
 
     jsonl_field: str = "text"
     """Field of a JSON line, or column of a parquet file, that holds the text."""
     names: tuple[str, ...] = ()
-    """Of ready ids, in order."""
+    """Names of the ids in order, if the inputs are token ids."""
     encoding_errors: EncodingErrors = "refuse"
     valid_fraction: float = 0.0
-    """Share of the documents given for train that are held out as valid."""
+    """Share of the train documents to hold out for the validation split."""
     test_fraction: float = 0.0
+    """Share of the train documents to hold out for the test split."""
     skip_invalid: bool = False
-    """Records without a text are left out; else they are refused."""
+    """Whether records without a text are left out. Otherwise they are refused."""
     tails: Mapping[bytes, str] | None = None
-    """None: whole documents are held out. Else the end of each long one, and whatever equals such an end: the digests
-    of the ends, and their splits."""
+    """Split of each end that is held out, by the digest of the end. A text equal to such an end goes to the same split.
+    None if whole documents are held out."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Of the splits that are held out of train."""
+        """Share of each split that is held out of train; a split with the share 0 is absent."""
         shares = {VALID: self.valid_fraction, TEST: self.test_fraction}
         return {split: share for split, share in shares.items() if share}
 
 
 class DocumentPiece(NamedTuple):
-    """A document, or a part of one, and where it belongs."""
+    """Document, or a part of one, with its split."""
 
     document: Document
     split: str
     digest: bytes
+    """`content_digest` of its text."""
     num_bytes: int
+    """Bytes of its text in UTF-8."""
 
 
 class InvalidRecordError(DataError):
-    """A record without a text: with `Reading.skip_invalid` it is left out."""
+    """Record without a text. With `Reading.skip_invalid` the record is left out instead."""
 
 
 def documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
-    """The documents of a block, empty ones and skipped ones included. Raises DataError for what cannot be read."""
+    """Yield the documents of a block, empty and skipped ones included. Raises DataError for an unreadable record."""
     for document in _documents_of(block, reading):
-        yield document._replace(text=document.text.lstrip(_MARK)) if document.text.startswith(_MARK) else document
+        if document.text.startswith(_MARK):
+            document = document._replace(text=document.text.lstrip(_MARK))
+        yield document
 
 
 def _documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
@@ -119,9 +130,12 @@ def _documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
         return
     for number, raw in _records_of(block):
         where = block.where if block.form == "file" else f"{block.where}, line {block.unit + number + 1}"
+        ordinal = block.ordinal + number
         if block.form not in ("jsonl", "ids"):
-            yield _decode(raw, where, block.ordinal + number, reading.encoding_errors, block.form)
-        elif document := _document_of_line(raw, where, block.ordinal + number, reading, block.form):
+            yield _decode(raw, where, ordinal, reading.encoding_errors, block.form)
+            continue
+        document = _document_of_line(raw, where, ordinal, reading, block.form)
+        if document is not None:
             yield document
 
 
@@ -137,11 +151,11 @@ def _documents_of_rows(block: TextBlock, reading: Reading) -> Iterator[Document]
         elif reading.skip_invalid:
             yield Document(where, block.ordinal + row, "", "invalid")
         else:
-            raise InvalidRecordError(f"{where}: it is null. {_SKIP_INVALID}")
+            raise InvalidRecordError(f"{where}: the value is null. {_SKIP_INVALID}")
 
 
 def _document_of_line(raw: bytes, where: str, ordinal: int, reading: Reading, form: Form) -> Document | None:
-    """The document of a line of JSON; None for a blank line."""
+    """Return the document of a line of JSON; None for a blank line. Raises DataError for an invalid line."""
     if not raw.strip():
         return None
     try:
@@ -165,30 +179,31 @@ def check_length(num_bytes: int, where: str) -> None:
     """Raise DataError with the remedy for a document of 2 GiB or more."""
     if num_bytes >= LONGEST_RECORD:
         raise DataError(
-            f"{where} holds a document of 2 GiB or more (of ids: as names). Cut it: text with `--documents line` or "
-            "`--documents blank_line`, ids as rows of a two-dimensional array or JSON lines, all else where it is made."
+            f"{where} holds a document of 2 GiB or more (for ids: the size of their names). Cut it up: text "
+            "with `--documents line` or `--documents blank_line`, ids as rows of a two-dimensional array or as JSON "
+            "lines, other inputs in the program that writes them."
         )
 
 
 def text_bytes_of(text: str) -> bytes:
-    """The bytes that a text was read from, those of `keep` too."""
+    """Return the bytes that a text was read from, those that are not UTF-8 (`keep`) included."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def count_characters(raw: bytes) -> int:
-    """Characters of a text in UTF-8: each has one byte that does not continue another."""
-    import numpy as np  # the command line reads this file, and no --help waits for numpy
+    """Count the characters of a text in UTF-8: its bytes that begin a character."""
+    import numpy as np  # imported here: the command line reads this file, and --help should not wait for numpy
 
     return int((np.frombuffer(raw, dtype=np.uint8) & 0xC0 != 0x80).sum())
 
 
 def content_digest(data: bytes) -> bytes:
-    """16 bytes that say whether two documents are equal."""
+    """Return 16 bytes that are equal for documents of equal content."""
     return hashlib.sha256(data).digest()[:16]
 
 
 def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
-    """Split of a document: what its input was given for, but a hashed share of train is held out."""
+    """Return the split of a document: that of its input, except for the share of train that the digest holds out."""
     if given_for != TRAIN:
         return given_for
     place = int.from_bytes(digest[:8], "big") / 2.0**64
@@ -198,13 +213,15 @@ def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
 
 
 def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[DocumentPiece]:
-    """The document whole in its split, or, where ends are held out, its pieces, each with an ordinal of its own."""
+    """Return the whole document with its split. If ends are held out, return its pieces, each with its own ordinal."""
     if given_for != TRAIN or reading.tails is None:
         raw = text_bytes_of(document.text)
         digest = content_digest(raw)
-        return [DocumentPiece(document, split_of(digest, given_for=given_for, reading=reading), digest, len(raw))]
+        split = split_of(digest, given_for=given_for, reading=reading)
+        return [DocumentPiece(document, split, digest, len(raw))]
     pieces = []
-    for number, (split, text) in enumerate(cut_tails(document.text, reading.shares, whole_words=bool(reading.names))):
+    texts = cut_tails(document.text, reading.shares, whole_words=bool(reading.names))
+    for number, (split, text) in enumerate(texts):
         raw = text_bytes_of(text)
         digest = content_digest(raw)
         piece = document._replace(text=text, ordinal=len(SPLITS) * document.ordinal + number)
@@ -213,40 +230,50 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[D
 
 
 def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = False) -> list[tuple[str, str]]:
-    """(split, text) of the pieces, which together are the text: its beginning, and the shares at its end.
+    """Cut a text into its beginning, for train, and one end for each of the `shares`.
 
-    A text too short for that stays whole. A cut lies behind the paragraph, else the line, else the word that ends
-    nearest to its share, within a quarter of the smallest one; else between two characters, or, if `whole_words`,
-    behind the nearest word, however far.
+    Returns (split, piece) in the order of the text. Joined, the pieces are the text. A text too short to be cut stays
+    whole. A cut lies after the paragraph that ends nearest to the wanted place, within a quarter of the smallest share.
+    If no paragraph ends there, it lies after a line, or else after a word, or else between two characters. With
+    `whole_words` it never lies inside a word, however far the nearest border is.
     """
-    length, smallest = len(text), min(shares.values(), default=0.0)
-    if min(smallest, 1 - sum(shares.values())) * length < SHORTEST_TAIL:
+    length = len(text)
+    smallest = min(shares.values(), default=0.0)
+    train_share = 1 - sum(shares.values())
+    if min(smallest, train_share) * length < SHORTEST_TAIL:
         return [(TRAIN, text)]
     test_share = shares.get(TEST, 0.0)
-    begins = {VALID: round(length * (1 - test_share - shares.get(VALID, 0.0))), TEST: round(length * (1 - test_share))}
+    valid_share = shares.get(VALID, 0.0)
+    begins = {VALID: round(length * (1 - test_share - valid_share)), TEST: round(length * (1 - test_share))}
     slack = length if whole_words else int(smallest * length / 4)
-    borders = [0, *(_nearest_border(text, begins[split], slack) for split in shares), length]
+    borders = [0]
+    for split in shares:
+        borders.append(_nearest_border(text, begins[split], slack))
+    borders.append(length)
     pieces = [text[begin:end] for begin, end in pairwise(borders)]
-    return [(TRAIN, text)] if any(map(str.isspace, pieces)) else list(zip((TRAIN, *shares), pieces, strict=True))
+    if any(piece.isspace() for piece in pieces):
+        return [(TRAIN, text)]
+    return list(zip((TRAIN, *shares), pieces, strict=True))
 
 
 def _nearest_border(text: str, wanted: int, slack: int) -> int:
+    """Return the index after the separator nearest to `wanted`, at most `slack` away; `wanted` if there is none."""
     for separator in ("\n\n", "\r\n\r\n", "\n", " "):
         before = text.rfind(separator, max(wanted - slack, 0), wanted)
         after = text.find(separator, max(wanted - len(separator), 0), wanted + slack)
-        found = [at + len(separator) for at in (before, after) if at >= 0]
-        if found:
-            return min(found, key=lambda at: (abs(at - wanted), at))
+        borders = [start + len(separator) for start in (before, after) if start >= 0]
+        if borders:
+            return min(borders, key=lambda border: (abs(border - wanted), border))
     return wanted
 
 
 def is_learnt_from(digest: bytes, *, fraction: float) -> bool:
-    """Whether a document is in the hashed share that the tokenizer is learnt from; independent of its split."""
+    """Return whether the tokenizer is trained on a document: a share by its digest, independent of the split."""
     return int.from_bytes(digest[8:], "big") < fraction * 2.0**64
 
 
 def end_of_records(data: bytes, form: Form) -> int:
-    """Bytes up to the end of the last record that is surely whole, 0 if there is none."""
+    """Return the number of bytes up to the end of the last record that is certainly complete; 0 if there is none."""
     if form != "blank_line":
         return data.rfind(b"\n") + 1
     end = data.rfind(b"\n")
@@ -259,7 +286,7 @@ def end_of_records(data: bytes, form: Form) -> int:
 
 
 def _records_of(block: TextBlock) -> Iterator[tuple[int, bytes]]:
-    """Raw records and the number of their first line in the block. Line ends do not belong to a record."""
+    """Yield (number of the first line in the block, raw record). A record has no line end."""
     data = block.data
     while block.unit == 0 and data.startswith(codecs.BOM_UTF8):
         data = data.removeprefix(codecs.BOM_UTF8)
@@ -300,7 +327,7 @@ def _parse_ids(line: bytes, *, field: str, where: str) -> list[Any]:
         ids = _value_of(ids, field, where=where)
     if not isinstance(ids, list):
         raise InvalidRecordError(
-            f"{where}: {_type_of(ids)}, and no list of ids. Give one a line, as [5, 17], or name its field with "
+            f"{where}: {_type_of(ids)}, not a list of ids. Give one list per line, as [5, 17], or name its field with "
             "--jsonl-field."
         )
     if not ids:
@@ -309,22 +336,25 @@ def _parse_ids(line: bytes, *, field: str, where: str) -> list[Any]:
 
 
 def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
-    """The text of a document, a list or an array: the name of each id with a blank behind it.
+    """Return the text of a document of ids, a list or an array: the name of each id with a blank after it.
 
-    A few at a time, since a long array is many times as large as a list. Raises DataError naming what is no id, or if
-    the text is too long.
+    Works on a few ids at a time, since an array takes many times its memory as a list. Raises DataError with the index
+    of an invalid id, or if the text is too long.
     """
-    texts, num_bytes = [], 0
+    texts = []
+    num_bytes = 0
     for first in range(0, len(ids), _IDS_AT_ONCE):
-        some = ids[first : first + _IDS_AT_ONCE]
-        some = some if isinstance(some, list) else some.tolist()
-        for index, one in enumerate(some, start=first):
-            if type(one) is not int or not 0 <= one < len(names):
+        some_ids = ids[first : first + _IDS_AT_ONCE]
+        if not isinstance(some_ids, list):
+            some_ids = some_ids.tolist()
+        for index, value in enumerate(some_ids, start=first):
+            if type(value) is not int or not 0 <= value < len(names):
                 raise DataError(
-                    f"{where}, index {index}: {one!r:.40} is no id of the vocabulary list, whose {len(names):,} names "
-                    f"are those of 0 to {len(names) - 1:,}. Mend the ids, or give the list that they were made with."
+                    f"{where}, index {index}: {value!r:.40} is no id of the vocabulary list, which names the "
+                    f"{len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give the list that they were "
+                    "made with."
                 )
-        texts.append("".join([f"{names[one]} " for one in some]))
+        texts.append("".join([f"{names[i]} " for i in some_ids]))
         num_bytes += len(texts[-1].encode())
         check_length(num_bytes, where)
     return "".join(texts)
@@ -345,7 +375,7 @@ def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingError
 
 
 def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> Document:
-    """JSON can spell half a surrogate pair, which no UTF-8 can hold: the same policy applies."""
+    """Apply the policy for text that is not UTF-8 to a lone surrogate, which JSON can spell and UTF-8 cannot."""
     try:
         document.text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -359,10 +389,10 @@ def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> 
 
 
 def _is_mostly_damaged(raw: bytes) -> bool:
-    """Whether most characters outside ASCII are damaged: then the text is in another encoding."""
+    """Return whether most characters outside ASCII are damaged, which means that the text is in another encoding."""
     beginning = raw[:_LOOKED_AT]
     damaged = beginning.decode("utf-8", errors="replace").count("\ufffd")
-    sound = sum(not each.isascii() for each in beginning.decode("utf-8", errors="ignore"))
+    sound = sum(not character.isascii() for character in beginning.decode("utf-8", errors="ignore"))
     return damaged >= _MANY_DAMAGED and damaged > sound
 
 
@@ -387,23 +417,23 @@ def _parse_record(line: str, *, field: str, where: str) -> str:
         ) from error
     if not isinstance(record, Record):
         raise InvalidRecordError(
-            f"{where}: {_type_of(record)}, and no object with the field {field!r}. {_SKIP_INVALID}"
+            f"{where}: {_type_of(record)}, not an object with the field {field!r}. {_SKIP_INVALID}"
         )
     text = _value_of(record, field, where=where)
     if text is None:
         raise InvalidRecordError(f"{where}: the field {field!r} is null. {_SKIP_INVALID}")
-    if type(text) is not str:  # the digits of a long number are no text
+    if type(text) is not str:  # a long number is read as its digits, which are no text
         raise InvalidRecordError(
-            f"{where}: the field {field!r} holds {_type_of(text)}, and no text. Convert it, or name another field with "
+            f"{where}: the field {field!r} holds {_type_of(text)}, not text. Convert it, or name another field with "
             "--jsonl-field; --skip-invalid leaves such records out."
         )
     return text
 
 
 def _value_of(record: Record, field: str, *, where: str) -> Any:
-    """The value of a field. Raises InvalidRecordError where it is missing, or comes twice: which one counts?"""
+    """Return the value of a field. Raises InvalidRecordError if the field is missing, or occurs twice in the record."""
     if field in record.repeated:
-        raise InvalidRecordError(f"{where}: the field {field!r} comes twice in the record. {_SKIP_INVALID}")
+        raise InvalidRecordError(f"{where}: the field {field!r} occurs twice in the record. {_SKIP_INVALID}")
     if field not in record:
         shown = ", ".join(f"{key!r:.40}" for key in list(record)[:_SHOWN_KEYS])
         more = f" and {len(record) - _SHOWN_KEYS} more" if len(record) > _SHOWN_KEYS else ""
@@ -415,7 +445,7 @@ def _value_of(record: Record, field: str, *, where: str) -> Any:
 
 
 def _type_of(value: Any) -> str:
-    """A word of JSON for the type of a value."""
+    """Return JSON's word for the type of a value, for messages."""
     if value is None:
         return "null"
     names = {bool: "true or false", str: "a string", list: "a list", Record: "an object", int: "a number"}

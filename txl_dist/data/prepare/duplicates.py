@@ -1,8 +1,8 @@
 """Equal and nearly equal documents over all parts of a preparation.
 
-Exact: two documents are equal if 128 bits of the sha256 of their texts are equal. Of equal documents one stays. A
-held-out one comes before one of train, since train must not contain the text of an evaluation. Otherwise it is the
-first of the input.
+Exact: two documents are equal if 128 bits of the sha256 of their texts are equal. One of several equal documents stays.
+A document of the validation or test split comes before one of train, since train must not contain the text of an
+evaluation. Otherwise the first of the input stays.
 
 Near: one-permutation MinHash (Li, Owen, Zhang 2012) over runs of token ids. The hashes of a document's runs fall into
 64 bins, and the smallest hash of each bin is kept. An empty bin borrows from the next one (Shrivastava, Li 2014). Eight
@@ -12,11 +12,13 @@ with probability J, and share a band with probability 1 - (1 - J^8)^8:
     J     0.5    0.6    0.7    0.8    0.9    0.95
     p     0.03   0.13   0.38   0.77   0.99   1.00
 
-The count is of documents that share a band with an earlier one that is not equal. What it gives up: the count is an
-estimate. It misses about a quarter of pairs at J = 0.8, texts below `FEWEST_RUNS` runs, and a short text inside a long
-one. It counts some pairs of J around 0.5, more of them where the texts are short. Nothing is dropped for it.
+The number of near duplicates is the number of documents that share a band with an earlier one that is not equal.
 
-Memory is bounded by `_SLICE` entries: more are first spread over files by value, and each file is read alone.
+What it gives up: this number is an estimate. It misses about a quarter of the pairs at J = 0.8, texts below
+`FEWEST_RUNS` runs, and a short text inside a long one. It includes some pairs of J around 0.5, more of them where the
+texts are short. Near duplicates are never dropped.
+
+Memory is bounded by `_SLICE` entries. More entries are first spread over files by value, and each file is read alone.
 """
 
 from __future__ import annotations
@@ -34,36 +36,49 @@ from txl_dist.io.files import open_new
 
 UInt64s = npt.NDArray[np.uint64]
 
-NUM_BANDS = NUM_ROWS = 8
+NUM_BANDS = 8
+NUM_ROWS = 8
+"""Number of bins in a band."""
 FEWEST_RUNS = 16
 """Minimum number of runs of tokens that a document needs to be compared."""
+_NUM_BINS = NUM_BANDS * NUM_ROWS
 _RUN_LEN = {"byte": 24, "char": 24}
 """Number of tokens in a run, by the kind of tokenizer, where tokens are shorter than words."""
 _DEFAULT_RUN_LEN = 5
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+_MIXERS = (
+    (np.uint64(32), np.uint64(0x94D049BB133111EB)),
+    (np.uint64(29), np.uint64(0xBF58476D1CE4E5B9)),
+)
+"""Shift and factor of each round that mixes the hash of a run."""
+_TO_BIN = np.uint64(58)
+"""Shift that leaves the highest 6 bits of a hash, the number of its bin."""
+_HALF_BITS = np.uint64(32)
 _CHUNK = 1 << 15
 """Number of runs that are hashed at once."""
 _SLICE = 1 << 23
 """Number of entries that are sorted in memory at once."""
 _MAX_FILES = 256
 _EMPTY = np.uint64(2**64 - 1)
+"""Value of a bin without a hash."""
 _EXACT = np.dtype([("value", "<u8"), ("rest", "<u8"), ("ordinal", "<u8"), ("is_train", "<u8")])
 _BAND = np.dtype([("value", "<u8"), ("ordinal", "<u8")])
 
 
 class Equals(NamedTuple):
-    """Documents that equal one which stays."""
+    """Documents that are equal to another document, which stays."""
 
     ordinals: UInt64s
     """Ordinals of these documents, ascending."""
     num_held_out: int
-    """Number of them that are train documents and equal a held-out one."""
+    """Number of them that are train documents and equal to a document of another split."""
 
 
 def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
-    """Hash each document's ids into bands: [documents, 8] one number per band, 0 for documents that are too short.
+    """Hash each document's ids into bands.
 
-    `kind` of tokenizer sets the length of a run.
+    Returns [documents, 8]: one number per band, 0 for a document that is too short to compare. `kind` is the kind of
+    tokenizer, which sets the length of a run.
     """
     run_len = _RUN_LEN.get(kind, _DEFAULT_RUN_LEN)
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
@@ -72,41 +87,50 @@ def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
     bands = np.zeros((len(documents), NUM_BANDS), dtype=np.uint64)
     for row in range(NUM_ROWS):
         # The bins of a band are far apart, so that one borrowed value seldom fills several of its rows.
-        columns = slice(row * NUM_BANDS, (row + 1) * NUM_BANDS)
-        bands = hash64(bands ^ smallest[:, columns])
+        first_bin = row * NUM_BANDS
+        bins = smallest[:, first_bin : first_bin + NUM_BANDS]
+        bands = hash64(bands ^ bins)
     band_numbers = np.arange(1, NUM_BANDS + 1, dtype=np.uint64)
     bands = hash64(bands ^ band_numbers)
-    bands[lengths < FEWEST_RUNS + run_len - 1] = 0
+    shortest_len = FEWEST_RUNS + run_len - 1
+    is_too_short = lengths < shortest_len
+    bands[is_too_short] = 0
     return bands
 
 
 def _smallest_hashes(documents: Sequence[npt.NDArray[Any]], lengths: npt.NDArray[np.int64], *, run_len: int) -> UInt64s:
-    """Return [documents, bins] the smallest hash of each document's runs in each bin, `_EMPTY` without one."""
-    ids = np.concatenate([*documents, np.empty(0, np.int32)])
-    owners = np.repeat(np.arange(len(documents), dtype=np.int32), lengths)
-    num_bins = NUM_BANDS * NUM_ROWS
-    smallest = np.full((len(documents), num_bins), _EMPTY)
-    for begin in range(0, len(ids) - run_len + 1, _CHUNK):
-        chunk = ids[begin : begin + _CHUNK + run_len - 1].astype(np.uint64) + np.uint64(1)
-        count = len(chunk) - run_len + 1
+    """Return [documents, bins]: the smallest hash of each document's runs in each bin, `_EMPTY` without one."""
+    no_ids = np.empty(0, np.int32)
+    ids = np.concatenate([*documents, no_ids])
+    document_numbers = np.arange(len(documents), dtype=np.int32)
+    owners = np.repeat(document_numbers, lengths)  # [ids] the document of each id
+    smallest = np.full((len(documents), _NUM_BINS), _EMPTY)
+    flat = smallest.reshape(-1)
+    num_runs = len(ids) - run_len + 1
+    for begin in range(0, num_runs, _CHUNK):
+        end = min(begin + _CHUNK, num_runs)
+        chunk = ids[begin : end + run_len - 1]
         runs = _hash_runs(chunk, run_len=run_len)
-        first_owner = owners[begin : begin + count]
-        last_owner = owners[begin + run_len - 1 :][:count]
-        bins = first_owner * num_bins + (runs >> np.uint64(58)).astype(np.int64)
+        first_owner = owners[begin:end]
+        last_owner = owners[begin + run_len - 1 : end + run_len - 1]
+        bin_in_document = (runs >> _TO_BIN).astype(np.int64)
+        bins = first_owner * _NUM_BINS + bin_in_document
         is_whole = first_owner == last_owner  # the run is in one document
-        np.minimum.at(smallest.reshape(-1), bins[is_whole], runs[is_whole])
+        np.minimum.at(flat, bins[is_whole], runs[is_whole])
     return smallest
 
 
-def _hash_runs(ids: UInt64s, *, run_len: int) -> UInt64s:
-    """Hash each run of `run_len` ids: a polynomial in them modulo 2^64, then mixed."""
+def _hash_runs(ids: npt.NDArray[Any], *, run_len: int) -> UInt64s:
+    """Hash each run of `run_len` ids: a polynomial in the ids plus 1 modulo 2^64, then mixed."""
+    digits = ids.astype(np.uint64) + np.uint64(1)
     count = len(ids) - run_len + 1
     runs = np.zeros(count, dtype=np.uint64)
     for place in reversed(range(run_len)):
         runs *= _BASE
-        runs += ids[place : place + count]
-    runs = (runs ^ (runs >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
-    runs = (runs ^ (runs >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        runs += digits[place : place + count]
+    for shift, factor in _MIXERS:
+        runs ^= runs >> shift
+        runs *= factor
     return runs
 
 
@@ -116,84 +140,108 @@ def _fill_empty_bins(smallest: UInt64s) -> None:
     for _ in range(2):
         for column in reversed(range(num_bins)):
             following = smallest[:, (column + 1) % num_bins]
-            is_filled = (smallest[:, column] == _EMPTY) & (following != _EMPTY)
-            smallest[is_filled, column] = hash64(following[is_filled])
+            is_empty = smallest[:, column] == _EMPTY
+            borrows = is_empty & (following != _EMPTY)
+            smallest[borrows, column] = hash64(following[borrows])
 
 
 def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, folder: Path) -> Equals:
-    """Find equal documents in tables (records of a part, whether it is of train) with `count` records in all."""
+    """Find the documents that are equal to another one, which stays.
 
-    def entries() -> Iterator[npt.NDArray[Any]]:
-        for records, is_train in tables:
-            table = np.empty(len(records), dtype=_EXACT)
-            table["value"] = records["digest"][:, 0]
-            table["rest"] = records["digest"][:, 1]
-            table["ordinal"] = records["ordinal"]
-            table["is_train"] = is_train
-            yield table
-
+    `tables` yields (records of a part, whether they are of train), `count` records in all. `folder` is for temporary
+    files.
+    """
     ordinals = [np.empty(0, np.uint64)]
     num_held_out = 0
-    for part in _sliced(entries(), count=count, folder=folder):
+    for part in _sliced(_exact_entries(tables), count=count, folder=folder):
         if not len(part):
             continue
+        # lexsort takes the most important key last
         order = np.lexsort((part["ordinal"], part["is_train"], part["rest"], part["value"]))
         table = part[order]
-        is_equal = (table["value"][1:] == table["value"][:-1]) & (table["rest"][1:] == table["rest"][:-1])
-        begins = np.concatenate([[True], ~is_equal])
-        kept = np.flatnonzero(begins)[np.cumsum(begins) - 1]  # [documents] the equal one that stays
-        is_leak = (table["is_train"] == 1) & (table["is_train"][kept] == 0)
+        is_equal = _equals_previous(table["value"]) & _equals_previous(table["rest"])
+        stays = ~is_equal
+        group_of_row = np.cumsum(stays) - 1
+        first_rows = np.flatnonzero(stays)
+        stays_in_train = table["is_train"][first_rows] == 1  # for each group of equal documents
+        is_leak = (table["is_train"] == 1) & ~stays_in_train[group_of_row]
         num_held_out += int(is_leak.sum())
-        ordinals.append(table["ordinal"][1:][is_equal])
+        ordinals.append(table["ordinal"][is_equal])
     return Equals(np.sort(np.concatenate(ordinals)), num_held_out)
 
 
+def _exact_entries(tables: Iterable[tuple[npt.NDArray[Any], bool]]) -> Iterator[npt.NDArray[Any]]:
+    """Yield a table of `_EXACT` for each table of records."""
+    for records, is_train in tables:
+        table = np.empty(len(records), dtype=_EXACT)
+        table["value"] = records["digest"][:, 0]
+        table["rest"] = records["digest"][:, 1]
+        table["ordinal"] = records["ordinal"]
+        table["is_train"] = is_train
+        yield table
+
+
+def _equals_previous(values: UInt64s) -> npt.NDArray[np.bool_]:
+    """Return for each value whether it equals the value before it; False for the first."""
+    is_equal = np.zeros(len(values), dtype=bool)
+    is_equal[1:] = values[1:] == values[:-1]
+    return is_equal
+
+
 def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals, *, count: int, folder: Path) -> int:
-    """Count documents that share a band with an earlier one, in tables (records, bands) with `count` records in all.
+    """Count the documents that share a band with an earlier one, without those in `equal`.
 
-    Those in `equal` are left out.
+    `tables` yields (records of a part, their bands), `count` records in all. `folder` is for temporary files.
     """
-
-    def entries() -> Iterator[npt.NDArray[Any]]:
-        for records, bands in tables:
-            is_used = (bands[:, 0] != 0) & ~contains(equal.ordinals, records["ordinal"])
-            table = np.empty(int(is_used.sum()) * NUM_BANDS, dtype=_BAND)
-            table["value"] = bands[is_used].ravel()
-            table["ordinal"] = np.repeat(records["ordinal"][is_used], NUM_BANDS)
-            yield table
-
     near = np.empty(0, np.uint64)
-    for part in _sliced(entries(), count=count * NUM_BANDS, folder=folder):
-        table = part[np.lexsort((part["ordinal"], part["value"]))]
-        is_shared = table["value"][1:] == table["value"][:-1]
-        near = np.union1d(near, table["ordinal"][1:][is_shared])
+    entries = _band_entries(tables, equal)
+    for part in _sliced(entries, count=count * NUM_BANDS, folder=folder):
+        order = np.lexsort((part["ordinal"], part["value"]))
+        table = part[order]
+        is_shared = _equals_previous(table["value"])
+        near = np.union1d(near, table["ordinal"][is_shared])
     return len(near)
+
+
+def _band_entries(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals) -> Iterator[npt.NDArray[Any]]:
+    """Yield a table of `_BAND` for each table of records: one entry per band of each document that is compared."""
+    for records, bands in tables:
+        is_long_enough = bands[:, 0] != 0
+        is_compared = is_long_enough & ~contains(equal.ordinals, records["ordinal"])
+        ordinals = records["ordinal"][is_compared]
+        table = np.empty(len(ordinals) * NUM_BANDS, dtype=_BAND)
+        table["value"] = bands[is_compared].ravel()
+        table["ordinal"] = np.repeat(ordinals, NUM_BANDS)
+        yield table
 
 
 def contains(ordinals: UInt64s, wanted: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
     """Return for each of `wanted` whether it is among the ascending `ordinals`."""
     if not len(ordinals):
         return np.zeros(len(wanted), dtype=bool)
-    places = np.minimum(np.searchsorted(ordinals, wanted), len(ordinals) - 1)
+    last = len(ordinals) - 1
+    places = np.minimum(ordinals.searchsorted(wanted), last)
     is_among: npt.NDArray[np.bool_] = ordinals[places] == wanted
     return is_among
 
 
 def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) -> Iterator[npt.NDArray[Any]]:
-    """Yield all entries in a few arrays; entries of one value are in one array."""
+    """Yield all `count` entries in a few arrays. Entries of equal `value` are in one array."""
     num_files = min(-(-count // _SLICE), _MAX_FILES)
     if num_files <= 1:
         yield np.concatenate(list(entries))
         return
     paths = [folder / f"slice-{number:03d}" for number in range(num_files)]
+    later_files = np.arange(1, num_files)
     with ExitStack() as stack:
         files = [stack.enter_context(open_new(path)) for path in paths]
         for table in entries:
-            high_bits = table["value"] >> np.uint64(32)
-            numbers = high_bits * np.uint64(num_files) >> np.uint64(32)
-            order = np.argsort(numbers, kind="stable")
-            borders = np.searchsorted(numbers[order], np.arange(1, num_files))
-            for file, piece in zip(files, np.split(table[order], borders), strict=True):
+            high_bits = table["value"] >> _HALF_BITS
+            file_numbers = high_bits * np.uint64(num_files) >> _HALF_BITS
+            order = np.argsort(file_numbers, kind="stable")
+            borders = np.searchsorted(file_numbers[order], later_files)
+            pieces = np.split(table[order], borders)
+            for file, piece in zip(files, pieces, strict=True):
                 file.write(piece.tobytes())
     for path in paths:
         yield np.fromfile(path, dtype=table.dtype)

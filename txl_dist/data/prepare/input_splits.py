@@ -197,7 +197,7 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
     except (pyarrow.ArrowException, OSError, *_NO_PARQUET) as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # pyarrow's may have several lines
         raise DataError(
-            f"cannot read {path}, column {field!r}, from row {row + 1:,} on: {reason}. Mend or remove the file, then "
+            f"cannot read {path}, column {field!r}, from row {row + 1:,} on: {reason}. Repair or remove the file, then "
             "prepare again."
         ) from error
 

@@ -1,12 +1,12 @@
-"""The end of `txl prepare`: the documents of all parts become shards.
+"""Third step of `txl prepare`: the documents of all parts become shards.
 
-    duplicates   found over all parts; the ordinals of those that are dropped are kept in one sorted array
+    duplicates   found over all parts; the ordinals of dropped documents are one sorted array
     plan         tokens per cell of the key space, summed over all parts, are cut into shards of equal size
-    write        workers; each shard gathers its keys from every part, sorts, and is written in one rename
+    write        in workers: each shard gathers its keys from every part, sorts them, and is written in one rename
 
-No step holds more than one shard, or one slice of the digests, in memory; the array of dropped documents (8 bytes
-each) is mapped. A finished shard has a JSON beside the parts that names the plan it belongs to, so that the same
-command after a kill keeps it, and rewrites it once the plan is another one. The JSON goes before its shard does.
+No step holds more than one shard, or one slice of the digests, in memory. The array of dropped documents (8 bytes each)
+is mapped. Each finished shard has a JSON next to the parts, with the hash of its plan. After a kill the same command
+keeps the shards of the same plan, and writes the others again. Before a shard is written again, its JSON is removed.
 """
 
 from __future__ import annotations
@@ -31,31 +31,35 @@ from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed
 
 _CELL_BITS = 20
 _MOST_DOCUMENTS = 1 << 20
-"""In a shard, about: the worker that writes it keeps some hundred bytes of each, however short."""
+"""Approximate maximum of documents in a shard. Its worker needs some hundred bytes for each, however short."""
 DROPPED = "dropped.u64"
+"""File of the ordinals of dropped documents."""
 
 
 class Duplicated(NamedTuple):
-    """What was found, and what is left out for it."""
+    """Duplicates that were found, and the documents to leave out."""
 
     statistics: dict[str, int]
+    """Counts for the index; empty if duplicates are ignored."""
     dropped: npt.NDArray[np.uint64]
-    """Ordinals, ascending."""
+    """Ordinals of the documents to leave out, ascending."""
 
 
 class ShardTask(NamedTuple):
-    """One shard to write."""
+    """Task of a worker: one shard to write."""
 
     scratch: str
+    """Folder of the parts."""
     plan: str
     """Hash of everything that the shards depend on."""
     split: str
     name: str
     keys: tuple[int, int]
-    """First and last."""
+    """First and last key of its documents."""
     first_document: int
+    """Number of its first document in the split, dropped documents not counted."""
     parts: tuple[int, ...]
-    """Those that have documents of this split."""
+    """Numbers of the parts that have documents of this split."""
     dtype: str
     vocab_size: int
 
@@ -63,23 +67,24 @@ class ShardTask(NamedTuple):
 def find_duplicates(
     folder: Path, parts: Sequence[PartInfo], *, policy: Literal["report", "drop", "ignore"]
 ) -> Duplicated:
-    """Exact and near duplicates over all parts and splits."""
-    own = [(part.number, split) for part in parts for split in part.documents]
+    """Find exact and near duplicates over all parts and splits."""
+    splits_of_parts = [(part.number, split) for part in parts for split in part.documents]
     count = sum(sum(part.documents.values()) for part in parts)
+    none = np.empty(0, np.uint64)
     if not count or policy == "ignore":
-        return Duplicated({}, np.empty(0, np.uint64))
-    equal: Equals = find_equal(
-        ((records_of(folder, number, split), split == TRAIN) for number, split in own), count=count, folder=folder
-    )
-    pairs = ((records_of(folder, number, split), bands_of(folder, number, split)) for number, split in own)
+        return Duplicated({}, none)
+    records = ((records_of(folder, number, split), split == TRAIN) for number, split in splits_of_parts)
+    equal: Equals = find_equal(records, count=count, folder=folder)
+    bands = ((records_of(folder, number, split), bands_of(folder, number, split)) for number, split in splits_of_parts)
+    num_near = count_near(bands, equal, count=count, folder=folder)
     drop = policy == "drop"
     statistics = {
         "exact_duplicates": len(equal.ordinals) - equal.num_held_out,
         "held_out_duplicates": equal.num_held_out,
         "duplicates_dropped": len(equal.ordinals) if drop else 0,
-        "near_duplicates": count_near(pairs, equal, count=count, folder=folder),
+        "near_duplicates": num_near,
     }
-    return Duplicated(statistics, equal.ordinals if drop else np.empty(0, np.uint64))
+    return Duplicated(statistics, equal.ordinals if drop else none)
 
 
 def plan_split(
@@ -94,13 +99,16 @@ def plan_split(
     plan: str,
     is_lossless: bool,
 ) -> tuple[SplitInfo, list[ShardTask]]:
-    """(what is known of a split before it is written, its shards). Tokens of a shard differ by about a document."""
+    """Plan the shards of a split. Their sizes in tokens differ by about one document.
+
+    Returns (the split's entry in the index without its shards, the tasks that write the shards).
+    """
     numbers = tuple(part.number for part in parts if part.documents.get(split))
-    # Train keys are hashes, spread over 64 bits; the others are ordinals.
-    largest = max((int(records_of(scratch, number, split)["key"][-1]) for number in numbers), default=0)
-    shift = 64 - _CELL_BITS if split == TRAIN else max(largest.bit_length() - _CELL_BITS, 0)
-    tokens_of_cell, documents_of_cell = np.zeros((2, 1 << _CELL_BITS), dtype=np.int64)
-    info, num_changed = SplitInfo(), 0
+    shift = _cell_shift(scratch, split, numbers)
+    tokens_of_cell = np.zeros(1 << _CELL_BITS, dtype=np.int64)
+    documents_of_cell = np.zeros(1 << _CELL_BITS, dtype=np.int64)
+    info = SplitInfo()
+    num_changed = 0
     for number in numbers:
         records = records_of(scratch, number, split)
         records = records[~contains(dropped, records["ordinal"])]
@@ -113,39 +121,54 @@ def plan_split(
         num_changed += int(records["is_changed"].sum(dtype=np.int64))
     info.changed_documents = None if is_lossless else num_changed
     documents_before = np.cumsum(documents_of_cell) - documents_of_cell
-    info.tokens, info.documents = int(tokens_of_cell.sum()), int(documents_of_cell.sum())
+    info.tokens = int(tokens_of_cell.sum())
+    info.documents = int(documents_of_cell.sum())
     count = max(-(-info.tokens // shard_len), -(-info.documents // _MOST_DOCUMENTS))
-    tasks = [
-        ShardTask(
+    tasks = []
+    for number, (first, end) in enumerate(_cut(tokens_of_cell, count)):
+        task = ShardTask(
             scratch=str(scratch),
             plan=plan,
             split=split,
             name=f"{split}-{number:06d}.tar",
-            keys=(first << shift, (last << shift) - 1),
+            keys=(first << shift, (end << shift) - 1),
             first_document=int(documents_before[first]),
             parts=numbers,
             dtype=dtype.str,
             vocab_size=vocab_size,
         )
-        for number, (first, last) in enumerate(_cut(tokens_of_cell, count))
-    ]
+        tasks.append(task)
     return info, tasks
 
 
+def _cell_shift(scratch: Path, split: str, numbers: Sequence[int]) -> int:
+    """Return the number of low bits of a key that do not matter for its cell."""
+    if split == TRAIN:  # keys are hashes of 64 bits
+        return 64 - _CELL_BITS
+    largest = 0  # keys are ordinals
+    for number in numbers:
+        last_key = int(records_of(scratch, number, split)["key"][-1])
+        largest = max(largest, last_key)
+    return max(largest.bit_length() - _CELL_BITS, 0)
+
+
 def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, shard_len: int) -> str:
-    """Hash of everything that the shards depend on."""
+    """Return the hash of everything that the shards depend on."""
     described = json.dumps([shard_len, [part._asdict() for part in parts]], sort_keys=True)
     return hashlib.sha256(described.encode() + dropped.tobytes()).hexdigest()
 
 
 def write_planned(task: ShardTask) -> WrittenShard:
-    """Write a shard, and then the JSON that says so."""
-    scratch, dtype = Path(task.scratch), np.dtype(task.dtype)
-    _about(task).unlink(missing_ok=True)  # it may speak of a shard of another plan
+    """Write the shard of a task, and then its JSON, which marks it as finished."""
+    scratch = Path(task.scratch)
+    dtype = np.dtype(task.dtype)
+    info_path = _info_path(task)
+    info_path.unlink(missing_ok=True)  # it may describe a shard of another plan
     records, documents = gather(scratch, task.parts, task.split, keys=task.keys, dtype=dtype)
     if (scratch / DROPPED).stat().st_size:
-        is_dropped = contains(np.memmap(scratch / DROPPED, dtype=np.uint64, mode="r"), records["ordinal"])
-        documents = [*itertools.compress(documents, ~is_dropped)]
+        dropped = np.memmap(scratch / DROPPED, dtype=np.uint64, mode="r")
+        is_kept = ~contains(dropped, records["ordinal"])
+        documents = list(itertools.compress(documents, is_kept))
     written = write_shard(
         scratch / CORPUS,
         task.name,
@@ -154,40 +177,45 @@ def write_planned(task: ShardTask) -> WrittenShard:
         dtype=dtype,
         vocab_size=task.vocab_size,
     )
-    atomic_replace(_about(task).with_suffix(".counts"), written.counts.tobytes())
-    atomic_replace(_about(task), json.dumps({"plan": task.plan, "info": written.info._asdict()}).encode())
+    atomic_replace(info_path.with_suffix(".counts"), written.counts.tobytes())
+    content = {"plan": task.plan, "info": written.info._asdict()}
+    atomic_replace(info_path, json.dumps(content).encode())
     return written
 
 
 def is_written(task: ShardTask) -> bool:
-    """Whether a shard is finished already, of this plan, and still there."""
+    """Return whether the shard of a task is finished: its JSON has the task's plan, and its files are there."""
     tar = Path(task.scratch) / CORPUS / task.name
     try:
-        about = read_json(_about(task))
-        size, idx_sha256 = tar.stat().st_size, sha256_of_file(tar.with_name(f"{task.name}.idx"))
-        info = typed(ShardInfo, about["info"])
-        return bool(about["plan"] == task.plan and (info.bytes, info.idx_sha256) == (size, idx_sha256))
+        content = read_json(_info_path(task))
+        info = typed(ShardInfo, content["info"])
+        if content["plan"] != task.plan or info.bytes != tar.stat().st_size:
+            return False
+        return info.idx_sha256 == sha256_of_file(tar.with_name(f"{task.name}.idx"))
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
 def read_written(task: ShardTask) -> WrittenShard:
-    """A shard that is finished."""
-    info = typed(ShardInfo, read_json(_about(task))["info"])
-    return WrittenShard(info, np.fromfile(_about(task).with_suffix(".counts"), dtype=np.int64))
+    """Return the shard of a task that is finished."""
+    info_path = _info_path(task)
+    info = typed(ShardInfo, read_json(info_path)["info"])
+    counts = np.fromfile(info_path.with_suffix(".counts"), dtype=np.int64)
+    return WrittenShard(info, counts)
 
 
-def _about(task: ShardTask) -> Path:
+def _info_path(task: ShardTask) -> Path:
     return Path(task.scratch) / f"shard-{task.name}.json"
 
 
 def _cut(tokens_of_cell: npt.NDArray[np.int64], count: int) -> Iterator[tuple[int, int]]:
-    """(first cell, cell behind the last) of `count` shards of equal size, none without tokens."""
-    ends = np.cumsum(tokens_of_cell)
-    total = int(ends[-1])
+    """Yield (first cell, one past its last cell) of up to `count` shards of equal size, none without tokens."""
+    tokens_before = np.concatenate([[0], np.cumsum(tokens_of_cell)])  # [cells + 1] before each cell, and in all
+    total = int(tokens_before[-1])
     wanted = [total * number // count for number in range(1, count)]
-    borders = np.unique([0, *(np.searchsorted(ends, wanted) + 1), len(ends)])
-    filled = np.concatenate([[0], ends])[borders]
-    keep = np.concatenate([[True], np.diff(filled) > 0])
-    borders = borders[keep]
+    inner_borders = np.searchsorted(tokens_before[1:], wanted) + 1
+    borders = np.unique([0, *inner_borders, len(tokens_of_cell)])
+    tokens_at_borders = tokens_before[borders]
+    is_kept = np.concatenate([[True], np.diff(tokens_at_borders) > 0])
+    borders = borders[is_kept]
     yield from zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)

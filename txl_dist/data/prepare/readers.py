@@ -127,7 +127,7 @@ def _naming(file: SourceFile) -> Iterator[None]:
     try:
         yield
     except _read_errors() as error:
-        raise DataError(f"cannot read {file.path}: {error}. Mend or remove the file, then prepare again.") from error
+        raise DataError(f"cannot read {file.path}: {error}. Repair or remove the file, then prepare again.") from error
 
 
 def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:

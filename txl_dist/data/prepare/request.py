@@ -93,7 +93,7 @@ def _ends(file: SourceFile) -> str:
     """Hash of the first and the last bytes of a local file; of a URL what its store says of the version."""
     if has_scheme(file.path):
         return file.identity
-    unreadable = translate_errors(DataError, f"cannot read {file.path}", "Mend or remove the file.")
+    unreadable = translate_errors(DataError, f"cannot read {file.path}", "Repair or remove the file.")
     with unreadable, open_regular(Path(file.path)) as stream:
         digest = hashlib.sha256(stream.read(_END_BYTES))
         stream.seek(max(0, (file.size or 0) - _END_BYTES))

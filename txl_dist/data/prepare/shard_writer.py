@@ -1,4 +1,4 @@
-"""How the documents of one shard become a tar and its records. What such files hold is said in data/format.py."""
+"""Writer of shards: the documents of one shard become a tar and its records. data/format.py describes these files."""
 
 from __future__ import annotations
 
@@ -16,40 +16,46 @@ from txl_dist.data.format import NPY_HEADER_BYTES, RECORD, ShardInfo, Tokens, np
 from txl_dist.io.files import atomic_replace, atomic_write
 
 SHORT_DOCUMENT_LEN = 4096
+"""Number of tokens below which a document shares a sample with others."""
 PACKED_SAMPLE_LEN = 1 << 16
+"""Maximum number of tokens in a sample of several documents."""
 
 
 class WrittenShard(NamedTuple):
-    """A shard that `write_shard` wrote."""
+    """Shard that `write_shard` wrote."""
 
     info: ShardInfo
     counts: npt.NDArray[np.int64]
-    """[vocabulary] how often each id occurs in it."""
+    """[vocabulary] number of occurrences of each id in the shard."""
 
 
 def write_shard(
     folder: Path, name: str, documents: Sequence[Tokens], *, first_document: int, dtype: np.dtype[Any], vocab_size: int
 ) -> WrittenShard:
-    """Write documents, end-of-text included, as NAME and its records, each in one rename.
+    """Write documents, end-of-text included, as the tar `name` and its records `name`.idx, each in one rename.
 
-    `first_document` is the number of the first one in its split: samples are named by the number of their first
-    document, so a shard needs to know nothing about the shards before it.
+    `first_document` is the number of the first document in its split. Samples are named by the number of their first
+    document, so that shards can be written independently of each other.
     """
     counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
+    table = np.empty(len(documents), dtype=RECORD)
+    num_written = 0
     with atomic_write(folder / name) as stream:
         tar = _TarStream(stream)
-        table, number = np.empty(len(documents), dtype=RECORD), first_document
         for sample in _samples(documents):
+            key = f"{first_document + num_written:09d}"
             tokens = np.concatenate(sample).astype(dtype, copy=False)
             counts += np.bincount(tokens, minlength=vocab_size)
-            starts = np.cumsum([0, *map(len, sample[:-1])])
-            offset = tar.add(f"{number:09d}.npy", npy_bytes(tokens)) + NPY_HEADER_BYTES
+            lengths = np.array([len(document) for document in sample])
+            starts = np.cumsum(lengths) - lengths
+            offset = tar.add(f"{key}.npy", npy_bytes(tokens)) + NPY_HEADER_BYTES
             if len(sample) > 1:
-                tar.add(f"{number:09d}.docs.npy", npy_bytes(starts.astype("<u4")))
-            own = table[number - first_document :][: len(sample)]
-            own["offset"], own["tokens"] = offset + starts * dtype.itemsize, [len(document) for document in sample]
-            own["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
-            number += len(sample)
+                tar.add(f"{key}.docs.npy", npy_bytes(starts.astype("<u4")))
+            records = table[num_written : num_written + len(sample)]  # a view
+            records["offset"] = offset + starts * dtype.itemsize
+            records["tokens"] = lengths
+            records["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
+            num_written += len(sample)
         tar.close()
     atomic_replace(folder / f"{name}.idx", table.tobytes())
     info = ShardInfo(
@@ -64,25 +70,25 @@ def write_shard(
 
 
 def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
-    """Documents that share a sample: short ones, up to 65,536 tokens together."""
-    pack: list[Tokens] = []
-    held = 0
+    """Yield the documents of each sample: one long document, or short ones of up to 65,536 tokens together."""
+    sample: list[Tokens] = []
+    sample_len = 0
     for document in documents:
         is_short = len(document) < SHORT_DOCUMENT_LEN
-        if pack and (not is_short or held + len(document) > PACKED_SAMPLE_LEN):
-            yield pack
-            pack, held = [], 0
+        if sample and (not is_short or sample_len + len(document) > PACKED_SAMPLE_LEN):
+            yield sample
+            sample, sample_len = [], 0
         if not is_short:
             yield [document]
             continue
-        pack.append(document)
-        held += len(document)
-    if pack:
-        yield pack
+        sample.append(document)
+        sample_len += len(document)
+    if sample:
+        yield sample
 
 
 class _TarStream:
-    """Writes a tar with the headers of webdataset's own writer, which would import torch, and hashes it on the way."""
+    """Writer of a tar that hashes what it writes. Its headers are those of webdataset's writer, which imports torch."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -90,10 +96,12 @@ class _TarStream:
         self.num_bytes = 0
 
     def add(self, name: str, content: bytes) -> int:
-        """Append a member and return where its content begins."""
+        """Append a member, and return the offset of its content in bytes."""
         info = tarfile.TarInfo(name)
-        info.size, info.mode, info.uname, info.gname = len(content), 0o444, "bigdata", "bigdata"
-        # USTAR, no PAX header of 1 KiB per member; a fixed time (0): equal bytes for equal input.
+        info.size = len(content)
+        info.mode = 0o444
+        info.uname = info.gname = "bigdata"
+        # The time stays 0, so that equal input gives equal bytes. USTAR needs no PAX header of 1 KiB per member.
         self._write(info.tobuf(tarfile.USTAR_FORMAT))
         offset = self.num_bytes
         self._write(content)
@@ -101,12 +109,12 @@ class _TarStream:
         return offset
 
     def close(self) -> None:
-        """End the archive; the stream stays open."""
+        """Write the end of the archive. The stream stays open."""
         self._write(bytes(2 * tarfile.BLOCKSIZE))
         self._pad(tarfile.RECORDSIZE)
 
     def sha256(self) -> str:
-        """Of all that was written."""
+        """Return the hexadecimal sha256 of all bytes written so far."""
         return self._digest.hexdigest()
 
     def _pad(self, size: int) -> None:

@@ -253,7 +253,7 @@ def _of_paths(given: str, settings: PrepareSettings) -> _Found:
                 f"{path} is a link to {os.readlink(path)}, which is not there. Fetch that file (of git-annex: "
                 "`git annex get FILE`), or remove the link."
             )
-        with translate_errors(DataError, f"cannot read {path}", "Mend or remove the file."):
+        with translate_errors(DataError, f"cannot read {path}", "Repair or remove the file."):
             status = path.stat()
         files.append((str(path), status.st_size, f"{status.st_mtime_ns}"))
     return _Found(files, num_other, tuple(map(str, hidden)))
@@ -352,7 +352,7 @@ def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
             found += [path.relative_to(folder).as_posix() for path in paths if path.is_file() or not path.exists()]
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename}: {error.strerror}. Mend its permissions, or give inputs without it."
+            f"cannot read {error.filename}: {error.strerror}. Correct its permissions, or give inputs without it."
         ) from error
     return sorted(found)
 

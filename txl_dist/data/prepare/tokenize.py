@@ -1,15 +1,15 @@
-"""The middle of `txl prepare`: parts of the input, encoded, each sorted by the key that orders the corpus.
+"""Second step of `txl prepare`: tokenize parts of the input, each sorted by the key that orders the corpus.
 
-A part gives, per split, two files (three where near duplicates are looked for) and, last, a small JSON:
+A part gives two files per split, three if near duplicates are looked for. A small JSON comes last:
 
     part-000007-train.ids         ids of its documents, end-of-text included, sorted by (key, ordinal)
     part-000007-train.records     one `PART_RECORD` per document in that order: key, digest, ordinal, sizes
     part-000007-train.bands       [documents, 8] uint64, see duplicates.py
-    part-000007.json              what it covers and counts; without it the part does not exist
+    part-000007.json              range of the input and counts; without this file the part does not exist
 
-The key of a train document is a frozen hash of (seed, ordinal), so sorting shuffles; other splits keep the order of
-the input, their key is the ordinal. Either way a shard is "all documents with first <= key <= last, sorted", which
-each part answers with one contiguous read.
+The key of a train document is a frozen hash of (seed, ordinal), so that sorting shuffles. In other splits the key is
+the ordinal, which keeps the order of the input. In both cases a shard is "all documents with first <= key <= last,
+sorted". One contiguous read of each part gives them.
 """
 
 from __future__ import annotations
@@ -58,31 +58,35 @@ PART_RECORD = np.dtype(
         ("is_changed", "<u4"),
     ]
 )
-"""`start`: first token in the file of tokens. `digest`: 128 bits of the content. `text_bytes`, `characters`: of the
-text that the tokens spell. `is_changed`: whether that is another than the content."""
+"""Record of one document. `start`: index of its first token in the file of ids. `digest`: 128 bits of a hash of its
+text. `text_bytes`, `characters`: size of the text that the tokens spell. `is_changed`: whether that text differs from
+the document's."""
 _BATCH_LEN = 1 << 20
-"""Characters that are encoded at once."""
+"""Number of characters that are encoded at once."""
 _BATCH_DOCUMENTS = 1 << 12
-"""Documents that are encoded at once, since `band_keys` takes a kilobyte for each, however short."""
+"""Maximum number of documents that are encoded at once. `band_keys` takes a kilobyte for each, however short."""
 
 
 class Encoding(NamedTuple):
-    """How parts are made."""
+    """Settings that all parts share."""
 
     folder: str
+    """Folder that the parts are written to."""
     tokenizer: str
-    """Its file."""
+    """Path of the tokenizer's file."""
     fingerprint: str
-    """Of the tokenizer."""
+    """Fingerprint of the tokenizer."""
     reading: Reading
     seed: int
+    """Seed of the order of the train documents."""
     has_bands: bool
+    """Whether near duplicates are looked for."""
     stamp: str
     """Hash of all settings that change a part."""
 
 
 class PartTask(NamedTuple):
-    """One part to encode."""
+    """Task of a worker: one part to encode."""
 
     encoding: Encoding
     number: int
@@ -92,26 +96,35 @@ class PartTask(NamedTuple):
 
 
 class PartInfo(NamedTuple):
-    """What part-NUMBER.json says."""
+    """Content of part-NUMBER.json."""
 
     number: int
     stamp: str
+    """`Encoding.stamp` of the run that wrote the part."""
     inputs: str
+    """`PartTask.inputs` of the part."""
     begin: Cursor
     end: Cursor
     stored_bytes: int
+    """`InputPart.stored_bytes` of the part."""
     documents: dict[str, int]
-    """Per split; a split without documents has no files."""
+    """Number of documents of each split. A split without documents has no files."""
     counts: dict[str, int]
-    """Documents read, empty, replaced, skipped, invalid, cut into train and held out."""
+    """Number of documents by what happened: read, empty, replaced, skipped, invalid, cut (its ends held out)."""
 
 
 def encode_part(task: PartTask) -> PartInfo:
-    """Write the files of a part. Raises DataError if a document cannot be read or encoded."""
+    """Write the files of a part, unless an earlier run has finished it. Returns the content of its JSON.
+
+    Raises DataError if a document cannot be read or encoded.
+    """
     encoding, part = task.encoding, task.part
-    found = read_part_info(Path(encoding.folder), task.number)
-    if found and found[1:5] == (encoding.stamp, task.inputs, part.begin, part.end):  # of the run before a kill
-        return found
+    folder = Path(encoding.folder)
+    finished = read_part_info(folder, task.number)
+    if finished is not None:
+        is_same_input = (finished.inputs, finished.begin, finished.end) == (task.inputs, part.begin, part.end)
+        if is_same_input and finished.stamp == encoding.stamp:
+            return finished
     tokenizer = _tokenizer(encoding.tokenizer, encoding.fingerprint)
     counts: Counter[str] = Counter()
     splits: dict[str, _SplitOfPart] = defaultdict(_SplitOfPart)
@@ -124,39 +137,47 @@ def encode_part(task: PartTask) -> PartInfo:
             text_of=lambda piece: piece.document.text,
         ):
             _encode_batch(batch, encoding, tokenizer, splits, counts)
-    folder = Path(encoding.folder)
-    (folder / f"{name_of_part(task.number)}.json").unlink(missing_ok=True)  # it may speak of another part
-    for split, gathered in splits.items():
-        gathered.write(folder, name_of_part(task.number, split), split, encoding, tokenizer)
-    documents = {split: len(gathered.records) for split, gathered in sorted(splits.items())}
-    known = encoding.stamp, task.inputs, part.begin, part.end, part.stored_bytes
-    info = PartInfo(task.number, *known, documents=documents, counts=dict(counts))
-    atomic_replace(folder / f"{name_of_part(task.number)}.json", json.dumps(info._asdict()).encode())
+    info_path = folder / f"{name_of_part(task.number)}.json"
+    info_path.unlink(missing_ok=True)  # it may describe another part
+    for split, split_documents in splits.items():
+        split_documents.write(folder, name_of_part(task.number, split), split, encoding)
+    info = PartInfo(
+        number=task.number,
+        stamp=encoding.stamp,
+        inputs=task.inputs,
+        begin=part.begin,
+        end=part.end,
+        stored_bytes=part.stored_bytes,
+        documents={split: len(splits[split].records) for split in sorted(splits)},
+        counts=dict(counts),
+    )
+    atomic_replace(info_path, json.dumps(info._asdict()).encode())
     return info
 
 
 def read_part_info(folder: Path, number: int) -> PartInfo | None:
-    """What a finished part says; None if it is not there."""
+    """Read the JSON of a finished part; None if it is absent or unreadable."""
     try:
         values = read_json(folder / f"{name_of_part(number)}.json")
-        begin, end = (typed(Cursor, values[key]) for key in ("begin", "end"))
+        begin = typed(Cursor, values["begin"])
+        end = typed(Cursor, values["end"])
         return typed(PartInfo, {**values, "begin": begin, "end": end})
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def name_of_part(number: int, split: str = "") -> str:
-    """`part-000007-train`."""
+    """Return the name of a part, or of its files of one split: `part-000007-train`."""
     return f"part-{number:06d}" + (f"-{split}" if split else "")
 
 
 def records_of(folder: Path, number: int, split: str) -> npt.NDArray[Any]:
-    """[documents] of `PART_RECORD`, mapped."""
+    """Map the records of a part's split: [documents] of `PART_RECORD`, sorted by (key, ordinal)."""
     return np.memmap(folder / f"{name_of_part(number, split)}.records", dtype=PART_RECORD, mode="r")
 
 
 def bands_of(folder: Path, number: int, split: str) -> npt.NDArray[np.uint64]:
-    """[documents, bands], mapped."""
+    """Map the bands of a part's split: [documents, bands], in the order of its records."""
     path = folder / f"{name_of_part(number, split)}.bands"
     return np.memmap(path, dtype=np.uint64, mode="r").reshape(-1, NUM_BANDS)
 
@@ -164,37 +185,44 @@ def bands_of(folder: Path, number: int, split: str) -> npt.NDArray[np.uint64]:
 def gather(
     folder: Path, numbers: Sequence[int], split: str, *, keys: tuple[int, int], dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], list[Tokens]]:
-    """(records, tokens) of all documents with keys[0] <= key <= keys[1] in these parts, sorted by (key, ordinal)."""
-    records, documents = [np.empty(0, PART_RECORD)], []
+    """Read the documents of some parts' split with keys[0] <= key <= keys[1].
+
+    Returns ([documents] records, the tokens of each document), sorted by (key, ordinal).
+    """
+    records_of_parts = [np.empty(0, PART_RECORD)]
+    documents: list[Tokens] = []
     for number in numbers:
         mapped = records_of(folder, number, split)
         first = bisect.bisect_left(mapped["key"], keys[0], key=int)
         last = bisect.bisect_right(mapped["key"], keys[1], lo=first, key=int)
-        if first < last:
-            own = np.array(mapped[first:last])
-            path = folder / f"{name_of_part(number, split)}.ids"
-            begin = int(own["start"][0])
-            count = int(own["start"][-1]) + int(own["tokens"][-1]) - begin
-            tokens = np.fromfile(path, dtype=dtype, count=count, offset=begin * dtype.itemsize)
-            records.append(own)
-            documents += np.split(tokens, (own["start"][1:] - own["start"][0]).astype(np.int64))
-    joined = np.concatenate(records)
+        if first == last:
+            continue
+        records = np.array(mapped[first:last])
+        starts = records["start"]
+        begin = int(starts[0])
+        end = int(starts[-1]) + int(records["tokens"][-1])
+        path = folder / f"{name_of_part(number, split)}.ids"
+        tokens = np.fromfile(path, dtype=dtype, count=end - begin, offset=begin * dtype.itemsize)
+        borders = (starts[1:] - starts[0]).astype(np.int64)
+        records_of_parts.append(records)
+        documents += np.split(tokens, borders)
+    joined = np.concatenate(records_of_parts)
     order = np.lexsort((joined["ordinal"], joined["key"]))
     return joined[order], [documents[i] for i in order]
 
 
 class _SplitOfPart:
-    """The documents of one split in one part, in the order of the input."""
+    """Documents of one split in one part, in the order of the input."""
 
     def __init__(self) -> None:
         self.records: list[tuple[Any, ...]] = []
-        """Fields of `PART_RECORD`; key and start are filled in where they are written."""
+        """Fields of each document's `PART_RECORD`. `write` fills in key and start."""
         self.documents: list[Tokens] = []
         self.bands: list[npt.NDArray[np.uint64]] = []
-        """Of each document, if near duplicates are looked for."""
+        """[1, bands] of each document; empty unless near duplicates are looked for."""
 
-    def write(self, folder: Path, name: str, split: str, encoding: Encoding, tokenizer: Tokenizer) -> None:
-        """Sort and write."""
+    def write(self, folder: Path, name: str, split: str, encoding: Encoding) -> None:
+        """Sort the documents by (key, ordinal) and write their files, which begin with `name`."""
         table = np.array(self.records, dtype=PART_RECORD)
         table["key"] = hash64(encoding.seed, table["ordinal"]) if split == TRAIN else table["ordinal"]
         order = np.lexsort((table["ordinal"], table["key"]))
@@ -209,14 +237,14 @@ class _SplitOfPart:
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, fingerprint: str) -> Tokenizer:
-    """Loaded once per process."""
+    """Load the tokenizer, once per process."""
     tokenizer = load_tokenizer(path)
     assert tokenizer.fingerprint == fingerprint
     return tokenizer
 
 
 def _pieces(block: TextBlock, reading: Reading, counts: Counter[str]) -> Iterator[DocumentPiece]:
-    """Of the documents that have text; the others, and the damaged ones, are counted."""
+    """Yield the pieces of the documents that have text. Updates the counts of all documents."""
     for document in documents_of(block, reading):
         counts["read"] += 1
         if document.damage:
@@ -236,26 +264,34 @@ def _encode_batch(
     splits: dict[str, _SplitOfPart],
     counts: Counter[str],
 ) -> None:
+    """Tokenize a batch of pieces, and add each to the documents of its split."""
     encoded = _encode(batch, tokenizer)
     bands = band_keys(encoded, kind=tokenizer.kind) if encoding.has_bands else None
-    dtype, end_of_text = token_dtype(tokenizer.vocab_size), tokenizer.end_of_text
+    dtype = token_dtype(tokenizer.vocab_size)
+    ends = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
     for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
-        tokens = ids.astype(dtype) if end_of_text is None else np.append(ids, end_of_text).astype(dtype)
-        if not len(tokens):  # a text of nothing but blanks, in words
+        tokens = np.concatenate([ids.astype(dtype), ends])
+        if not len(tokens):  # only blanks, and a tokenizer of words
             counts["empty"] += 1
             continue
-        document, split = piece.document, splits[piece.split]
+        document = piece.document
         raw = text_bytes_of(document.text)
-        is_kept = tokenizer.keeps_text(num_unknown=int((ids == tokenizer.unknown_id).sum()))
-        spelled = raw if is_kept else text_bytes_of(tokenizer.decode(ids.tolist()))
-        sizes = len(tokens), len(spelled), count_characters(spelled)
-        split.records.append((0, document.ordinal, struct.unpack(">2Q", piece.digest), 0, *sizes, spelled != raw))
+        num_unknown = int((ids == tokenizer.unknown_id).sum())
+        if tokenizer.keeps_text(num_unknown=num_unknown):
+            spelled = raw
+        else:
+            spelled = text_bytes_of(tokenizer.decode(ids.tolist()))
+        digest = struct.unpack(">2Q", piece.digest)
+        sizes = (len(tokens), len(spelled), count_characters(spelled))
+        split = splits[piece.split]
+        split.records.append((0, document.ordinal, digest, 0, *sizes, spelled != raw))
         split.documents.append(tokens)
         if bands is not None:
             split.bands.append(bands[number : number + 1])
 
 
 def _encode(batch: Sequence[DocumentPiece], tokenizer: Tokenizer) -> list[Ids]:
+    """Return the ids of each piece. Raises DataError naming the document that cannot be encoded."""
     documents = [piece.document for piece in batch]
     try:
         with plugin_errors(KINDS, tokenizer.kind, what="tokenizer", kind=DataError):
@@ -263,7 +299,7 @@ def _encode(batch: Sequence[DocumentPiece], tokenizer: Tokenizer) -> list[Ids]:
         if owner_of(KINDS, tokenizer.kind) is not None:
             _check_ids(encoded, tokenizer)
         return encoded
-    except DataError:  # once more, one by one, to know which
+    except DataError:  # encode one document at a time to find the one that fails
         for document in documents:
             try:
                 with plugin_errors(KINDS, tokenizer.kind, what="tokenizer", kind=DataError):
@@ -274,7 +310,7 @@ def _encode(batch: Sequence[DocumentPiece], tokenizer: Tokenizer) -> list[Ids]:
 
 
 def _check_ids(encoded: Sequence[object], tokenizer: Tokenizer) -> None:
-    """Raises DataError for anything but arrays of ids of the vocabulary, which a plugin's tokenizer may have made."""
+    """Raise DataError unless a plugin's tokenizer returned 1-D arrays of ids in the vocabulary."""
     for ids in encoded:
         if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise DataError(

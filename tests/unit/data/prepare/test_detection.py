@@ -192,7 +192,7 @@ WORLD: dict[str, Callable[[], bytes]] = {
     "`x.jsonl`, a field that is null": lambda: b'{"text": "a"}\n{"text": null}\n',
     "`x.jsonl`, a field that is missing": lambda: b'{"text": "a"}\n{"body": "b"}\n',
     "`x.jsonl`, a field that is a list": lambda: b'{"text": "a"}\n{"text": ["b"]}\n',
-    "`x.jsonl`, a field that comes twice": lambda: b'{"text": "a", "text": "b"}\n',
+    "`x.jsonl`, a field that occurs twice": lambda: b'{"text": "a", "text": "b"}\n',
     "`x.json`, an array": lambda: json.dumps([{"text": each} for each in TEXTS]).encode(),
     "`x.json` over many lines": lambda: json.dumps({"text": "one"}, indent=1).encode(),
 }

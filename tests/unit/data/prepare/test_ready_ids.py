@@ -132,14 +132,14 @@ def test_names_that_never_occur_are_told(tmp_path: Path, names: Path) -> None:
 
 
 BAD_LINES = {
-    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is no id of the vocabulary list, whose 31 names",
+    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is no id of the vocabulary list, which names the 31 ids",
     "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is no id",
     "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is no id",
     "[true]\n": "bad.jsonl, line 1, index 0: True is no id",
     '["Bar_None"]\n': "bad.jsonl, line 1, index 0: 'Bar_None' is no id",
     "[1]\n\n[]\n": "bad.jsonl, line 3: no ids",
     "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is no id",
-    "17\n": "bad.jsonl, line 1: a number, and no list of ids",
+    "17\n": "bad.jsonl, line 1: a number, not a list of ids",
     '{"ids": [1]}\n': "bad.jsonl, line 1: no field 'text'.*--jsonl-field",
     "[1, 2\n": "bad.jsonl, line 1: not valid JSON",
     "[NaN]\n": "bad.jsonl, line 1",
@@ -224,7 +224,7 @@ def test_a_document_whose_names_are_too_long_is_refused_with_the_remedy(
         np.save(tmp_path / name, ids[1] if name == "one.npy" else ids)
     monkeypatch.setattr(documents, "LONGEST_RECORD", 30_000)
     where = {"one.npy": name, "rows.npy": f"{name}, row 2", "lists.jsonl": f"{name}, line 2"}[name]
-    message = f"{where} holds a document of 2 GiB or more.*ids as rows of a two-dimensional array or JSON lines"
+    message = f"{where} holds a document of 2 GiB or more.*ids as rows of a two-dimensional array or as JSON lines"
     assert_refused(tmp_path, names, tmp_path / name, message, valid_fraction=0.0)
     monkeypatch.setattr(documents, "LONGEST_RECORD", 30_001)
     assert prepared(tmp_path, names, tmp_path / name, valid_fraction=0.0).splits["train"].longest == 10_001
@@ -246,7 +246,7 @@ def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_p
 def test_a_list_that_is_too_short_is_refused_by_the_first_id_outside(tmp_path: Path, names: Path) -> None:
     names.write_text("".join(f"{name}\n" for name in NAMES[:-1]), encoding="utf-8")
     np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [4, 5, 30]]))
-    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is no id.*whose 30 names")
+    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is no id.*which names the 30 ids")
 
 
 @pytest.mark.parametrize("changed", [[*NAMES, "one_more"], [*NAMES[:-1], "other"], NAMES[::-1]])

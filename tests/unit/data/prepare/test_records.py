@@ -20,16 +20,16 @@ INVALID = {
     '{"other": "x", "id": 5}': "no field 'text' (found: 'other', 'id'). Name the field with --jsonl-field",
     "{}": "no field 'text' (found: none)",
     '{"text": null}': "the field 'text' is null. ",
-    '{"text": ["a"]}': "the field 'text' holds a list, and no text",
-    '{"text": {"a": 1}}': "the field 'text' holds an object, and no text",
-    '{"text": 5}': "the field 'text' holds a number, and no text",
-    '{"text": 1.5}': "the field 'text' holds a number, and no text",
-    '{"text": true}': "the field 'text' holds true or false, and no text",
-    '["a"]': "a list, and no object with the field 'text'",
-    '"a"': "a string, and no object with the field 'text'",
-    "null": "null, and no object with the field 'text'",
-    '{"text": "a", "text": "b"}': "the field 'text' comes twice in the record",
-    '{"text": "a", "te\\u0078t": null}': "the field 'text' comes twice in the record",
+    '{"text": ["a"]}': "the field 'text' holds a list, not text",
+    '{"text": {"a": 1}}': "the field 'text' holds an object, not text",
+    '{"text": 5}': "the field 'text' holds a number, not text",
+    '{"text": 1.5}': "the field 'text' holds a number, not text",
+    '{"text": true}': "the field 'text' holds true or false, not text",
+    '["a"]': "a list, not an object with the field 'text'",
+    '"a"': "a string, not an object with the field 'text'",
+    "null": "null, not an object with the field 'text'",
+    '{"text": "a", "text": "b"}': "the field 'text' occurs twice in the record",
+    '{"text": "a", "te\\u0078t": null}': "the field 'text' occurs twice in the record",
 }
 
 
@@ -42,7 +42,7 @@ def test_what_a_record_lacks_is_said_with_its_line_and_it_can_be_left_out(tmp_pa
     message = str(caught.value)
     assert f"a.jsonl, line 2: {INVALID[line]}" in message
     assert "--skip-invalid" in message
-    assert ("--jsonl-field" in message) == ("no field" in message or "and no text" in message)
+    assert ("--jsonl-field" in message) == ("no field" in message or ", not text" in message)
     assert [document.damage for document in read([path], skip_invalid=True)] == ["", "invalid", ""]
 
 
@@ -99,7 +99,7 @@ def test_rows_of_parquet_that_are_null_are_refused_or_left_out(tmp_path: Path) -
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["fine", None, "fine"]}), path)
-    with pytest.raises(DataError, match=r"a\.parquet, column 'text', row 2: it is null\. .*--skip-invalid"):
+    with pytest.raises(DataError, match=r"a\.parquet, column 'text', row 2: the value is null\. .*--skip-invalid"):
         read([path])
     assert [document.damage for document in read([path], skip_invalid=True)] == ["", "invalid", ""]
 

@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_read_is_named_not_skipped(tmp_path: Path, monke
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(DataError, match=r"cannot read .*/locked: Permission denied\. Mend its permissions"):
+    with pytest.raises(DataError, match=r"cannot read .*/locked: Permission denied\. Correct its permissions"):
         read([tmp_path])
 
 
@@ -288,7 +288,7 @@ def test_parquet_is_read_by_column_and_what_holds_no_text_is_named(tmp_path: Pat
     with pytest.raises(DataError, match="no text in the column 'number'"):
         read([path], field="number")
     parquet.write_table(pyarrow.table({"text": ["fine", None]}), path)
-    with pytest.raises(DataError, match=r"x\.parquet, column 'text', row 2: it is null"):
+    with pytest.raises(DataError, match=r"x\.parquet, column 'text', row 2: the value is null"):
         read([path])
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cannot read .*x\.parquet"):
