@@ -62,7 +62,7 @@ class TextBlock(NamedTuple):
     """Consecutive raw records of one input, not decoded yet."""
 
     where: str
-    """File, for messages."""
+    """Path or URL of the input, for messages."""
     form: Form
     split: str
     """Split that the input was given for."""

@@ -246,7 +246,7 @@ def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_p
 def test_a_list_that_is_too_short_is_refused_by_the_first_id_outside(tmp_path: Path, names: Path) -> None:
     names.write_text("".join(f"{name}\n" for name in NAMES[:-1]), encoding="utf-8")
     np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [4, 5, 30]]))
-    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is no id.*which names the 30 ids")
+    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is no id.*names the 30 ids")
 
 
 @pytest.mark.parametrize("changed", [[*NAMES, "one_more"], [*NAMES[:-1], "other"], NAMES[::-1]])
