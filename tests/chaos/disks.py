@@ -63,11 +63,11 @@ def last_save(lab: Lab, *, kind: str) -> Case:
     case, run = lab.case(f"disk: full at the end, {kind}", fault="enospc:0:24:save-file, always"), lab.new_run(kind)
     words = ("--engine.zero_stage", "1")
     with lab.start(run, *words, fault=FULL_AT_THE_END) as job:
-        job.wait_for(lambda: "is not saved yet: it is tried for up to 15 min" in job.text)
+        job.wait_for(lambda: "is not saved yet: the run tries again for up to 15 min" in job.text)
         asked_s = REQUESTS[kind](job, run)
         case.exit_codes.append(job.wait())
         case.detect_s = round(max(at for _, at in job.exits.values()) - asked_s, 2)
-        case.message_ok = "the same command then goes on from step_000000018" in job.text
+        case.message_ok = "the same command then continues from step_000000018" in job.text
     if case.exit_codes != [[2, 2]] or not case.message_ok:
         case.problems.append(f"exit codes {case.exit_codes}: {job.text[-500:]}")
     lab.finish(case, run, *words)
@@ -83,7 +83,7 @@ def removed(lab: Lab, *, moment: str) -> Case:
         job.wait_for(lambda: bool(job.struck) and bool(run.checkpoints))
         run.dir.rename(away)
         case.exit_codes.append(job.wait())
-        case.message_ok = job.text.count("was removed or moved while the run was going on") == 1
+        case.message_ok = job.text.count("was removed or moved during the run") == 1
     if case.exit_codes != [[2, 2]] or not case.message_ok or "Traceback" in job.text:
         case.problems.append(f"exit codes {case.exit_codes}: {job.text[-2000:]}")
     if run.dir.exists():

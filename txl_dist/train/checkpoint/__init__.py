@@ -1,1 +1,1 @@
-"""Checkpoints: written, read, checked, pruned."""
+"""Checkpoints of a run: writing, reading, checking and pruning."""

@@ -1,7 +1,7 @@
-"""States of callbacks in a checkpoint: one file, `callbacks.safetensors`, without a pickle.
+"""The callbacks' states in a checkpoint: one file, `callbacks.safetensors`, without a pickle.
 
-Tensors are stored as `CALLBACK/KEY`; everything else is JSON in the file's metadata. A checkpoint of a run without such
-states has no such file.
+Tensors are stored as `CALLBACK/KEY`. Everything else is JSON in the file's metadata. If no callback has a state, the
+checkpoint has no such file.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from txl_dist.train.callbacks import States
 from txl_dist.train.checkpoint.validate import CALLBACKS
 
 MAX_TENSOR_BYTES, MAX_JSON_BYTES = 256 << 20, 16 << 20
-"""Largest states of all callbacks together: rank 0 holds a copy while it saves."""
+"""Limits in bytes for the states of all callbacks together. Rank 0 holds a copy of them while it saves."""
 _STATES_KEY, _VALIDATED_KEY = "callbacks", "validated_step"
 
 
 class CallbackStates(NamedTuple):
-    """Content of `callbacks.safetensors`."""
+    """Content of the file `callbacks.safetensors`."""
 
     states: States
     """Result of each callback's `state_dict`, by its `state_key`."""
@@ -38,9 +38,9 @@ NO_STATES = CallbackStates({})
 
 
 def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Copies of the tensors, and the metadata, of the file; None if there is nothing to keep.
+    """Return (copies of the tensors, metadata) for the file; None if no callback has a state.
 
-    Raises TrainingError for values that are neither JSON nor tensors, and for too many bytes.
+    Raises TrainingError for values that are neither JSON nor tensors, and if the states exceed a limit.
     """
     if not callbacks.states:
         return None
@@ -61,13 +61,13 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
                 plain[name][key] = value
     metadata = {_STATES_KEY: json.dumps(plain), _VALIDATED_KEY: str(callbacks.validated_step)}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    for what, found, limit in (
+    for what, size, limit in (
         ("tensors", num_bytes, MAX_TENSOR_BYTES),
         ("JSON", len(metadata[_STATES_KEY]), MAX_JSON_BYTES),
     ):
-        if found > limit:
+        if size > limit:
             raise TrainingError(
-                f"the states of callbacks ({', '.join(states)}) hold {format_bytes(found)} of {what}; a "
+                f"the states of callbacks ({', '.join(states)}) hold {format_bytes(size)} of {what}; a "
                 f"checkpoint takes {format_bytes(limit)} at most. Keep large values in a file of your own, "
                 "and its name in the state."
             )
@@ -75,7 +75,10 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
 
 
 def read_states(folder: Path) -> CallbackStates:
-    """The states in a checkpoint; none if it has no such file. Raises CheckpointError if the file cannot be read."""
+    """Return the callbacks' states in a checkpoint, or none if it has no such file.
+
+    Raises CheckpointError if the file cannot be read.
+    """
     path = folder / CALLBACKS
     if not path.is_file():
         return NO_STATES
@@ -83,8 +86,8 @@ def read_states(folder: Path) -> CallbackStates:
     with translate_errors(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=reasons):
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata()
-            found = parse_object(metadata[_STATES_KEY])
-            states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in found.items()}
+            plain = parse_object(metadata[_STATES_KEY])
+            states: dict[str, dict[str, Any]] = {name: dict(state) for name, state in plain.items()}
             for full_name in file.keys():  # noqa: SIM118  no mapping
                 name, _, key = full_name.partition("/")
                 states[name][key] = file.get_tensor(full_name)
@@ -95,7 +98,7 @@ _DEEPEST = 20
 
 
 def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
-    """Raises TrainingError for what would come back from JSON as something else."""
+    """Check that a value survives JSON unchanged. Raises TrainingError if not."""
     if depth > _DEEPEST:
         raise _unfit(name, where, value, f"nest it {_DEEPEST} levels deep at most")
     if value is None or type(value) in (bool, int, float, str):
@@ -115,6 +118,7 @@ def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
 
 
 def _unfit(name: str, where: str, value: object, remedy: str) -> TrainingError:
+    """Return the error for a value that a checkpoint cannot keep. `where` names its place in the state."""
     place = f", {where}," if where else ""
     return TrainingError(
         f"callback {name}: state_dict(){place} holds a {type(value).__name__}, which a checkpoint cannot keep. "

@@ -1,5 +1,7 @@
-"""The probe of a checkpoint: the engine's own losses on a few tokens, saved with the weights and looked at again when a
-run goes on."""
+"""The probe of a checkpoint: the engine's losses on a few fixed tokens, saved together with the weights.
+
+A run that resumes the checkpoint computes these losses again. They differ if the loaded weights are not the saved ones.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,22 @@ from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
 
 AVERAGE_LOSSES = "average_losses"
-"""In a checkpoint's probe."""
+"""Name of the tensor in the probe that has the losses by the averaged weights."""
 
 
 def make_probe(
     engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], tokens: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """The engine's losses on tokens [1, 2 * PROBE_LEN + 1], by default the probe's, over a memory of so many tokens in
-    each layer. All ranks take part, since parameters may be sharded. Where steps are made in tf32 these are all the
-    same of fp32, as any device has them."""
+    """Return a probe: `tokens` [1, 2 * PROBE_LEN + 1] and the engine's `losses` on them, [1, 2 * PROBE_LEN] in nats.
+
+    `memory_lens` are the memory lengths of the layers, in tokens. `tokens` are by default those of `probe_tokens`. All
+    ranks call it together, since parameters may be sharded. It computes in fp32 even if training uses tf32, so that any
+    device can reproduce it.
+    """
     tokens = probe_tokens(engine.model.vocab_size) if tokens is None else tokens
     model = engine.model
     memory = empty_memory(memory_lens, num_lanes=1, width=model.section.width, like=model.embedding.weight(0))
-    losses, of_products = [], torch.get_float32_matmul_precision()
+    losses, matmul_precision = [], torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         for start in (0, PROBE_LEN):
@@ -45,7 +50,7 @@ def make_probe(
             nll_BT, memory = engine.losses(to_device(batch, memory.document_BM.device), memory)
             losses.append(nll_BT.cpu())
     finally:
-        torch.set_float32_matmul_precision(of_products)
+        torch.set_float32_matmul_precision(matmul_precision)
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
 
 
@@ -65,10 +70,11 @@ def make_probes(
 
 
 def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: str) -> str:
-    """Hold what the engine has loaded from a checkpoint against the losses that were computed when it was saved: one
-    pass over 64 tokens, of the memory length of then. All ranks call it. Returns what it showed, in words.
+    """Compare the engine's losses after a checkpoint was loaded with the losses that were saved in it.
 
-    Raises CheckpointError on every rank if the two differ by more than their precisions do: an export's tolerance.
+    It costs one pass over 64 tokens, with the memory length of the saved settings. All ranks call it. Returns the
+    outcome as text for the log. Raises CheckpointError on every rank if a loss differs by more than an export allows
+    for the two precisions (`probe_tolerance`).
     """
     start_s = time.perf_counter()
     saved, config = run_on_all_ranks(
@@ -85,7 +91,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
             raise CheckpointError(
                 f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "
                 f"saved with, more than {tolerance:.3g}. Its weights are another's. Move it away, and the same command "
-                "goes on from the checkpoint before it; if none reproduces its probe, report it."
+                "continues from the checkpoint before it; if none reproduces its probe, report it."
             )
         return worst
 
@@ -94,7 +100,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
 
 
 def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
-    """Tokens and losses of a checkpoint's probe. Raises CheckpointError if there is none."""
+    """Return the tokens and losses of a checkpoint's probe. Raises CheckpointError if it has no valid probe."""
     path = folder / PROBE
     damage = (OSError, RuntimeError, SafetensorError, KeyError)
     with translate_errors(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=damage):

@@ -1,5 +1,8 @@
-"""Files of fragments, the pieces of parameters and optimizer state that each rank wrote, and how values are put
-together from them: of any range of any parameter, for an engine of any stage on any number of ranks."""
+"""The files of fragments in a checkpoint: pieces of parameters and optimizer state, one file per saving rank.
+
+A reader assembles any range of any parameter from them. So a checkpoint can be loaded at any ZeRO stage, on any number
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,29 +26,35 @@ _DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
 
 @contextmanager
 def reading(what: str, path: Path) -> Iterator[Any]:
-    """`open_tensors` for a block that reads of it. Raises CheckpointError, which says what cannot be read and where."""
+    """Open a file of tensors for the block; `what` names its content. Raises CheckpointError if it cannot be read."""
     damage = (OSError, RuntimeError, SafetensorError)
     with translate_errors(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
         yield open_tensors(path)
 
 
 def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata) of a file of fragments."""
-    tensors = {f"{kind}/{one.parameter}": values for one in fragments for kind, values in one.values.items()}
-    starts = {one.parameter: one.start for one in fragments}
-    steps = {one.parameter: one.step for one in fragments}
+    """Return (tensors, metadata) for a file of fragments.
+
+    Tensors are named `KIND/PARAMETER`. The metadata has each fragment's start in its parameter and its update count.
+    """
+    tensors: dict[str, Tensor] = {}
+    for fragment in fragments:
+        for kind, values in fragment.values.items():
+            tensors[f"{kind}/{fragment.parameter}"] = values
+    starts = {fragment.parameter: fragment.start for fragment in fragments}
+    steps = {fragment.parameter: fragment.step for fragment in fragments}
     return tensors, {"starts": json.dumps(starts), "steps": json.dumps(steps)}
 
 
 class FragmentFiles:
-    """The files of fragments that all ranks wrote: a `Source` for an engine of any stage on any number of ranks.
+    """Reader of the fragments that all ranks wrote: a `Source` for an engine of any stage on any number of ranks.
 
-    Files are opened when a value is asked for that those before do not hold, beginning with the one of rank `near`, so
-    that a rank which finds its own parts again opens no other file.
+    A file is opened only when the files opened before lack a requested value. The first one is that of rank `near`. So
+    a rank that reads the fragments it saved itself opens one file only.
     """
 
     def __init__(self, folder: Path, *, near: int = 0) -> None:
-        """Raises CheckpointError if the folder has no such file, or it cannot be read."""
+        """Open the first file that holds weights. Raises CheckpointError if there is none, or it cannot be read."""
         self._folder = folder
         paths = sorted(folder.glob("*.safetensors"))
         near = min(near, max(len(paths) - 1, 0))
@@ -58,24 +67,27 @@ class FragmentFiles:
             raise CheckpointError(f"{folder} holds no weights. Use another checkpoint.")
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
-        """Raises CheckpointError if no file holds it all."""
-        values, found, index = torch.empty(length), 0, 0
-        while found < length:
+        """Return [length] values of the flattened parameter, from `start` on.
+
+        Raises CheckpointError if the files together lack some of them.
+        """
+        values, num_read, index = torch.empty(length), 0, 0
+        while num_read < length:
             if index == len(self._opened) and not self._open_next():
                 raise CheckpointError(
-                    f"{self._folder} lacks {length - found} of {length} values {kind} of {parameter} from "
-                    f"{start + found} on. It belongs to another model; use another checkpoint."
+                    f"{self._folder} lacks {length - num_read} of {length} values {kind} of {parameter} from "
+                    f"{start + num_read} on. It belongs to another model; use another checkpoint."
                 )
-            copied = self._opened[index].copy_into(values[found:], kind, parameter, start=start + found)
-            found, index = found + copied, 0 if copied else index + 1
+            copied = self._opened[index].copy_into(values[num_read:], kind, parameter, start=start + num_read)
+            num_read, index = num_read + copied, 0 if copied else index + 1
         return values
 
     def kinds_of(self, parameter: str) -> list[str]:
-        """Kinds of values that a parameter has. Raises CheckpointError if no file holds it."""
+        """Return the kinds of values that a parameter has. Raises CheckpointError if no file holds it."""
         return self._file_of(parameter).kinds_of(parameter)
 
     def step_of(self, parameter: str) -> float:
-        """Updates that the optimizer had counted for it. Raises CheckpointError if no file holds it."""
+        """Return the optimizer's update count for a parameter. Raises CheckpointError if no file holds it."""
         return self._file_of(parameter).steps[parameter]
 
     def _file_of(self, parameter: str) -> _FragmentFile:
@@ -96,7 +108,10 @@ class FragmentFiles:
 
 
 class _FragmentFile:
+    """One open file of fragments."""
+
     def __init__(self, path: Path) -> None:
+        """Open the file and read its index. Raises CheckpointError if it is damaged."""
         self._path = path
         with self._reading():
             self._file = TensorFile(path)
@@ -107,11 +122,14 @@ class _FragmentFile:
             self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
 
     def kinds_of(self, parameter: str) -> list[str]:
-        """Kinds of values that a parameter has here."""
+        """Return the kinds of values that this file has of a parameter."""
         return [kind for kind in self.kinds if f"{kind}/{parameter}" in self._file.shapes]
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
-        """Copy what this file has of a parameter from `start` on. Returns how much that is: 0 if it lacks `start`."""
+        """Copy the values that this file has of a parameter, from `start` on, into `values`.
+
+        Returns their number, 0 if the file lacks the value at `start`. Raises CheckpointError if it lacks the kind.
+        """
         if parameter not in self._starts:
             return 0
         name = f"{kind}/{parameter}"

@@ -1,4 +1,4 @@
-"""The decisions on checkpoints: when to save, and which to keep. `writer` writes them.
+"""The decisions about checkpoints: when to save, and which to keep. `writer` writes them.
 
 One save is in flight at a time. A failed one is tried again. Old checkpoints are removed after a new one is complete.
 All methods are called by all ranks together.
@@ -53,7 +53,7 @@ class CheckpointManager:
         callbacks: Callbacks,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Note where the run stands.
+        """Take over the parts of the run that a save needs.
 
         `newest` is the checkpoint that it resumed. `evaluated` has the validation loss by step, and grows during the
         run. `clock_s` measures the minutes between checkpoints.
@@ -75,7 +75,7 @@ class CheckpointManager:
 
     @property
     def is_written(self) -> bool:
-        """Whether a save is in flight of which this rank has written its part."""
+        """Whether a save is in flight and this rank has written its part of it."""
         return self._saver.in_flight and self._saver.is_written
 
     def seconds(self) -> dict[str, float]:
@@ -90,8 +90,7 @@ class CheckpointManager:
 
     @property
     def is_late(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last checkpoint began. Only rank 0 answers:
-        elsewhere it is False."""
+        """Whether `checkpoint.every_minutes` have passed since the last checkpoint began; False on ranks other than 0."""
         interval_s = 60 * self._context.config.checkpoint.every_minutes
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
@@ -129,7 +128,10 @@ class CheckpointManager:
                 )
 
     def finish(self, step: int) -> bool:
-        """Commit the save in flight, if there is one. Returns False if that failed: it is tried again after `step`."""
+        """Commit the save in flight, if there is one.
+
+        Returns False if that failed. It is logged, and another save is planned for after `step`.
+        """
         if not self._saver.in_flight:
             return True
         self._watch.beat("commit")
@@ -137,7 +139,7 @@ class CheckpointManager:
         result = self._saver.finish()
         if result.error:
             self._plan_retry(step)
-            warn_for_all("no checkpoint of step %d: %s It is tried again.", result.step, result.error)
+            warn_for_all("no checkpoint of step %d: %s The run will try again.", result.step, result.error)
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
             if self._context.ranks.is_rank0 and self._newest is not None:
                 self._prune(self._newest)  # the user may have lowered checkpoint.keep_last to free space
@@ -189,7 +191,7 @@ class CheckpointManager:
                 self._watch.stops.clear()  # the request was obeyed
         raise raised_everywhere(
             CheckpointError(
-                f"step {state.step} could not be saved {when}; the log says why. Mend that; the same command then "
+                f"step {state.step} could not be saved {when}; the log says why. Fix that; the same command then "
                 f"{self._resume_hint()}."
             )
         )
@@ -202,19 +204,21 @@ class CheckpointManager:
         return self._newest == checkpoint_folder(self._run_dir, state.step)
 
     def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
+        """Log that the final save has failed, for how long it is retried, and how to leave earlier."""
         limit = f"{patience_s / 60:g} min" if patience_s >= 60 else f"{patience_s:g} s"
         how = "a second SIGTERM or Ctrl-C" if stopped else f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
         warn_for_all(
-            "step %d, the last, is not saved yet: it is tried for up to %s more. To leave earlier: %s; it is then "
-            "tried once more. Where that fails, the same command %s.",
+            "step %d, the last, is not saved yet: the run tries again for up to %s. To leave earlier: %s; it then "
+            "tries once more. If that fails, the same command %s.",
             *(step, limit, how, self._resume_hint()),
         )
 
     def _resume_hint(self) -> str:
-        return f"goes on from {self._newest.name}" if self._newest is not None else "begins anew"
+        """Say from where the same command continues."""
+        return f"continues from {self._newest.name}" if self._newest is not None else "starts from step 0"
 
     def _wait(self, seconds: float) -> bool:
-        """Wait, all ranks equally long. Returns whether any was asked to leave (`_is_asked_to_leave`)."""
+        """Wait equally long on all ranks. Returns whether any rank was asked to leave (`_is_asked_to_leave`)."""
         end_s = time.monotonic() + seconds
         is_over = is_asked = False
         while not is_over and not is_asked:
@@ -326,7 +330,7 @@ def _check_is_there(run_dir: Path) -> None:
     """Check that the run directory still exists. Raises CheckpointError if not."""
     if was_removed(run_dir):
         raise CheckpointError(
-            f"the run directory {run_dir} was removed or moved while the run was going on, and is not made anew: "
-            "nothing more can be saved. Bring it back, or name its new place with --run.dir: the same command goes on "
-            "from its newest whole checkpoint."
+            f"the run directory {run_dir} was removed or moved during the run, and is not created again: nothing more "
+            "can be saved. Restore it, or name its new place with --run.dir: the same command continues from its "
+            "newest complete checkpoint."
         )

@@ -1,4 +1,4 @@
-"""The memories with which a run begins, and those in a checkpoint, by global lane, whichever ranks saved them.
+"""The memories of a new run, and those of a checkpoint, which are stored by global lane and not by rank.
 
 A file holds the memories of some lanes: `hidden` [L, B, M, D] and `document` [B, M]. If the layers' memories differ in
 length, `hidden.0` [B, M_0, D], `hidden.1` and so on take the place of `hidden`.

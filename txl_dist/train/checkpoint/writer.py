@@ -5,8 +5,8 @@
     step boundary   all ranks have written: manifest and rename        `finish`, all ranks; the rename commits
 
 Files go to `step_N.tmp-NONCE`. A crash leaves the committed folder or that one, which nobody reads and the next start
-removes. A file system that fails never ends a run here. The files written are removed, `finish` returns the reason on
-every rank, and the loop tries again later.
+removes. An error of the file system never ends a run here. The files written are removed, `finish` returns the reason
+on every rank, and the loop tries again later.
 """
 
 from __future__ import annotations
@@ -311,5 +311,5 @@ def _explained(error: Exception, path: Path, *, needed: int) -> str:
     if isinstance(error, OSError):
         where = error.filename or path
         reason = f"cannot write {where}: {error.strerror or error}"
-        return f"{reason}. A checkpoint needs {format_bytes(needed)}; free space or mend permissions in {path.parent}."
+        return f"{reason}. A checkpoint needs {format_bytes(needed)}; free space or fix permissions in {path.parent}."
     return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."

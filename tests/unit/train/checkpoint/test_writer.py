@@ -479,7 +479,7 @@ def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it
         one.begin(it.state(50))
         assert one.finish(52) is not asynchronous
         assert [step for step in range(51, 101) if one.is_due(step)] == [57 if asynchronous else 55, 100]
-        with pytest.raises(CheckpointError, match=r"step 52 could not be saved in 0\.05 s; .* then begins anew"):
+        with pytest.raises(CheckpointError, match=r"step 52 could not be saved in 0\.05 s; .* then starts from step 0"):
             one.finish_last(it.state(52), patience_s=0.05)
     assert records.events[0] == ("save_failed", 50)
     assert len(records.events) > 2
@@ -506,7 +506,7 @@ def test_who_asks_to_stop_while_the_last_save_is_retried_is_told_how_and_heard_a
         one.finish_last(it.state(7), patience_s=900.0, stopped=num_before > 0)
     assert records.events == [("save_failed", 7)] * 2
     how = "a second SIGTERM or Ctrl-C" if num_before else f"SIGTERM, Ctrl-C or the file {tmp_path / 'STOP'}"
-    assert f"it is tried for up to 15 min more. To leave earlier: {how}; it is then tried once more" in caplog.text
+    assert f"the run tries again for up to 15 min. To leave earlier: {how}; it then tries once more" in caplog.text
 
 
 def test_room_that_is_made_before_the_last_attempt_is_used(
@@ -587,7 +587,7 @@ def test_a_save_rebuilds_no_run_directory_that_is_gone_and_the_last_one_says_so(
     (tmp_path / "run").rename(tmp_path / "away")
     one.begin(it.state(2))
     assert not one.finish(2)
-    with pytest.raises(CheckpointError, match=r"the run directory .*run was removed or moved .* is not made anew"):
+    with pytest.raises(CheckpointError, match=r"the run directory .*run was removed or moved .* is not created again"):
         one.finish_last(it.state(2), patience_s=900.0)
     assert [path.name for path in tmp_path.iterdir()] == ["away"]
     assert records.events == [("saved", 1), ("save_failed", 2)]
