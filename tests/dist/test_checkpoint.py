@@ -234,7 +234,7 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
     tmp_path: Path,
 ) -> None:
     folders = [golden_at(tmp_path / "run", step) for step in (3, 5, 7)]
-    with pytest.raises(CheckpointError, match=r"goes on to step_000000007\. .* choose another --run\.dir"):
+    with pytest.raises(CheckpointError, match=r"has a newer checkpoint, step_000000007\. .* choose another --run\.dir"):
         choose_checkpoint(tmp_path / "run", str(folders[0]))
     assert choose_checkpoint(tmp_path / "other", str(folders[0])) == (read_state(folders[0]), [])
     assert choose_checkpoint(tmp_path / "run", "auto") == (read_state(folders[2]), [])
@@ -243,7 +243,7 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
     assert chosen is not None
     assert chosen.folder == folders[2], "the same command goes on with what it has made"
     assert len(remarks) == 1
-    assert "has begun already" in remarks[0]
+    assert "has checkpoints of its own" in remarks[0]
     shutil.rmtree(elsewhere)
     with pytest.raises(CheckpointError, match="--resume is never"):
         choose_checkpoint(tmp_path / "run", "never")

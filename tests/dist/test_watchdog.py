@@ -28,7 +28,7 @@ from txl_dist.distributed.processes import process_id
 from txl_dist.errors import HANG
 from txl_dist.fault_injection import failpoint
 from txl_dist.train.monitoring.heartbeats import Beat
-from txl_dist.train.monitoring.watchdog import Watchdog, behind, end_frozen
+from txl_dist.train.monitoring.watchdog import Watchdog, end_frozen, ranks_waited_for
 from txl_dist.train.stepper import reduce_step
 
 pytestmark = pytest.mark.dist
@@ -193,9 +193,13 @@ def beat(step: int, *, is_waiting: bool) -> Beat:
 
 
 def test_the_rank_behind_is_the_lowest_step_and_then_who_is_not_waiting() -> None:
-    assert behind({0: beat(7, is_waiting=True), 1: beat(6, is_waiting=True), 2: beat(7, is_waiting=False)}) == [1]
-    assert behind({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=False), 2: beat(8, is_waiting=True)}) == [1]
-    assert behind({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=True)}) == [0, 1]
+    assert ranks_waited_for(
+        {0: beat(7, is_waiting=True), 1: beat(6, is_waiting=True), 2: beat(7, is_waiting=False)}
+    ) == [1]
+    assert ranks_waited_for(
+        {0: beat(7, is_waiting=True), 1: beat(7, is_waiting=False), 2: beat(8, is_waiting=True)}
+    ) == [1]
+    assert ranks_waited_for({0: beat(7, is_waiting=True), 1: beat(7, is_waiting=True)}) == [0, 1]
 
 
 def test_a_thread_waits_where_it_says_so() -> None:

@@ -84,7 +84,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
                     if not (problems := checkpoint_problems(folder)):
                         used = use(_read_checkpoint(folder, name=run.name, use_ema=use_ema))
                         for reason in rejected:
-                            logger.warning("passed over a damaged checkpoint, %s", reason)
+                            logger.warning("skipped a damaged checkpoint, %s", reason)
                         return used
                 except (TxlError, OSError):
                     if os.path.lexists(folder):

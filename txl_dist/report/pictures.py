@@ -173,7 +173,7 @@ _RANK_ROW = PlotRow(
     "Time per rank",
     "ms per step",
     {"fastest": "fastest_rank_ms", "median": "median_rank_ms", "slowest": "slowest_rank_ms"},
-    caption="A rank's own part of a step, before it meets another.",
+    caption="The local part of a rank's step, before its first collective.",
     missing="there is one rank only",
 )
 _ROWS = (*_LOSS_ROWS, *_MEMORY_ROWS, *_metric_rows(), *_LAYER_ROWS, _RANK_ROW)

@@ -57,9 +57,9 @@ def make_probe(
 def make_probes(
     engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], with_average: bool
 ) -> dict[str, Tensor]:
-    """Return what a checkpoint keeps: the probe, and `with_average` the losses by the averaged weights too.
+    """Return the tensors of a checkpoint's probe: tokens and losses, with `with_average` also those by the average.
 
-    `memory_lens` are the tokens that each layer remembers.
+    `memory_lens` are the memory lengths of the layers, in tokens.
     """
     probe = make_probe(engine, maker, memory_lens=memory_lens)
     if with_average:

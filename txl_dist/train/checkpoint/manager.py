@@ -90,7 +90,7 @@ class CheckpointManager:
 
     @property
     def is_late(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last checkpoint began; False on ranks other than 0."""
+        """Whether `checkpoint.every_minutes` have passed since the last save began; False on ranks other than 0."""
         interval_s = 60 * self._context.config.checkpoint.every_minutes
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
@@ -107,7 +107,7 @@ class CheckpointManager:
         memory_lens = config.train.memory_per_layer(config.model.num_layers)
         with_average = config.optim.ema_decay > 0
         probe = make_probes(self._engine, self._maker, memory_lens=memory_lens, with_average=with_average)
-        # A last update that went wrong shows here, though the loss of its step was still finite.
+        # This finds an update that spoiled the weights: the loss of its step was computed before it.
         probe_losses = gather_objects(float(probe["losses"].sum()))
         check_finite(probe_losses, what=f"the loss on the probe after step {state.step}")
         run_on_all_ranks(self._check_buffers)

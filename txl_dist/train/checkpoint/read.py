@@ -1,4 +1,4 @@
-"""The checkpoint: its folder, which one to start from, and how a rank takes its part of it. `write` writes it.
+"""Reading checkpoints: which one a run resumes, and how each rank loads its part. `writer` writes them.
 
     checkpoints/step_000001200/
       engine/00000.safetensors        per rank: its pieces of fp32 weights and optimizer state, by name of the parameter
@@ -7,12 +7,12 @@
       state.json                      TrainState, stream position, fingerprints, shapes of the parameters
       MANIFEST.json                   every file's bytes and sha256
 
-Nothing in it depends on how many ranks there were, or on the ZeRO stage: a memory belongs to a lane, a weight to a
-parameter, and each rank reads the slices it needs. Nothing in it is a pickle. The newest folder that its manifest
-proves whole is the one to start from, ordered by step, never by clock.
+Nothing in it depends on the number of ranks or the ZeRO stage. Memories are stored by lane, weights by parameter, and
+each rank reads the slices it needs. Nothing in it is a pickle. A run resumes the newest checkpoint that its manifest
+proves complete: newest by step, never by clock.
 
-Settings keep the paths of the corpora as they were given, which may be relative; state.json has them absolute, for
-whoever looks from another working directory. No comparison of settings looks at these.
+config.toml keeps the paths of the corpora as given, which may be relative. state.json has the absolute paths too, so
+that the corpora are found from another working directory. They are not compared when a run resumes.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from txl_dist.train.state import RunContext, TrainState
 
 @contextmanager
 def keep_while_reading(folder: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned while it is read, by a lock that ends with this process at the latest.
+    """Keep a checkpoint from being pruned during the block, by a lock that ends with this process at the latest.
 
-    It may be gone already; and where the file system has no such locks it may go. So who cannot read it looks whether
-    it is still there.
+    The checkpoint may be removed before the block begins, or during it if the file system has no such locks. So a
+    caller that cannot read it must check whether it still exists.
     """
     descriptor = -1
     with suppress(OSError):
@@ -65,7 +65,7 @@ def keep_while_reading(folder: Path) -> Iterator[None]:
 
 
 Examine = Callable[[Path], Examination]
-"""Function that looks at a checkpoint."""
+"""Function that checks a checkpoint folder and reads its state."""
 
 
 class Newest(NamedTuple):
@@ -74,22 +74,22 @@ class Newest(NamedTuple):
     folder: Path | None
     """Folder of the checkpoint; None if none is whole."""
     saved: SavedState | None
-    """Its state; None also for another format version."""
+    """State of the checkpoint; None if none is whole, or if it has another format version."""
     rejected: list[str]
-    """Why newer ones were passed over, one sentence each."""
+    """Reasons why newer checkpoints were skipped, one sentence each."""
 
 
 class Choice(NamedTuple):
-    """Where a run starts from."""
+    """Decision on how a run starts."""
 
     saved: SavedState | None
     """State of the checkpoint to resume; None for a new run."""
     remarks: list[str]
-    """What the user should know, one sentence each."""
+    """Sentences for the log, one per warning."""
 
 
 def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
-    """Find the newest checkpoint that is whole, as `look` says."""
+    """Find the newest checkpoint of a run in which `look` finds no problem."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
         problems, saved = look(path)
@@ -100,18 +100,19 @@ def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
 
 
 def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) -> Choice:
-    """Choose where to start from by `--resume auto|must|never|PATH`. A run that has begun at PATH continues from its
-    own checkpoints.
+    """Choose the checkpoint to resume by `--resume auto|must|never|PATH`.
 
-    Raises CheckpointError if a checkpoint is demanded and none is whole, if the whole one has another format version,
-    if `never` meets an existing run, or if PATH is an older checkpoint of this very run, whose newer ones would be
-    mixed with what follows.
+    With PATH, a run that already has checkpoints of its own continues from those.
+
+    Raises CheckpointError if a checkpoint is required and none is whole, if the whole one has another format version,
+    if the run has checkpoints and `resume` is never, or if PATH is an older checkpoint of this same run. In that case
+    its newer checkpoints would be mixed with those of the new branch.
     """
     existing, remarks = list_checkpoints(run_dir), []
     folder = Path(resume)
     is_path = resume not in ("auto", "must", "never")
     if is_path and existing and folder.resolve().parent != existing[-1].resolve().parent:
-        remarks = [f"{run_dir} has begun already, and goes on from its own checkpoints instead of {folder}"]
+        remarks = [f"{run_dir} has checkpoints of its own, and continues from those instead of {folder}"]
     elif is_path:
         if not folder.is_dir():
             raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
@@ -123,7 +124,8 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
             )
         if existing and existing[-1].name > folder.name:
             raise CheckpointError(
-                f"{run_dir} goes on to {existing[-1].name}. To branch off at {folder.name}, choose another --run.dir."
+                f"{run_dir} has a newer checkpoint, {existing[-1].name}. To branch off at {folder.name}, choose "
+                "another --run.dir."
             )
         return Choice(saved or read_state(folder), [])
     if resume == "never":
@@ -133,23 +135,23 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
                 "Choose another --run.dir, or --resume auto to continue it."
             )
         return Choice(None, [])
-    found, saved, rejected = newest_checkpoint(run_dir, look=look)
-    if found is None and (existing or resume == "must"):
+    newest, saved, rejected = newest_checkpoint(run_dir, look=look)
+    if newest is None and (existing or resume == "must"):
         reasons = "; ".join(rejected[:3])
         what = "it holds no checkpoint"
         if existing:
             which = "its one checkpoint is not" if len(existing) == 1 else f"none of its {len(existing)} checkpoints is"
             what = f"{which} whole ({reasons})"
-        raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start anew in another --run.dir.")
-    if found is not None and saved is None:
-        saved = read_state(found)  # which refuses the other format version
-    return Choice(saved, remarks + [f"passed over a damaged checkpoint, {reason}" for reason in rejected])
+        raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start a new run in another --run.dir.")
+    if newest is not None and saved is None:
+        saved = read_state(newest)  # which refuses the other format version
+    return Choice(saved, remarks + [f"skipped a damaged checkpoint, {reason}" for reason in rejected])
 
 
 def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
-    """`choose_checkpoint` by rank 0, while all ranks hash their share of the files it asks for. All ranks call it.
+    """Choose the checkpoint on rank 0 (`choose_checkpoint`), while all ranks share the hashing. All ranks call it.
 
-    Only rank 0 lists folders: what another node's cache shows of a network file system may be older.
+    Only rank 0 lists folders. On a network file system another node's cache may show an older listing.
     """
     if not ranks.is_rank0:
         nothing: Path | None = None
@@ -168,17 +170,20 @@ def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
 
 
 def examine_together(folder: Path, ranks: RankInfo) -> Examination:
-    """`examine`, each rank hashing its share of the files. All ranks call it; only rank 0 gets the state."""
+    """Check a checkpoint (`examine`), each rank hashing a share of the files. All ranks call it together.
+
+    Every rank gets all problems. Only rank 0 gets the state.
+    """
     problems, saved = examine(folder, part=ranks.rank, num_parts=ranks.world_size)
     all_problems = [problem for part in gather_objects(problems) for problem in part]
     return Examination(all_problems, None if all_problems else saved)
 
 
 def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
-    """Refuse a checkpoint that this job cannot continue. Returns what the user should know, one sentence each.
+    """Refuse a checkpoint that this job cannot continue. Returns the warnings for the log, one sentence each.
 
-    Raises CheckpointError if the tokenizer is another one, or the losses were over other tokens than they are now;
-    ConfigError if a frozen setting is another one.
+    Raises CheckpointError if the tokenizer differs, or if losses before and after would count different tokens. Raises
+    ConfigError if a frozen setting differs.
     """
     folder, config = saved.folder, load_config(saved.folder / SETTINGS)
     theirs, ours = saved.values["tokenizer_fingerprint"], context.corpora.first.tokenizer.fingerprint
@@ -186,15 +191,15 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
             f"({theirs[:12]} and {ours[:12]}). "
-            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (ready ids with the --vocab-list "
-            "of then), or use another --run.dir."
+            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (ready ids with the same "
+            "--vocab-list), or use another --run.dir."
         )
     remarks = refuse_frozen_changes(config, context.config, made=str(folder))
     remarks += plugin_changes(saved.values.get("plugins", ()), where=folder.name)
     if not scores_first_tokens(config, saved):
         raise CheckpointError(
             f"{folder} was trained with document masks by a program that did not score the first token of a document: "
-            "losses before and after would be over other tokens. Continue with the program that wrote it, or begin a "
+            "losses before and after would count different tokens. Continue with the program that wrote it, or begin a "
             f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
         )
     before, now = saved.values["world_size"], context.ranks.world_size
@@ -207,26 +212,30 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
 
 
 def scores_first_tokens(config: Config, saved: SavedState) -> bool:
-    """Whether what wrote a checkpoint, whose settings are `config`, trained on the first tokens of documents that
-    follow an end-of-text. With document masks older programs did not."""
+    """Whether the program that wrote a checkpoint scored the first token of a document after an end-of-text.
+
+    Older programs did not score it with document masks. `config` are the checkpoint's settings.
+    """
     return not config.data.document_mask or bool(saved.values.get("scores_first_tokens"))
 
 
 def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
-    """(where the stream goes on, what the user should know) for the first state of the present settings.
+    """Return (position at which the stream continues, warnings for the log).
 
-    Raises CheckpointError if the checkpoint's data or seed are others.
+    `wanted` is the first state of a new run with the present settings. Raises CheckpointError if the checkpoint has
+    other data or another seed.
     """
     state = continued(saved.stream, wanted, splits)
     if state.has_lanes_of(saved.stream):
         return state, []
-    return state, ["the lanes are cut anew: each goes on with text that none has read, with an empty memory"]
+    return state, ["the lanes are cut again: each continues with text that none has read, with an empty memory"]
 
 
 def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, stream: StreamState) -> TrainState:
-    """Restore engine and state of this rank from a folder that `choose_checkpoint` and `check_checkpoint` passed.
+    """Load a checkpoint into the engine, and return the state of this rank. All ranks call it together.
 
-    `stream` is that of `continued_stream`. If its lanes were cut anew, memories are first ones.
+    `choose_checkpoint` and `check_checkpoint` have accepted it. `stream` is the result of `continued_stream`. If its
+    lanes were cut again, the memories are those of a new run.
     """
     folder, state = saved.folder, saved.values
     failpoint("load", step=step_of(folder))
@@ -243,10 +252,10 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
 
 
 def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Rows]:
-    """The model's weights in fp32, the ones that the optimizer keeps, or their averages, under their names; a tied one
-    once. They are read when they are asked for.
+    """Return the model's fp32 weights, or with `use_ema` their averages, by name; a tied weight once.
 
-    Needs neither ranks nor DeepSpeed. Raises CheckpointError, as reading them may.
+    The values are read from the files when they are used. It needs neither ranks nor DeepSpeed. Raises CheckpointError,
+    as may reading the values.
     """
     files, kind = FragmentFiles(folder / "engine"), AVERAGE if use_ema else WEIGHT
     if kind not in files.kinds:
@@ -266,34 +275,40 @@ def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Ro
 
 
 def absolute_paths(corpora: Sequence[str]) -> list[str]:
-    """Corpora as they are found from any working directory."""
+    """Return the paths of corpora as absolute paths; URLs stay as they are."""
     return [path if is_url(path) else os.path.abspath(path) for path in corpora]
 
 
 def with_corpora_found(config: Config, checkpoint: Path) -> Config:
-    """The settings of a checkpoint with its corpora where they are: as they were given, else where it knows them."""
+    """Return the settings of a checkpoint with paths at which its corpora are found.
+
+    A path that leads to no corpus is replaced by the absolute path in state.json, if a corpus is there.
+    """
     try:
-        known = read_state(checkpoint).values.get("corpora")
+        saved_paths = read_state(checkpoint).values.get("corpora")
     except TxlError:
         return config
-    given = config.data.paths
-    if not known or len(known) != len(given):
-        return config  # a checkpoint of before, which knows none
+    paths = config.data.paths
+    if not saved_paths or len(saved_paths) != len(paths):
+        return config  # a checkpoint of an older version, without absolute paths
     path, *more = (
-        other
-        if detect_artifact(one) is not ArtifactKind.CORPUS and detect_artifact(other) is ArtifactKind.CORPUS
-        else one
-        for one, other in zip(given, known, strict=True)
+        saved_path
+        if detect_artifact(path) is not ArtifactKind.CORPUS and detect_artifact(saved_path) is ArtifactKind.CORPUS
+        else path
+        for path, saved_path in zip(paths, saved_paths, strict=True)
     )
     return changed(config, {"data.path": path, "data.more_paths": tuple(more)})
 
 
 def require_corpus(checkpoint: Path, config: Config) -> str:
-    """The corpus that a checkpoint was trained on. Raises DataError, which names the places, if it is not there."""
+    """Return the path of the corpus that a checkpoint was trained on.
+
+    Raises DataError, which names the places that were tried, if it is at none of them.
+    """
     path = with_corpora_found(config, checkpoint).data.path
     if detect_artifact(path) is ArtifactKind.CORPUS:
         return path
-    known = read_state(checkpoint).values.get("corpora")
-    kept_path = known[0] if known else os.path.abspath(path)
+    saved_paths = read_state(checkpoint).values.get("corpora")
+    kept_path = saved_paths[0] if saved_paths else os.path.abspath(path)
     places = " or ".join(dict.fromkeys([kept_path, os.path.abspath(path)]))
     raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")

@@ -1,11 +1,12 @@
-"""Whether a checkpoint is one: whole by its manifest, each file of the form it must have, and all of one save.
+"""The checks that a checkpoint is sound: complete by its manifest, files of the right form, and all of one save.
 
-A manifest proves that no byte has changed since it was written; it cannot know that it was written over files of two
-saves. So every file of tensors names the sha256 of the `state.json` that it was saved with (`STATE_KEY`), which in turn
-names those of the settings and of `tokenizer.json`; a file of memories its lanes (`LANES_KEY`); and file names and
-shapes must cover each lane and each parameter once. What an older program did not name is not compared; it always named
-the tokenizer, and its files of tensors name their state all or none. Only headers of tensors are read here: what the
-values are worth, the probe tells (`probe.check_probe`).
+A manifest proves that no byte has changed, but not that all files are of the same save. So every file of tensors holds
+the sha256 of the `state.json` that it was saved with (`STATE_KEY`). `state.json` in turn holds those of the settings
+and of `tokenizer.json`. A file of memories also names its lanes (`LANES_KEY`). File names and shapes must cover each
+lane and each parameter once. Hashes that an older program did not write are not compared. It always wrote that of the
+tokenizer, and its files of tensors hold their state's hash all or none.
+
+What it gives up: only headers of tensors are read here. The probe checks the values (`engine_probe.check_probe`).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.stability import Health
 
 STATE_KEY = "state"
-"""In the metadata of every file of tensors: sha256 of the state.json of its save."""
+"""Metadata key of every file of tensors: sha256 of the state.json of its save."""
 
 CALLBACKS = "callbacks.safetensors"
-"""States of callbacks, in checkpoints of runs that have such (`callback_states`)."""
+"""File of the callbacks' states; only in checkpoints of runs whose callbacks have a state (`callback_states`)."""
 
 LANES_KEY = "lanes"
-"""In the metadata of a file of memories: its name without the suffix."""
+"""Metadata key of a file of memories: its name without the suffix."""
 
 _LANES = re.compile(r"(\d{5,9})-(\d{5,9})\.safetensors")
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -86,7 +87,7 @@ class _Plugin(_Section):
 
 
 class _State(_Section):
-    """The form of state.json; what its parts mean stands where they are made, in `saver`."""
+    """Form of state.json. `writer` makes its values and documents them."""
 
     format_version: int
     code_version: str
@@ -109,19 +110,22 @@ class _State(_Section):
 
 
 class SavedState(NamedTuple):
-    """What the state.json of a checkpoint says: read once, and handed on."""
+    """Content of a checkpoint's state.json, read once per start and passed on."""
 
     folder: Path
-    """Of the checkpoint."""
+    """Folder of the checkpoint."""
     step: int
     stream: StreamState
     health: Health
     values: dict[str, Any]
-    """All of it, by name."""
+    """All values of state.json, by name."""
 
 
 def read_state(folder: Path) -> SavedState:
-    """Of a checkpoint. Raises CheckpointError if its state.json cannot be read, has another form or version."""
+    """Return the state of a checkpoint.
+
+    Raises CheckpointError if its state.json cannot be read, or has another form or format version.
+    """
     path = folder / STATE
     with translate_errors(
         CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=(OSError, ValueError)
@@ -146,35 +150,35 @@ def read_state(folder: Path) -> SavedState:
 
 
 class _OtherVersionError(CheckpointError):
-    """No damage: another program can read it."""
+    """Error for a checkpoint of another format version, which is not damaged: another program can read it."""
 
 
 class Examination(NamedTuple):
-    """Result of looking at a folder."""
+    """Result of checking a checkpoint folder."""
 
     problems: list[str]
     """Reasons why the folder is no sound checkpoint, one line each; empty if it is one."""
     saved: SavedState | None
-    """State of a sound checkpoint; None if there are problems, in other parts than the first, and for a checkpoint of
-    another format version. That one is not damaged: `read_state` refuses it."""
+    """State of a sound checkpoint; None if there are problems, in parts other than the first, and for another format
+    version. A checkpoint of another version is not damaged, and has no problems here. `read_state` refuses it."""
 
 
 def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
     """Check whether a folder is a sound checkpoint, and read its state if it is.
 
-    Several processes may share the hashing, as in `problems_of`; the first one looks at the rest.
+    Several processes may share the hashing, as in `problems_of`. Part 0 alone makes the other checks.
     """
-    found = problems_of(folder, part=part, num_parts=num_parts)
-    if found or part:
-        return Examination(found, None)
+    problems = problems_of(folder, part=part, num_parts=num_parts)
+    if problems or part:
+        return Examination(problems, None)
     try:
         saved = read_state(folder)
-        found = list(_contradictions(saved))
+        problems = list(_contradictions(saved))
     except _OtherVersionError:
         return Examination([], None)
     except CheckpointError as error:
         return Examination([str(error)], None)
-    return Examination(found, None if found else saved)
+    return Examination(problems, None if problems else saved)
 
 
 def checkpoint_problems(folder: Path) -> list[str]:
@@ -183,7 +187,10 @@ def checkpoint_problems(folder: Path) -> list[str]:
 
 
 def run_problems(run_dir: Path) -> Iterator[str]:
-    """The same of every checkpoint of a run, each with its folder in front; that there is none is a problem too."""
+    """Yield the problems of all checkpoints of a run, each after the name of its folder.
+
+    A run without checkpoints has a problem too.
+    """
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
         yield f"{run_dir} is a run without checkpoints"
@@ -194,6 +201,7 @@ def run_problems(run_dir: Path) -> Iterator[str]:
 
 
 def _contradictions(saved: SavedState) -> Iterator[str]:
+    """Yield the ways in which a checkpoint's files contradict its state.json, one line each."""
     folder, state = saved.folder, saved.values
     if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
         yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
@@ -211,60 +219,61 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
         for header in (*engine, *lanes, probe, *callbacks):
             if header.state != expected:
                 yield f"{header.path.relative_to(folder)} was not saved together with this state.json"
-    held: Counter[str] = Counter()
+    num_values: Counter[str] = Counter()
     for header in engine:
         for name, shape in header.shapes.items():
             if name.startswith(f"{WEIGHT}/"):
-                held[name.removeprefix(f"{WEIGHT}/")] += math.prod(shape)
+                num_values[name.removeprefix(f"{WEIGHT}/")] += math.prod(shape)
     wanted = {name: math.prod(shape) for name, shape in state["parameters"].items()}
-    for name in sorted(held.keys() | wanted.keys()):
-        if held[name] != wanted.get(name, 0):
-            yield f"engine/ has {held[name]} values of {name} instead of {wanted.get(name, 0)}"
+    for name in sorted(num_values.keys() | wanted.keys()):
+        if num_values[name] != wanted.get(name, 0):
+            yield f"engine/ has {num_values[name]} values of {name} instead of {wanted.get(name, 0)}"
     yield from _problems_of_lanes(lanes, saved.stream.num_lanes)
 
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
+    """Yield the problems of the files of memories, which together must hold each of the lanes once."""
     next_lane, forms = 0, set()
     for header in headers:
-        held, shapes = lanes_of(header.path), header.shapes
+        lanes, shapes = lanes_of(header.path), header.shapes
         form = memory_form(shapes)
-        if not held or form is None:
+        if not lanes or form is None:
             yield f"lanes/{header.path.name} is no file of memories"
             continue
-        if form.num_lanes != len(held) or shapes["document"] != [form.num_lanes, max(form.memory_lens)]:
+        if form.num_lanes != len(lanes) or shapes["document"] != [form.num_lanes, max(form.memory_lens)]:
             yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"
         if header.lanes not in ("", header.path.stem):
             yield f"lanes/{header.path.name} holds other memories than its name says: of lanes {header.lanes}"
-        if held.start != next_lane:
+        if lanes.start != next_lane:
             yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
-        next_lane = held.stop
+        next_lane = lanes.stop
         forms.add(form._replace(num_lanes=0))
     if next_lane != num_lanes or len(forms) > 1:
         yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
 
 
 class _Header(NamedTuple):
-    """What a file of tensors says of itself."""
+    """Header of a file of tensors: its metadata and shapes."""
 
     path: Path
     state: str
-    """sha256 of the state.json that it was saved with; empty if it says none."""
+    """sha256 of the state.json that the file was saved with; empty if the file has none."""
     lanes: str
-    """The lanes that it was saved with; empty if it says none."""
+    """Lanes that the file was saved with, as in its name; empty if the file names none."""
     shapes: dict[str, list[int]]
 
 
 class MemoryForm(NamedTuple):
-    """Of a file of memories."""
+    """Sizes of a file of memories."""
 
     num_lanes: int
     memory_lens: tuple[int, ...]
-    """Of each layer."""
+    """Memory length of each layer, in tokens."""
     width: int
 
 
 def memory_form(shapes: Mapping[str, Sequence[int]]) -> MemoryForm | None:
-    """By the shapes of its tensors (`memories`); None if it is none."""
+    """Return the sizes of a file of memories from the shapes of its tensors; None for another kind of file."""
     names = hidden_names(shapes)
     if shapes.keys() == {"hidden", "document"} and len(shapes["hidden"]) == 4:
         layers, num_lanes, memory_len, width = shapes["hidden"]
@@ -279,26 +288,29 @@ def memory_form(shapes: Mapping[str, Sequence[int]]) -> MemoryForm | None:
 
 
 def hidden_names(names: Iterable[str]) -> list[str]:
-    """Of the tensors of a file of memories whose layers remember differently, by layer; none where they are alike."""
+    """Return the names `hidden.0`, `hidden.1` and so on among the names of a file's tensors, by layer.
+
+    The list is empty if all layers have the same memory length: such a file has one tensor `hidden`.
+    """
     num_layers = sum(name.startswith("hidden.") for name in names)
     return [f"hidden.{layer}" for layer in range(num_layers)]
 
 
 def lane_files(folder: Path) -> list[Path]:
-    """What lies in a checkpoint's lanes/, by number: from lane 100,000 on names are longer."""
+    """Return the files in a checkpoint's lanes/, sorted by their first lane. From lane 100,000 on names are longer."""
     return sorted((folder / "lanes").glob("*"), key=lambda path: lanes_of(path).start)
 
 
 def lanes_of(path: Path) -> range:
-    """The global lanes of a file of memories, by its name; none if that is no such name."""
-    named = _LANES.fullmatch(path.name)
-    return range(int(named[1]), int(named[2]) + 1) if named else range(0)
+    """Return the global lanes of a file of memories by its name; an empty range for another name."""
+    match = _LANES.fullmatch(path.name)
+    return range(int(match[1]), int(match[2]) + 1) if match else range(0)
 
 
 def settings_hash(data: bytes) -> str:
-    """sha256 of the settings in a config.toml but for where the run lies, so that equal runs have equal states.
+    """Return the sha256 of the settings in a config.toml, without `run.dir`, so that equal runs have equal states.
 
-    Raises ValueError or TypeError if it holds none.
+    Raises ValueError or TypeError if the data hold no settings.
     """
     values = parse_toml(data)
     run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}

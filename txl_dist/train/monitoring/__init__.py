@@ -1,1 +1,1 @@
-"""Hangs, deaths, requests to stop, stragglers, one job per run."""
+"""Monitoring of a run: hanging and lost ranks, stop requests, stragglers, and the lock of the run directory."""

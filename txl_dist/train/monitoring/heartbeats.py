@@ -1,11 +1,13 @@
-"""How ranks know of each other while their main threads may be stuck: each says once a second where it stands.
+"""Heartbeats: each rank reports its step and phase once a second, even while its main thread is stuck.
 
     rank 1 .. n --(JSON lines over TCP)--> hub on rank 0: answers each with its own beat, passes notices to all
 
-Not the TCPStore of torch: its calls wait for ever on a server that stands still (measured: torch 2.13, SIGSTOP; the
-timeout does not apply), and print C++ stacks when it is gone. A socket of our own knows silence from death: a process
-that dies closes its connections at once, one that is frozen only stops to talk. Lines carry a random word that the
-hub shares over the process group; others are dropped. Two such threads exchange about 200 bytes per rank and second.
+The ranks use sockets of their own, not torch's TCPStore. Calls of a TCPStore wait forever for a frozen server (measured
+with torch 2.13 and SIGSTOP: the timeout does not apply), and print C++ stacks if the server is gone. A socket separates
+the two cases: a process that dies closes its connections at once, a frozen one only stops sending.
+
+Each line carries a random key that the hub shares over the process group. Lines with another key are dropped. A rank
+and the hub exchange about 200 bytes per second.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from txl_dist.io.files import parse_object, typed
 
 EXCHANGE_EVERY_S = 1.0
 TICK_S = 0.25
-"""The hub looks at its connections so often."""
+"""Seconds between two looks of the hub at its connections."""
 CONNECT_S = 5.0
 MAX_LINE_BYTES = 1 << 16
 
@@ -33,37 +35,37 @@ Message = dict[str, Any]
 
 
 class Beat(NamedTuple):
-    """What a rank says of itself. JSON keeps it as a list."""
+    """Report of a rank about itself. JSON keeps it as a list."""
 
     process: ProcessId
     step: int
     phase: str
     where: str
-    """Line that its main thread runs."""
+    """Line of code that the main thread runs."""
     is_waiting: bool
-    """The main thread is inside a collective."""
+    """Whether the main thread is inside a collective."""
     is_stalled: bool
-    """The main thread made no progress for longer than the limit."""
+    """Whether the main thread made no progress for longer than the limit."""
     asks: bool
-    """The main thread met an error that another rank may have caused."""
+    """Whether the main thread met an error that another rank may have caused."""
     is_idle: bool = False
-    """The main thread made no progress for longer than half the limit."""
+    """Whether the main thread made no progress for longer than half the limit."""
 
 
 @dataclass
 class Seen:
-    """What is known of a rank, on the clock of whoever knows it."""
+    """Last news of a rank. Times are in seconds, on the monotonic clock of the rank that received it."""
 
     beat: Beat
     heard_s: float
     closed_s: float | None = None
-    """When its connection broke."""
+    """Time at which its connection broke; None while it is open."""
     has_left: bool = False
-    """It said goodbye, or reported an error of its own."""
+    """Whether the rank announced that it leaves, or reported an error of its own."""
 
 
 class Connection:
-    """JSON lines over a socket; never waits."""
+    """Connection that exchanges JSON lines over a socket, and never waits."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -71,11 +73,11 @@ class Connection:
         self._rest = b""
 
     def send(self, message: Message) -> None:
-        """Raises OSError if the peer is gone, or has not read for long."""
+        """Send one line. Raises OSError if the peer is gone, or has not read for a long time."""
         self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message]:
-        """The messages that have arrived. Raises OSError if the peer is gone, ValueError if it talks nonsense."""
+        """Return the messages that have arrived. Raises OSError if the peer is gone, ValueError for malformed lines."""
         try:
             data = self.peer.recv(MAX_LINE_BYTES)
         except BlockingIOError:
@@ -89,7 +91,7 @@ class Connection:
 
 
 class Hub:
-    """Rank 0's end: hears every rank, tells all."""
+    """Rank 0's end of the heartbeats: receives the beats of all ranks, and sends notices to all."""
 
     def __init__(self) -> None:
         self.key = secrets.token_hex(8)
@@ -104,12 +106,12 @@ class Hub:
         self._connections: dict[Connection, int] = {}
 
     def exchange(self, own: Beat) -> list[Message]:
-        """Hear what has arrived since the last time, or arrives within a tick. Returns notices of other ranks."""
+        """Receive what has arrived since the last call, or arrives within a tick. Returns notices of other ranks."""
         self.seen[0] = Seen(own, time.monotonic())
         notices: list[Message] = []
         for key, _ in self._selector.select(TICK_S):
             if key.fileobj is self._server:
-                with suppress(OSError):  # who knocked has gone, or there is no descriptor left
+                with suppress(OSError):  # the peer is gone already, or there is no descriptor left
                     peer, _ = self._server.accept()
                     connection = Connection(peer)
                     self._connections[connection] = -1
@@ -119,7 +121,7 @@ class Hub:
         return notices
 
     def tell(self, notice: Message) -> None:
-        """Send a notice to all who can hear."""
+        """Send a notice to all connected ranks."""
         for connection in list(self._connections):
             try:
                 connection.send(notice)
@@ -127,11 +129,12 @@ class Hub:
                 self._drop(connection)
 
     def _hear(self, connection: Connection, own: Beat) -> list[Message]:
+        """Receive the beats of one connection and answer each. Returns the notices; drops a connection that fails."""
         notices = []
         try:
             for message in connection.receive():
                 if message.get("key") != self.key:
-                    raise ValueError("a stranger")
+                    raise ValueError("another key")
                 rank = self._connections[connection] = int(message["rank"])
                 self.seen[rank] = Seen(_beat(message["beat"]), time.monotonic(), has_left="left" in message)
                 connection.send({"beat": own})
@@ -142,6 +145,7 @@ class Hub:
         return notices
 
     def _drop(self, connection: Connection) -> None:
+        """Close a connection, and note when that was."""
         self._selector.unregister(connection.peer)
         connection.peer.close()
         seen = self.seen.get(self._connections.pop(connection))
@@ -150,7 +154,7 @@ class Hub:
 
 
 class Spoke:
-    """The end of every other rank: talks to the hub, and knows only it."""
+    """The end of any other rank: exchanges beats with the hub alone, so it knows only rank 0 and itself."""
 
     def __init__(self, *, rank: int, key: str, port: int) -> None:
         self.seen: dict[int, Seen] = {}
@@ -161,7 +165,7 @@ class Spoke:
         self._is_answered = True
 
     def exchange(self, own: Beat) -> list[Message]:
-        """Say where this rank stands and hear what the hub says, for about a second. Returns its notices."""
+        """Send this rank's beat, and receive from the hub for about a second. Returns the hub's notices."""
         end_s = time.monotonic() + EXCHANGE_EVERY_S
         self._say({"beat": own})
         notices: list[Message] = []
@@ -174,13 +178,13 @@ class Spoke:
         return notices
 
     def tell(self, notice: Message) -> None:
-        """Send a notice to the hub, which passes it on."""
+        """Send a notice to the hub, which passes it on to all ranks."""
         own = self.seen[self._rank].beat
         self._is_answered = True  # even if the last beat was not answered: this is the last chance
         self._say({"beat": own, "notice": notice, "left": True})
 
     def _say(self, message: Message) -> None:
-        """A hub that did not answer the last beat hears no other: what it does not read would pile up."""
+        """Send a message to the hub, unless it has not answered the last one: unread messages would pile up."""
         try:
             if self._connection is None:
                 peer = socket.create_connection(self._address, timeout=CONNECT_S)
@@ -194,6 +198,7 @@ class Spoke:
             self._drop()
 
     def _hear(self) -> list[Message]:
+        """Receive the hub's beats and notices. Returns the notices; drops the connection if it fails."""
         notices = []
         try:
             assert self._connection is not None
@@ -208,6 +213,7 @@ class Spoke:
         return notices
 
     def _drop(self) -> None:
+        """Close the connection, and note when that was."""
         if self._connection is not None:
             self._selector.unregister(self._connection.peer)
             self._connection.peer.close()

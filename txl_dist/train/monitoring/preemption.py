@@ -1,12 +1,12 @@
-"""Why this process was asked to stop. Nothing here stops it: the loop reads `reason` once a step and all ranks agree.
+"""Requests to stop this process. They are only recorded here: the loop reads `reason` once a step, and all ranks agree.
 
-Asked by: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP that a person makes; a time limit; the loss of the run
-directory; the death of the launcher. The last one matters because `deepspeed` dies of a SIGTERM at once and leaves its
-ranks running, and so does its node launcher when it is killed: every rank watches the launchers among its ancestors. A
-shell that ends is none.
+A request is one of these: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP; a time limit; the loss of the run directory;
+the end of the launcher. The last one is needed because `deepspeed` ends at once on a SIGTERM and leaves its ranks
+running. So does its node launcher when it is killed. So every rank watches the launchers among its ancestors. A shell
+does not count as a launcher.
 
-A signal is acknowledged in the log at once, by a thread: Python calls a handler between two operations of the main
-thread only, and one operation of a large step can take minutes.
+A thread logs each signal at once. Python calls a signal handler only between two operations of the main thread, and
+one operation of a large step can take minutes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from txl_dist.io.files import parse_json, was_removed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_EVERY_S = 1.0
-"""File, clock and launchers are looked at so often, signals at every step."""
+"""Seconds between two checks of the file, the clock and the launchers. Signals are checked at every step."""
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
-"""Variable in which `txl launch` names its own process, so that its death is seen even if it comes early."""
+"""Variable in which `txl launch` names its own process, so that its end is noticed even before this process starts."""
 MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 
 
 class PreemptionRequests:
-    """Watches for all that asks for a stop. Made and read by the main thread.
+    """Watcher for requests to stop. The main thread makes and reads it.
 
-    `stop_file`, in the run directory, and `max_time_s` (from the start of this process; 0 means none) are for rank 0
-    only.
+    `stop_file`, in the run directory, and `max_time_s`, the largest age of this process in seconds (0 means no limit),
+    are for rank 0 only.
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
@@ -61,28 +61,29 @@ class PreemptionRequests:
 
     @property
     def reason(self) -> str:
-        """Empty until asked to stop; then the first reason, for instance "SIGTERM"."""
+        """The first reason to stop, for instance "SIGTERM"; empty if there was no request."""
         self._update()
         return self._reason
 
     @property
     def count(self) -> int:
-        """How often this process was asked so far, each signal counted: who waits sees whether it grows."""
+        """Number of requests so far, each signal counted. A caller that waits can see whether it grows."""
         self._update()
         return len(self._signals) + len(self._others)
 
     def clear(self) -> None:
-        """Take the stop file away once it was obeyed, so that the next start is not stopped by it."""
+        """Remove the stop file after the run has obeyed it, so that it does not stop the next start."""
         if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
             self._stop_file.rmdir()  # somebody's mkdir
         elif self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the signal handlers that were set before."""
         self._restore.close()
 
     def _update(self) -> None:
+        """Take in new signals, and once a second the other reasons."""
         if self._signals and not self._reason:
             self._reason = signal.Signals(self._signals[0]).name
         if time.monotonic() < self._next_poll_s:
@@ -98,6 +99,7 @@ class PreemptionRequests:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
     def _other_reasons(self) -> Iterator[str]:
+        """Yield the reasons to stop, apart from signals, that hold now."""
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
         if self._stop_file is not None and was_removed(self._stop_file.parent):
@@ -109,7 +111,7 @@ class PreemptionRequests:
 
 
 class _Acknowledgement:
-    """Logs each stop signal when it arrives, whatever the main thread does. Made and closed by the main thread."""
+    """Thread that logs each stop signal when it arrives. The main thread makes and closes it."""
 
     def __init__(self) -> None:
         self._receiver, self._sender = socket.socketpair()
@@ -122,13 +124,13 @@ class _Acknowledgement:
     def close(self) -> None:
         """End the thread, after it has logged what has arrived."""
         signal.set_wakeup_fd(self._before)
-        self._sender.shutdown(socket.SHUT_RDWR)  # to close it is not enough where a child holds a copy
+        self._sender.shutdown(socket.SHUT_RDWR)  # closing is not enough if a child process holds a copy
         self._thread.join()
         self._sender.close()
         self._receiver.close()
 
     def _log_signals(self) -> None:
-        """A launcher may repeat what the terminal sent already: only one repeat is mentioned."""
+        """Log each signal, in the thread, but only the first repeat: a launcher may repeat what the terminal sent."""
         num_logged = 0
         while numbers := self._receiver.recv(64):
             for name in [signal.Signals(number).name for number in numbers if number in SIGNALS]:
@@ -140,7 +142,10 @@ class _Acknowledgement:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of "90", "90s", "15m", "2h30m", "1d" or "1:30:00". Raises ConfigError for anything else, and for 0."""
+    """Return the seconds that a text such as "90", "90s", "15m", "2h30m", "1d" or "1:30:00" means.
+
+    Raises ConfigError for any other text, and for 0 seconds.
+    """
     match = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text) or re.fullmatch(
         r"()(\d{1,9}):([0-5]\d):([0-5]\d)", text
     )
@@ -153,17 +158,21 @@ def parse_duration(text: str) -> float:
 
 def launchers() -> list[ProcessId]:
     """Return the launchers that this process descends from."""
-    named = os.environ.get(LAUNCHED_BY)
-    found, pid = [process_of(parse_json(named))] if named else [], os.getppid()
+    launcher = os.environ.get(LAUNCHED_BY)
+    processes = [process_of(parse_json(launcher))] if launcher else []
+    pid = os.getppid()
     while pid > 1:
         if _is_launcher(command_of(pid)):
-            found.append(process_id(pid))
+            processes.append(process_id(pid))
         pid = parent_of(pid)
-    return found
+    return processes
 
 
 def _is_launcher(command: list[str]) -> bool:
-    """python .../bin/deepspeed, python -u -m deepspeed.launcher.launch, python .../bin/torchrun, and the like."""
+    """Whether a command line is that of a launcher of DeepSpeed or torch.
+
+    Examples: python .../bin/deepspeed, python -u -m deepspeed.launcher.launch, python .../bin/torchrun.
+    """
     names = {Path(word).name for word in command[:2]}
     modules = {
         command[index + 1] for index, word in enumerate(command[:4]) if word == "-m" and index + 1 < len(command)
@@ -175,6 +184,6 @@ def _is_launcher(command: list[str]) -> bool:
 
 
 def _age_s() -> float:
-    """Seconds since this process started; 0 where that cannot be known."""
+    """Return the seconds since this process started; 0 if that cannot be known."""
     start_ticks = process_id().start_ticks
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK") if start_ticks else 0.0

@@ -1,17 +1,18 @@
-"""One job per run directory: a lock file with a heartbeat, and safe takeover from a job that is dead.
+"""The lock of a run directory: one job per run, with a heartbeat and a safe takeover from a dead job.
 
-    RUN/RUN.lock            JSON: the holder's process, its nonce (a random word), since when
-    RUN/RUN.lock.NONCE      made by who takes over from the holder with that nonce; renamed to RUN.lock at once
+    RUN/RUN.lock            JSON: the holder's process, its nonce (a random word) and its start time
+    RUN/RUN.lock.NONCE      made by the job that takes over from the holder with that nonce; then renamed to RUN.lock
 
-On the same machine a holder lives or not, which its pid and start time say at once. Elsewhere its heartbeat says it:
-a file time that moves, whatever the clocks show, so a holder there must be silent for `STALE_AFTER_S` first.
+On the same machine the holder's pid and start time show whether it lives. For a holder on another machine its heartbeat
+does: it updates the file's time. Clocks are not compared. Such a holder must be silent for `STALE_AFTER_S` first.
 
-Why two takers cannot both win: whoever takes over from nonce N must make RUN.lock.N, and the file system makes it for
-one only (O_EXCL). The winner renames that file over RUN.lock, after which RUN.lock never names N again; so a slow
-taker that makes RUN.lock.N anew sees that RUN.lock does not lead to its file, removes it and begins again. Releasing
-goes the same way: the holder makes RUN.lock.N itself, and only then removes RUN.lock. What no lock of this kind can
-exclude is a job that stands still for STALE_AFTER_S and then wakes: it learns of its loss by its next heartbeat, so
-`beat` and then `is_lost` belong right before anything that counts.
+Two jobs cannot both take over. To take over from nonce N, a job must create RUN.lock.N, and the file system lets only
+one job do so (O_EXCL). The winner renames that file to RUN.lock, which never names N again. A slower job may create
+RUN.lock.N once more. It then sees that RUN.lock does not lead to its file, removes the file and starts again. A release
+works the same way: the holder creates RUN.lock.N itself, and then removes RUN.lock.
+
+What it gives up: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. It notices the
+loss at its next heartbeat. So call `beat` and then `is_lost` right before anything irreversible.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from txl_dist.io.files import open_regular, parse_object, why_unwritable
 
 BEAT_EVERY_S = 5.0
 STALE_AFTER_S = 60.0
-"""A holder on another machine counts as dead after so many seconds without a heartbeat."""
+"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 SEEN_WITHIN_S = 30.0
-"""A network file system may show a new file to other nodes so late."""
+"""Seconds within which a network file system shows a new file to other nodes."""
 _MAX_BYTES, _MAX_NONCE = 1 << 16, 64
 
 
 class Holder(NamedTuple):
-    """What a lock file says, and when it was last touched."""
+    """Content of a lock file, and the time of its last heartbeat."""
 
     process: ProcessId
     nonce: str
@@ -50,7 +51,7 @@ class Holder(NamedTuple):
 
 
 class RunLock:
-    """Holds a run directory for this job. Rank 0 acquires it; a thread of its own keeps it alive until `release`."""
+    """Lock that holds a run directory for this job. Rank 0 acquires it; a thread sends heartbeats until `release`."""
 
     def __init__(self, path: Path, *, nonce: str, content: bytes) -> None:
         self.nonce = nonce
@@ -61,7 +62,7 @@ class RunLock:
 
     @staticmethod
     def acquire(run_dir: Path, *, stale_after_s: float = STALE_AFTER_S) -> RunLock:
-        """Take the directory, which is made if there is none. Raises ConfigError if another job has it."""
+        """Lock the directory, which is created if missing. Raises ConfigError if another job has locked it."""
         nonce, head = secrets.token_hex(8), run_dir / LOCK
         values = {"process": process_id(), "nonce": nonce, "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         content = json.dumps(values).encode()
@@ -74,22 +75,22 @@ class RunLock:
                 if _create(successor, content):
                     if _holds(head, nonce):
                         break
-                    successor.unlink(missing_ok=True)  # another job took over, and this file leads nowhere
+                    successor.unlink(missing_ok=True)  # another job took over, so this file is not in use
             if successor != head:
                 successor.replace(head)
         except OSError as error:
             raise ConfigError(
                 f"cannot lock the run directory {run_dir}: {why_unwritable(head, error)}. "
-                "Mend that, or choose another --run.dir."
+                "Correct that, or choose another --run.dir."
             ) from error
         lock = RunLock(head, nonce=nonce, content=content)
         lock._thread.start()
         return lock
 
     def beat(self) -> None:
-        """Show that this job lives, and see whether the lock is still ours. Needs no disk space.
+        """Send a heartbeat, and check that this job still has the lock. Needs no disk space.
 
-        What a failing file system answers is no answer: the lock then counts as ours.
+        If the file system fails, the lock still counts as held.
         """
         with suppress(OSError):
             holder, _ = _end_of_chain(self._path)
@@ -102,16 +103,16 @@ class RunLock:
 
     @property
     def run_dir(self) -> Path:
-        """That is locked."""
+        """Folder of the run that is locked."""
         return self._path.parent
 
     @property
     def is_lost(self) -> bool:
-        """Another job has taken the directory over: this one must stop and write nothing more."""
+        """Whether another job has taken over the directory, so that this one must stop and write nothing more."""
         return self._is_lost
 
     def release(self) -> None:
-        """Give the directory free. What a failing file system leaves behind, the next start takes over."""
+        """Release the directory. If the file system fails, the next start takes over the files that are left."""
         self._done.set()
         self._thread.join()
         with suppress(OSError):
@@ -120,14 +121,16 @@ class RunLock:
                 _successor(self._path, self.nonce).unlink()
 
     def _keep(self) -> None:
+        """Send heartbeats, in the thread, until the lock is released."""
         while not self._done.wait(BEAT_EVERY_S):
             self.beat()
 
 
 def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: float = SEEN_WITHIN_S) -> None:
-    """All ranks: each node shows that it can write the folder that rank 0 sees, and sees what rank 0 writes there.
+    """Check that all nodes share the run directory: each can write there, and sees what rank 0 writes there.
 
-    `nonce`: rank 0's; what others pass is ignored. Raises ConfigError on all ranks, naming the host that does not.
+    All ranks call it together. `nonce` is that of rank 0's lock; on other ranks the argument is ignored. Raises
+    ConfigError on all ranks, which names the host with another folder.
     """
     nonce = broadcast_object(nonce)
     speaks_for_node = ranks.is_rank0 or ranks.local_rank == 0
@@ -167,33 +170,39 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
 
 
 def _end_of_chain(head: Path) -> tuple[Holder | None, Path]:
-    """(who holds the lock now, if anyone; the file that its successor has to make)."""
+    """Return (the present holder of the lock, or None; the file that its successor has to create)."""
     holder, successor = None, head
     passed: set[str] = set()
-    while (found := _read(successor)) is not None:
-        # A chain that leads back to itself is nobody's: who takes over makes a file behind it, as behind any other.
-        holder = _nobody(successor.stat()) if found.nonce in passed else found
+    while (next_holder := _read(successor)) is not None:
+        # A chain that leads back to itself has no valid holder, and is taken over like any other.
+        holder = _nobody(successor.stat()) if next_holder.nonce in passed else next_holder
         passed.add(holder.nonce)
         successor = _successor(head, holder.nonce)
     return holder, successor
 
 
 def _successor(head: Path, nonce: str) -> Path:
+    """Return the file that a job must create to take over from the holder with this nonce."""
     return head.with_name(f"{LOCK}.{nonce}")
 
 
 def _holds(head: Path, nonce: str) -> bool:
+    """Whether the job with this nonce holds the lock."""
     holder, _ = _end_of_chain(head)
     return holder is not None and holder.nonce == nonce
 
 
 def _read(path: Path) -> Holder | None:
-    """A file without content belongs to a job that has just made it, or died there: only its time can tell."""
+    """Return the holder that a lock file names; None if there is no such file.
+
+    A file without valid content gets an unknown holder: a job has just created it, or died right then. Only the file's
+    time shows which.
+    """
     try:
         with open_regular(path) as stream:
             facts, content = os.fstat(stream.fileno()), stream.read(_MAX_BYTES)
     except FileNotFoundError:
-        return _nobody(path.lstat()) if path.is_symlink() else None  # a link to nothing stands in the way all the same
+        return _nobody(path.lstat()) if path.is_symlink() else None  # a broken link still blocks the name
     try:
         values = parse_object(content)
         nonce, started = str(values["nonce"]), f"{values['started']:.40}"
@@ -205,13 +214,13 @@ def _read(path: Path) -> Holder | None:
 
 
 def _nobody(facts: os.stat_result) -> Holder:
-    """Who holds a file of which only inode and time can be known."""
+    """Return an unknown holder for a lock file without valid content, from the file's inode and time."""
     nonce = f"unknown{facts.st_ino}x{abs(facts.st_mtime_ns)}"
     return Holder(ProcessId("an unknown host", "", 0, 0), nonce, "an unknown time", facts.st_mtime_ns)
 
 
 def _create(path: Path, content: bytes) -> bool:
-    """Make a file that does not exist; False if it does."""
+    """Create a file with this content. Returns False if the file exists already."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -227,12 +236,12 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _lives(holder: Holder, head: Path, *, stale_after_s: float) -> bool:
-    """Whether the lock is in living hands; waits for a heartbeat where that is the only way to know."""
+    """Whether the lock's holder lives. For a holder on another machine this waits for a heartbeat."""
     lives = holder.process.lives()
     if lives is not None:
         return lives
     logger.info(
-        "%s is locked by a job on %s (pid %d); waiting up to %g s for a sign of life",
+        "%s is locked by a job on %s (pid %d); waiting up to %g s for a heartbeat",
         head.parent,
         holder.process.host,
         holder.process.pid,
@@ -243,13 +252,14 @@ def _lives(holder: Holder, head: Path, *, stale_after_s: float) -> bool:
         time.sleep(min(0.5, stale_after_s / 10))
         now, _ = _end_of_chain(head)
         if now is None or now.nonce != holder.nonce:
-            return False  # it changed hands; the caller looks again
+            return False  # another job has the lock now; the caller checks again
         if now.mtime_ns != holder.mtime_ns:
             return True
     return False
 
 
 def _held(run_dir: Path, holder: Holder) -> ConfigError:
+    """Return the error for a run directory that another job has locked."""
     process = holder.process
     return ConfigError(
         f"{run_dir} is in use by another job: pid {process.pid} on {process.host}, since {holder.started}. "

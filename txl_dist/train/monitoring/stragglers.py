@@ -1,11 +1,12 @@
-"""Which rank the others wait for.
+"""Detection of stragglers: ranks that the others wait for.
 
-All ranks of a job take equally long for a step, because they wait for each other; so what is timed here is a rank's own
-part, before it meets another: waiting for data, preparing, and the forward pass of the first micro-batch. Reports
-gather the means (`rank_ms`), and a rank that stays slower than the rest is named with its machine.
+All ranks take equally long for a step, because they wait for each other. So only the local part of a step is timed,
+before the rank's first collective: waiting for data, preparing it, and the forward pass of the first micro-batch.
+Reports gather the means of all ranks (`rank_ms`). A rank that stays slower than the others is named with its host.
 
-On a GPU the forward pass is timed by events on the device, read when the step has waited for it anyway. At stage 3
-ranks meet within the forward pass, so there only what comes before it is seen.
+On a GPU events on the device time the forward pass. They are read after the step has waited for the device anyway.
+
+What it gives up: at ZeRO stage 3 the forward pass has collectives, so only the time before it is measured.
 """
 
 from __future__ import annotations
@@ -22,61 +23,65 @@ from txl_dist.distributed.collectives import gather_objects
 from txl_dist.train.report.loggers import MetricReporter, Record
 
 SLOWER_THAN = 4 / 3
-"""Times the median of the other ranks, from which a rank is a straggler (a relative speed of 0.75)."""
+"""Ratio to the median of the other ranks above which a rank is a straggler (a relative speed of 0.75)."""
 NUM_REPORTS = 3
-"""Reports in a row after which it is named: one may be a neighbour's doing."""
+"""Number of slow reports in a row after which a rank is named. One alone may come from another job on its host."""
 
 
 class StepClock:
-    """Times the own part of each step of this rank."""
+    """Clock for the local part of each step of this rank."""
 
     def __init__(self, device: torch.device, *, sees_forward: bool) -> None:
-        """`sees_forward`: the forward pass waits for no other rank."""
+        """`sees_forward`: whether the forward pass waits for no other rank, so that it can be timed."""
         self._sees_forward = sees_forward
-        self._begin_s = self._own_s = 0.0
+        self._begin_s = self._local_s = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda" and sees_forward:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
 
     def begin(self) -> None:
-        """Before the step's data are asked for."""
-        self._begin_s, self._own_s = time.perf_counter(), 0.0
+        """Start the clock, before the step asks for its data."""
+        self._begin_s, self._local_s = time.perf_counter(), 0.0
 
     def elapsed_s(self) -> float:
-        """Since it began."""
+        """Return the seconds since the clock was started."""
         return time.perf_counter() - self._begin_s
 
     def mark_prepared(self) -> None:
-        """Before this rank meets another."""
-        self._own_s = self.elapsed_s()
+        """Count the time so far as local, before this rank's first collective."""
+        self._local_s = self.elapsed_s()
 
     def start_forward(self) -> None:
-        """Of the first micro-batch."""
+        """Start to time the forward pass of the first micro-batch."""
         self._begin_s = time.perf_counter()
         if self._events:
             self._events[0].record()
 
     def forward_ends(self) -> None:
-        """Of the first micro-batch; its backward pass may meet others."""
+        """Stop to time the forward pass of the first micro-batch. Its backward pass may have collectives."""
         if self._events:
             self._events[1].record()
         elif self._sees_forward:
-            self._own_s += self.elapsed_s()
+            self._local_s += self.elapsed_s()
 
     def local_ms(self) -> float:
-        """Of the step, once it has waited for the device."""
-        return 1000 * self._own_s + (self._events[0].elapsed_time(self._events[1]) if self._events else 0.0)
+        """Return the milliseconds of the step's local part. Call it after the step has waited for the device."""
+        device_ms = self._events[0].elapsed_time(self._events[1]) if self._events else 0.0
+        return 1000 * self._local_s + device_ms
 
 
 def slowest(rank_ms: Sequence[float]) -> tuple[int, float]:
-    """(the slowest rank, by how many percent it takes longer than the median of the others). Of two ranks or more."""
+    """Return (the slowest rank, by how many percent it takes longer than the median of the others).
+
+    `rank_ms` are the milliseconds of two ranks or more.
+    """
     rank = max(range(len(rank_ms)), key=rank_ms.__getitem__)
     others = statistics.median([*rank_ms[:rank], *rank_ms[rank + 1 :]])
     return rank, 100 * (rank_ms[rank] / max(others, 1e-6) - 1)
 
 
 def straggler(reports: Sequence[Sequence[float]]) -> int | None:
-    """The rank that was the slowest by far in each of the last `NUM_REPORTS` reports, if there is one."""
+    """Return the rank that was a straggler in each of the last `NUM_REPORTS` reports; None if there is none."""
     last = [slowest(rank_ms) for rank_ms in reports[-NUM_REPORTS:] if len(rank_ms) > 1]
     if len(last) < NUM_REPORTS or len({rank for rank, _ in last}) > 1:
         return None
@@ -84,17 +89,20 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
 
 
 class StragglerWatch:
-    """Names the rank that the others wait for, once each time that it becomes another one."""
+    """Watcher that names the straggler in the log and in an event, once each time that it is another rank."""
 
     def __init__(self, reporter: MetricReporter) -> None:
-        """All ranks together make it, and call it."""
+        """Gather the host names of all ranks, which make and call this object together."""
         self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
         self._reports: list[list[float]] = []
         self._named: int | None = None
 
     def __call__(self, rank_ms: list[float], *, step: int) -> Record:
-        """Take the own part of each rank's step in a report. Returns the slowest: its rank, host and `slowest_pct`, by
-        how much longer it takes than the median of the others; nothing for a rank alone."""
+        """Take the milliseconds of each rank's local part from a report.
+
+        Returns the fields `slowest_rank`, `slowest_host` and `slowest_pct` for the report: by how many percent that
+        rank takes longer than the median of the others. A run of one rank gets an empty record.
+        """
         if len(rank_ms) == 1:
             return {}
         self._reports = [*self._reports, rank_ms][-NUM_REPORTS:]
@@ -102,8 +110,8 @@ class StragglerWatch:
         rank = straggler(self._reports)
         if rank is not None and rank != self._named:
             warn_for_all(
-                "rank %d on %s keeps the others waiting: its own part of a step takes %.0f ms, %.0f %% longer than the "
-                "median of the others, in %d reports in a row",
+                "rank %d on %s keeps the others waiting: its local part of a step takes %.0f ms, %.0f %% longer than "
+                "the median of the others, in %d reports in a row",
                 *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
             )
             event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}

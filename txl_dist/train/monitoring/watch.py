@@ -1,4 +1,4 @@
-"""What watches over a run, as its parts need it: one value in place of four."""
+"""The monitors of a run in one value, which the parts of the run share."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from txl_dist.train.monitoring.watchdog import Watchdog
 
 
 class Watch(NamedTuple):
-    """Of one run, on one rank."""
+    """Monitors of one run on one rank."""
 
     stops: PreemptionRequests
     watchdog: Watchdog
     lock: RunLock | None
-    """On rank 0."""
+    """Lock of the run directory, on rank 0; None on other ranks."""
     nonce: str
-    """The same on every rank and no other run's: it names temporary folders."""
+    """Random word of this job, the same on every rank. It is part of the names of temporary folders."""
 
     def beat(self, phase: str) -> None:
-        """The main thread has begun this phase of the step."""
+        """Report to the watchdog that the main thread has begun this phase of the step."""
         self.watchdog.beat(phase)
 
     def check_lock(self) -> None:
-        """Raises CheckpointError if another job has taken the run over. Its own thread looks every few seconds."""
+        """Raise CheckpointError if another job has taken the run over, as the lock's thread found within seconds."""
         if self.lock is not None and self.lock.is_lost:
             raise CheckpointError(
-                f"another job has taken {self.lock.run_dir} over while this one made no sign of life. It is left to "
-                "that job; nothing is saved here."
+                f"another job has taken {self.lock.run_dir} over while this one sent no heartbeat. The run is left to "
+                "that job; this one saves nothing."
             )
 
     def confirm_lock(self) -> None:
-        """The same, having looked now."""
+        """Check the lock now. Raises CheckpointError if another job has taken the run over."""
         if self.lock is not None:
             self.lock.beat()
         self.check_lock()

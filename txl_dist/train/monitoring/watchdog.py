@@ -174,7 +174,7 @@ class Watchdog:
             self._link.tell(notice)
 
     def _local_beat(self) -> Beat:
-        """Return what this rank says of itself."""
+        """Return the heartbeat of this rank: its step, its phase, and whether it makes progress."""
         when_s, step, phase = self._last
         frame = sys._current_frames().get(self._main)
         idle_s = time.monotonic() - when_s
@@ -221,18 +221,19 @@ class Watchdog:
     def _lost_verdict(self, lost: list[int], seen: dict[int, Seen]) -> Verdict:
         """Name ranks whose connection broke."""
         line = f"{self._name(lost)} was lost at {self._position(seen[lost[0]].beat)}: killed, crashed or cut off."
-        return Verdict("lost", lost, f"{line} The same command goes on from the last checkpoint.", [])
+        return Verdict("lost", lost, f"{line} The same command continues from the last checkpoint.", [])
 
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
         """Name ranks that do not answer, the first of them for `silence_s`."""
         have = "have" if len(silent) > 1 else "has"
-        where = f"{self._position(seen[silent[0]].beat)}; a process or host stands still, or the link to it is cut"
+        where = f"{self._position(seen[silent[0]].beat)}; its process or host is frozen, or the link to it is cut"
         line = self._hang_line(silent, f"{have} not answered for {silence_s:.0f} s: {where}")
         return Verdict("hang", silent, line, [seen[rank].beat.process for rank in silent])
 
     def _stalled_verdict(self, seen: dict[int, Seen]) -> Verdict:
         """Name the ranks that the others wait for, of those that answer and make no progress."""
-        culprits = behind({rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle})
+        idle_beats = {rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle}
+        culprits = ranks_waited_for(idle_beats)
         first = seen[culprits[0]].beat
         have = "have" if len(culprits) > 1 else "has"
         how = f"{have} made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
@@ -242,7 +243,7 @@ class Watchdog:
         """Make the message of a hang: which ranks, how they hang, where stacks are, and the remedy."""
         stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""
         return (
-            f"{self._name(culprits)} {how}.{stacks} The same command goes on from the last checkpoint; if a step may "
+            f"{self._name(culprits)} {how}.{stacks} The same command continues from the last checkpoint; if a step may "
             "take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
         )
 
@@ -308,7 +309,7 @@ class Watchdog:
             faulthandler.dump_traceback(file=self._stacks_fd, all_threads=True)
 
 
-def behind(beats: dict[int, Beat]) -> list[int]:
+def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
     """Return the ranks that the others wait for: at the lowest step, those in no collective, or else all."""
     lowest = min(beat.step for beat in beats.values())
     late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}

@@ -68,7 +68,7 @@ class Clock:
 
 def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, int, int, int]) -> None:
     """This process is rank 0; `others` are the (seconds waited, documents skipped, targets scored, peak bytes) of other
-    ranks, whose own part of a step takes 7 ms."""
+    ranks, whose local part of a step takes 7 ms."""
     monkeypatch.setattr(metrics, "peak_memory_bytes", lambda: 2**30)
     monkeypatch.setattr(metrics, "gather_objects", lambda mine: [mine, *((*other, 7.0) for other in others)])
 
