@@ -17,9 +17,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from tools.checks.page_tables import TABLES, with_table
@@ -28,36 +29,44 @@ from txl_dist.config.load import Config, resume_policy
 
 DOCS = Path(__file__).parents[2] / "docs"
 MADE_BY = "<!-- Made by `python -m tools.checks.reference_pages`; edit the code, not this page. -->"
-ON_RESUME = {
-    "frozen": "frozen: a change is refused",
-    "warned": "may change, with a line in the log",
-    "free": "may change",
-}
+HIGHEST_SHOWN = 999
+"""Higher upper bounds only catch slips of the hand. The page does not list them."""
+FEWEST_COMMANDS = 2
+"""A flag with the same text in at least this many commands is listed once."""
 SETTINGS_HEAD = f"""# Configuration reference
 
 {MADE_BY}
 
-A run's settings stand in a TOML file, in the sections below; the file holds those that differ from the defaults, and
-`--section.key value` behind it overrides it: `txl train CONFIG.toml --optim.lr 1e-3`. Lists are written
-`--model.cutoffs 1000 5000` (nothing behind it: empty). A switch is true where no value follows:
-`--checkpoint.keep_best`, else `--checkpoint.keep_best False`. Hyphens may stand for underscores. An unknown name is
-refused with the nearest known one, also where it comes from another code base. `txl train CONFIG.toml --dry-run`
-prints the settings of a run that differ from the defaults, with `--all` all of them. `RUN/config.toml` has all.
+A run's settings are in a TOML file, in the sections below. The file needs only those that differ from the defaults.
+`--section.key VALUE` after the file overrides it:
 
-Sizes are global: they do not depend on the number of ranks. *On resume* says what happens when the same run is started
-again with another value ([resuming with other settings](checkpoints.md#resuming-with-other-settings)).
+- `txl train CONFIG.toml --optim.lr 1e-3`: a number or a text.
+- `--model.cutoffs 1000 5000`: a list. Without values it is empty.
+- `--checkpoint.keep_best` switches on, `--checkpoint.keep_best False` off.
+
+Hyphens may replace underscores. An unknown name is refused, and the message names the nearest known one.
+`txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, `--dry-run --all` prints all.
+`RUN/config.toml` holds all settings of a run.
+
+Sizes are global: they do not depend on the number of ranks. The last word of each entry says whether a resumed run may
+change the setting ([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
+
+- **frozen**: no, a change is refused.
+- **warned**: yes, with a line in the log.
+- **free**: yes.
 """
 COMMANDS_HEAD = f"""# Command reference
 
 {MADE_BY}
 
-What `txl COMMAND --help` prints. `python -m txl_dist COMMAND` is the same. Exit codes: 0 done, 2 a mistake that the
-message explains, 75 and 76 of a training that wants to be started again ([checkpoints.md](checkpoints.md#stopping)).
+`python -m txl_dist COMMAND` is the same as `txl COMMAND`, and `txl COMMAND --help` prints the same texts. Defaults are
+in brackets. A flag without one is off or empty by default. A switch `--name` has an opposite, `--no-name`.
 
-## Shell completion
-
-`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names when TAB is
-pressed. It starts no program. Write it again after an update.
+Exit codes: 0 done, 1 an error or a problem found, 2 a mistake that the message explains, 75 and 76
+[start the same command again](checkpoints.md#stopping).
+"""
+COMPLETION = """`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names
+when TAB is pressed. SHELL is bash, zsh or fish. The script starts no program. Write it again after an update.
 
 <!-- not run: installs -->
 ```bash
@@ -78,22 +87,119 @@ def settings_page() -> str:
             facts = [
                 _type(field),
                 f"default {_default(field['default'])}",
-                f"on resume: {ON_RESUME[resume_policy(f'{section}.{key}')]}",
+                resume_policy(f"{section}.{key}"),
             ]
-            parts.append(f"### {section}.{key}\n\n{_escaped(field['description'])}\n\n*{'; '.join(facts)}*\n")
+            parts.append(f"### {section}.{key}\n\n{_escaped(field['description'])}\n\n*{', '.join(facts)}*\n")
     return "\n".join(parts)
+
+
+class HelpEntry(NamedTuple):
+    """An argument in the help of a command."""
+
+    spelling: str
+    """Flag with the kind of its value, or the kind of a positional argument."""
+    text: str
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether it is a flag, not a positional argument."""
+        return self.spelling.startswith("-")
+
+
+class CommandHelp(NamedTuple):
+    """Help of a command in parts."""
+
+    description: str
+    entries: list[HelpEntry]
 
 
 def commands_page() -> str:
-    """Markdown of docs/commands.md: each command's help, without the settings, which have a page of their own."""
-    parts = [COMMANDS_HEAD]
+    """Markdown of docs/commands.md: the help of each command, without settings and flags of several commands."""
+    helps = {command: _parse_help(help_text(command)) for command in COMMANDS if command != "launch"}
+    commands_of_flag: dict[HelpEntry, list[str]] = {}
+    for command, parsed in helps.items():
+        for entry in parsed.entries:
+            commands_of_flag.setdefault(entry, []).append(command)
+    common = {}
+    for entry, commands in commands_of_flag.items():
+        if entry.is_flag and len(commands) >= FEWEST_COMMANDS:
+            common[entry] = commands
+    parts = [COMMANDS_HEAD, "## Common flags\n\n```text"]
+    for entry, commands in common.items():
+        if entry.spelling == "--help":
+            continue
+        parts.append(_wrapped(entry._replace(text=f"{entry.text} For {', '.join(commands)}.")))
+    parts.append("```\n")
     for command in COMMANDS:
-        lines = list(_without_rules(help_text(command)))
-        if command == "train":
-            first = next(index for index, line in enumerate(lines) if line == "run options")
-            lines = [*lines[:first], "--section.key VALUE: every setting; see the configuration reference"]
-        parts.append(f"## {command}\n\n```text\n{chr(10).join(lines).strip()}\n```\n")
+        if command == "completion":
+            parts.append(f"## {command}\n\n{COMPLETION}")
+            continue
+        lines = [help_text(command).strip()]
+        if command in helps:
+            lines = _command_lines(command, helps[command], common)
+        parts.append("\n".join([f"## {command}\n\n```text", *lines, "```\n"]))
     return "\n".join(parts)
+
+
+def _command_lines(command: str, parsed: CommandHelp, common: Collection[HelpEntry]) -> list[str]:
+    """Lines of a command: usage, description, and the entries that are not in `common`."""
+    entries = [entry for entry in parsed.entries if entry not in common]
+    if command == "train":
+        entries = [entry for entry in entries if not entry.spelling.startswith("--") or "." not in entry.spelling]
+        entries.append(HelpEntry("--section.key=VALUE", "Any setting: see the configuration reference."))
+    positional = [entry.spelling for entry in entries if not entry.is_flag]
+    usage = " ".join(["txl", command, *positional, "[FLAGS]"])
+    return [usage, "", parsed.description, "", *map(_wrapped, entries)]
+
+
+def _parse_help(text: str) -> CommandHelp:
+    """Take the help of a command apart: usage, description, then sections, each with a heading over a rule."""
+    lines = [line.rstrip().removeprefix(" ") for line in text.splitlines()]
+    headings = [index - 1 for index, line in enumerate(lines) if re.fullmatch("-{5,}", line)]
+    usage_and_description = "\n".join(lines[: headings[0]])
+    description = usage_and_description.partition("\n\n")[2].strip()
+    entries: list[HelpEntry] = []
+    for line in lines[headings[0] :]:
+        begins_entry = re.match(r" ((?:--?\w|[\[{]|[A-Z]{2}).*?)(?: {2,}(.*))?$", line)
+        if begins_entry:
+            entries.append(HelpEntry(begins_entry[1], begins_entry[2] or ""))
+        elif line.startswith("  ") and entries:
+            spelling, meaning = entries.pop()
+            entries.append(HelpEntry(spelling, f"{meaning} {line.strip()}".strip()))
+    return CommandHelp(description, [_plain_entry(entry) for entry in entries])
+
+
+def _plain_entry(entry: HelpEntry) -> HelpEntry:
+    """Write an entry without the notation of tyro. Positional arguments are required, so they do not say so."""
+    plain = HelpEntry(_plain_spelling(entry.spelling), _plain_default(entry.text))
+    if plain.is_flag:
+        return plain
+    return plain._replace(text=plain.text.removesuffix(" [required]"))
+
+
+def _plain_spelling(spelling: str) -> str:
+    """Write an argument without the notation of tyro: `--out {None}|PATH` becomes `--out=PATH`."""
+    spelling = re.sub(r"\[*(\w+) \[\1 \.\.\.\]+", r"\1 ...", spelling)
+    spelling = re.sub(r"^(?:-\w, )?(--[\w-]+), --no-.*", r"\1", spelling)
+    spelling = spelling.replace("{None}|", "").replace("-h, --help", "--help")
+    spelling = re.sub(r"^(--\S+) (\S+)$", r"\1=\2", spelling)
+    return re.sub(r"^\[(\w+)\]$", r"\1", spelling)
+
+
+def _plain_default(text: str) -> str:
+    """Write a default in brackets; one that is empty or off is left out."""
+    text, mark, default = text.rpartition(" (default: ")
+    default = default.removesuffix(")")
+    if not mark:
+        return default.replace("(required", "[required]")
+    return text if default in ("", "''", "None", "False", "CONFIG") else f"{text} [{default}]"
+
+
+def _wrapped(entry: HelpEntry) -> str:
+    """Write an entry in lines of at most 110 columns; the lines after the first are indented."""
+    return textwrap.fill(
+        f"{entry.spelling}  {entry.text}", 110, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def help_text(command: str) -> str:
@@ -108,25 +214,21 @@ def help_text(command: str) -> str:
     return printed.getvalue()
 
 
-def _without_rules(text: str) -> Iterator[str]:
-    """tyro's help without trailing blanks, the lines under headings, and the indentation that all share."""
-    for line in text.splitlines():
-        if not re.fullmatch(r" ?-+\s*", line):
-            yield line.rstrip().removeprefix(" ")
-
-
 def _type(field: dict[str, Any]) -> str:
     """The type of a setting with its choices or bounds, in words."""
     if "enum" in field:
-        return "one of " + ", ".join(f"`{choice}`" for choice in field["enum"])
+        return " / ".join(f"`{choice}`" for choice in field["enum"])
     if "prefixItems" in field:
-        return f"list of {len(field['prefixItems'])}, each: {_type(field['prefixItems'][0])}"
+        return f"list of {len(field['prefixItems'])}: {_type(field['prefixItems'][0])}"
     if field["type"] == "array":
-        return f"list, each: {_type(field['items'])}"
-    name = {"integer": "integer", "number": "number", "string": "text", "boolean": "`true` or `false`"}[field["type"]]
-    marks = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
-    bounds = [f"{words} {_number(field[mark])}" for mark, words in marks.items() if mark in field]
-    return f"{name} {' and '.join(bounds)}".rstrip()
+        return f"list: {_type(field['items'])}"
+    name = {"integer": "integer", "number": "number", "string": "text", "boolean": "switch"}[field["type"]]
+    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+    bounds = []
+    for mark, sign in signs.items():
+        if mark in field and field[mark] <= HIGHEST_SHOWN:
+            bounds.append(f"{sign}{_number(field[mark])}")
+    return " ".join([name, *bounds])
 
 
 def _default(value: Any) -> str:

@@ -26,32 +26,31 @@ class PrepareArguments(PrepareSettings):
     """The settings of a preparation, some under shorter names."""
 
     inputs: Positional[tuple[str, ...]]
-    """Files, folders, quoted globs, URLs: text, JSON lines or parquet, also compressed; `-`, `pipe:COMMAND`; `stdlib`,
-    the source text of this Python's standard library; or one of enwik8, text8, wikitext-103, wikitext-2, lm1b,
-    tinyshakespeare."""
+    """Files, folders, quoted globs or URLs of text, JSON lines or parquet, also compressed. `-`, `pipe:COMMAND`, or
+    `stdlib` (source of this Python's standard library). Or a named corpus: enwik8, text8, wikitext-103, wikitext-2,
+    lm1b, tinyshakespeare."""
     out: Path
     """Folder of the corpus."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
-    """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
+    """Inputs of the validation split. Default: files named valid, or a share of the documents."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
-    """The same for a second held-out split."""
+    """Inputs of the test split, as for --valid."""
     archive: str = ""
-    """Local archive, file or folder of a named corpus, in place of a download."""
+    """Local archive, file or folder of a named corpus, instead of a download."""
     kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"
-    """Tokenizer to learn from the train split. auto: the one that papers use for a named corpus, else bpe. Or a kind of
-    a plugin."""
+    """Tokenizer to train on the train split. auto: the papers' choice for a named corpus, else bpe. Or a plugin's
+    kind."""
     tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
-    """Use this tokenizer.json, of ours or of Hugging Face, or sentencepiece .model, or the folder of one, instead of
-    learning one."""
+    """Use this tokenizer instead of training one: our or Hugging Face's tokenizer.json, or a sentencepiece .model, or
+    its folder."""
     vocab_list: Path | None = None
-    """The inputs are ready ids, in place of text: .npy (a document, or one per row) and JSON lines (a list each). This
-    file names the ids, one name a line, that of id 0 first; end-of-text is put behind the last."""
+    """The inputs are token ids instead of text: .npy (a document, or one per row) or JSON lines (a list each). This
+    file names the ids, one per line, id 0 first. End-of-text is added last."""
     plugins: tuple[str, ...] = ()
-    """Modules to import first, which runs their code; each may add tokenizers and inputs NAME:REST
-    (docs/extending.md)."""
+    """Modules to import first, which runs their code."""
     reindex: bool = False
-    """Make no shards: the inputs, or all of --out, are tars of tokens in the folder --out, which get their records and
-    an index there. Needs --tokenizer-file, the one that made the tokens."""
+    """Write only records and index of existing tars of tokens in --out: the inputs, or all. Needs the --tokenizer-file
+    that made the tokens."""
 
     def check_tokenizer(self) -> None:
         """Raise ConfigError for an unknown kind of tokenizer."""
@@ -62,7 +61,7 @@ class PrepareArguments(PrepareSettings):
 
 
 def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
-    """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command goes on."""
+    """Turn text into a corpus: tar shards, index.json and tokenizer.json. After a kill the same command continues."""
     load_plugins(arguments.plugins)
     arguments.check_tokenizer()
     if detect_artifact(arguments.out) is not ArtifactKind.NOTHING:
@@ -115,14 +114,14 @@ def verify(
     cache_dir: str = "",
     allow_protocols: tuple[str, ...] = (),
 ) -> None:
-    """Check every hash of a corpus, a run, or anything exported; exit code 1 and a list if something is damaged.
+    """Check every hash of a corpus, a run or an export. If something is damaged: a list, and exit code 1.
 
     Args:
-        path: Folder of a corpus, a run, a checkpoint, a bundle or an export with a manifest; URL of a corpus; or
+        path: Folder of a corpus, run, checkpoint, bundle or export with a manifest. Or a corpus's URL, or
             hf://OWNER/NAME.
-        num_workers: Processes for a corpus, a shard at a time each; 0 means one per core, or none for a small one.
-        cache_dir: Folder for whole shards of a corpus at a URL, which are verified there; empty reads ranges.
-        allow_protocols: URL schemes to allow beyond the usual ones.
+        num_workers: Processes for a corpus. 0: one per core, or none for a small one.
+        cache_dir: Folder that caches whole shards of a corpus at a URL. Empty: only ranges are read.
+        allow_protocols: Additional URL schemes to allow. `pipe` runs a shell.
     """
     from txl_dist.config.schema import DataSection
 

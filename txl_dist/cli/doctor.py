@@ -12,15 +12,15 @@ from txl_dist.errors import ConfigError
 
 
 def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
-    """Check this machine, or under a launcher every node and what lies between; exit code 1 if a run would fail.
+    """Check this machine, or under a launcher all nodes and their network. Exit code 1: a run would fail.
 
-    Under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. Takes some seconds.
+    Under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. It takes some seconds.
 
     Args:
-        run_dir: Folder of the runs, or of a run; need not exist. Its disk is tried.
-        data: Folder or URL of a corpus to look at too.
-        timeout_s: Seconds to wait for other ranks, after which the missing ones are named.
-        json: Write facts, findings and measurements to this file too.
+        run_dir: Folder of the runs, or of a run. Its disk is tested. It need not exist.
+        data: Folder or URL of a corpus to check, too.
+        timeout_s: Seconds to wait for other ranks. After that the missing ones are named.
+        json: Write the results to this file as JSON.
     """
     if timeout_s < 1:
         raise ConfigError(f"--timeout-s {timeout_s} is no time. Give 1 or more.")

@@ -40,20 +40,20 @@ def generate(
     device: str = "cpu",
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Continue prompts with a bundle, a run or a checkpoint; one text is shown as it is made.
+    """Continue prompts with a bundle, a run or a checkpoint. A single text is shown while it is made.
 
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         writing: How texts are generated.
-        prompt: Texts to continue. Without prompts, ids and a file a new document begins.
+        prompt: Texts to continue. Without any prompt a new document begins.
         tokens: Ids of a text to continue, used without changes.
-        file: Text to continue, of any length; - is standard input.
-        jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}; - is standard input.
-        out: Write the texts to this file, one JSON object per line; - is standard output.
+        file: Text to continue, of any length. - is standard input.
+        jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}. - is standard input.
+        out: Write the texts to this file, one JSON object per line. - is standard output.
         load_memory: Start from this memory, which --save-memory wrote. Its text is not read again.
         save_memory: Write the model's memory of the prompt and the text to this file.
-        device: Where the model runs: cpu, cuda or, with several GPUs, cuda:1.
-        plugins: Modules to import first, which runs their code; for what was made with plugins.
+        device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
+        plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)
     source = local_source(source)

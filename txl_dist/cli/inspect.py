@@ -24,10 +24,10 @@ def inspect(
     """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step.
 
     Args:
-        path: Folder or URL of a corpus; a run, with --lane too: it knows its corpora, lanes and seed; or a checkpoint.
-        question: What is wanted of it.
-        json: Write the facts to this file too.
-        plugins: Modules to import first, which runs their code; for what was made with plugins.
+        path: Folder or URL of a corpus, run directory (with --lane too) or checkpoint folder.
+        question: Facts that are wanted.
+        json: Write the results to this file as JSON.
+        plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)
     kind = require(path, ArtifactKind.CORPUS, ArtifactKind.RUN, ArtifactKind.CHECKPOINT)

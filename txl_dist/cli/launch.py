@@ -79,16 +79,15 @@ _SLOT_NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})(?!\d)", re.ASCII)
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
-Train on all GPUs of this machine, or on the nodes of a hostfile: words before the configuration go to the \
+Train on all GPUs of this machine, or on the nodes of a hostfile. Words before the configuration go to the \
 `deepspeed` launcher (deepspeed --help), words after it to `txl train` (txl train CONFIG.toml --help). \
-Without GPUs and launcher flags it starts one rank on the CPU; --num_accelerators 2 starts two. On one machine the \
-ranks meet at a free port, unless --master_port names one. --verbose shows what the launcher says of itself too.
+Without GPUs and launcher flags one rank starts on the CPU, with --num_accelerators 2 two. On one machine the \
+ranks meet at a free port, unless --master_port names one. --verbose also shows the launcher's own messages.
 
-Unlike the launcher alone it passes SIGTERM, SIGINT and SIGUSR1 on to the ranks, leaves no process behind, and exits \
-with
+SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process is left over. Exit codes:
   0     the run is done (RUN/DONE)
-  2     a mistake to be mended first
-  75    it was stopped and saved: start the same command again
+  2     a mistake to correct first
+  75    stopped and saved: start the same command again
   76    a rank hung or was lost: start the same command again
   else  an error"""
 

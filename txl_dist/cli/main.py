@@ -55,22 +55,23 @@ class TrainArguments:
     """Train, or continue a run. Settings come from defaults, then the file, then these flags."""
 
     config: Positional[Path]
-    """TOML file; see configs/."""
+    """TOML file, see configs/."""
     settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
     resume: str = "auto"
-    """auto: continue the newest whole checkpoint, if any. must: insist on one. never: refuse one. Or its path."""
+    """auto: continue from the newest whole checkpoint, if any. must: require one. never: refuse one. Or the path of
+    one."""
     max_time: str = ""
-    """Save and stop, to be started again, when the process is so old: 90s, 15m, 2h30m or 2:30:00. Empty: no limit."""
+    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00. Empty: no limit."""
     profile: str = ""
-    """FIRST:LAST, for instance 20:22: write a torch profiler trace of these steps to the run directory."""
+    """FIRST:LAST, for example 20:22. Write a torch profiler trace of these steps to the run directory."""
     dry_run: bool = False
-    """Print the settings that differ from the defaults, batch, parameters, memory and operations, and stop."""
+    """Print changed settings, batch, parameters, memory and operations, and stop."""
     all: bool = False
     """With --dry-run: print every setting."""
     ranks: int = 1
-    """Number of ranks that a dry run assumes. `txl launch --num_accelerators N` starts N ranks."""
+    """Number of ranks that a dry run assumes. `txl launch` starts ranks."""
     init: str = ""
-    """Bundle whose weights a new run begins with (short for --run.init)."""
+    """Bundle with the initial weights of a new run (short for --run.init)."""
 
 
 def train(argv: Sequence[str]) -> int:

@@ -32,16 +32,16 @@ def evaluate(
     baselines: bool = False,
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Score a held-out split with a trained run, a checkpoint or a bundle.
+    """Score a validation split with a trained run, a checkpoint or a bundle.
 
     Args:
         target: Run directory, checkpoint folder, bundle or hf://OWNER/NAME.
         overrides: How the evaluation differs from training.
         adaptation: A row of a model that adapts to the text.
         outputs: Files that are written.
-        data: Corpus, a folder or URL; a run knows its own.
+        data: Folder or URL of a corpus. Default: the run's.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
-        plugins: Modules to import first, which runs their code; for what was made with plugins.
+        plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)
     target = local_source(target)
@@ -74,19 +74,19 @@ def export(
     private: bool = False,
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Write an inference bundle, proven by the engine's own losses, or what other programs run.
+    """Write an inference bundle, verified by the engine's own losses, or what other programs run.
 
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.
-        out: Folder to write; an older one of the same format is replaced.
+        out: Folder to write. An older one of the same format is replaced.
         stated: Facts for the model card, README.md in the folder, that the run does not record.
-        format: bundle: ours. huggingface-code: a folder with its own code, for transformers 5. onnx: two graphs, of a
-            token and of a chunk (extra onnx). huggingface: what TransfoXLLMHeadModel of transformers 4.46.3 loads.
-        dtype: Type of the weights; graphs are fp32. int8, a scale per row, is for bundles and runs as fp32.
-        ema: Take the average of the weights (optim.ema_decay); for bundles, of which the other formats can be made.
-        push_to_hub: Repository of the Hugging Face Hub, OWNER/NAME, that gets the folder; created if missing.
-        private: Create the repository as a private one, if it is missing.
-        plugins: Modules to import first, which runs their code; for what was made with plugins.
+        format: bundle: ours. huggingface: for TransfoXLLMHeadModel of transformers 4.46.3. huggingface-code: with its
+            own code, for transformers 5. onnx: two graphs, of a token and of a chunk (extra onnx).
+        dtype: Type of the weights. Graphs are fp32. int8 has a scale per row, is for bundles only, and runs as fp32.
+        ema: Take the average of the weights (optim.ema_decay). For bundles, from which other formats can be made.
+        push_to_hub: Hugging Face Hub repository, OWNER/NAME, to upload the folder to. It is created if missing.
+        private: Create a missing repository as a private one.
+        plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)
     if push_to_hub:
@@ -163,15 +163,16 @@ def import_(
     """Make a bundle of another system's weights, without running any code in their files.
 
     Args:
-        path: File, folder or hf://OWNER/NAME: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder,
+        path: File, folder or hf://OWNER/NAME: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder, or
             labml's state dict.
-        out: Folder of the bundle; an older bundle there is replaced.
-        format: Whose it is: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples), huggingface, labml.
-        vocab: Vocabulary, where the weights come without: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
-            tokenizer.json. Without any, text is ids in decimal.
-        settings: JSON object, under the other system's names, of what its file does not tell: {"n_head": 8, ...}.
-        segment_len: Tokens per segment; 0 means as the file says.
-        memory_len: Tokens of memory; -1 means as the file says.
+        out: Folder of the bundle. An older bundle there is replaced.
+        format: Source of the weights: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples), huggingface
+            or labml.
+        vocab: Vocabulary, if the weights have none: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
+            tokenizer.json. Without it, text is ids in decimal.
+        settings: JSON object of settings that the file lacks, by the other system's names: {"n_head": 8, ...}.
+        segment_len: Tokens per segment. 0: as in the file.
+        memory_len: Tokens of memory. -1: as in the file.
         dtype: Type of the weights, as for `txl export`.
     """
     path = local_source(path)
@@ -203,7 +204,7 @@ _WRITES = {
     "huggingface-code": ArtifactKind.HUGGINGFACE_CODE,
     "onnx": ArtifactKind.ONNX,
 }
-"""What `txl export` writes, by --format."""
+"""Kind of artifact that `txl export` writes, by --format."""
 
 
 def _require_output(out: Path, kind: ArtifactKind) -> None:

@@ -22,25 +22,25 @@ class PlanArguments:
     """Predict memory, speed, duration and scaling of a run. Settings (--section.key value) follow as for txl train."""
 
     config: tyro.conf.Positional[Path]
-    """TOML file; see configs/."""
+    """TOML file, see configs/."""
     gpus: int
-    """Number of GPUs. Where the lanes do not divide among them, the largest number below is planned for."""
+    """Number of GPUs. If the lanes do not divide among them, a smaller number is planned."""
     gpu: str
-    """Their kind: h200, h100, a100, a100-40gb, v100-16gb, l40s and others; a wrong name lists all."""
+    """Kind of GPU: h200, h100, a100, a100-40gb, v100-16gb, l40s and others. A wrong name lists all."""
     gpus_per_node: int = 8
-    """GPUs in a machine."""
+    """Number of GPUs per node."""
     interconnect: float = 50.0
-    """Network between nodes in GB/s (1e9 bytes): all cards of one node together, each way. 400 Gb/s are 50 GB/s."""
+    """Network between nodes in GB/s (1e9 bytes): all cards of a node, each way. 400 Gb/s are 50 GB/s."""
     intra_node: float = 0.0
-    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests shows it; 0 takes what is usual."""
+    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests reports it. 0: the usual value."""
     tokens: int = 0
-    """Tokens to train on in all; 0 means what train.max_steps makes."""
+    """Number of tokens to train on. 0 means train.max_steps."""
     vocab_size: int = 0
-    """Size of the vocabulary; 0 reads it from the corpus of data.path."""
+    """Size of the vocabulary. 0 reads it from the corpus."""
     png: Path | None = None
     """Draw the scaling curves to this file."""
     json: Path | None = None
-    """Write the facts to this file too."""
+    """Write the results to this file as JSON."""
 
 
 def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:

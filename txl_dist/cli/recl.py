@@ -30,8 +30,8 @@ def recl(
         targets: Run directories, checkpoint folders or bundles, of one tokenizer.
         settings: How it is measured.
         outputs: Files that are written.
-        data: Corpus, a folder or URL; without it that of the first model, if it is none of a bundle.
-        plugins: Modules to import first, which runs their code; for what was made with plugins.
+        data: Folder or URL of a corpus. Default: the first model's, unless that is a bundle.
+        plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)
     if not targets:

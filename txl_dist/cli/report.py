@@ -15,12 +15,11 @@ from txl_dist.io.hub import address_of
 
 
 def report(path: Positional[Path], /, out: Path | None = None) -> None:
-    """Show a run, finished or in progress: a few lines here, and one HTML page with pictures, readable offline.
+    """Show a run, finished or in progress: a few lines, and one HTML page with pictures, readable offline.
 
     Args:
-        path: Folder of the run (--run.dir); or a checkpoint, which shows its run; or a bundle or hf://OWNER/NAME, which
-            shows its model card.
-        out: Page to write. Default: RUN/report.html, and for a bundle BUNDLE.html next to it.
+        path: Run directory (--run.dir) or checkpoint (shows its run), bundle or hf://OWNER/NAME (shows its model card).
+        out: Page to write. Default: RUN/report.html, or BUNDLE.html next to a bundle.
     """
     address = address_of(path)
     if address is not None and out is None:
@@ -35,7 +34,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
-    """Show several runs side by side: settings that differ, figures, loss curves; lines here, and one HTML page.
+    """Show several runs next to each other, in lines and one HTML page: settings that differ, figures, loss curves.
 
     Args:
         runs: Folders of the runs.

@@ -27,8 +27,8 @@ def serve(
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         serving: How it is served.
-        device: Where it computes: cpu, cuda, cuda:1 ...
-        plugins: Modules to import first, which runs their code; for what was made with plugins.
+        device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
+        plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)
     address = address_of(source)

@@ -23,20 +23,20 @@ from txl_dist.train.run_dir import check_paths
 class SweepArguments:
     """Train over a grid of settings, and name the best. Settings of all (--section.key value) follow as for txl train.
 
-    The same command goes on: a run that is done is not made again. Exit code 1: a run failed, and the others are done;
-    75: asked to stop, and all have saved.
+    The same command continues a sweep and skips finished runs. Exit code 1: a run failed, the others are done. 75:
+    stopped and saved.
     """
 
     config: Positional[Path]
-    """TOML file; see configs/."""
+    """TOML file, see configs/."""
     grid: tuple[str, ...] = ()
-    """A setting and its values, optim.lr=1e-3,2e-3; several make a grid. Entries of a list stand apart by blanks."""
+    """A setting and its values, optim.lr=1e-3,2e-3. Several make a grid. Blanks separate the entries of a list."""
     seeds: int = 1
-    """Runs per point of the grid, with the seeds run.seed, run.seed + 1 and so on."""
+    """Runs per point of the grid, with consecutive seeds from run.seed."""
     jobs: int = 1
-    """Runs side by side, one process each: they share the cores, and take the GPUs in turn."""
+    """Number of runs at once, one process each. They share the cores and take the GPUs in turn."""
     out: Path = Path("runs/sweep")
-    """Folder of the runs, their table (sweep.csv) and the page with their curves (compare.html)."""
+    """Folder of runs, table (sweep.csv) and curves (compare.html)."""
 
 
 def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:

@@ -1,4 +1,4 @@
-"""What may be asked of `txl evaluate` and `txl recl`. Light to import, since the command line makes its flags of it."""
+"""Options of `txl evaluate` and `txl recl`. Light to import, since the command line makes its flags of them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Literal, NamedTuple
 from txl_dist.errors import ConfigError
 
 _MOST = 1 << 20
-"""Of tokens and lanes: more than any memory of use, and less than what the settings allow."""
+"""Upper limit for tokens and lanes: more than any useful memory, and less than what the settings allow."""
 
 
 class Protocol(NamedTuple):
-    """Protocol of another program, as far as it is no argument there: docs/evaluating.md, data/loader/protocols.py."""
+    """Evaluation protocol of another program: docs/evaluating.md, data/loader/protocols.py."""
 
     num_lanes: int
     same_length: Literal["off", "memory", "memory_and_self"]
-    """What its published recipes evaluate with, where there is memory."""
+    """Value that its published recipes use if they evaluate with a memory."""
     cut: Literal["rows", "warm rows", "crops"]
     source: str
 
@@ -31,51 +31,53 @@ PROTOCOLS = {
     "nanogpt": Protocol(64, "off", "crops", "karpathy/nanoGPT, estimate_loss of train.py"),
 }
 NUM_CROP_BATCHES, CROP_SEED = 200, 1337
-"""Of nanoGPT: its eval_iters and its seed, though not its generator."""
+"""Values of nanoGPT: its eval_iters and its seed, but not its generator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """How an evaluation differs from training; the defaults change nothing. Weights are never touched."""
+    """How an evaluation differs from training. The defaults change nothing. Weights are never changed."""
 
     split: str = ""
-    """Split to score; the default is the run's."""
+    """Split to score. Default: the run's."""
     memory_len: tuple[int, ...] = (-1,)
-    """Tokens of memory; -1 means as trained. Several, for instance 0 64 512, are scored one after the other."""
+    """Tokens of memory, -1 as trained. Several are scored one after the other."""
     segment_len: tuple[int, ...] = (0,)
-    """Tokens per forward pass; 0 means as trained. Each combination with several memories and clamps is scored."""
+    """Tokens per forward pass, 0 as trained. All combinations with memories and clamps are scored."""
     num_lanes: int = 0
-    """Stripes that the split is cut into; 0 means as configured."""
+    """Stripes that the split is cut into, 0 as configured."""
     overlap_len: int = 0
-    """Tokens before each segment that are run again, not scored, as context; only with --memory-len 0. 0 means as
-    configured."""
+    """Tokens before each segment that are run again as context, not scored, 0 as configured. Needs --memory-len 0."""
     clamp_len: tuple[int, ...] = (-1,)
-    """Distances above this many tokens share one encoding; -1 means as trained, 0 no clamping."""
+    """Distances above this many tokens share one encoding, -1 as trained, 0 no clamping."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
-    """Keys that a query sees: memory_len of them (memory: original PyTorch code and Hugging Face), one more
-    (memory_and_self: NVIDIA and TensorFlow), all (off), or as trained."""
+    """Keys per query: memory_len (memory: original PyTorch code, Hugging Face), one more (memory_and_self: NVIDIA,
+    TensorFlow), or all (off)."""
     zero_memory: bool = False
-    """Begin with a memory of zeros that is attended, as Hugging Face and TensorFlow do."""
+    """Begin with a memory of zeros that is attended to (Hugging Face, TensorFlow)."""
     without_memory: bool = False
-    """Also score with memory off, to see what memory brings."""
+    """Also score without memory, to show its gain."""
     accuracy: bool = False
-    """Also tell the share of tokens whose most probable token is the target; not of rows that adapt."""
+    """Also report the share of targets that are the most probable token, except with --adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
-    """Cut the text and count as that program does, to set a result beside its published ones."""
+    """Cut the text and count as that program does, to compare with its published results."""
 
     @property
     def peer(self) -> Protocol | None:
-        """Whose protocol it is; None for ours."""
+        """Protocol of the other program, or None for ours."""
         return PROTOCOLS.get(self.protocol)
 
     @property
     def num_combinations(self) -> int:
-        """Evaluations that the lengths ask for."""
+        """Number of evaluations that the lengths make together."""
         return len(self.memory_len) * len(self.segment_len) * len(self.clamp_len)
 
     def check(self, target: Path, *, is_bundle: bool, data: str | Path) -> None:
-        """Of what is scored, on what corpus, if one is named. Raises ConfigError for a number that no evaluation can
-        have, for a protocol with what it has itself, and for a bundle without a corpus."""
+        """Check the options for a model and a corpus, if one is named.
+
+        Raises ConfigError for a number out of range, for a flag that contradicts the protocol, and for a bundle without
+        a corpus.
+        """
         if is_bundle and not data:
             raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
@@ -112,15 +114,18 @@ class Outputs:
     """Files that an evaluation writes."""
 
     json: Path | None = None
-    """Write the results to this file too."""
+    """Write the results to this file as JSON."""
     log_probs: Path | None = None
-    """Write the log-probability of each scored token to this file, .npz or .jsonl."""
+    """Write each scored token's log-probability to this file, .npz or .jsonl."""
     plot: Path | None = None
     """Draw the losses over memory, segment or clamp lengths into this PNG file."""
 
     def check(self, overrides: Overrides) -> None:
-        """Raises ConfigError for a file that this evaluation has nothing for, and where this process is alone for one
-        that cannot be written; ranks of a job look once they have met (`check_files`)."""
+        """Raise ConfigError for a file that this evaluation has nothing to write to.
+
+        A process without other ranks also checks that each file can be written. Ranks of a job do so after they have
+        joined (`check_files`).
+        """
         is_several = overrides.num_combinations > 1
         if self.log_probs is not None and (is_several or overrides.without_memory or overrides.peer is not None):
             raise ConfigError(
@@ -136,7 +141,8 @@ class Outputs:
             self.check_files()
 
     def check_files(self) -> None:
-        """Of one rank: it tries each file, and takes back what it made. Raises ConfigError if one cannot be written."""
+        """Try to write each file, on one rank, and remove what was created. Raises ConfigError if a file cannot be
+        written."""
         for flag, path, suffixes in (
             ("--log-probs", self.log_probs, (".npz", ".jsonl")),
             ("--plot", self.plot, (".png",)),
@@ -148,35 +154,35 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationOptions:
-    """A row of its own, of a model that adapts to what it has scored; the static one stays as it is."""
+    """An additional row of a model that adapts to what it has scored. The static row stays as it is."""
 
     adapt: Literal["off", "dynamic", "cache"] = "off"
-    """Also score while adapting: dynamic takes a gradient step behind each segment (Krause et al. 2019), cache recalls
-    what followed like hidden states (Grave et al. 2017)."""
+    """Also score while adapting. dynamic: a gradient step after each segment (Krause et al. 2019). cache: recall what
+    followed similar hidden states (Grave et al. 2017)."""
     adapt_train: str = ""
-    """Corpus, a folder or URL, whose training split tells how large gradients are, for dynamic; the default is the one
-    that is scored."""
+    """dynamic: corpus whose train split gives the sizes of gradients. Default: the scored corpus."""
     adapt_batches: int = 150
-    """Batches of it, as many lanes and tokens each as are scored at a time."""
+    """dynamic: number of batches for these sizes, as large as scored ones."""
     adapt_lr: float = 2e-6
-    """Rate of the steps; relative to the gradients summed over those batches, so tune both together."""
+    """dynamic: learning rate, relative to the gradients summed over these batches. Tune both together."""
     adapt_decay: float = 0.0
-    """How fast weights return to where they began."""
+    """dynamic: rate at which weights return to their initial values."""
     adapt_eps: float = 1e-5
-    """Added to the root of the summed squares of gradients."""
+    """dynamic: added to the root of the summed squares of gradients."""
     cache_share: float = 0.1
-    """Of the cache in the mixture, 0 to below 1."""
+    """cache: share of the cache in the mixture, 0 to below 1."""
     cache_theta: float = 1.0
-    """Factor of the products of hidden states; 0 takes all of the window alike."""
+    """cache: factor of the products of hidden states. 0 weighs the whole window equally."""
     cache_window: int = 500
-    """Tokens of the past that the cache holds, per lane."""
+    """cache: past tokens per lane that it holds."""
 
     def metadata(self) -> dict[str, str | int | float]:
-        """What is adapted by, and the settings of it."""
+        """Return the kind of adaptation and its options by name."""
         return {"by": self.adapt} | {name: getattr(self, name) for name in _ADAPTS_BY[self.adapt]}
 
     def check(self, overrides: Overrides, outputs: Outputs) -> None:
-        """Raises ConfigError for numbers out of range, for a setting of what is off, and where no row would compare."""
+        """Raise ConfigError for a number out of range, for an option of another kind, and if there is no single static
+        row."""
         rules = {
             "adapt_batches": (1 <= self.adapt_batches <= _MOST, f"1 to {_MOST:,} batches"),
             "adapt_lr": (0 < self.adapt_lr < math.inf, "above 0"),
@@ -213,7 +219,7 @@ _ADAPTS_BY = {
     "dynamic": ("adapt_train", "adapt_batches", "adapt_lr", "adapt_decay", "adapt_eps"),
     "cache": ("cache_share", "cache_theta", "cache_window"),
 }
-"""The settings of each kind."""
+"""Options of each kind of adaptation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,29 +227,29 @@ class ReclSettings:
     """How the context of a group of models is measured."""
 
     split: str = ""
-    """Split to score; the default is that of the first run."""
+    """Split to score. Default: the first run's."""
     step: int = 100
-    """Tokens by which the context grows; the shortest has as many."""
+    """Tokens by which the context grows, and length of the shortest context."""
     max_context: int = 1000
     """Longest context, in tokens."""
     r: tuple[float, ...] = (0.1, 0.5, 1.0)
     """Shares of the targets that count, the hardest first."""
     num_tokens: int = 500
-    """Targets that are drawn from the split; each is scored behind every length of context."""
+    """Number of targets drawn from the split. Each is scored after every length of context."""
     memory_len: int = -1
-    """Tokens of memory, of all models that have one; -1 means as trained."""
+    """Tokens of memory of all models that have one, -1 as trained."""
     num_lanes: int = 50
-    """Targets that are scored side by side."""
+    """Number of targets scored at once."""
     seed: int = 0
-    """Of the draw."""
+    """Seed of the drawn targets."""
 
     @property
     def contexts(self) -> list[int]:
-        """In tokens, the shortest first."""
+        """Lengths of context in tokens, the shortest first."""
         return list(range(self.step, self.max_context + 1, self.step))
 
     def check(self) -> None:
-        """Raises ConfigError for numbers that measure nothing."""
+        """Raise ConfigError for numbers that measure nothing."""
         for flag, value in (("--step", self.step), ("--num-tokens", self.num_tokens), ("--num-lanes", self.num_lanes)):
             check_number(flag, value, least=1, unit="lanes" if flag == "--num-lanes" else "tokens")
         check_number("--max-context", self.max_context)
@@ -263,18 +269,18 @@ class ReclOutputs:
     """Files that the measurement of contexts writes."""
 
     json: Path | None = None
-    """Write the results, and every gain, to this file too."""
+    """Write the results to this file as JSON."""
     plot: Path | None = None
     """Draw the losses over the length of the context into this PNG file."""
 
     def check(self) -> None:
-        """As that of `Outputs`. Raises ConfigError."""
+        """Check the files as `Outputs.check` does. Raises ConfigError."""
         require_apart({"--json": self.json, "--plot": self.plot})
         if is_alone():
             self.check_files()
 
     def check_files(self) -> None:
-        """Of one rank, as that of `Outputs`. Raises ConfigError."""
+        """Try to write each file, on one rank, as `Outputs.check_files` does. Raises ConfigError."""
         for flag, path, suffixes in (("--json", self.json, ()), ("--plot", self.plot, (".png",))):
             if path is not None:
                 check_output(flag, path, suffixes=suffixes)
@@ -285,7 +291,7 @@ def _flag(name: str) -> str:
 
 
 def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens") -> None:
-    """Raises ConfigError for a number outside of its range; -1 stands for as trained."""
+    """Raise ConfigError for a number outside of its range. -1 means as trained."""
     hint = "" if least > 0 else " Leave it out for as trained."
     if value < least:
         raise ConfigError(f"{flag} {value}: it must be {max(0, least)} or more {unit}.{hint}")
@@ -294,12 +300,12 @@ def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens")
 
 
 def is_alone() -> bool:
-    """Whether this process is no rank of a job with others."""
+    """Return whether this process is no rank of a job with others."""
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
 def require_apart(files: Mapping[str, Path | None]) -> None:
-    """By their flags. Raises ConfigError where two are one file."""
+    """Raise ConfigError if two flags name the same file. `files` holds them by flag."""
     named = [path.resolve() for path in files.values() if path is not None]
     if len(set(named)) < len(named):
         *flags, last = files
@@ -307,7 +313,10 @@ def require_apart(files: Mapping[str, Path | None]) -> None:
 
 
 def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> None:
-    """Before an hour of scoring, not after it; a file that is not there yet is not left behind. Raises ConfigError."""
+    """Raise ConfigError for a file that cannot be written, before the long work begins.
+
+    A file that did not exist is removed again.
+    """
     if suffixes and path.suffix not in suffixes:
         raise ConfigError(f"{flag} {path}: it must end in {' or '.join(suffixes)}.")
     if path.exists() and not path.is_file() and not path.is_dir():

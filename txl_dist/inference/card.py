@@ -73,16 +73,16 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """Facts that only the user can give about a model; the card says "not stated" for each that is left out."""
+    """Facts that only the user can give about a model. The card says "not stated" for each one left out."""
 
     name: str = ""
-    """Name of the model on its card; without it the name of the run."""
+    """Name of the model on its card. Default: the run's name."""
     license: str = ""
-    """License of the weights: an identifier of the Hub, for example apache-2.0, or the name of another license."""
+    """License of the weights: an identifier of the Hub, for example apache-2.0, or another name."""
     author: str = ""
     """Author of the model: a person or an organization."""
     base_model: str = ""
-    """Model of the Hub, OWNER/NAME, whose weights this one began with."""
+    """Model of the Hub, OWNER/NAME, that gave the initial weights."""
     data_license: str = ""
     """License of the training text."""
 

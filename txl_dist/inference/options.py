@@ -24,17 +24,17 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.8
-    """0 takes the likeliest token; 1 samples from the model as it is."""
+    """0 takes the likeliest token. 1 samples from the model as it is."""
     top_k: int = 40
-    """Keep only so many of the likeliest tokens; 0 keeps all."""
+    """Keep only this many of the likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
     """Keep only the fewest likeliest tokens whose probabilities sum to at least this."""
     min_p: float = 0.0
-    """Keep only tokens at least so many times as likely as the likeliest; 0 keeps all."""
+    """Keep only tokens with this share of the likeliest token's probability. 0 keeps all."""
     repetition_penalty: float = 1.0
-    """The log-probability of a token that was in the prompt or in the text is multiplied by this; 1 does nothing."""
+    """Factor of the log-probability of tokens that occurred in the prompt or the text. 1 does nothing."""
     allowed: tuple[int, ...] = ()
-    """Ids that may be drawn; empty allows all."""
+    """Ids that may be drawn. Empty allows all."""
 
     def check(self, *, vocab_size: int | None = None) -> None:
         """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
@@ -55,19 +55,19 @@ class SamplingParams(Sampling):
     """How texts are generated."""
 
     max_tokens: int = 200
-    """Most tokens to make of each text."""
+    """Maximum tokens to generate per text."""
     stop: tuple[str, ...] = ()
-    """A text ends before the first of these strings."""
+    """Strings that end a text, which does not include them."""
     seed: int = 0
     """The same seed gives the same texts."""
     num_samples: int = 1
-    """Texts of each prompt."""
+    """Number of texts per prompt."""
     log_probs: int = -1
-    """Tell the log-probability of each token, and of this many of the likeliest in its place; -1 tells none."""
+    """Write each token's log-probability, and those of this many likeliest alternatives. -1: none."""
     memory_len: int = -1
-    """Tokens of the past that are seen; more than in training is allowed. -1 means as trained."""
+    """Past tokens that are seen, also more than in training. -1: as trained."""
     batch_size: int = 16
-    """Texts that are generated at a time."""
+    """Number of texts generated at once."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:

@@ -1,4 +1,4 @@
-"""What may be asked of `txl inspect`. Light to import, since the command line makes its flags of it."""
+"""Options of `txl inspect`. Light to import, since the command line makes its flags of them."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ _FOR_CORPORA = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Which facts are wanted of a corpus, a run or a checkpoint; the defaults give a summary."""
+    """Facts wanted about a corpus, a run or a checkpoint. The defaults give a summary."""
 
     split: str = "train"
     """Split of a corpus to look into, for clusters and lanes."""
     cutoffs: tuple[int, ...] = ()
     """Show the share of the tokens per cluster of these cutoffs."""
     num_clusters: int = 0
-    """Compute the cutoffs of so many clusters that cost least, and show the same for them."""
+    """Compute the cheapest cutoffs for this many clusters, and show the same for them."""
     width: int = 512
-    """Width of the embeddings of the most frequent ids, for --num-clusters."""
+    """Embedding width of the most frequent ids, for --num-clusters."""
     div_value: int = 1
     """Cluster i has embeddings of width // div_value**i, for --num-clusters."""
     shard: str = ""
     """List the documents of this shard."""
     document: int = -1
-    """Show this document of --shard, counted from 0."""
+    """Number of the document of --shard to show, from 0."""
     max_tokens: int = 500
-    """Most tokens of a document to show."""
+    """Maximum tokens of a document to show."""
     max_documents: int = 1000
-    """Most documents of a shard, or parameters of a checkpoint, to list."""
+    """Maximum documents of a shard, or parameters of a checkpoint, to list."""
     lane: int = -1
     """Show what this lane reads at --step: corpus, epoch, shard, document, offset and text."""
     step: int = 1
-    """Step as in the log of a run: 1 is the first."""
+    """Step as in the log of a run, from 1."""
     num_lanes: int = 0
-    """Lanes, for a corpus; 0 means the default of train.num_lanes."""
+    """Lanes, for a corpus. 0: default of train.num_lanes."""
     segment_len: int = 0
-    """Tokens per lane and step, for a corpus; 0 means the default of train.segment_len."""
+    """Tokens per lane and step, for a corpus. 0: default of train.segment_len."""
     seed: int = 0
-    """Seed of the run, for a corpus; 0 means the default of run.seed."""
+    """Seed of the run, for a corpus. 0: default of run.seed."""
     cache_dir: str = ""
-    """Folder for whole shards of a corpus at a URL; empty reads ranges."""
+    """Folder that caches whole shards of a corpus at a URL. Empty: only ranges are read."""
     allow_protocols: tuple[str, ...] = ()
-    """URL schemes to allow beyond the usual ones."""
+    """Additional URL schemes to allow. `pipe` runs a shell."""
 
     def check(self, path: str, kind: ArtifactKind) -> None:
-        """Raises ConfigError for flags that contradict each other, or have no meaning for what is looked into."""
+        """Raise ConfigError for flags that contradict each other, or have no meaning for what is looked into."""
         if self.document >= 0 and not self.shard:
             raise ConfigError(f"--document {self.document} is one of a shard. Name the shard with `--shard`.")
         if self.lane >= 0 and self.step < 1:

@@ -19,42 +19,41 @@ class Serving:
     """Options of a server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The default accepts clients of this machine only; 0.0.0.0 is all addresses."""
+    """Address to listen on. The default accepts only clients of this machine, 0.0.0.0 all."""
     port: int = 8000
-    """Port to listen on; 0 takes a free one and prints it."""
+    """Port to listen on. 0 takes a free one and prints it."""
     name: str = ""
-    """Name of the model for clients; empty is the name of its folder."""
+    """Name of the model for clients. Empty: the name of its folder."""
     api_key: str = ""
-    """Key that clients must send. Other users of this machine can see flags: prefer --api-key-file, or TXL_API_KEY in
-    the environment."""
+    """Key that clients must send. Other users of this machine see flags: prefer --api-key-file or TXL_API_KEY."""
     api_key_file: Path | None = None
     """File with the key that clients must send."""
     max_num_seqs: int = 64
-    """Maximum number of texts generated at once; each holds a memory."""
+    """Maximum texts generated at once, each with its memory."""
     max_queue: int = 256
     """Maximum number of queued prompts. Further requests get HTTP 429."""
     memory_len: int = -1
-    """Tokens of memory; more than in training is allowed. -1 means as trained."""
+    """Tokens of memory, also more than in training. -1: as trained."""
     max_prompt_len: int = 32_768
-    """Maximum number of tokens of a prompt."""
+    """Maximum tokens per prompt."""
     max_tokens: int = 4_096
-    """Maximum number of tokens to generate per text."""
+    """Maximum tokens to generate per text."""
     max_choices: int = 64
-    """Maximum number of texts per request: its prompts times n."""
+    """Maximum texts per request: prompts times n."""
     max_logprobs: int = 20
-    """Maximum number of alternatives per token, with their log-probabilities."""
+    """Maximum alternatives per token with log-probabilities."""
     max_body_bytes: int = 2**20
-    """Maximum number of bytes of a request's body; a memory's file may be larger."""
+    """Maximum bytes of a request's body. A memory's file may be larger."""
     timeout: float = 600.0
-    """Seconds per request. After that its texts end as they are; a request that has not begun gets HTTP 408."""
+    """Seconds per request. Then its texts end, or it gets HTTP 408 if it has not begun."""
     shutdown_timeout: float = 30.0
-    """Seconds that running requests get after SIGTERM, before their texts end as they are."""
+    """Seconds that running requests get after SIGTERM."""
     memories: int = 1_000
-    """Maximum number of stored memories; 0 stores none. The least recently used one is removed first."""
+    """Maximum stored memories. The least recently used is removed first. 0 stores none."""
     memory_bytes: int = 2**30
-    """Maximum number of bytes of all stored memories together."""
+    """Maximum bytes of all stored memories."""
     memory_ttl: float = 3_600.0
-    """Seconds after its last use until a stored memory expires."""
+    """Seconds after its last use until a memory expires."""
 
     def check(self) -> None:
         """Raise ConfigError for an option out of range."""

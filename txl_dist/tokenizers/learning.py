@@ -40,13 +40,13 @@ class Learning:
     """Options for training a tokenizer of any kind. Options that a kind does not use must be at their defaults."""
 
     vocab_size: int = 0
-    """Largest vocabulary of word, bpe and unigram; 0 means 4096, and no limit for word."""
+    """Largest vocabulary of word, bpe and unigram. 0 means 4096, and no limit for word."""
     min_frequency: int = 1
     """Fewest occurrences of a word, or of a bpe merge."""
     lower_case: bool = False
     """Make text lower case (char, word)."""
     end_of_text: bool = True
-    """Put an end-of-text after each document. Named corpora with the tokenizer of the papers never have one."""
+    """Add an end-of-text after each document, except for named corpora with the papers' tokenizer."""
     observed_symbols: bool = False
     """Give no ids to bytes or characters that do not occur (byte, char)."""
     double_eos: bool = False

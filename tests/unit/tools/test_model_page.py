@@ -46,7 +46,7 @@ def test_an_equation_stands_above_its_line_and_a_docstring_is_left_out() -> None
 
 def test_no_directive_is_left_in_the_page() -> None:
     assert re.findall(r"^(?:CODE|SHIFT|MADE_BY|> )", PAGE.read_text(encoding="utf-8"), re.MULTILINE) == []
-    assert len(re.findall("^CODE", WORDS.read_text(encoding="utf-8"), re.MULTILINE)) > 10
+    assert len(re.findall("^CODE", WORDS.read_text(encoding="utf-8"), re.MULTILINE)) >= 7
 
 
 def test_the_drawing_has_every_query_at_distance_0_from_its_own_key() -> None:

@@ -29,53 +29,53 @@ class PrepareSettings(Learning):
     inputs: Sequence[str | Path]
     """Files, folders, globs, URLs, `-`, `pipe:COMMAND`, `stdlib`; or the name of a corpus of named.py, alone."""
     valid_inputs: Sequence[str | Path] = ()
-    """Inputs of the held-out split; without them files named valid, or a share of the documents by a hash."""
+    """Inputs of the validation split. Default: files named valid, or a share of the documents."""
     test_inputs: Sequence[str | Path] = ()
-    """The same for a second held-out split."""
+    """Inputs of the test split, as for --valid."""
     valid_fraction: float = 0.05
-    """Share of the documents, or of the text of a few, to hold out; 0 makes no such split."""
+    """Share of the documents, or of the text of a few, for the validation split. 0: no split."""
     test_fraction: float = 0.0
-    """The same for a second held-out split."""
+    """Share for the test split, as for --valid-fraction."""
     ignore_split_names: bool = False
-    """Train on all inputs. Else files and folders named train, valid, dev, val or test keep these splits."""
+    """Train on all inputs. Default: files and folders named train, valid, dev, val or test keep these splits."""
     archive: str = ""
-    """Local archive, file or folder of a named corpus, in place of a download."""
+    """Local archive, file or folder of a named corpus, instead of a download."""
     kind: str = "auto"
     """Tokenizer to learn from the train split. auto: that of the named corpus, else bpe."""
     tokenizer_all_splits: bool = False
-    """Learn the tokenizer from the held-out splits too, as papers do for closed vocabularies."""
+    """Train the tokenizer on all splits, as papers do for closed vocabularies."""
     tokenizer_fraction: float = 1.0
-    """Share of the train documents, by a hash of their content, that the tokenizer is learnt from."""
+    """Share of the train documents for training the tokenizer, chosen by a hash."""
     tokenizer_path: str | Path | None = None
-    """A given tokenizer in place of learning one; see `import_tokenizer`."""
+    """Existing tokenizer to use instead of training one. See `import_tokenizer`."""
     vocab_list: str | Path | None = None
-    """The inputs are ready ids, in place of text: .npy (a document, or one per row) and JSON lines (a list each). This
-    file names the ids, one name a line, that of id 0 first; end-of-text is put behind the last."""
+    """The inputs are token ids instead of text: .npy (a document, or one per row) or JSON lines (a list each). This
+    file names the ids, one per line, id 0 first. End-of-text is added last."""
     documents: Cut = "file"
-    """How plain text is cut into documents; JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
+    """How plain text is cut into documents. JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
     jsonl_field: str = "text"
-    """Field of JSON lines, or column of parquet, that holds the text."""
+    """JSON field or parquet column that holds the text."""
     stdin_format: Literal["auto", "text", "jsonl"] = "auto"
     """Format of `-` and `pipe:`. auto: JSON lines if the first line is an object, else text."""
     encoding_errors: EncodingErrors = "refuse"
-    """What happens to text that is not UTF-8. keep: bytes as they are, for byte tokenizers."""
+    """Handling of text that is not UTF-8. keep: leave the bytes as they are, for byte tokenizers."""
     skip_invalid: bool = False
-    """Leave out, and count, records without a text: not valid JSON, or a field that is missing, null, of another type
-    or there twice. Without it they are refused."""
+    """Skip and count records without a text: invalid JSON, or a missing, null, repeated or non-text field. Default:
+    refuse them."""
     allow_protocols: Sequence[str] = ()
-    """URL schemes beyond the usual ones that may be used; `pipe` runs a shell."""
+    """Additional URL schemes to allow. `pipe` runs a shell."""
     duplicates: Literal["report", "drop", "ignore"] = "report"
-    """Exact duplicates are counted, or dropped; near ones are counted. ignore: neither."""
+    """report: count exact and near duplicates. drop: also remove the exact ones. ignore: neither."""
     seed: int = 0
-    """Of the order of the train documents."""
+    """Seed of the order of the train documents."""
     shard_len: int = 1 << 25
-    """Tokens in a shard, about; fewer where it would hold more than a million documents."""
+    """Approximate tokens per shard. A shard holds at most a million documents."""
     num_workers: int = 0
-    """Processes; 0: one per core, or none beside this one for less than 16 MiB of input."""
+    """Number of processes. 0: one per core, or only this one below 16 MiB of input."""
     block_bytes: int = 0
-    """Bytes of input that a worker takes at once; 0: chosen by the size of the input. Changes no output."""
+    """Bytes of input per worker task. 0: by the size of the input. Does not change the output."""
     overwrite: bool = False
-    """Replace another corpus in the way."""
+    """Replace another corpus in --out."""
 
     def check(self) -> None:
         """Raises ConfigError for settings that are impossible, or would have no effect."""
