@@ -52,11 +52,11 @@ FLAGS_OF_OTHERS = {
 }
 """Of the `deepspeed` launcher, which `txl launch` passes on."""
 
-MOST_PAGES, MOST_WORDS = 32, 62_400
+MOST_PAGES, MOST_WORDS = 32, 58_900
 """Bounds of docs/, in words as `wc -w` counts them. They may be lowered and never raised."""
-MOST_LONG_PCT = 14.0
+MOST_LONG_PCT = 12.7
 """Sentences over 25 words in docs/ and README, in percent."""
-MOST_SEMICOLONS = 18.5
+MOST_SEMICOLONS = 8.2
 """Semicolons in 1,000 words of prose of docs/ and README."""
 
 ATTRIBUTES = {"model.config", "model.empty_memory", "optim.apply_settings"}

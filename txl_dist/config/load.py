@@ -370,7 +370,7 @@ def config_changes(old: Config, new: Config) -> list[Change]:
 
 
 def setting_names() -> list[str]:
-    """Every `section.key`."""
+    """Return every setting as `section.key`."""
     return [f"{section}.{key}" for section, info in _sections().items() for key in info.model_fields]
 
 
@@ -379,14 +379,14 @@ def _sections() -> dict[str, type[Section]]:
 
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
-    """Every `section.key` with its value."""
+    """Yield every setting as `section.key` with its value."""
     for section, values in config.model_dump(mode="json").items():
         for key, value in values.items():
             yield f"{section}.{key}", value
 
 
 def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
-    """What becomes of a setting (`section.key`) that differs when a run is continued: see `Resume`."""
+    """Return whether a setting (`section.key`) may change when a run is resumed. See `Resume`."""
     section, key = name.split(".")
     marks = [mark for mark in _sections()[section].model_fields[key].metadata if isinstance(mark, Resume)]
     return marks[0].policy if marks else "frozen"
@@ -405,7 +405,8 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
 
 
 def value_of(name: str, words: Sequence[str]) -> Any:
-    """A setting (`section.key`) from words of a command line. Raises ConfigError, a line, if it cannot have them."""
+    """Read a setting (`section.key`) from words of a command line. Raises ConfigError, in one line, for impossible
+    words."""
     flag, info = "--" + name.replace("_", "-"), _field(name)
     is_many = get_origin(info.annotation) is tuple
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
@@ -419,7 +420,7 @@ def value_of(name: str, words: Sequence[str]) -> Any:
 
 
 def explain_flag(name: str, words: Sequence[str]) -> str:
-    """Why a setting (`section.key`) cannot have these words of a command line as its value; empty if it can."""
+    """Say why a setting (`section.key`) cannot have these words of a command line as its value. Empty if it can."""
     try:
         value_of(name, words)
     except ConfigError as error:
@@ -428,7 +429,7 @@ def explain_flag(name: str, words: Sequence[str]) -> str:
 
 
 def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
-    """What a setting must be, what it counts, and what was meant."""
+    """Describe the values that a setting can have, its unit, and the value that was probably meant."""
     info, hint = _field(name), ""
     unit = lower(re.split(r"\.(?:\s|$)", info.description or "")[0].replace("\n", " "))
     if choices := choices_of(name):
@@ -479,7 +480,7 @@ def _range(info: FieldInfo, *, is_too_large: bool) -> str:
 
 
 def unknown_setting(name: str, *, is_section: bool = False) -> str:
-    """What to say of a section, or of a `section.key`, that does not exist."""
+    """Return the message for a section or a `section.key` that does not exist."""
     settings, sections = setting_names(), list(_sections())
     if new_name := name_since(name):
         return f"unknown setting {name}. {new_name}"

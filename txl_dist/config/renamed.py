@@ -23,9 +23,9 @@ class Renamed(NamedTuple):
     """A setting that has another name than before."""
 
     old: str
-    """`section.key` until the version before."""
+    """Name (`section.key`) until the version before."""
     new: str
-    """`section.key` now."""
+    """Name (`section.key`) since that version."""
     version: str
     """First version that has the new name."""
     values: tuple[tuple[Any, Any], ...] = ()
@@ -53,7 +53,7 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("guard.max_skipped_in_row", "guard.max_consecutive_skips", "0.3.0"),
     Renamed("guard.check_replicas_every", "guard.check_replicas_every_steps", "0.3.0"),
 )
-"""Every renamed setting."""
+"""Settings with another name than before."""
 
 RENAMED_FLAGS: dict[str, tuple[Renamed, ...]] = {
     "prepare": (

@@ -119,7 +119,7 @@ class DataSection(Section):
     cache_gib: Annotated[float, Field(gt=0, le=1e9), FREE] = 100.0
     """Largest size of the cache in GiB."""
     retries: Annotated[int, Field(ge=0, le=1000), FREE] = 5
-    """Number of times that a failed read of a URL is retried, with growing delays."""
+    """How often a failed read of a URL is tried again, with growing delays."""
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
     """Additional URL schemes to allow, for example pipe, which runs a shell command."""
 

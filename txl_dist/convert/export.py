@@ -30,13 +30,13 @@ from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 T = TypeVar("T")
 NOTHING_STATED = Stated()
 MOST_SAMPLED = 16_000_000
-"""Parameters of a model that writes a sample for its card at export, where its training wrote none: a larger one is
-never held in memory whole."""
+"""Parameters of the largest model that writes a sample for its card at export, if its training wrote none. A larger one
+is never held in memory whole."""
 SAMPLE_SETTINGS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
 
 
 class Trained(NamedTuple):
-    """A checkpoint, read."""
+    """A checkpoint that was read."""
 
     folder: Path
     config: Config
@@ -44,28 +44,29 @@ class Trained(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """What an export made."""
+    """Result of an export."""
 
     source: Path
-    """The folder that it came from."""
+    """Folder that was exported."""
     error: float
     """Largest difference to the source on the probe, in nats."""
     num_bytes: int
-    """Of the file of weights."""
+    """Size in bytes of the file of weights."""
     share: float
     """The same, as a share of the weights in fp32."""
 
 
 def read_trained(run: Path) -> Trained:
-    """`use_trained`, with all weights in memory."""
+    """Return the checkpoint that `use_trained` finds, with all weights in memory."""
     return use_trained(run, _in_memory)
 
 
 def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False) -> T:
-    """What `use` makes of a run's newest whole checkpoint, or of a checkpoint folder, whose weights, or their averages,
-    it may read piece by piece. Raises CheckpointError.
+    """Return the result of `use` for a run's newest whole checkpoint, or for a checkpoint folder.
 
-    The run may be training: what is used is kept from being pruned, and what was pruned before that was no choice.
+    `use` may read the weights, or their averages with `use_ema`, piece by piece. Raises CheckpointError. The run may
+    still be training: the checkpoint is kept from being pruned while it is used. A checkpoint that was pruned before is
+    not a candidate.
     """
     if detect_artifact(run) is ArtifactKind.CHECKPOINT:
         with keep_while_reading(run):

@@ -48,7 +48,7 @@ AS_OURS = (
 
 
 class Written(NamedTuple):
-    """What an export tells."""
+    """Result of an export with code."""
 
     difference: float | None
     """Largest difference of a log-probability to the bundle, in nats; None where transformers 5 is not installed."""
@@ -57,10 +57,10 @@ class Written(NamedTuple):
 
 
 def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
-    """Write the folder.
+    """Write the folder of a model with its own code.
 
-    Raises ConfigError for absolute positions, CheckpointError if the probe or the model that transformers loads
-    differ, or the folder cannot be written.
+    Raises ConfigError for absolute positions, CheckpointError if the probe or the model that transformers loads differ,
+    or the folder cannot be written.
     """
     section, tokenizer = bundle.section, bundle.tokenizer
     if not section.scheme.uses_memory:

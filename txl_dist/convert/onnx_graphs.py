@@ -276,8 +276,11 @@ def _move_weights(graphs: list[Any], folder: Path) -> None:
 
 
 def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> float:
-    """Of any log-probability, in nats, between the graphs and the bundle: two rows, one of which begins a segment
-    later; five segments, the last of them cut short, then single tokens."""
+    """Return the largest difference of any log-probability between the graphs and the bundle, in nats.
+
+    It compares two rows, one of which begins a segment later. They have five segments, the last one cut short, then
+    single tokens.
+    """
     from onnxruntime import InferenceSession, SessionOptions
 
     options = SessionOptions()

@@ -47,7 +47,7 @@ INERT = {
 }
 """Further names that become Inert."""
 MAX_DEPTH = 100
-"""Of modules in modules."""
+"""Largest depth of modules in modules."""
 CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
 
 
@@ -236,7 +236,7 @@ def _without_sources(persistent_load: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _constructors() -> dict[tuple[str, str], Any]:
-    """What a file may call; new at each call, but for types that nobody can alter."""
+    """Return the callables that a file may call. They are new at each call, except types that nobody can alter."""
 
     class Parameter:
         """Gives a plain tensor; an empty one where the data comes later, as the state."""

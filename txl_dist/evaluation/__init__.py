@@ -1,1 +1,1 @@
-"""Evaluation of trained models on held-out text: `txl evaluate` and `txl recl`."""
+"""Evaluation of trained models on a validation split: `txl evaluate` and `txl recl`."""

@@ -1,7 +1,8 @@
-"""What scores segments one after the other, each with what the one before it left: static, with a cache, or learning.
+"""Functions that score segments in order, each with the state that the previous one left: static, with a cache, or
+learning.
 
-Each gives `(losses, first)`, of which `losses(batch, state) -> (nll_BT, next state)`, as `train.report.evaluate` runs
-it. A static one runs the cached core wherever positions know distances, else the plain model.
+Each function returns `(losses, first)`, where `losses(batch, state) -> (nll_BT, next state)`, as
+`train.report.evaluate` runs it. A static one runs the cached core if the positions are distances, else the plain model.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
 
 
 class Core(NamedTuple):
-    """A model with frozen weights, and what its lanes remember at first."""
+    """A model with frozen weights, and the initial memory of its lanes."""
 
     hidden: Callable[[Batch, Any], tuple[Tensor, Any]]
-    """hidden_BTD of a segment, and what is remembered behind it."""
+    """Function that returns hidden_BTD of a segment, and the memory after it."""
     losses: Callable[[Tensor, Batch], Tensor]
-    """nll_BT, of hidden_BTD."""
+    """Function that returns nll_BT for hidden_BTD."""
     top1_correct: Callable[[Tensor, Batch], Tensor]
-    """correct_BT: 1.0 where the target is the most probable token, of hidden_BTD."""
+    """Function that returns correct_BT for hidden_BTD: 1.0 where the target is the most probable token."""
     memory: Any
 
 
 def core_of(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """For the lanes of a cut; `with_zeros` begins with a memory of zeros that is attended."""
+    """Build the core for the lanes of a cut. `with_zeros` begins with a memory of zeros that is attended to."""
     begin = _cached if model.section.scheme.uses_memory else _plain
     return begin(model, cut, memory_len=memory_len, with_documents=with_documents, with_zeros=with_zeros)
 
@@ -59,7 +60,7 @@ def core_of(
 def _cached(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """Over keys and values of the past."""
+    """Build a core that keeps keys and values of the past."""
     frozen, num_rows = FrozenModel(model), len(cut.lanes)
     ring = frozen.ring(
         num_rows=num_rows,
@@ -85,7 +86,7 @@ def _cached(
 def _plain(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """The same for positions that know no distances: their memory is empty, or hidden states."""
+    """Build a core for positions that are not distances: its memory is empty, or hidden states."""
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
 
     @torch.no_grad()
@@ -107,7 +108,7 @@ def _plain(
 
 
 def static(core: Core, *, with_top1_correct: bool = False) -> tuple[Losses, Any]:
-    """Of weights and memory alone; `with_top1_correct` it gives score_2BT."""
+    """Score with weights and memory alone. `with_top1_correct` returns score_2BT."""
 
     def losses(batch: Batch, memory: Any) -> tuple[Tensor, Any]:
         hidden_BTD, memory = core.hidden(batch, memory)
@@ -122,7 +123,7 @@ def static(core: Core, *, with_top1_correct: bool = False) -> tuple[Losses, Any]
 def with_cache(
     core: Core, model: TransformerXL, cut: EvaluationText, adaptation: AdaptationOptions
 ) -> tuple[Losses, Any]:
-    """With a neural cache of each lane: of the positions that are scored, tokens that are run again are not."""
+    """Score with a neural cache of each lane. It holds the scored positions, not the tokens that are run again."""
     like, width = model.embedding.weight(0), model.section.width
     cache = empty_cache(num_lanes=len(cut.lanes), window=adaptation.cache_window, width=width, like=like)
 

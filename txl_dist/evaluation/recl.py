@@ -59,18 +59,18 @@ from txl_dist.report.figures import Chart, Line, draw_png
 Losses = npt.NDArray[np.float64]
 
 THRESHOLD = 0.01
-"""Of the relative gain, below which a longer context brings nothing (the paper's)."""
+"""Relative gain below which a longer context brings nothing (the paper's value)."""
 
 
 class Recl(NamedTuple):
-    """How far back a model gains."""
+    """Relative effective context length of a model: how far back it gains."""
 
     context: int
-    """Tokens."""
+    """Effective context length in tokens."""
     is_longest: bool
     """Whether it still gained there, at the longest context that was measured."""
     gains: list[float]
-    """g_i(c, c + step) of every context but the longest, also behind the RECL."""
+    """Values g_i(c, c + step) of every context but the longest, also beyond the RECL."""
 
     def __str__(self) -> str:
         return f"{self.context:,}" + (" or more" if self.is_longest else "")
@@ -239,7 +239,10 @@ def _losses(
 
 
 def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What gives nll_B of the last token of each row, given all tokens before it: the model's own context at most."""
+    """Return a function that gives nll_B of the last token of each row, given all tokens before it.
+
+    A model without memory sees its own context at most.
+    """
     model = target.bundle.model.to(device).eval()
     segment_len = target.config.train.segment_len
     if not model.section.scheme.uses_memory:

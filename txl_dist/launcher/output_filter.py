@@ -38,9 +38,9 @@ _CHATTER = [
     r"\(errno: 97 - Address family not supported by protocol\)\.",
 ]
 _NO_HOSTFILE = _DEEPSPEED + r"\[WARNING\] \[runner\.py:\d+:fetch_hostfile\] Unable to find hostfile, .*"
-"""Chatter unless somebody has named a hostfile."""
+"""Line that is dropped unless a hostfile was named."""
 _OF_A_NODE = r"(?:\S+: )?"
-"""What pdsh writes before a line of another machine."""
+"""Prefix that pdsh writes before a line of another machine."""
 _PATIENCE_S = 0.1
 """Seconds that the beginning of a line waits for its end: a progress bar has none."""
 _LONGEST_LINE = 1 << 16

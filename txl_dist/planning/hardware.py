@@ -1,8 +1,8 @@
-"""What `txl plan` knows of GPUs and of the machines that they usually stand in.
+"""Facts about GPUs and the machines around them, for `txl plan`.
 
-Memory and bandwidth are from datasheets and from what `nvidia-smi` shows; peaks are in `model.flops`. The rest
-says how much of that a trainer gets, and is measured on none of ours: `docs/planning.md` has the source of each column
-and says which figures are guesses. Units are in the names: GiB are 2**30 bytes, GB are 1e9.
+Memory and bandwidth are from datasheets and from the output of `nvidia-smi`. Peaks are in `model.flops`. The rest is
+the share of these that a trainer reaches. It is not measured on any of our machines. `docs/planning.md` has the source
+of each column and says which figures are guesses. Units are in the names: GiB are 2**30 bytes, GB are 1e9.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.flops import peak_tflops
 
 CONTEXT_GIB = 1.2
-"""Of a GPU's memory: CUDA's context, kernels, cuBLAS' workspace and NCCL's buffers, which no allocator counts."""
+"""GPU memory that no allocator counts: CUDA's context, kernels, cuBLAS' workspace and NCCL's buffers."""
 FRAGMENTED_SHARE = 0.08
-"""Of what is left: kept by the caching allocator in pieces that no tensor fits into. A guess; see docs."""
+"""Share of the rest that the caching allocator keeps in pieces too small for any tensor. A guess, see docs."""
 
 
 @dataclass(frozen=True)
@@ -24,29 +24,30 @@ class Gpu:
     """A GPU and the machine around it."""
 
     device: str
-    """Words of its name, as `model.flops.PEAK_TFLOPS` has them."""
+    """Words of its name, as in `model.flops.PEAK_TFLOPS`."""
     memory_gib: float
-    """As the driver reports it."""
+    """Memory that the driver reports."""
     bandwidth_gb_s: float
-    """Of its memory, by the datasheet."""
+    """Bandwidth of its memory, by the datasheet."""
     bus_gb_s: float
     """Bus bandwidth of an all-reduce among the GPUs of a machine, as nccl-tests defines it."""
     matmul_share: float
-    """Of the peak, that the matrix products of these models reach besides reading and writing their operands."""
+    """Share of the peak that the matrix products of these models reach, apart from reading and writing their
+    operands."""
     host_ms: float
     """Time in which the machine's CPU issues the forward pass of one layer of NVIDIA's program."""
     has_bf16: bool = True
-    """From Ampere on; so have our Triton kernels."""
+    """Whether it has bf16: from Ampere on, as our Triton kernels need."""
     clock: float = 1.0
-    """Of this board, beside the one whose peak is listed."""
+    """Clock of this board, compared with the one whose peak is listed."""
 
     def flops(self, precision: str) -> float:
-        """Peak in operations per second for fp32, tf32, bf16 or fp16."""
+        """Return the peak in operations per second for fp32, tf32, bf16 or fp16."""
         return peak_tflops(self.device, precision=precision) * 1e12 * self.clock
 
     @property
     def usable_bytes(self) -> float:
-        """What is left for tensors."""
+        """Bytes that are left for tensors."""
         return (self.memory_gib - CONTEXT_GIB) * (1 - FRAGMENTED_SHARE) * 2**30
 
 
@@ -71,7 +72,7 @@ GPUS: dict[str, Gpu] = {
     "rtx-4090": Gpu("RTX 4090", 24.0, 1008, 12, 0.55, _FAST_HOST_MS),
     "rtx-3090": Gpu("RTX 3090", 24.0, 936, 12, 0.55, _FAST_HOST_MS),
 }
-"""By the name that `--gpu` takes. v100-16gb and v100-32gb stand in a DGX-1, v100-32gb-450w in a DGX-2H."""
+"""GPUs by the name that `--gpu` takes. v100-16gb and v100-32gb are in a DGX-1, v100-32gb-450w in a DGX-2H."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class GpuCluster:
     gpu: Gpu
     gpus_per_node: int = 8
     network_gb_s: float = 50.0
-    """Between nodes: of all network cards of one node together, each way."""
+    """Network bandwidth between nodes: all network cards of one node together, each way."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """By its name, upper case or not. Raises ConfigError with the nearest name for one that is not listed."""
+    """Find a GPU by its name, in upper or lower case. Raises ConfigError with the nearest name for an unknown one."""
     try:
         return GPUS[name.lower().replace("_", "-").replace(" ", "-")]
     except KeyError:

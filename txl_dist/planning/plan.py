@@ -1,9 +1,9 @@
-"""What a run would need and bring on GPUs that are not at hand: the facts behind `txl plan`.
+"""Needs and speed of a run on GPUs that are not at hand: the facts of `txl plan`.
 
-Memory comes from `train.footprint`, which follows the step on tensors without storage; time from `timing`. Every ZeRO
-stage is tried with every micro-batch that is a power of two dividing a rank's lanes, and again with blocks recomputed
-where that decides whether it fits. Chosen is the fastest that fits, or of those within 2 % of it the one that needs
-least memory. All of it is predicted, not measured. `text` makes sentences of the facts.
+Memory comes from `train.footprint`, which follows the step on tensors without storage. Time comes from `timing`. Every
+ZeRO stage is tried with every micro-batch that is a power of two and divides a rank's lanes. It is tried again with
+recomputed blocks if that decides whether it fits. The fastest option that fits is chosen, or of those within 2 % of it
+the one that needs least memory. All of it is predicted, not measured. `text` makes sentences of the facts.
 """
 
 from __future__ import annotations
@@ -31,56 +31,56 @@ from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
 
 ENOUGH = 0.98
-"""Of the fastest, from which on less memory counts more than speed."""
+"""Share of the fastest speed from which on less memory counts more than speed."""
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 """Unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al. 2024, table 5)."""
 RESTART_S = 300.0
-"""Lost at a failure besides the steps since the last checkpoint. A guess."""
+"""Seconds lost at a failure, in addition to the steps since the last checkpoint. A guess."""
 COPY_GB_S = 10.0
-"""From a GPU into host memory, which is what a step waits for when saving is asynchronous. A guess for PCIe."""
+"""Speed of the copy from a GPU into host memory, for which a step waits if saving is asynchronous. A guess for PCIe."""
 WRITE_GB_S = 1.0
-"""Onto the file system that all ranks share, when it is not. A guess."""
+"""Speed of writing to the file system that all ranks share, if saving is not asynchronous. A guess."""
 
 FUSED_BUFFER_LEN = 2**25
-"""Scores that fused attention makes at once on a GPU."""
+"""Scores that fused attention computes at once on a GPU."""
 MOST_SIZES = 6
-"""Micro-batches that are tried: the largest so many, and the one that is configured."""
+"""Number of micro-batches that are tried: the largest ones, and the configured one in addition."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What is planned for."""
+    """Cluster, GPUs and tokens to plan for."""
 
     cluster: GpuCluster
     gpus: int
     vocab_size: int
     corpus_tokens: int = 0
-    """Of an epoch; 0 if not known."""
+    """Tokens of an epoch, 0 if unknown."""
     budget_tokens: int = 0
-    """To train on in all; 0 means what train.max_steps makes."""
+    """Tokens to train on in all. 0 means train.max_steps."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run it."""
+    """One set of settings for the run."""
 
     config: Config
     attention: AttentionKind
     needed_gib: float
-    """Per rank; between the smallest and the largest micro-batch it is interpolated, to a percent."""
+    """Memory per rank. Between the smallest and the largest micro-batch it is interpolated, to a percent."""
     fits: bool
-    """With the reserves left free."""
+    """Whether it fits with the reserves left free."""
     step: StepTime
     tokens_per_s: float
 
     @property
     def engine(self) -> EngineSection:
-        """Its settings of the engine."""
+        """Settings of the engine in this option."""
         return self.config.engine
 
     @property
     def lanes(self) -> int:
-        """Of a micro-batch."""
+        """Lanes of a micro-batch."""
         return self.config.train.microbatch_lanes
 
 
@@ -89,22 +89,22 @@ class SavingPlan:
     """The interval at which saving and repeating cost least (Young 1974)."""
 
     size_gib: float
-    """Of a checkpoint."""
+    """Size of a checkpoint."""
     size_by_part_gib: dict[str, float]
-    """The same of weights, optimizer and memories."""
+    """Size by part: weights, optimizer and memories."""
     wait_s: float
-    """Of a step that saves."""
+    """Seconds that a step with a checkpoint waits."""
     between_failures_s: float
     failures_expected: float
     interval_s: float
     every_steps: int
     lost_pct: float
-    """Of the time, by waiting, repeating and starting again."""
+    """Share of the time lost by waiting, repeating and restarting."""
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A stage of the run (`train.phases`), with the engine's settings that were chosen."""
+    """A phase of the run (`train.phases`), with the chosen engine settings."""
 
     first_step: int
     last_step: int
@@ -120,19 +120,19 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class PlannedOption(Option):
-    """The best option, its bytes counted, and what comes of it."""
+    """The best option, with counted bytes and its consequences."""
 
     flags: list[str]
-    """That change the settings given into it."""
+    """Flags that turn the given settings into this option."""
     needed_by_part_gib: dict[str, float]
     mfu_pct: float
     budget_tokens: int
     epochs: float | None
-    """None if the corpus is not known."""
+    """Epochs of training. None if the corpus is unknown."""
     length_s: float
     gpu_hours: float
     stages: list[PhasePlan]
-    """In order; empty for a run that has one only."""
+    """Phases in order. Empty for a run with one phase only."""
     saving: SavingPlan
     strong: list[Point]
     weak: list[Point]
@@ -140,7 +140,7 @@ class PlannedOption(Option):
 
 @dataclass(frozen=True)
 class Plan:
-    """All facts, for `text`, `scaling.picture` and JSON."""
+    """All facts of a plan, for `text`, `scaling.picture` and JSON."""
 
     question: PlanOptions
     gpus_used: int
@@ -149,15 +149,15 @@ class Plan:
     tokens_per_step: int
     flops_per_token: dict[str, float]
     usable_gib: float
-    """Of a GPU: its memory less CONTEXT_GIB, less FRAGMENTED_SHARE of the rest."""
+    """Usable memory of a GPU: its memory less CONTEXT_GIB, less FRAGMENTED_SHARE of the rest."""
     options: list[Option]
     as_configured: Option | str
-    """What the settings as they are would do, or why they cannot."""
+    """Prediction for the settings as they are, or the reason why they are impossible."""
     chosen: PlannedOption | None
     predicted_not_measured: bool = True
 
     def as_json(self) -> str:
-        """With those settings of each option in which they differ."""
+        """Return the plan as JSON. An option holds the settings in which the options differ."""
 
         def tried(config: Config) -> dict[str, Any]:
             return {"microbatch_lanes": config.train.microbatch_lanes, **config.engine.model_dump(mode="json")}
@@ -253,7 +253,7 @@ class _Planner:
         self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
 
     def work(self, config: Config) -> Work:
-        """Of a rank, by these settings. Raises ConfigError if the lanes do not divide."""
+        """Return the work of a rank with these settings. Raises ConfigError if the lanes do not divide."""
         train, engine = config.train, config.engine
         plan = plan_batch(train, world_size=self.gpus)
         return Work(
@@ -276,7 +276,7 @@ class _Planner:
         )
 
     def option(self, config: Config, needed_bytes: float | None = None) -> Option:
-        """What comes of these settings. Bytes are counted where they are not given."""
+        """Predict memory and speed with these settings. Bytes are counted unless they are given."""
         if needed_bytes is None:
             needed_bytes = sum(self.needed(config).values())
         work = self.work(config)
@@ -291,7 +291,8 @@ class _Planner:
         )
 
     def options(self) -> Iterator[Option]:
-        """All stages and micro-batches that the settings allow; recomputed too where some micro-batch does not fit."""
+        """Yield all ZeRO stages and micro-batches that the settings allow, also recomputed if a micro-batch does not
+        fit."""
         lanes = self.given.train.num_lanes // self.gpus
         divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]
         configured = self.given.train.microbatch_lanes
@@ -316,7 +317,8 @@ class _Planner:
                     break
 
     def _row(self, configs: list[Config]) -> list[Option]:
-        """Of rising micro-batches, with bytes counted at both ends and a line between, as they are convex."""
+        """Return the options of increasing micro-batches. Bytes are counted at both ends and interpolated, as they are
+        convex."""
         sizes, engine = [config.train.microbatch_lanes for config in configs], configs[-1].engine
         first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
         # All but the last accumulate gradients, which up to stage 1 are held twice then.
@@ -326,7 +328,7 @@ class _Planner:
         return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
 
     def needed(self, config: Config) -> dict[str, float]:
-        """Bytes per rank, by what holds them."""
+        """Return the bytes per rank, by purpose."""
         kind, in_fp32 = attention_kind(config, gpu=self.gpu), DTYPES[config.engine.dtype].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
         # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
@@ -338,7 +340,7 @@ class _Planner:
         return needed
 
     def choose(self, options: list[Option]) -> PlannedOption | None:
-        """The best that fits, with a CUDA graph where that helps."""
+        """Return the best option that fits, with a CUDA graph if that helps. None if nothing fits."""
         fitting = [option for option in options if option.fits]
         for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
             graphed = changed(option.config, {"engine.cuda_graph": "on"})
@@ -356,7 +358,8 @@ class _Planner:
         return None
 
     def stages(self, config: Config) -> Iterator[PhasePlan]:
-        """What each stage would do with these settings. Raises ConfigError if the lanes of one do not divide."""
+        """Yield the prediction for each phase with these settings. Raises ConfigError if the lanes of one do not
+        divide."""
         for steps, staged in each_phase(config):
             option, train = self.option(staged), staged.train
             yield PhasePlan(
@@ -400,7 +403,7 @@ class _Planner:
         )
 
     def as_configured(self) -> Option | str:
-        """What the settings as they are would do, or why they cannot."""
+        """Predict the settings as they are, or return the reason why they are impossible."""
         if (precision := self.given.engine.precision) in ("bf16", "tf32") and not self.gpu.has_bf16:
             return f"{self.gpu.device} has no {precision}."
         try:

@@ -1,8 +1,8 @@
-"""How speed grows with the number of GPUs: strong scaling (one global batch) and weak scaling (lanes per GPU fixed).
+"""Growth of speed with the number of GPUs: strong scaling (one global batch) and weak scaling (lanes per GPU fixed).
 
-Each point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU beside one GPU. What
-limits a point is the part of the step whose GPU-seconds per token grew most since then. `picture` draws both curves,
-with the line of 50 % and the first count beneath it marked.
+Each point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU, compared with one GPU.
+A point is limited by the part of the step whose GPU-seconds per token have grown most since then. `picture` draws both
+curves with the line of 50 %, and marks the first count below it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from txl_dist.planning.timing import Work, step_time
 
 MOST_GPUS = 4096
 BROKEN = 0.5
-"""Efficiency under which scaling is called broken."""
+"""Efficiency below which scaling counts as broken."""
 REASONS = {
     "products": "small products: weights are read for few tokens",
     "attention": "small products in attention",
@@ -29,19 +29,20 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Point:
-    """Of a curve."""
+    """A point of a scaling curve."""
 
     gpus: int
     lanes_per_gpu: int
     tokens_per_s: float
     efficiency: float
-    """Tokens per second and GPU, beside the first point."""
+    """Tokens per second and GPU, compared with the first point."""
     limited_by: str
-    """Key of `REASONS`; empty at the first point."""
+    """Key of `REASONS`. Empty at the first point."""
 
 
 def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
-    """On every number of GPUs that divides the lanes of the global batch; micro-batches no larger than `work`'s."""
+    """Return a point for every number of GPUs that divides the global batch. Micro-batches are at most as large as
+    `work`'s."""
     works = []
     for gpus in (count for count in range(1, min(num_lanes, MOST_GPUS) + 1) if num_lanes % count == 0):
         lanes = num_lanes // gpus
@@ -51,13 +52,13 @@ def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
 
 
 def weak(work: Work, cluster: GpuCluster) -> list[Point]:
-    """With the lanes of `work` on every GPU; the global batch grows with their number."""
+    """Return points with the lanes of `work` on every GPU. The global batch grows with the number of GPUs."""
     counts = [2**power for power in range(MOST_GPUS.bit_length())]
     return curve([replace(work, world_size=gpus) for gpus in counts], cluster)
 
 
 def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
-    """A point for each, beside the first."""
+    """Return a point for each work, compared with the first."""
     points: list[Point] = []
     first: dict[str, float] = {}
     for work in works:
@@ -79,17 +80,17 @@ def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
 
 
 def breaking_point(points: Sequence[Point]) -> Point | None:
-    """The first one of an efficiency under `BROKEN`; None if there is none."""
+    """Return the first point with an efficiency below `BROKEN`. None if there is none."""
     return next((point for point in points if point.efficiency < BROKEN), None)
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
-    """Of `number`, from 1 to `at_most`."""
+    """Return the largest divisor of `number` from 1 to `at_most`."""
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
 def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, title: str) -> bytes:
-    """A PNG: efficiency over GPUs."""
+    """Draw efficiency over GPUs. Returns a PNG."""
     import io
 
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""The lines that `txl plan` prints, made of the facts of `plan.make_plan`."""
+"""Lines that `txl plan` prints, made from the facts of `plan.make_plan`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
 from txl_dist.train.preflight import MANY_EPOCHS, warnings_on_size
 
 SMALL_SHARE = 0.05
-"""Of a GPU's memory."""
+"""Share of a GPU's memory below which a model is small."""
 SHORT_S = 600.0
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """All of it, for a person."""
+    """Yield all lines of a plan, for people."""
     question, chosen = plan.question, plan.chosen
     cluster = question.cluster
     # A model that is nothing to such a GPU: what would be said of its use and of scaling is of the host.

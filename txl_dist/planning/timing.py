@@ -27,21 +27,21 @@ from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
 
 MEMORY_SHARE = 0.85
-"""Of a GPU's bandwidth, that long passes reach."""
+"""Share of a GPU's bandwidth that long passes reach."""
 KERNEL_SHARE = 0.3
-"""Of the peak, that our Triton kernels reach. A prediction."""
+"""Share of the peak that our Triton kernels reach. A prediction."""
 KERNEL_WORK = 11 / 9
-"""Operations of the kernels beside those of the formula: scores are made again in the backward pass."""
+"""Operations of the kernels, compared with the formula: scores are computed again in the backward pass."""
 EXCHANGE_SHARE = 0.5
-"""Of the bus bandwidth within a node, that a trainer gets."""
+"""Share of the bus bandwidth within a node that a trainer gets."""
 NETWORK_SHARE = 0.85
 OVERLAP = 0.5
-"""Of the backward pass, behind which waiting for the network hides."""
+"""Share of the backward pass that can hide waiting for the network."""
 LATENCY_S = 10e-6
-"""Of a collective, times log2 of the ranks."""
+"""Latency of a collective in seconds, to be multiplied by log2 of the ranks."""
 BUCKET_BYTES = 64 * 2**20
 GATHERS = {0: 0, 1: 1, 2: 1, 3: 2}
-"""How often each rank receives the parameters of the others, by ZeRO stage; at stage 3 in every micro-batch."""
+"""Number of times that each rank receives the others' parameters, by ZeRO stage. At stage 3 in every micro-batch."""
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionKind = Literal["kernels", "fused", "plain"]
@@ -49,32 +49,32 @@ AttentionKind = Literal["kernels", "fused", "plain"]
 
 @dataclass(frozen=True)
 class Program:
-    """What a trainer does. Passes read or write a tensor once, in the type of the activations."""
+    """Costs of a trainer. A pass reads or writes a tensor once, in the type of the activations."""
 
     memory_products: tuple[int, int]
     """(projections made of the memory, products for each in a step: 2, or 3 with gradients of its hidden states)."""
     skips_masked: bool
     """Whether scores above the diagonal cost nothing."""
     score_passes: dict[AttentionKind, float]
-    """Beside those of the products."""
+    """Passes over the scores, in addition to those of the products."""
     dropout_passes: float
-    """More of them with dropout on the probabilities."""
+    """Further passes with dropout on the probabilities."""
     width_passes: float
     ff_passes: float
     inner_passes: float
     logit_passes: float
     table_passes: float
-    """Over the gradient of the embeddings."""
+    """Passes over the gradient of the embeddings."""
     cuts_tables: bool
-    """Whether these are made for every cluster that is cut out of one table."""
+    """Whether these passes are made for every cluster that is cut out of one table."""
     state_bytes: tuple[float, float]
-    """Moved per parameter and update: (with fp32 weights only, with half weights beside them)."""
+    """Bytes moved per parameter and update: (with fp32 weights only, with half-precision weights too)."""
     host_factor: float
     """Host time of a layer, in forward passes of NVIDIA's program on the same machine."""
     waits: bool
-    """The host waits for the GPU again and again, so that its time is hidden behind nothing."""
+    """Whether the host often waits for the GPU, so that none of its time is hidden."""
     update_host_s: float = 0.0
-    """Of the host, after the one wait for the gradients' norm."""
+    """Seconds of the host after the one wait for the gradients' norm."""
 
 
 OURS = Program(
@@ -94,18 +94,18 @@ OURS = Program(
     update_host_s=2e-3,
 )
 HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
-"""Host time by ZeRO stage: what docs/benchmarks.md measured, beside stage 0."""
+"""Host time by ZeRO stage compared with stage 0, as measured in docs/benchmarks.md."""
 NORMS_EXTRA_BYTES = 20.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one rank does in a step."""
+    """Work of one rank in a step."""
 
     model: ModelSection
     vocab_size: int
     shares: tuple[float, ...]
-    """Of the tokens, per cluster."""
+    """Share of the tokens per cluster."""
     parameters: int
     segment_len: int
     memory_lens: tuple[int, ...]
@@ -117,32 +117,32 @@ class Work:
     precision: Precision
     attention: AttentionKind = "plain"
     recomputed: float = 0.0
-    """Share of the blocks whose forward pass is made twice."""
+    """Share of the blocks whose forward pass is computed twice."""
     graphed: bool = False
-    """Forward and backward are one launch."""
+    """Whether forward and backward are one launch."""
     needs_whole_tensors: bool = False
     orthogonalizes: bool = False
-    """The matrices' steps (Muon)."""
+    """Whether the matrices' steps are orthogonalized (Muon)."""
 
     @property
     def num_bytes(self) -> int:
-        """Of a number."""
+        """Bytes of one number."""
         return 2 if self.precision in ("bf16", "fp16") else 4
 
     @property
     def tokens(self) -> int:
-        """In a micro-batch of this rank."""
+        """Tokens in a micro-batch of this rank."""
         return self.microbatch_lanes * self.segment_len
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """Tokens per step of all ranks."""
         return self.tokens * self.num_microbatches * self.world_size
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by what takes them; they do not overlap, so the sum is the step."""
+    """Seconds of a step by part. The parts do not overlap, so the sum is the step."""
 
     products: float
     attention: float
@@ -154,12 +154,12 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Of the step."""
+        """Seconds of the whole step."""
         return float(sum(vars(self).values()))
 
 
 class Product(NamedTuple):
-    """[rows, inner] x [inner, columns], so many times in a step."""
+    """Matrix product [rows, inner] x [inner, columns], `times` times in a step."""
 
     rows: float
     inner: float
@@ -167,7 +167,7 @@ class Product(NamedTuple):
     times: float
 
     def seconds(self, gpu: Gpu, work: Work) -> float:
-        """Operations at the GPU's rate, and operands through its memory."""
+        """Return the seconds for operations at the GPU's rate, and for operands through its memory."""
         operations = 2 * self.rows * self.inner * self.columns
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         rate = gpu.matmul_share * gpu.flops(work.precision)
@@ -175,7 +175,7 @@ class Product(NamedTuple):
 
 
 def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepTime:
-    """Of one step of one rank, all being alike."""
+    """Return the time of one step of one rank. All ranks are alike."""
     gpu, model, times = cluster.gpu, work.model, work.num_microbatches
     again = 1 + work.recomputed / 3
     products = again * sum(product.seconds(gpu, work) for product in _layer_products(work, program))
@@ -199,10 +199,11 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
 
 
 def exchange_bytes(work: Work) -> float:
-    """That a rank sends in a step (and receives): 2 x the parameters at stages 0 to 2, 3 x at stage 3, times (N-1)/N.
+    """Return the bytes that a rank sends in a step, and receives.
 
-    An all-reduce is a reduce-scatter and an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon
-    sends matrices to those that make their steps, and the steps back.
+    They are 2 x the parameters at stages 0 to 2, 3 x at stage 3, times (N-1)/N. An all-reduce is a reduce-scatter and
+    an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon sends matrices to the ranks that make
+    their steps, and the steps back.
     """
     stage, times = work.zero_stage, work.num_microbatches
     others = (work.world_size - 1) / work.world_size
@@ -216,9 +217,10 @@ def exchange_bytes(work: Work) -> float:
 
 
 def exchange_s(work: Work, cluster: GpuCluster, *, backward_s: float) -> float:
-    """That the step takes longer with others than alone; `backward_s` is what waiting for a network can hide behind.
+    """Return the seconds by which a step takes longer with other ranks than alone.
 
-    Within a node nothing is taken to hide: buckets are copied, and what moves them takes bandwidth from what computes.
+    `backward_s` can hide the wait for a network. Within a node nothing is assumed to hide: buckets are copied, and the
+    copies take bandwidth from the computation.
     """
     if work.world_size == 1:
         return 0.0
@@ -239,7 +241,7 @@ def _bandwidth(gpu: Gpu) -> float:
 
 
 def _layer_products(work: Work, program: Program) -> Iterator[Product]:
-    """Of all blocks, but for the scores; forward, and backward for weights and inputs."""
+    """Yield the products of all blocks except the scores: forward, and backward for weights and inputs."""
     model, rows = work.model, float(work.tokens)
     layers, width, inner = model.num_layers, model.width, model.num_heads * model.head_width
     num_projections, num_passes = program.memory_products
@@ -303,7 +305,7 @@ def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
 
 
 def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
-    """Of what Muon orthogonalizes."""
+    """Return the shapes of the matrices that Muon orthogonalizes."""
     width, inner = model.width, model.num_heads * model.head_width
     num_projections = 5 if model.scheme.sinusoids == "distances" else 4  # queries, keys, values, output, distances
     shapes = [(width, inner)] * num_projections + [(width, model.ff_width)] * model.num_ff_matrices
@@ -311,13 +313,13 @@ def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
 
 
 def _newton_schulz_flops(model: ModelSection) -> float:
-    """Of one update of all matrices."""
+    """Return the operations of one update of all matrices."""
     shapes = _matrix_shapes(model)
     return 2.0 * NUM_ITERATIONS * sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
 
 
 def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:
-    """Of a micro-batch, beyond what the GPU needs for it."""
+    """Return the host's seconds for a micro-batch, beyond the GPU's time for it."""
     if work.graphed:
         return 0.0
     needed = program.host_factor * gpu.host_ms / 1e3 * work.model.num_layers * (1 + work.recomputed / 3)

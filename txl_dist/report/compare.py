@@ -1,10 +1,10 @@
 """`txl compare`: several runs on one self-contained page, and a table for the terminal.
 
 Losses in nats per token can be compared only between runs of one tokenizer: a token of another is another amount of
-text. Unless checkpoints prove that all runs have the same, losses are in bits per byte of text; and where a run has no
-such numbers, because its tokenizer loses text, or a part of its held-out text alone is scored, no losses are put side
-by side. Runs are ranked only if they were scored on the same text, as far as sizes on record tell: with one tokenizer
-on as many tokens in every evaluation, else on whole texts of as many bytes.
+text. Unless checkpoints prove that all runs have the same tokenizer, losses are in bits per byte of text. A run may
+have no such numbers, because its tokenizer loses text or only a part of the validation split is scored. Then no losses
+are compared. Runs are ranked only if they were scored on the same text, as far as recorded sizes show. With one
+tokenizer that means equally many tokens in every evaluation, else whole texts of equally many bytes.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
 _FIGURES = {"step": "Step", "tokens": "Tokens seen", "work": "Working time", "speed": "Speed"}
-"""What a terminal has room for besides losses, by heading."""
+"""Figures that a terminal has room for in addition to losses, by heading."""
 _FACTS = ("Corpus", "Tokenizer", "Model", "Memory", "Commit", "MFU", "Peak memory", "State")
-"""What the page tells of each run besides, as its own page does."""
+"""Further facts about each run on the page, as on its own page."""
 
 
 class Unit(NamedTuple):
-    """In which the losses of all runs are compared."""
+    """Unit in which the losses of all runs are compared."""
 
     column: str
-    """Of the records; empty: there is none in which they can be compared."""
+    """Column of the records. Empty if no unit allows a comparison."""
     label: str
     sentence: str
-    """Which it is, and why."""
+    """Sentence that names the unit and its reason."""
     is_fair: bool = True
     """Whether the runs may be ranked by it."""
 

@@ -21,7 +21,7 @@ from txl_dist.console.formatting import format_count
 from txl_dist.report.records import FloatArray
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
-"""Of the lines of a chart, in turn."""
+"""Colours of the lines of a chart, in turn."""
 NUM_BINS = 250
 _STEPS = (1, 2, 2.5, 5, 10)
 _INK, _GRID = "#010101", "#020202"
@@ -34,7 +34,7 @@ _STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
 class Line(NamedTuple):
-    """One line of a chart; points without a finite value are left out."""
+    """One line of a chart. Points without a finite value are left out."""
 
     label: str
     x: FloatArray
@@ -50,16 +50,16 @@ class Mark(NamedTuple):
 
 
 class Chart(NamedTuple):
-    """What is to be drawn."""
+    """Data and labels of a chart."""
 
     name: str
-    """Unique on the page: it keeps the ids inside the pictures apart."""
+    """Name, unique on the page: it keeps the ids inside the pictures apart."""
     lines: Sequence[Line]
     x_label: str
     y_label: str
-    """With its unit."""
+    """Label of the vertical axis, with its unit."""
     is_log: bool = False
-    """Whether the vertical axis is logarithmic, where all values allow it; else it begins at zero."""
+    """Whether the vertical axis is logarithmic, if all values allow it. Otherwise it begins at zero."""
 
 
 class Thinned(NamedTuple):

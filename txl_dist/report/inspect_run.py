@@ -44,7 +44,7 @@ Answer = tuple[dict[str, Any], list[str]]
 
 
 def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
-    """What a corpus, a run or a checkpoint has to say to a question that was checked. Raises TxlError."""
+    """Answer a checked question about a corpus, a run or a checkpoint. Raises TxlError."""
     if kind is ArtifactKind.CHECKPOINT:
         facts = checkpoint_facts(Path(path))
         return facts, checkpoint_lines(facts, max_parameters=question.max_documents)
@@ -180,7 +180,7 @@ def _what_is(name: str) -> str:
 
 
 def run_lines(facts: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Describe the facts of a run in lines for people."""
     newest = "none" if facts["newest_whole"] is None else f"step {facts['newest_whole']:,}"
     rows = [["checkpoint", "tokens seen", "MiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
     for one in facts["checkpoints"]:
@@ -202,7 +202,8 @@ def _or_dash(value: Any) -> str:
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
-    """What a checkpoint holds, and what is wrong with it by its manifest. Raises CheckpointError without state.json."""
+    """Return the contents of a checkpoint, and its faults by its manifest. Raises CheckpointError without
+    state.json."""
     saved, problems = read_state(folder), checkpoint_problems(folder)
     kinds: list[str] = []
     lanes: list[dict[str, Any]] = []
@@ -227,7 +228,10 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 
 
 def _phase_facts(folder: Path, step: int) -> dict[str, int] | None:
-    """Of the phase that its last step belongs to; None for a run without phases, or a checkpoint without settings."""
+    """Return the phase that the checkpoint's last step belongs to.
+
+    None for a run without phases, or a checkpoint without settings.
+    """
     with suppress(TxlError, OSError):
         phases = list(each_phase(load_config(folder / SETTINGS)))
         if len(phases) > 1:
@@ -280,7 +284,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
 
 
 def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
-    """For people."""
+    """Describe the facts of a checkpoint in lines for people."""
     counts = {name: math.prod(shape) for name, shape in facts["parameters"].items()}
     rows = [["parameter", "values", "shape"]]
     rows += [[name, f"{counts[name]:,}", f"{shape}"] for name, shape in facts["parameters"].items()]

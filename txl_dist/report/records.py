@@ -1,12 +1,12 @@
-"""What a run wrote down, as it holds: `metrics.jsonl` read back into columns of numbers, one row per step.
+"""Records of a run as they hold: `metrics.jsonl` read back into columns of numbers, one row per step.
 
-A run crashes, goes on and is rewound, so its file tells some steps twice and some that were given up. Here the later
-record of a step holds, and what lies behind the step at which a start or a rewind took the run up again is left out.
-Hours are hours of work: the clock from record to record, without the pauses before a start. A list of numbers is a
-column per place in it, NAME_0, NAME_1 ...; of times per rank the fastest, the median and the slowest are kept. A line
-that a crash tore is counted and passed over; null is NaN, as is what no training comes to (`is_number`); unknown kinds
-and fields do no harm, and names hold nothing that cannot be drawn. A million records take half a minute and less than a
-gigabyte: numbers are kept as arrays, not objects.
+A run crashes, continues and is rewound. So its file has some steps twice, and some that were given up. Here the later
+record of a step holds. Records after the step at which a start or a rewind continued the run are left out. Hours are
+hours of work: the clock from record to record, without the pauses before a start. A list of numbers is a column per
+element, NAME_0, NAME_1 ... Of times per rank the fastest, the median and the slowest are kept. A line that a crash tore
+is counted and skipped. null is NaN, as is any number that training cannot produce (`is_number`). Unknown kinds and
+fields do no harm, and names hold nothing that cannot be drawn. A million records take at most half a minute and less
+than a gigabyte, because numbers are kept as arrays, not objects.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from txl_dist.io.files import open_regular, parse_object, read_bytes
 FloatArray = NDArray[np.float64]
 SCORES = "evaluation.json"
 MOST = 1e15
-"""Larger numbers are no measurements, and overflow what is computed with them."""
+"""Largest number that is a measurement. Larger ones overflow in computations."""
 _MAX_SCORES = _MAX_LIST = 4096
 _MAX_NAME = 200
 BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
-"""Of the text, for people. Older programs, whose start does not say where there are none and why (`no_bits`), recorded
-them without a look at whether they are a cost of the text; those are not kept."""
+"""Metrics per byte or character of text, with their names for people.
+
+Older programs recorded them without a check that they are a cost of the text. Their start does not say why there are
+none (`no_bits`). Their values are not kept.
+"""
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
 class Event(NamedTuple):
-    """Something that happened, in the order of the file."""
+    """An event of the run, in the order of the file."""
 
     name: str
     step: int
     hours: float
     """Hours of work until then."""
     fields: dict[str, Any]
-    """What else was recorded."""
+    """Other fields of the record."""
 
 
 class TextSample(NamedTuple):
@@ -107,15 +110,15 @@ class History:
     """Hours of work on record."""
     last_time_s: float
     num_records: int
-    """Whole lines."""
+    """Number of whole lines."""
     num_damaged: int
-    """Lines that are no record: torn by a crash."""
+    """Number of lines that are no record: torn by a crash."""
     num_superseded: int
-    """Train records of steps that were made again or given up."""
+    """Train records of steps that were repeated or given up."""
 
     @property
     def held_out(self) -> RecordTable:
-        """The evaluations of the first corpus, if there are any."""
+        """Evaluations of the first corpus, if there are any."""
         return self.evals.get("eval", RecordTable({"step": np.empty(0), "hours": np.empty(0)}))
 
     @property
@@ -145,7 +148,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def history_of(lines: Iterable[bytes]) -> History:
-    """What records say together, a line of JSON each."""
+    """Read a history from records, a line of JSON each."""
     reader = _Reader()
     for line in lines:
         reader.take(line)
@@ -153,26 +156,26 @@ def history_of(lines: Iterable[bytes]) -> History:
 
 
 Scores = dict[str, dict[str, float]]
-"""What `txl evaluate --json` wrote: numbers by the name of what was scored."""
+"""Content of the file of `txl evaluate --json`: numbers by the name of what was scored."""
 
 
 class LossPart(NamedTuple):
-    """What some of the targets cost."""
+    """Loss of some of the targets."""
 
     first: float
     last: float
-    """Of the ids of a cluster, or of the positions in a segment."""
+    """First and last id of a cluster, or position in a segment."""
     loss: float
-    """Nats per token; NaN where there was no target."""
+    """Nats per token. NaN if there was no target."""
 
 
 PartName = Literal["by_cluster", "by_position"]
 Parts = dict[PartName, dict[str, list[LossPart]]]
-"""By the name of what was scored, where it has any."""
+"""Parts of the loss by the name of what was scored, if it has any."""
 
 
 def read_scores(run_dir: Path) -> Scores:
-    """Those beside the records of a run; none if there are none, or they cannot be read."""
+    """Read the scores next to the records of a run. Empty if there are none, or they cannot be read."""
     return {
         name: {key: float(value) for key, value in values.items() if is_number(value)}
         for name, values in _scored(run_dir)
@@ -180,7 +183,7 @@ def read_scores(run_dir: Path) -> Scores:
 
 
 def read_loss_parts(run_dir: Path) -> Parts:
-    """Of the same file."""
+    """Read the parts of the loss from the same file."""
     rows = _scored(run_dir)
     return {
         key: {name: parts for name, values in rows if (parts := _parts_of(values.get(key)))}
@@ -270,7 +273,7 @@ class _Reader:
             self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
 
     def history(self) -> History:
-        """What all lines say together."""
+        """Return the history that all lines give together."""
         tables = {
             kind: rows.table([(counts.get(kind, 0), step) for counts, step in self._reached])
             for kind, rows in self._rows.items()

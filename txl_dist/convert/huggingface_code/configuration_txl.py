@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 
 class TxlConfig(PreTrainedConfig):
-    """What the network is made of, and the lengths that it was trained with."""
+    """Structure of the network, and the lengths that it was trained with."""
 
     model_type = "txl"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -29,15 +29,15 @@ class TxlConfig(PreTrainedConfig):
     head_width: int = 32
     ff_width: int = 512
     embed_width: int = 128
-    """Of the embeddings of the most frequent words."""
+    """Embedding width of the most frequent words."""
     cutoffs: list | tuple = ()
-    """Ids at which the clusters of the adaptive softmax begin; none means a plain softmax."""
+    """First id of each tail cluster of adaptive softmax. Empty: a plain softmax."""
     div_value: int = 1
-    """Cluster i has embeddings of width embed_width // div_value**i; 1 means one table for all."""
+    """Cluster i has embeddings of width embed_width // div_value**i. 1 means one table for all."""
     tie_weights_to_embedding: bool = True
-    """Output rows are the input embeddings."""
+    """Whether output weights are the input embeddings."""
     tie_projections: list | tuple = ()
-    """Per cluster: its output projection is its input projection. Empty means none is."""
+    """Per cluster: whether its output projection is its input projection. Empty means none is."""
     project_same_width: bool = True
     """With div_value > 1 also embeddings as wide as the model have a projection."""
     scale_embedding: bool = True

@@ -47,13 +47,13 @@ class MemoryLayer(CacheLayerMixin):
         """(encodings [N, K, H], learned terms [N, K] or None) of the distances K-1 ... 0 as the layer sees them."""
 
     def lazy_initialization(self, key_states, value_states):
-        """Begin with nothing."""
+        """Begin with an empty past."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Put a segment behind the past; returns both together."""
+        """Append a segment to the past. Returns both together."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat([self.keys, key_states], dim=2)
@@ -61,16 +61,16 @@ class MemoryLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def keep(self, num_places):
-        """Forget all but the last places; no gradient flows into what is kept."""
+        """Forget all but the last places. No gradient flows into the kept ones."""
         first = max(0, self.keys.shape[2] - num_places)
         self.keys, self.values = self.keys[:, :, first:].detach(), self.values[:, :, first:].detach()
 
     def get_seq_length(self):
-        """S."""
+        """Return the number of places S."""
         return self.keys.shape[2] if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length):
-        """K and the place of the first key."""
+        """Return K and the place of the first key."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self):
@@ -80,26 +80,26 @@ class MemoryLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in the first releases of 5
 
     def reset(self):
-        """Hold nothing."""
+        """Forget the whole past."""
         self.keys = self.values = self.distances = None
         self.is_initialized = False
 
     def batch_repeat_interleave(self, repeats):
-        """Each row so many times."""
+        """Repeat each row `repeats` times."""
         if self.is_initialized:
             self.keys = self.keys.repeat_interleave(repeats, dim=0)
             self.values = self.values.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices):
-        """Some of the rows."""
+        """Keep the rows with these indices."""
         if self.is_initialized:
             self.keys, self.values = self.keys[indices], self.values[indices]
 
 
 class TxlMemory(Cache):
-    """What the rows of a batch remember: of each layer the last `memory_len` places, and of each place its document.
+    """Memory of the rows of a batch: the last `memory_len` places of each layer, and the document of each place.
 
-    `memory_len` may be more than in training; None means `config.generation_memory_len`.
+    `memory_len` may be more than in training. None means `config.generation_memory_len`.
     """
 
     def __init__(self, config, memory_len=None):
@@ -111,7 +111,7 @@ class TxlMemory(Cache):
         self.document_BS = None
 
     def get_seq_length(self, layer_idx=0):
-        """Tokens of the text that were read, padding included; more than are remembered."""
+        """Return the number of tokens read, padding included. It may exceed what is remembered."""
         return self.num_seen
 
     def keep(self, num_places):
@@ -121,7 +121,7 @@ class TxlMemory(Cache):
         self.document_BS = self.document_BS[:, max(0, self.document_BS.shape[1] - num_places) :]
 
     def reset(self):
-        """Hold nothing."""
+        """Forget the whole past."""
         super().reset()
         self.num_seen, self.document_BS = 0, None
 
@@ -209,7 +209,7 @@ class AdaptiveSoftmax(nn.Module):
         return min(i, self.num_tables - 1)
 
     def _logits(self, i, hidden_BTD, embedding):
-        """Of one cluster; those of the head end with a column per tail cluster."""
+        """Return the logits of one cluster. Those of the head end with a column per tail cluster."""
         table, (low, high) = self._table(i), self.edges[i]
         weight, bias = getattr(embedding if self.is_tied else self, f"weight_{table}"), getattr(self, f"bias_{table}")
         projection = getattr(embedding, f"projection_{table}")
@@ -305,14 +305,17 @@ class RelativeAttention(nn.Module):
                 self.position_bias = nn.Parameter(torch.empty(config.num_heads, config.head_width))
 
     def keys_and_values(self, hidden_BTD, first_value=None):
-        """Of any positions, each [B, N, T, H], given the values of the first layer there where they are mixed in."""
+        """Return keys and values of any positions, each [B, N, T, H].
+
+        `first_value` holds the values of the first layer there. It is needed if the model mixes them in.
+        """
         key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self.key_value(hidden_BTD))
         if self.value_share is not None:
             value = torch.lerp(value, first_value, self.value_share)
         return self._normed(key), value
 
     def _normed(self, heads, gain=1.2):
-        """Queries, keys or (with a gain of 1) encodings, each over its root mean square where the model has it so."""
+        """Divide queries, keys or (with a gain of 1) encodings by their root mean square, if the model does so."""
         return heads if self.norm_eps is None else gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
 
     def forward(self, hidden_BTD, memory_layer, is_seen_BTK, biases, first_value=None):
@@ -338,7 +341,8 @@ class RelativeAttention(nn.Module):
         return self.output((probabilities @ value_BNKH).transpose(1, 2).flatten(2)), value_BNTH
 
     def _distances(self, memory_layer, num_distances):
-        """Of K keys. They are the same for all texts, and kept with the memory, unless gradients are wanted."""
+        """Return the encodings of the distances of K keys. They are equal for all texts and kept with the memory,
+        unless gradients are wanted."""
         known = memory_layer.distances
         if known is None or known[0].shape[1] < num_distances or torch.is_grad_enabled():
             more = num_distances if torch.is_grad_enabled() else 2 * num_distances
@@ -390,14 +394,14 @@ class Block(nn.Module):
 
 
 class ResidualMix(nn.Module):
-    """What a block is given: its input and that of the first, weighted."""
+    """Weighted sum of a block's input and the first block's input."""
 
     def __init__(self):
         super().__init__()
         self.scales = nn.Parameter(torch.empty(2))
 
     def forward(self, hidden, first):
-        """Of the same shape."""
+        """Return a tensor of the same shape as each input."""
         return self.scales[0] * hidden + self.scales[1] * first
 
 
@@ -552,7 +556,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Of a model that is not loaded."""
+        """Initialize the weights of a module that is not loaded."""
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.LayerNorm) and name == "weight":
                 init.ones_(parameter)

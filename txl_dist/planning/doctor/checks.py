@@ -23,17 +23,17 @@ Verdict = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found."""
+    """Result of one check."""
 
     name: str
     verdict: Verdict
     found: str
     remedy: str = ""
-    """A sentence; empty where nothing is to be done."""
+    """A sentence. Empty if nothing is to be done."""
 
 
 def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Finding:
-    """With verdict and remedy of the first rule whose condition holds; ok if none does."""
+    """Return a finding with the first rule whose condition holds, or an ok one if none does."""
     for holds, verdict, remedy in rules:
         if holds:
             return Finding(name, verdict, found, remedy)
@@ -175,7 +175,7 @@ DANGERS = {
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code that files hold",
     "TXL_FAILPOINTS": "faults are made to happen on purpose, as in tests",
 }
-"""What variables do that a run should not have."""
+"""Effects of variables that a run should not have."""
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
@@ -199,7 +199,7 @@ def _variables(facts: Facts) -> Iterator[Finding]:
 
 
 def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
-    """gloo listens at the address that the host name has, unless it is told an interface."""
+    """Check the host name: gloo listens at its address, unless an interface is named."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
     listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
     remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
@@ -216,7 +216,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 
 def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
-    """What nodes have different that should be equal."""
+    """Report the facts in which nodes differ and should be equal."""
     compared, found = {node: _compared(facts) for node, facts in nodes.items()}, []
     for name in next(iter(compared.values())):
         where: dict[str, list[str]] = {}

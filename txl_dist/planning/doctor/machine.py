@@ -45,7 +45,7 @@ READ = (
 
 
 class Device(NamedTuple):
-    """One GPU."""
+    """A GPU of this machine."""
 
     name: str
     memory_gib: float
