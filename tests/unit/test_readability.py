@@ -15,7 +15,7 @@ PACKAGE = ROOT / "txl_dist"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in package_files(ROOT)}
 MOST_PER_FILE = 9.0
 """Syntax nodes per line of code. OLMo-core has 7.0 on average, litgpt 7.2, lingua 7.7, nanochat 9.8."""
-MOST_ON_AVERAGE = 7.17
+MOST_ON_AVERAGE = 7.08
 """Over the package; the aim is 6.5."""
 FEWEST_LINES = 15
 """A file with fewer lines of code has no density to speak of."""
@@ -35,9 +35,6 @@ STILL_DENSE: frozenset[str] = frozenset(
 STILL_NESTED: dict[str, int] = {
     "config/load.py": 1,
     "convert/huggingface_tokenizer.py": 1,
-    "data/prepare/detection.py": 1,
-    "data/prepare/split_names.py": 2,
-    "data/verify/inspect.py": 3,
     "evaluation/recl.py": 3,
     "evaluation/tables.py": 1,
     "model/kernels/attention_launch.py": 1,
@@ -55,8 +52,6 @@ STILL_NESTED: dict[str, int] = {
 STILL_PACKED: dict[str, int] = {
     "convert/huggingface_export.py": 4,
     "convert/safe_unpickle.py": 5,
-    "data/prepare/input_splits.py": 2,
-    "data/prepare/sources.py": 5,
     "evaluation/recl.py": 1,
     "inference/card.py": 11,
     "model/kernels/attention_launch.py": 2,
@@ -69,7 +64,6 @@ STILL_PACKED: dict[str, int] = {
 """Values in `*(a, b)` that only save a line, by file."""
 STILL_UNFORMATTED: frozenset[str] = frozenset(
     {
-        "data/prepare/detection.py",
         "model/kernels/activation.py",
         "model/kernels/head_width.py",
         "model/kernels/relative_attention.py",
@@ -81,14 +75,12 @@ STILL_UNFORMATTED: frozenset[str] = frozenset(
 )
 """Files that keep code from the formatter with `# fmt: skip`."""
 STILL_OF: dict[str, int] = {
-    "data": 38,
     "inference": 11,
     "model": 25,
     "train": 53,
 }
 """Docstrings that begin with "Of" or "What", by package."""
 STILL_SHORT: dict[str, int] = {
-    "data": 18,
     "inference": 3,
     "model": 10,
     "train": 20,

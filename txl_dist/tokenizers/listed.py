@@ -55,9 +55,9 @@ def read_names(path: str | Path) -> tuple[str, ...]:
         if not name:
             problem = "is empty"
         elif name.split() != [name]:
-            problem = f"is {name!r:.80}, and names are told apart by blanks"
+            problem = f"is {name!r:.80}, and blanks separate names"
         elif name == END_OF_TEXT:
-            problem = f"is {END_OF_TEXT}, which is put behind the last name by itself"
+            problem = f"is {END_OF_TEXT}, which is added after the last name automatically"
         elif name in first_of:
             problem = f"is {name!r:.80}, as line {first_of[name]} is"
         else:

@@ -1,1 +1,1 @@
-"""A prepared corpus as contiguous lanes of tokens."""
+"""Loader of prepared corpora: contiguous lanes of tokens for training, and segments for evaluation."""

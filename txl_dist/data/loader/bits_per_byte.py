@@ -1,8 +1,8 @@
 """Units of a loss: bits per byte only where the loss is the cost of the whole text.
 
 A loss in nats per token is a cost of tokens. It is the cost of the text, and comparable between tokenizers, if every
-token is scored and the tokens spell all of the text, byte for byte. Part of a held-out split is another text, whose
-size nobody counted. `text_units` alone decides which units a loss has. All code that shows, records or compares losses
+token is scored and the tokens spell all of the text, byte for byte. Part of a split is another text, whose size
+nobody counted. `text_units` alone decides which units a loss has. All code that shows, records or compares losses
 uses its result or a record of it.
 """
 

@@ -1,7 +1,7 @@
-"""Segments of a held-out split: read once, in file order, every target scored exactly once with any number of lanes.
+"""Segments for evaluation: a split is read once, in file order, and each target is scored exactly once.
 
-That holds with document masks too where documents end in end-of-text: as an input, an end-of-text belongs to the
-document that it opens. Without end-of-text nothing predicts the first token of a document, with any number of lanes.
+That holds for any number of lanes. With document masks it holds if documents end in end-of-text: as an input, an
+end-of-text belongs to the document that it opens. Without end-of-text nothing predicts a document's first token.
 
 What it gives up: skipping damaged documents. Damage always ends an evaluation, since a score of other text would look
 like the real one.
@@ -69,7 +69,7 @@ class EvalStream:
         if num_tokens < 2:
             raise DataError(
                 f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to "
-                "evaluate; two are the fewest. Prepare more held-out text or raise eval.max_tokens."
+                "evaluate; at least two are needed. Prepare more text for it, or raise eval.max_tokens."
             )
         self.split = split
         self.num_targets = num_tokens - 1

@@ -30,7 +30,7 @@ class PositionRange(NamedTuple):
     """Consecutive lane positions without a skip."""
 
     position: int
-    """The first position."""
+    """First position of the range."""
     length: int
     """Number of positions, which is the number of tokens."""
     begin: int

@@ -1,1 +1,1 @@
-"""Text to shards."""
+"""Preparation of corpora: `txl prepare` turns text into shards of tokens."""

@@ -1,23 +1,23 @@
-"""Corpora that papers name: where they come from, how that is proven, and how the original scripts cut and clean them.
+"""Corpora that papers name: their sources, their checksums, and how the original scripts cut and clean them.
 
-    enwik8            100 MB of Wikipedia's XML; 90 / 5 / 5 million bytes, newlines then left out; 204 bytes occur
-    text8             100 MB of letters; 90 / 5 / 5 million, blanks at the ends left out, the others become `_`; 27
-    wikitext-103, -2  words; the archive's own split; 267,735 and 33,278 words with `<eos>` and `<unk>`
-    lm1b              shuffled sentences; 99 files, held-out file 0 of 50 as valid and as test
+    enwik8            100 MB of Wikipedia's XML; 90 / 5 / 5 million bytes, then newlines removed; 204 bytes occur
+    text8             100 MB of letters; 90 / 5 / 5 million, outer blanks removed, the others become `_`; 27 characters
+    wikitext-103, -2  words; the archive's own splits; 267,735 and 33,278 words with `<eos>` and `<unk>`
+    lm1b              shuffled sentences; 99 files; held-out file 0 of 50 is both the validation and the test split
     tinyshakespeare   one file; its first 90 % and the rest, as nanoGPT has it; 65 characters
 
 The rules are those of kimiyoung/transformer-xl (getdata.sh, prep_text8.py, data_utils.py), awd-lstm-lm's
-prep_enwik8.py and nanoGPT. That enwik8 loses its newlines is a trait of theirs: the files keep them, but their reader
-joins lines without a mark; published numbers and V = 204 stand on it.
+prep_enwik8.py and nanoGPT. Their enwik8 loses its newlines: the files keep them, but the reader joins lines without a
+mark. Published numbers and V = 204 depend on that.
 
-An archive is proven by its sha256, a file that was taken out of one by its own. Those of the archives, and of the
-files enwik8 and text8, are what several independent public projects state alike; those of WikiText's files and of
-tinyshakespeare were measured on copies whose tokens count as published. Archives are read member by member, by the
-exact names expected, and only regular files: nothing is extracted by a name from inside.
+Archives are verified by their sha256, files out of an archive by their own. The checksums of the archives, and of the
+files enwik8 and text8, agree in several independent public projects. Those of WikiText's files and of tinyshakespeare
+were measured on copies whose token counts are the published ones. Archives are read member by member, by exact names,
+and only regular files: no path from an archive is ever used for writing.
 
-What it gives up: lm1b only comes as its archive, since its files have no published checksums, and its vocabulary is
-counted here (words that occur three times) instead of loaded from the file that the original downloads; whether it
-comes to the same 793,471 was not checked.
+What it gives up: lm1b comes as its archive only, since its files have no published checksums. Its vocabulary is counted
+here (words that occur three times), while the original downloads a file. Whether both have the same 793,471 words was
+not checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from txl_dist.errors import ConfigError, DataError, translate_errors
 from txl_dist.io.files import open_new, sha256_of_file, write_bytes
 
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all, 0 where that is unknown."""
+"""Function that is called with the bytes done and the bytes in total, 0 if the total is unknown."""
 
 BLOCK_LEN = 1 << 20
 TIMEOUT_S = 60
@@ -45,36 +45,37 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Member:
-    """A file of the archive, or the one file that the URLs give."""
+    """File in the archive, or the one file at the URLs."""
 
     name: str
     """Exact path in the archive."""
     splits: tuple[str, ...]
-    """The splits that it belongs to, whole; empty if it is cut (see `NamedCorpus.ends`)."""
+    """Splits that the whole file belongs to; empty if the file is cut (see `NamedCorpus.ends`)."""
     sha256: str = ""
+    """Checksum of the file; empty if none is known."""
     num_tokens: int = 0
-    """Words and line ends, as published: what proves a file whose checksum nobody published."""
+    """Published number of words and line ends, which verifies a file without a known checksum; 0 if unknown."""
 
 
 @dataclass(frozen=True)
 class NamedCorpus:
-    """One corpus: its sources, their proof, its parts, and the settings with which the papers read it."""
+    """Corpus that papers name: sources, checksums, files, and the papers' settings."""
 
     urls: tuple[str, ...]
-    """Tried in turn."""
+    """Addresses of the archive or file, tried in turn."""
     sha256: str
-    """Of what the URLs give."""
+    """Checksum of the file at the URLs."""
     members: tuple[Member, ...]
     tokenizer: dict[str, Any]
-    """How the papers read it: arguments of `train_tokenizer` (`kind` and so on); `documents` and `encoding_errors` of
-    `txl prepare`; and `tokenizer_all_splits`: the vocabulary is counted on the held-out splits too."""
+    """Settings of the papers: arguments of `train_tokenizer` (`kind` and so on), and the settings `documents`,
+    `encoding_errors` and `tokenizer_all_splits` of `txl prepare`."""
     ends: tuple[tuple[str, int], ...] = ()
-    """Splits and where they end, in bytes, if one member holds them all."""
+    """(split, its end in bytes), if one file holds all splits; else empty."""
     clean: Callable[[bytes], bytes] = field(default=bytes)
-    """What happens to each of those splits."""
+    """Function that cleans the bytes of each split that is cut by `ends`."""
 
     def file_names(self) -> dict[tuple[str, str], str]:
-        """Name of the file that comes of (member, split), in order."""
+        """Return the name of the text file that is made of each (member, split), in order."""
         pairs = [(member.name, split) for member in self.members for split in member.splits]
         pairs = pairs or [(self.members[0].name, split) for split, _ in self.ends]
         totals = Counter(split for _, split in pairs)
@@ -89,11 +90,11 @@ class NamedCorpus:
 def materialise(
     name: str, folder: Path, *, source: str = "", progress: Progress | None = None
 ) -> dict[str, list[Path]]:
-    """Plain text files of a named corpus by split, in `folder/name`; files that are there already are kept.
+    """Write the plain text files of a named corpus to `folder/name`, and return their paths by split.
 
-    `source` is a copy of the archive, of the one file in it, or a folder of its files, in place of a download; what
-    is downloaded stays in `folder`. Raises ConfigError for an unknown name, DataError if the source is another one,
-    damaged, or cannot be reached.
+    Existing files are kept. `source` replaces the download: a copy of the archive, the one file in it, or a folder of
+    its files. Downloads stay in `folder`. Raises ConfigError for an unknown name. Raises DataError if the source is
+    another file, damaged, or cannot be reached.
     """
     if name not in NAMED:
         raise ConfigError(f"there is no corpus named {name!r}; there are {', '.join(NAMED)}.")
@@ -115,6 +116,7 @@ def materialise(
 
 
 def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path) -> None:
+    """Write the text files of the splits that a member holds."""
     names = corpus.file_names()
     if corpus.ends:
         content = stream.read()
@@ -131,6 +133,7 @@ def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path)
 
 
 def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tuple[Member, IO[bytes]]]:
+    """Yield each member with its bytes, once its checksum is verified. Raises DataError if a checksum differs."""
     if origin.is_dir():
         for member in corpus.members:
             path = _find(name, member, origin)
@@ -139,39 +142,44 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
                 yield member, stream
         return
     with translate_errors(DataError, f"cannot read {origin} as {name}", "Check the path."):
-        found = sha256_of_file(origin)
+        sha256 = sha256_of_file(origin)
     only = corpus.members[0] if len(corpus.members) == 1 else None
-    if found == corpus.sha256 and corpus.urls[0].endswith(".zip"):
+    if sha256 == corpus.sha256 and corpus.urls[0].endswith(".zip"):
         yield from _zip_members(corpus, origin)
-    elif found == corpus.sha256 and corpus.urls[0].endswith(".tar.gz"):
+    elif sha256 == corpus.sha256 and corpus.urls[0].endswith(".tar.gz"):
         yield from _tar_members(corpus, origin)
-    elif only is not None and found == only.sha256:
+    elif only is not None and sha256 == only.sha256:
         with origin.open("rb") as stream:
             yield only, stream
     else:
         unpacked = f", of the file in it {only.sha256}" if only is not None and only.sha256 != corpus.sha256 else ""
         raise DataError(
-            f"{origin} is not {name}: its sha256 is {found}, that of {corpus.urls[0]} is {corpus.sha256}{unpacked}. "
+            f"{origin} is not {name}: its sha256 is {sha256}, that of {corpus.urls[0]} is {corpus.sha256}{unpacked}. "
             "Fetch it again, or name the file in place of the corpus if it is another text."
         )
 
 
 def _find(name: str, member: Member, folder: Path) -> Path:
-    """The file under its name in the archive, its last part, or that of its split, as the original renames it."""
-    own = Path(member.name)
-    candidates = [folder / own, folder / own.name, *(folder / f"{split}.txt" for split in member.splits)]
+    """Find the file of a member in a folder. Raises DataError if it is absent.
+
+    It may have its path in the archive, its name there, or the name of its split, as the original's script renames it.
+    """
+    name_in_archive = Path(member.name)
+    candidates = [folder / name_in_archive, folder / name_in_archive.name]
+    candidates += [folder / f"{split}.txt" for split in member.splits]
     for path in candidates:
         if path.is_file():
             return path
-    raise DataError(f"{folder} holds no {own.name}, so it is not all of {name}. Give the archive instead.")
+    raise DataError(f"{folder} holds no {name_in_archive.name}, so it is not all of {name}. Give the archive instead.")
 
 
 def _prove(name: str, member: Member, path: Path) -> None:
+    """Raise DataError unless a file is the member of this corpus, by its checksum or its number of tokens."""
     if member.sha256:
-        found = sha256_of_file(path)
-        if found != member.sha256:
+        sha256 = sha256_of_file(path)
+        if sha256 != member.sha256:
             raise DataError(
-                f"{path} is not that of {name}: its sha256 is {found}, not {member.sha256}. Give the archive instead, "
+                f"{path} is not that of {name}: its sha256 is {sha256}, not {member.sha256}. Give the archive instead, "
                 "or name the files in place of the corpus if it is another text."
             )
     elif member.num_tokens:
@@ -184,7 +192,7 @@ def _prove(name: str, member: Member, path: Path) -> None:
             )
     else:
         raise DataError(
-            f"{path} cannot be proven to be that of {name}: no checksum is known. Give the archive instead."
+            f"{path} cannot be verified as a file of {name}: no checksum is known. Give the archive instead."
         )
 
 
@@ -215,7 +223,7 @@ def _missing(path: Path, names: list[str]) -> DataError:
 
 
 def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress | None) -> Path:
-    """The first URL whose bytes have the right checksum, as a file that then stays."""
+    """Download from the first URL whose bytes have the right checksum. Returns the path of the file, which stays."""
     path = folder / corpus.urls[0].rpartition("/")[2]
     part = path.with_name(path.name + ".part")
     reasons = []
@@ -225,12 +233,12 @@ def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress |
         except (OSError, HTTPException) as error:
             reasons.append(f"{url}: {error}")
             continue
-        found = sha256_of_file(part)
-        if found == corpus.sha256:
+        sha256 = sha256_of_file(part)
+        if sha256 == corpus.sha256:
             part.rename(path)
             return path
         part.unlink()
-        reasons.append(f"{url}: what came has the sha256 {found}, not {corpus.sha256}")
+        reasons.append(f"{url}: the download has the sha256 {sha256}, not {corpus.sha256}")
     if reasons:
         raise DataError(
             f"cannot download {name} ({'; '.join(reasons)}). Try later, or fetch it on another machine and name the "
@@ -240,7 +248,7 @@ def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress |
 
 
 def _fetch(url: str, path: Path, progress: Progress | None) -> None:
-    # Some of these servers refuse Python's own name.
+    # Some of these servers refuse Python's own User-Agent.
     request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, open_new(path) as file:
         total, done = int(response.headers.get("Content-Length") or 0), 0
@@ -249,8 +257,8 @@ def _fetch(url: str, path: Path, progress: Progress | None) -> None:
             done += len(block)
             if progress is not None:
                 progress(done, total)
-    if total and done != total:  # `read` says nothing when the connection ends early
-        raise OSError(f"ended after {done:,} of {total:,} bytes")
+    if total and done != total:  # `read` raises nothing when the connection ends early
+        raise OSError(f"the connection ended after {done:,} of {total:,} bytes")
 
 
 _R13 = "1-billion-word-language-modeling-benchmark-r13output"
@@ -260,7 +268,7 @@ _CHARACTERS = {"end_of_text": False, "observed_symbols": True, "documents": "fil
 
 
 def _wikitext(name: str, sha256: str, *, train: str = "", num_tokens: int = 0, valid: str, test: str) -> NamedCorpus:
-    """By the sha256 of each file, or the tokens of the first."""
+    """Describe a WikiText corpus. `num_tokens` verifies the train file if its sha256 is not known."""
     proofs = {"train": (train, num_tokens), "valid": (valid, 0), "test": (test, 0)}
     return NamedCorpus(
         urls=(f"https://wikitext.smerity.com/{name}-v1.zip",),

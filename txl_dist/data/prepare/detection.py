@@ -1,10 +1,10 @@
-"""Detects the format of an input by its first 4 KiB and its name.
+"""Detection of the format of an input by its first 4 KiB and its name.
 
-    detect_content(head, name=...)     compressed, parquet, an array, text, JSON lines, or what cannot be read
+    detect_content(head, name=...)     compressed, parquet, an array, text, JSON lines, or an unreadable format
 
-Content decides what a file is. The name decides what text is: `.jsonl` holds records, `.txt` holds text. Bytes that
-are valid UTF-8 without NUL are text, also where they begin like the bytes of another format, unless the name has that
-format's own suffix. What cannot be read comes with what it is and the command that makes it readable.
+The content decides the kind of file. The name decides the kind of text: `.jsonl` holds records, `.txt` holds text.
+Bytes that are valid UTF-8 without NUL are text, even if they begin like another format, unless the name has the suffix
+of that format. For an unreadable format the result has its name, and the command that makes it readable.
 
 What it gives up: a format that begins with neither a signature nor NUL bytes is distinguished from text by its control
 characters only, and nothing after the first 4 KiB is read.
@@ -22,9 +22,9 @@ from typing import Literal, NamedTuple
 from txl_dist.io.files import UTF8, text_encoding
 
 HEAD_BYTES = 1 << 12
-"""Bytes of an input that are looked at."""
+"""Number of bytes of an input that are examined."""
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
-"""Suffixes of JSON lines. `.json` is one too where a file is named by itself."""
+"""Suffixes of JSON lines. `.json` is one too if the file is given by itself, not by its folder."""
 PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
 """Suffixes of plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
@@ -125,10 +125,15 @@ _SIGNATURES = (
     _Signature(rb"\xff\x06\x00\x00sNaPpY", _packed("compressed (snappy)", "snzip -d {file}")),
     _Signature(rb"LZIP\x01", _packed("compressed (lzip)", "lzip -d {file}"), frozenset({".lz"})),
     _Signature(rb"\x89LZO\x00\r\n\x1a\n", _packed("compressed (lzop)", "lzop -d {file}")),
-    _Signature(rb"WARC/1\.\d\r?\nWARC-", Content(
-        "refused", "a WARC archive of web pages",
-        "Extract the texts first, for instance with the Python packages warcio and trafilatura.",
-    ), frozenset({".warc", ".wet", ".wat"})),
+    _Signature(
+        rb"WARC/1\.\d\r?\nWARC-",
+        Content(
+            "refused",
+            "a WARC archive of web pages",
+            "Extract the texts first, for instance with the Python packages warcio and trafilatura.",
+        ),
+        frozenset({".warc", ".wet", ".wat"}),
+    ),
     _Signature(rb"ARROW1\x00\x00|\xff{4}..\x00\x00\x10\x00\x00\x00", _ARROW),
     _Signature(rb"Obj\x01", Content("binary", "an Avro file", _RECORDS)),
     _Signature(rb"ORC[\x00-\x1f]", Content("binary", "an ORC file", _RECORDS)),
@@ -138,17 +143,23 @@ _SIGNATURES = (
     _Signature(rb".{6}\x00\x00\{\"", Content("binary", "a safetensors file", "It holds weights: leave it out.")),
     _Signature(rb"\s*%PDF-\d", _document("a PDF", "pdftotext {file} out.txt"), frozenset({".pdf"})),
     _Signature(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _document("an old office document", "catdoc {file} > out.txt")),
-    _Signature(rb"\{\\rtf\d", _document("an RTF document", "pandoc {file} -t plain -o out.txt"),
-               frozenset({".rtf", ".doc"})),
+    _Signature(
+        rb"\{\\rtf\d", _document("an RTF document", "pandoc {file} -t plain -o out.txt"), frozenset({".rtf", ".doc"})
+    ),
     _Signature(rb"%!PS", _document("a PostScript file", "ps2ascii {file} out.txt"), frozenset({".ps", ".eps"})),
     _Signature(rb"\x89PNG\r\n|\xff\xd8\xff|GIF8[79]a|II\*\x00|MM\x00\*|RIFF.{4}(WAVE|WEBP|AVI )", _MEDIA),
     _Signature(rb"OggS\x00|ID3[\x02-\x04]\x00|fLaC\x00|MThd\x00|.{4}ftyp|\x1aE\xdf\xa3", _MEDIA),
     _Signature(rb"\x7fELF|MZ.\x00|\x00asm|\xca\xfe\xba\xbe|\xcf\xfa\xed\xfe", _PROGRAM),
-    _Signature(rb"\x00\x05\x16[\x00\x07]\x00", Content(
-        "refused", "macOS metadata of another file (AppleDouble)", "Leave it out; the text is in the file itself.",
-    )),
-)  # fmt: skip
-"""In order: the first that fits counts."""
+    _Signature(
+        rb"\x00\x05\x16[\x00\x07]\x00",
+        Content(
+            "refused",
+            "macOS metadata of another file (AppleDouble)",
+            "Leave it out; the text is in the file itself.",
+        ),
+    ),
+)
+"""Signatures in order: the first that matches counts."""
 
 _WHOLE_FILES = (
     (
@@ -172,7 +183,7 @@ _WHOLE_FILES = (
         ),
     ),
 )
-"""Texts in place of a file that is elsewhere: they count only where they are the whole file."""
+"""Patterns of small texts that stand in for a file stored elsewhere. They must match the whole file."""
 _PAGE = Content(
     "refused",
     "a web page (HTML), and not the file that its name promises",
@@ -186,17 +197,17 @@ _CONTROLS = frozenset({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
 
 
 def has_scheme(given: str) -> bool:
-    """Whether an input is neither a path nor a name."""
+    """Return whether an input is a URL."""
     return "://" in given
 
 
 def path_of_name(location: str) -> PurePosixPath:
-    """The path in a URL, without its query, or a local path."""
+    """Return the path in a URL, without its query, or a local path."""
     return PurePosixPath(location.split("?")[0].split("#")[0] if has_scheme(location) else location)
 
 
 def text_suffix(location: str) -> str:
-    """`.jsonl` for x.jsonl, X.JSONL and x.jsonl.gz."""
+    """Return the suffix without that of a compression: `.jsonl` for x.jsonl, X.JSONL and x.jsonl.gz."""
     path = path_of_name(location)
     while path.suffix.lower() in COMPRESSED_SUFFIXES:
         path = path.with_suffix("")
@@ -204,7 +215,7 @@ def text_suffix(location: str) -> str:
 
 
 def is_named_compressed(location: str) -> bool:
-    """Whether the name ends like that of a compressed file."""
+    """Return whether the name ends like that of a compressed file."""
     return path_of_name(location).suffix.lower() in COMPRESSED_SUFFIXES
 
 
@@ -250,7 +261,7 @@ def _detect_text(head: bytes, suffix: str, name: str) -> Content:
 
 
 def _begins_with_record(text: str, *, is_whole: bool) -> bool:
-    """Whether the first line is a JSON object, as far as it can be seen."""
+    """Return whether the first line is a JSON object, as far as the text goes."""
     line, end, _ = text.partition("\n")
     if not end and not is_whole:
         return bool(_FIRST_KEY.match(line))
@@ -295,34 +306,50 @@ def _wide_encoding(head: bytes) -> str:
     larger share of ASCII (blanks, line ends) is taken.
     """
     if head.count(0) <= _MOST_STRAY_NULS * len(head) and _has_words(head.replace(b"\0", b"")):
-        return ""  # UTF-8 with a few of them
+        return ""  # UTF-8 with a few NUL bytes
     best, most = "", -1.0
     for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
         try:
             text = codecs.getincrementaldecoder(encoding)().decode(head, final=False)
         except UnicodeDecodeError:
             continue
-        ascii_share = sum(each.isascii() for each in text) / max(len(text), 1)
+        ascii_share = sum(character.isascii() for character in text) / max(len(text), 1)
         if ascii_share > most and _is_plausible(text):
             best, most = encoding, ascii_share
     return best
 
 
 def _has_words(head: bytes) -> bool:
-    """Whether bytes are UTF-8 and mostly letters. The bytes of other encodings may be ASCII, of any kind."""
+    """Return whether bytes are UTF-8 and mostly letters. The bytes of other encodings may be ASCII of any kind."""
     text = "".join(head.decode("utf-8", errors="ignore").split())
     return _is_utf8(head) and sum(map(str.isalpha, text)) > _FEWEST_LETTERS * len(text)
 
 
 def _is_plausible(text: str) -> bool:
-    """Whether decoded characters are text: nearly all of them assigned, and of a few scripts. Numbers are of many."""
-    odd = sum(unicodedata.category(each) in ("Cn", "Co", "Cc") and each not in "\t\n\v\f\r" for each in text)
-    scripts = {next((each.start for each in _LARGE_SCRIPTS if code in each), code >> 8) for code in map(ord, text)}
-    return bool(text) and odd <= _MOST_ODD * len(text) and len(scripts) <= _MOST_SCRIPTS
+    """Return whether decoded characters are text: nearly all of them assigned, and of a few scripts.
+
+    Decoded numbers have characters of many scripts.
+    """
+    num_odd = 0
+    for character in text:
+        is_blank = character in "\t\n\v\f\r"
+        if not is_blank and unicodedata.category(character) in ("Cn", "Co", "Cc"):
+            num_odd += 1
+    scripts = {_script_of(character) for character in text}
+    return bool(text) and num_odd <= _MOST_ODD * len(text) and len(scripts) <= _MOST_SCRIPTS
+
+
+def _script_of(character: str) -> int:
+    """Return a number for the script of a character: its block of 256 characters, or the start of a large script."""
+    code = ord(character)
+    for script in _LARGE_SCRIPTS:
+        if code in script:
+            return script.start
+    return code >> 8
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Whether the bytes are valid UTF-8; a character that is cut at the end is."""
+    """Return whether the bytes are valid UTF-8. A character that is cut at the end counts as valid."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
@@ -331,7 +358,7 @@ def _is_utf8(head: bytes) -> bool:
 
 
 def _is_tar(head: bytes) -> bool:
-    """Whether the first 512 bytes are a tar header: old ones have no signature, all have a checksum."""
+    """Return whether the first 512 bytes are a tar header. Old headers have no signature, but all have a checksum."""
     header = head[:512]
     if len(header) < 512 or not any(header):
         return False

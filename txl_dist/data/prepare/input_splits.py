@@ -1,11 +1,12 @@
-"""Reads the inputs of `txl prepare` once, front to back, and cuts them into parts for the workers.
+"""Reader of the inputs of `txl prepare`: reads them once, front to back, and cuts them into parts for the workers.
 
-A part is a list of blocks of whole raw records. Where parts begin and end is a pure function of the files and of
-`part_bytes`, from any cursor on: a preparation that goes on after a kill makes the parts that the first one would
-have made, and starts behind those that are there. Nothing is decoded or parsed here; memory holds one part.
+A part is a list of blocks of whole raw records. The borders of parts are a pure function of the files and of
+`part_bytes`, from any cursor on. So a preparation that is continued after a kill makes the same parts, and starts after
+those that exist. Nothing is decoded or parsed here. Memory holds one part.
 
-What it gives up: inputs that grow or change while they are read; an array has to fit in memory, a plain text file
-unless its documents are lines or paragraphs, and a parquet file that is compressed as a whole or comes from a pipe.
+What it gives up: inputs that grow or change while they are read. An array has to fit in memory. So does a plain text
+file unless its documents are lines or paragraphs, and a parquet file that is compressed as a whole or comes from a
+pipe.
 """
 
 from __future__ import annotations
@@ -23,48 +24,53 @@ from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.errors import DataError, translate_errors
 
 MOST_RECORDS = 1 << 18
-"""Raw records, or lines, in a block or a part, about: a worker keeps some hundred bytes of each, however short."""
+"""Approximate maximum of raw records or lines in a block or a part. A worker needs some hundred bytes for each."""
 _BLOCK_BYTES = 1 << 22
 _ROWS = 1024
 _MIB = 1 << 20
 _TEXT_TYPES = frozenset(
     {
-        *("string", "large_string", "string_view"),
-        *("binary", "large_binary", "binary_view", "fixed_size_binary"),
+        "string",
+        "large_string",
+        "string_view",
+        "binary",
+        "large_binary",
+        "binary_view",
+        "fixed_size_binary",
     }
 )
-"""Types of parquet's columns that are read, by pyarrow's names."""
+"""Types of parquet columns that can be read, by pyarrow's names."""
 _NO_PARQUET = (ValueError, TypeError, KeyError, OverflowError, MemoryError, RuntimeError)
 """Exceptions of pyarrow for a damaged file, in addition to its own types and OSError."""
 _NO_ARRAY = (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError, tokenize.TokenError)
-"""What numpy raises for a damaged header or content."""
+"""Exceptions of numpy for a damaged header or content."""
 
 
 class Cursor(NamedTuple):
-    """Where a part begins."""
+    """Position in the inputs where a part begins or ends."""
 
     file: int = 0
     """Index of the file."""
     offset: int = 0
-    """Bytes of it, decompressed, that lie before; rows of a parquet file."""
+    """Number of the file's decompressed bytes, or rows of a parquet file, before the position."""
     unit: int = 0
-    """Lines, or rows, of it that lie before."""
+    """Number of the file's lines or rows before the position."""
     ordinal: int = 0
-    """Lines, rows and whole files that lie before in all inputs."""
+    """Number of lines, rows and whole files of all inputs before the position."""
 
 
 class InputPart(NamedTuple):
-    """A piece of the input that one worker encodes."""
+    """Piece of the input that one worker encodes."""
 
     blocks: list[TextBlock]
     begin: Cursor
     end: Cursor
-    """Where the next part begins."""
+    """Position where the next part begins."""
     stored_bytes: int
-    """Bytes of all input up to the end of the part, as stored, or decompressed if their number is unknown; for
-    progress."""
+    """Bytes of all input up to the end of the part, for progress. They are stored bytes, or decompressed ones for a
+    file of unknown size."""
     notes: tuple[tuple[str, str], ...] = ()
-    """(file, sentence on how it is read) of files that begin in the part."""
+    """(path, sentence on how the file is read) of files that begin in the part."""
 
 
 def read_parts(
@@ -75,31 +81,38 @@ def read_parts(
     allow_protocols: Sequence[str] = (),
     jsonl_field: str = "text",
 ) -> Iterator[InputPart]:
-    """Parts of about `part_bytes` bytes of raw records, from a cursor on.
+    """Yield parts of about `part_bytes` bytes of raw records, from a cursor on.
 
     Raises DataError if a file cannot be read, ends too early, or holds a document of 2 GiB or more.
     """
     blocks: list[TextBlock] = []
     notes: list[tuple[str, str]] = []
-    held, ordinal = 0, begin.ordinal
+    num_bytes = 0
+    ordinal = begin.ordinal
     stored = sum(file.size or 0 for file in files[: begin.file])
     start = begin
     for number, file in enumerate(files[start.file :], start=start.file):
         first = start if number == start.file else Cursor()
-        at, unit = first.offset, first.unit
+        offset, unit = first.offset, first.unit
         with open_source(file, allow_protocols) as opened:
             notes += [(file.path, opened.note)] if opened.note else []
             block_bytes = min(part_bytes, _BLOCK_BYTES)
             records = _records(file.path, opened.form, opened.stream, first.offset, block_bytes, jsonl_field)
             for data, length, units in records:
                 blocks.append(TextBlock(file.path, opened.form, file.split, unit, ordinal, data))
-                held, at, unit, ordinal = held + len(data), at + length, unit + units, ordinal + units
-                if held >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
-                    end = Cursor(number, at, unit, ordinal)
-                    read = at if file.size is None else opened.stored_bytes()
-                    yield InputPart(blocks, begin, end, stored + read, tuple(notes))
-                    blocks, notes, held, begin = [], [], 0, end
-        stored += at if file.size is None else file.size
+                num_bytes += len(data)
+                offset += length
+                unit += units
+                ordinal += units
+                if num_bytes >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
+                    end = Cursor(number, offset, unit, ordinal)
+                    num_read = offset if file.size is None else opened.stored_bytes()
+                    yield InputPart(blocks, begin, end, stored + num_read, tuple(notes))
+                    blocks = []
+                    notes = []
+                    num_bytes = 0
+                    begin = end
+        stored += offset if file.size is None else file.size
     if blocks:
         yield InputPart(blocks, begin, Cursor(len(files), 0, 0, ordinal), stored, tuple(notes))
 
@@ -107,10 +120,11 @@ def read_parts(
 def _records(
     path: str, form: Form, stream: IO[bytes], offset: int, block_bytes: int, field: str
 ) -> Iterator[tuple[bytes, int, int]]:
-    """(data, how far it moves the offset, raw records or lines in it) of each block of a file."""
+    """Yield (data, how far it moves the offset, number of raw records or lines) of each block of a file."""
     if form in ("parquet", "npy"):
-        found = _array_rows(stream, offset, path) if form == "npy" else _row_batches(stream, offset, field, path)
-        yield from ((data, rows, rows) for data, rows in found)
+        batches = _array_rows(stream, offset, path) if form == "npy" else _row_batches(stream, offset, field, path)
+        for data, num_rows in batches:
+            yield data, num_rows, num_rows
         return
     skip(stream, offset)
     if form == "file":
@@ -121,11 +135,11 @@ def _records(
                 check_length(len(whole), path)
             yield bytes(whole), len(whole), 1
         return
-    held = b""
+    unused = b""
 
     def take(count: int) -> bytes:
-        nonlocal held
-        taken, held = held[:count], held[count:]
+        nonlocal unused
+        taken, unused = unused[:count], unused[count:]
         return taken + stream.read(count - len(taken)) if len(taken) < count else taken
 
     while True:
@@ -133,7 +147,7 @@ def _records(
         is_last = len(data) < block_bytes
         while not is_last and not (end := end_of_records(data, form)):
             check_length(len(data), path)
-            more = take(len(data))  # doubled each time: a long record costs no quadratic copying
+            more = take(len(data))  # doubled each time, so that a long record is not copied again and again
             is_last = len(more) < len(data)
             data += more
         if is_last:
@@ -142,17 +156,23 @@ def _records(
             end = half
         if not data:
             return
-        yield data[:end], end, data.count(b"\n", 0, end) + (not data.endswith(b"\n", 0, end))
-        held = data[end:] + held
+        num_lines = data.count(b"\n", 0, end)
+        if not data.endswith(b"\n", 0, end):
+            num_lines += 1
+        yield data[:end], end, num_lines
+        unused = data[end:] + unused
 
 
 def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[bytes, int]]:
-    """(up to 1,024 rows of an array of ids as a file of their own, number of rows); one of one dimension is a row."""
+    """Yield (.npy file of up to 1,024 rows of an array of ids, number of rows). An array of one dimension is one row.
+
+    Raises DataError if the array is damaged or no array of ids.
+    """
     try:  # numpy.load would open archives too
         array = np.lib.format.read_array(io.BytesIO(stream.read()), allow_pickle=False)
     except _NO_ARRAY as error:
-        reason = " ".join(str(error).split())  # numpy's may have several lines
-        raise DataError(f"{path} is no .npy file of numbers: {reason}. Save an array by numpy.save.") from error
+        reason = " ".join(str(error).split())  # numpy's message may have several lines
+        raise DataError(f"{path} is not a .npy file of numbers: {reason}. Save the array with numpy.save.") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
             f"{path}: an array of {array.dtype}, shape {list(array.shape)}. Give whole numbers: one document as [ids], "
@@ -169,18 +189,21 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
 
 
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
-    """(the bytes of a column of up to 1,024 rows as an Arrow stream, number of rows), one row group in memory."""
+    """Yield (up to 1,024 rows of a column as an Arrow stream, number of rows), with one row group in memory.
+
+    Raises DataError if the file is damaged or has no such column of text.
+    """
     remedy = "Run `pip install 'txl_dist[parquet]'`."
     with translate_errors(DataError, f"reading {path} needs the package pyarrow", remedy, of=(ImportError,)):
         import pyarrow
         import pyarrow.parquet
     row = 0
     try:
-        source = stream if stream.seekable() else io.BytesIO(stream.read())  # it is read from its end
+        source = stream if stream.seekable() else io.BytesIO(stream.read())  # a parquet file is read from its end
         table = pyarrow.parquet.ParquetFile(source, page_checksum_verification=True)
         _check_column(table.schema_arrow, field, path)
         if pyarrow.types.is_dictionary(table.schema_arrow.field(field).type):
-            # Asked for by name its text is not checked, which pyarrow else does while it reads.
+            # Reading the column as a dictionary skips the check for UTF-8, which pyarrow makes otherwise.
             options = {"page_checksum_verification": True, "read_dictionary": [field]}
             table = pyarrow.parquet.ParquetFile(source, **options)
         for group in range(table.num_row_groups):
@@ -195,7 +218,7 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
     except DataError:
         raise
     except (pyarrow.ArrowException, OSError, *_NO_PARQUET) as error:
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # pyarrow's may have several lines
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__  # may have several lines
         raise DataError(
             f"cannot read {path}, column {field!r}, from row {row + 1:,} on: {reason}. Repair or remove the file, then "
             "prepare again."
@@ -203,7 +226,7 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
 
 
 def _check_column(schema: Any, field: str, path: str) -> None:
-    """Raise DataError unless one column of this name holds text, or bytes that may be text."""
+    """Raise DataError unless exactly one column has this name, and it holds text, or bytes that may be text."""
     kinds = [column.type for column in schema if column.name == field]
     if len(kinds) == 1 and _is_text(kinds[0]):
         return
@@ -216,14 +239,14 @@ def _check_column(schema: Any, field: str, path: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a type of pyarrow is text or bytes, in any layout."""
+    """Return whether a type of pyarrow is text or bytes, in any layout."""
     inner = getattr(kind, "storage_type", kind)  # of an extension type
     inner = getattr(inner, "value_type", inner) if str(inner).startswith("dictionary") else inner
     return str(inner).partition("[")[0] in _TEXT_TYPES
 
 
 def _as_stream(column: Any) -> bytes:
-    """The column as bytes, which may not be UTF-8 even where its type says so, as an Arrow stream."""
+    """Return a column as an Arrow stream of bytes. The bytes may not be UTF-8, even if the column's type says so."""
     import pyarrow
 
     if hasattr(column.type, "storage_type"):

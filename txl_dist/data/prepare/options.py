@@ -1,6 +1,6 @@
-"""The settings of `txl prepare`: what may be asked for, what is refused, and what a named corpus brings.
+"""Settings of `txl prepare`: their checks, and the defaults that a named corpus brings.
 
-Light to import, since the command line makes its flags from them.
+Light to import, because the command line makes its flags from them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Re
 from txl_dist.errors import ConfigError
 from txl_dist.tokenizers.learning import Learning
 
-_HELD_OUT = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
+_OF_SPLITS = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
 
 @dataclass(frozen=True)
 class PrepareSettings(Learning):
-    """What to prepare, and how. Sizes of shards are in tokens, shares are of documents."""
+    """Settings of one preparation. Sizes of shards are in tokens, fractions are shares of the documents."""
 
     inputs: Sequence[str | Path]
-    """Files, folders, globs, URLs, `-`, `pipe:COMMAND`, `stdlib`; or the name of a corpus of named.py, alone."""
+    """Files, folders, globs, URLs, `-`, `pipe:COMMAND`, `stdlib`; or the name of one corpus of datasets.py."""
     valid_inputs: Sequence[str | Path] = ()
     """Inputs of the validation split. Default: files named valid, or a share of the documents."""
     test_inputs: Sequence[str | Path] = ()
@@ -41,7 +41,7 @@ class PrepareSettings(Learning):
     archive: str = ""
     """Local archive, file or folder of a named corpus, instead of a download."""
     kind: str = "auto"
-    """Tokenizer to learn from the train split. auto: that of the named corpus, else bpe."""
+    """Kind of tokenizer to train on the train split. auto: that of the named corpus, else bpe."""
     tokenizer_all_splits: bool = False
     """Train the tokenizer on all splits, as papers do for closed vocabularies."""
     tokenizer_fraction: float = 1.0
@@ -78,15 +78,15 @@ class PrepareSettings(Learning):
     """Replace another corpus in --out."""
 
     def check(self) -> None:
-        """Raises ConfigError for settings that are impossible, or would have no effect."""
+        """Raise ConfigError for settings that are impossible, or would have no effect."""
         for name in ("valid_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name}={getattr(self, name)} must be at least 0 and below 1. Give the share of documents to "
-                    "hold out, for instance 0.05, or 0 for no held-out split."
+                    "hold out, for instance 0.05, or 0 for no such split."
                 )
         if self.valid_fraction + self.test_fraction >= 1:
-            raise ConfigError("valid_fraction and test_fraction leave nothing to train on: together stay below 1.")
+            raise ConfigError("valid_fraction and test_fraction leave nothing to train on: keep their sum below 1.")
         self.check_given([split for split in (VALID, TEST) if getattr(self, f"{split}_inputs")])
         if not 0 < self.tokenizer_fraction <= 1:
             raise ConfigError(f"tokenizer_fraction={self.tokenizer_fraction} must be above 0 and at most 1.")
@@ -97,32 +97,36 @@ class PrepareSettings(Learning):
         learning = self._changed("kind", *self.learning(), "tokenizer_all_splits")
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
-                f"{_flags(learning)} have no meaning with a given tokenizer file ({self.tokenizer_path}). "
+                f"{_flags(learning)} have no meaning with an existing tokenizer file ({self.tokenizer_path}). "
                 "Leave them out, or leave the file out to train a tokenizer."
             )
         of_text = {*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "archive"}
         unused = self._changed(*sorted(of_text - {"end_of_text"}))
         if self.vocab_list is not None and (unused or self.name is not None):
             raise ConfigError(
-                f"{_flags(unused) or self.name} has no meaning with ready ids, whose vocabulary is a list "
+                f"{_flags(unused) or self.name} has no meaning with token ids, whose vocabulary is a list "
                 f"({self.vocab_list}). Leave it out, or leave the list out to prepare text."
             )
-        if self.name is not None and (held_out := self._changed(*_HELD_OUT)):
+        split_settings = self._changed(*_OF_SPLITS)
+        if self.name is not None and split_settings:
             raise ConfigError(
-                f"the named corpus {self.name} has splits of its own. Leave out {_flags(held_out)}, or give the "
+                f"the named corpus {self.name} has its own splits. Leave out {_flags(split_settings)}, or give the "
                 "paths of its files."
             )
         if self.archive and self.name is None:
-            raise ConfigError("--archive takes the place of a named corpus's download. Give its name as the input.")
+            raise ConfigError("--archive replaces the download of a named corpus. Give the corpus's name as the input.")
 
     @property
     def learns(self) -> bool:
-        """Whether a tokenizer is learnt, and none given."""
+        """Whether a tokenizer is trained, because none is given."""
         return self.tokenizer_path is None and self.vocab_list is None
 
     @property
     def name(self) -> str | None:
-        """Of the named corpus, if that is the input."""
+        """Name of the named corpus that is the input; None for other inputs.
+
+        Raises ConfigError if there are other inputs too.
+        """
         from txl_dist.data.prepare.datasets import NAMED
 
         given = [str(each) for each in self.inputs]
@@ -135,23 +139,29 @@ class PrepareSettings(Learning):
         return None
 
     def completed(self) -> PrepareSettings:
-        """With the tokenizer, and what else a named corpus brings, where the caller left them open; checked."""
+        """Check the settings, and return them with the defaults of the named corpus, or with the tokenizer bpe.
+
+        Settings that the caller changed stay. Raises ConfigError as `check` does.
+        """
         from txl_dist.data.prepare.datasets import NAMED
 
         self.check()
-        own = {} if self.name is None else NAMED[self.name].tokenizer
-        is_own_kind = self.kind in ("auto", own.get("kind"))
-        if self.tokenizer_path is not None or not is_own_kind:  # its own tokenizer's settings do not fit another
-            own = {name: value for name, value in own.items() if name == "documents"}
-        own = {"kind": "bpe"} | own
-        own = {name: own[name] for name in own.keys() - self._changed(*own)}
-        if self.name is not None:  # its splits are its own
-            own |= {"valid_fraction": 0.0, "test_fraction": 0.0}
-        return dataclasses.replace(self, **own)
+        of_corpus = {} if self.name is None else NAMED[self.name].tokenizer
+        is_tokenizer_of_corpus = self.tokenizer_path is None and self.kind in ("auto", of_corpus.get("kind"))
+        if not is_tokenizer_of_corpus:  # the other settings do not fit another tokenizer
+            of_corpus = {name: value for name, value in of_corpus.items() if name == "documents"}
+        defaults = {"kind": "bpe", **of_corpus}
+        for name in self._changed(*defaults):
+            del defaults[name]
+        if self.name is not None:  # the corpus has its own splits
+            defaults |= {"valid_fraction": 0.0, "test_fraction": 0.0}
+        return dataclasses.replace(self, **defaults)
 
     def reading(self, *, given: Collection[str]) -> Reading:
-        """How documents are read; splits that have files `given` for them take none from train. Raises DataError for a
-        vocabulary list that is none."""
+        """Return the options for reading documents. `given` are the splits that have files; train gives them nothing.
+
+        Raises DataError for an invalid vocabulary list.
+        """
         from txl_dist.tokenizers.listed import read_names
 
         return Reading(
@@ -164,19 +174,19 @@ class PrepareSettings(Learning):
         )
 
     def check_given(self, given: Collection[str]) -> None:
-        """Raises ConfigError if a share is asked for of a split that has files of its own."""
+        """Raise ConfigError if a fraction is set for one of the splits `given`, which have files."""
         for split in (VALID, TEST):
             name = f"{split}_fraction"
             if split in given and getattr(self, name) and self._changed(name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} has no meaning beside given text for the split {split}. Leave it "
-                    "out; or, where the names of files say so, train on all of them with `--ignore-split-names`."
+                    f"{name}={getattr(self, name)} has no meaning when the split {split} has files. Leave it out. "
+                    "If the split comes from the names of files, train on all of them with `--ignore-split-names`."
                 )
 
     def content_hash(self) -> str:
-        """Hash of everything that changes the corpus, but for the inputs.
+        """Return a hash of all settings that change the corpus, except the inputs.
 
-        Settings have the names of version 0.2 in it, so that a corpus which 0.2 prepared is recognized.
+        It uses the names that settings had in version 0.2, so that a corpus prepared by 0.2 is recognized.
         """
         of_inputs = {"inputs", "valid_inputs", "test_inputs", "archive", "stdin_format", "allow_protocols"}
         kept = self._facts(of_inputs | {"num_workers", "block_bytes", "overwrite"})
@@ -184,16 +194,16 @@ class PrepareSettings(Learning):
         return hashlib.sha256(repr(dict(by_old_name)).encode()).hexdigest()
 
     def stamp(self) -> str:
-        """Hash of everything that changes the parts of a preparation, but for the content of the inputs."""
+        """Return a hash of all settings that change the parts of a preparation, except the content of the inputs."""
         kept = self._facts({"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"})
-        kept["inputs"] = repr([list(map(str, own)) for own in (self.inputs, self.valid_inputs, self.test_inputs)])
+        kept["inputs"] = repr([_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)])
         facts: tuple[Any, ...] = (sorted(kept.items()), self.duplicates == "ignore", __version__)
         if plugins := loaded_plugins():
             facts = (*facts, plugins)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _facts(self, left_out: Collection[str]) -> dict[str, str]:
-        """Settings by name, files by the hash of their content."""
+        """Return the settings by name, as text. Files are given by the hash of their content."""
         names = {field.name for field in dataclasses.fields(self)} - set(left_out)
         kept = {name: str(getattr(self, name)) for name in names}
         if self.tokenizer_path is not None:
@@ -206,11 +216,19 @@ class PrepareSettings(Learning):
         return dict(sorted(kept.items()))
 
     def _changed(self, *names: str) -> list[str]:
-        """Those that are not at their defaults."""
+        """Return those of the names whose settings are not at their defaults."""
         return [name for name in names if getattr(self, name) != getattr(PrepareSettings, name)]
 
 
 def _flags(names: Sequence[str]) -> str:
-    """As the command line has them."""
-    own = {"kind": "tokenizer", "tokenizer_path": "tokenizer-file"}
-    return ", ".join(f"--{own.get(name, name.removesuffix('_inputs')).replace('_', '-')}" for name in names)
+    """Return the flags of settings, joined by commas."""
+    other_names = {"kind": "tokenizer", "tokenizer_path": "tokenizer-file"}
+    flags = []
+    for name in names:
+        flag = other_names.get(name, name.removesuffix("_inputs"))
+        flags.append(f"--{flag.replace('_', '-')}")
+    return ", ".join(flags)
+
+
+def _as_texts(inputs: Sequence[str | Path]) -> list[str]:
+    return [str(path) for path in inputs]

@@ -1,4 +1,4 @@
-"""One preparation at work: its files, what is held out of them, and the tokenizer that is learnt from the rest."""
+"""State of one preparation: its files, the choice of its validation and test splits, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -44,102 +45,121 @@ from txl_dist.tokenizers.training import DEFAULT_SUBWORDS, train_tokenizer
 
 _MIB = 1 << 20
 _SMALL = 16 * _MIB
-"""Bytes of input below which worker processes cost more than they save."""
+"""Bytes of input below which the start of worker processes costs more time than they save."""
 MOST_BEGUN = 64 * _MIB
-"""Bytes of a stream that are kept to see whether it is a few documents, whose ends are held out. What is longer is
-nearly always documents enough for the hash; a book is a MiB, and a disk that holds the corpus has room for so much."""
+"""Bytes of a stream that are copied to see whether it has only a few documents, whose ends are held out. A longer
+stream nearly always has enough documents for the hash: a book has 1 MiB. The disk has room for it, since it holds the
+corpus."""
 
 
 @dataclass
 class Preparation:
-    """One preparation at work."""
+    """Preparation that is running."""
 
     settings: PrepareSettings
     scratch: Path
+    """Work folder of the preparation (workdir.py)."""
     files: list[SourceFile]
+    """Input files in reading order, those of train first."""
     remarks: list[str] = field(default_factory=list)
-    """Sentences on the splits, for people."""
+    """Sentences for the user, on splits and vocabulary."""
     kept: Counter[str] = field(default_factory=Counter)
+    """Number of finished parts and shards of an interrupted preparation that are reused."""
     reading: Reading = field(init=False)
-    """How documents are read, and what of them is held out."""
+    """Options for reading documents, and for holding text out of train."""
 
     def __post_init__(self) -> None:
         self.reading = self.settings.reading(given={file.split for file in self.files})
 
     @property
     def total_bytes(self) -> int:
-        """Of all files, as stored; 0 if one does not know its size."""
+        """Stored bytes of all files; 0 if the size of any file is unknown."""
         return _total_bytes(self.files)
 
     @property
     def splits(self) -> list[str]:
-        """Splits that the corpus is to have."""
+        """Splits that the corpus will have."""
         given = {file.split for file in self.files}
         return [split for split in SPLITS if split in given or split in self.reading.shares]
 
     def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[InputPart]:  # noqa: B008  immutable
-        """What some files hold, from a cursor on."""
+        """Yield the parts of some files, from a cursor on. Raises DataError as `read_parts` does."""
         settings = self.settings
         part_bytes = settings.block_bytes or _choose_part_bytes(_total_bytes(files))
-        allowed, column = settings.allow_protocols, settings.jsonl_field
-        return read_parts(files, part_bytes=part_bytes, begin=begin, allow_protocols=allowed, jsonl_field=column)
+        return read_parts(
+            files,
+            part_bytes=part_bytes,
+            begin=begin,
+            allow_protocols=settings.allow_protocols,
+            jsonl_field=settings.jsonl_field,
+        )
 
     def num_workers(self) -> int:
-        """Processes that are worth it."""
+        """Return the number of worker processes: the setting, or one per core unless the input is small."""
         if self.settings.num_workers:
             return self.settings.num_workers
-        return 1 if 0 < self.total_bytes < _SMALL else num_cores()
+        is_small = 0 < self.total_bytes < _SMALL
+        return 1 if is_small else num_cores()
 
 
 def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
-    """All files, train first, with what was left out, and sentences on the splits that their names say.
+    """List all files, those of train first, and the sentences for the user on splits chosen by names.
 
-    Raises DataError if there are none, or none to train on, one is missing, or is given twice; ConfigError if a share
-    is asked for of a split that has files.
+    Raises DataError if there are no files, or none to train on, if one is missing, or if one is given twice. Raises
+    ConfigError if a fraction is set for a split that has files.
     """
     if not settings.inputs:
         raise DataError("there are no inputs. Give files, folders, globs, URLs, or stdlib for the built-in text.")
-    listed = [list_sources([one], settings, split=TRAIN) for one in settings.inputs]
-    found = [(str(one), listing.files) for one, listing in zip(settings.inputs, listed, strict=True)]
-    held_out = []
+    train_listings = [list_sources([train_input], settings, split=TRAIN) for train_input in settings.inputs]
+    names = [str(train_input) for train_input in settings.inputs]
+    other_listings = []
+    other_names = []
     for split, inputs in ((VALID, settings.valid_inputs), (TEST, settings.test_inputs)):
-        for one in inputs:
-            listed.append(list_sources([one], settings, split=split))
-            held_out.append((str(one), listed[-1].files))
+        for split_input in inputs:
+            other_listings.append(list_sources([split_input], settings, split=split))
+            other_names.append(str(split_input))
+    train_files = [listing.files for listing in train_listings]
+    other_files = [listing.files for listing in other_listings]
     remarks: list[str] = []
     if not settings.ignore_split_names:
-        given = {os.path.realpath(file.path) for _, files in held_out for file in files}
-        by_name, remarks = split_by_name(found, given=given)
-        found = [(one, files) for (one, _), files in zip(found, by_name, strict=True)]
-    check_inputs([*found, *held_out])
-    files = sorted((file for _, own in [*found, *held_out] for file in own), key=lambda file: SPLITS.index(file.split))
+        given = {os.path.realpath(file.path) for files in other_files for file in files}
+        train_files, remarks = split_by_name(list(zip(names, train_files, strict=True)), given=given)
+    files_of_inputs = [*train_files, *other_files]
+    check_inputs(list(zip(names + other_names, files_of_inputs, strict=True)))
+    files = sorted(chain.from_iterable(files_of_inputs), key=lambda file: SPLITS.index(file.split))
     if files[0].split != TRAIN:
         raise DataError(
-            "the inputs hold no text for the train split: by their names all files are held out. Give the files to "
-            "train on too, or train on these with `--ignore-split-names`."
+            "the inputs hold no text for the train split: by their names all files are held out, for "
+            "validation or test. Give the files to train on too, or train on these with `--ignore-split-names`."
         )
     settings.check_given({file.split for file in files})
-    num_other, hidden = sum(each.num_other for each in listed), tuple(path for each in listed for path in each.hidden)
+    num_other = 0
+    hidden: tuple[str, ...] = ()
+    for listing in train_listings + other_listings:
+        num_other += listing.num_other
+        hidden += listing.hidden
     return Listing(files, num_other, hidden), remarks
 
 
 def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]:
-    """The files of a named corpus, whose content is proven: made anew they are the same input."""
+    """Return the files of a named corpus, downloaded if needed. Their identity is its name: checksums verify them."""
     name = settings.name
     assert name is not None
     with Progress(f"getting {name}", total=0) as progress:
         paths = materialise(
             name, scratch / DOWNLOADS, source=settings.archive, progress=lambda done, _: progress.reach(done)
         )
-    files = [file for split, own in paths.items() for file in list_sources(own, settings, split=split).files]
+    files: list[SourceFile] = []
+    for split, paths_of_split in paths.items():
+        files += list_sources(paths_of_split, settings, split=split).files
     return [file._replace(identity=name) for file in files]
 
 
 def check_in_the_way(job: Preparation, target: Path) -> None:
-    """Refuse to replace a corpus that is surely another one, before the work and not after it.
+    """Raise DataError early, before the work, if the corpus in `target` is certainly another one.
 
-    Another one has other splits or another kind of tokenizer, or its held-out text begins with another document.
-    The whole is compared at the end. Raises DataError.
+    Another corpus has other splits, another kind of tokenizer, or another first document in its validation or test
+    split. All of it is compared only at the end.
     """
     if job.settings.overwrite or not (target / INDEX_NAME).exists():
         return
@@ -155,33 +175,45 @@ def check_in_the_way(job: Preparation, target: Path) -> None:
 
 
 def _is_like(tokenizer: Tokenizer, job: Preparation) -> bool:
-    """Whether these settings could have made a tokenizer."""
+    """Return whether these settings could have made a tokenizer."""
     settings = job.settings
     if settings.tokenizer_path is not None:
         return True
     if settings.vocab_list is not None:
         ours = listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text)
         return tokenizer.fingerprint == ours.fingerprint
-    return tokenizer.kind == settings.kind and (tokenizer.vocab_size <= settings.vocab_size or not settings.vocab_size)
+    has_fitting_size = not settings.vocab_size or tokenizer.vocab_size <= settings.vocab_size
+    return tokenizer.kind == settings.kind and has_fitting_size
 
 
 def _begins_alike(job: Preparation, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
-    """Whether a held-out split, which keeps the order of the input, may be that of these inputs."""
-    files = [file for file in job.files if file.split == split] or [file for file in job.files if file.split == TRAIN]
-    if split == TRAIN or job.settings.duplicates == "drop" or any(file.is_stream for file in files):
+    """Return whether the first document of a split may be that of these inputs.
+
+    Only validation and test splits are compared, because they keep the order of the input.
+    """
+    if split == TRAIN or job.settings.duplicates == "drop":
         return True
+    files = [file for file in job.files if file.split == split]
+    if not files:
+        files = [file for file in job.files if file.split == TRAIN]
+    if any(file.is_stream for file in files):
+        return True
+    ends = [] if corpus.end_of_text is None else [corpus.end_of_text]
     for given_for, document in _each_document(job, files, "comparing", SPLITS):
         for piece in pieces_of(document, given_for=given_for, reading=job.reading):
-            if piece.split == split and piece.document.text:
-                ids = tokenizer.encode(piece.document.text)
-                if len(ids) or corpus.end_of_text is not None:
-                    ends = [] if corpus.end_of_text is None else [corpus.end_of_text]
-                    return np.array_equal([*ids, *ends], corpus.split(split).open_shard(0).document(0))
+            if piece.split != split or not piece.document.text:
+                continue
+            ids = [*tokenizer.encode(piece.document.text), *ends]
+            if ids:
+                return np.array_equal(ids, corpus.split(split).open_shard(0).document(0))
     return True
 
 
 def make_tokenizer(job: Preparation) -> Tokenizer:
-    """The given tokenizer, or one learnt from the train documents; kept in the scratch folder."""
+    """Return the given tokenizer, or one trained on the train documents. It is kept in the work folder.
+
+    Raises DataError if the tokenizer's file or the text cannot be read. Raises ConfigError as `check_learning` does.
+    """
     settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
     if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
@@ -196,21 +228,21 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
         _check_keeps(settings, tokenizer.kind)
     else:
         tokenizer = import_tokenizer(settings.tokenizer_path, lambda: _train_texts(job))
-    done.unlink(missing_ok=True)  # it may speak of another tokenizer
+    done.unlink(missing_ok=True)  # it may belong to another tokenizer
     atomic_replace(path, tokenizer.to_json().encode("utf-8"))
     atomic_replace(done, inputs.encode())
     return tokenizer
 
 
 def check_learning(settings: PrepareSettings) -> None:
-    """Refuse what no tokenizer can be learnt with, before any text is read. Raises ConfigError."""
+    """Raise ConfigError for settings that no tokenizer can be trained with, before any text is read."""
     if settings.learns:
         _check_keeps(settings, settings.kind)
         settings.check_kind(settings.kind)
 
 
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
-    """A sentence if the text has fewer pieces than were asked for."""
+    """Return a sentence for the user if the text gives fewer ids than requested; else an empty list."""
     wanted = settings.vocab_size or DEFAULT_SUBWORDS
     if not settings.learns or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
         return []
@@ -220,31 +252,33 @@ def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:
     if settings.encoding_errors == "keep" and kind != "byte":
         raise ConfigError(
-            f"encoding_errors=keep has a meaning for byte tokenizers only; a {kind} tokenizer sees characters. Use a "
+            f"encoding_errors=keep works only with byte tokenizers; a {kind} tokenizer needs characters. Use a "
             "byte tokenizer, or `replace`, or `skip`."
         )
 
 
 def _train_texts(job: Preparation) -> Iterator[str]:
-    """One pass over the texts that a tokenizer is learnt from. Raises DataError naming the inputs that hold none."""
+    """Yield the texts that the tokenizer is trained on. Raises DataError naming the inputs if there are none."""
     _spool(job)
-    reading, fraction = job.reading, job.settings.tokenizer_fraction
+    fraction = job.settings.tokenizer_fraction
     has_text = False
     splits = set(SPLITS) if job.settings.tokenizer_all_splits else {TRAIN}
-    for given_for, document in _each_document(job, job.files, "learning the tokenizer", splits):
-        for piece in pieces_of(document, given_for=given_for, reading=reading):
-            has_text = has_text or bool(piece.document.text)
-            if piece.document.text and piece.split in splits and is_learnt_from(piece.digest, fraction=fraction):
+    for given_for, document in _each_document(job, job.files, "training the tokenizer", splits):
+        for piece in pieces_of(document, given_for=given_for, reading=job.reading):
+            if not piece.document.text:
+                continue
+            has_text = True
+            if piece.split in splits and is_learnt_from(piece.digest, fraction=fraction):
                 yield piece.document.text
     if not has_text:
-        raise no_text(job.settings.inputs, reading)
+        raise no_text(job.settings.inputs, job.reading)
 
 
 def choose_held_out(job: Preparation, streams: ExitStack) -> None:
-    """Settle what is held out of the train files. Raises DataError if a split would get no text.
+    """Choose the text that is held out of the train files. Raises DataError if a split would get no text.
 
-    What can be read but once is kept: whole if a tokenizer is to be learnt from it, else its beginning, whose rest is
-    open until `streams` ends. What is longer than that goes by the hash.
+    Inputs that can be read only once are copied: whole if a tokenizer is trained on them, else their beginning. The
+    rest of such an input stays open until `streams` ends. Documents of inputs longer than that are split by their hash.
     """
     if not job.reading.shares:
         return
@@ -253,8 +287,13 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
     else:
         for number, file in enumerate(job.files):
             if file.is_stream and file.split == TRAIN:
-                copy, allowed = job.scratch / f"begun-{number}", job.settings.allow_protocols
-                job.files[number] = begin(file, copy, at_most=MOST_BEGUN, allow_protocols=allowed, streams=streams)
+                job.files[number] = begin(
+                    file,
+                    job.scratch / f"begun-{number}",
+                    at_most=MOST_BEGUN,
+                    allow_protocols=job.settings.allow_protocols,
+                    streams=streams,
+                )
     files = [file for file in job.files if file.split == TRAIN]
     if any(file.rest for file in files):
         _check_number(files, [*job.reading.shares])
@@ -264,36 +303,39 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
         return (document for _, document in _each_document(job, files, "looking for text to hold out", {TRAIN}))
 
     job.reading, remark = hold_out(documents, job.reading, inputs=job.settings.inputs)
-    job.remarks += [remark] if remark else []
+    if remark:
+        job.remarks.append(remark)
 
 
 def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
-    """Raise DataError if files, one of them too long to be cut, surely are fewer documents than splits."""
+    """Raise DataError if files, one of them too long to be cut, certainly have too few documents for the splits."""
     if len(files) <= len(wanted) and all(file.form == "file" for file in files):
         path = next(file.path for file in files if file.rest)
         given = " and ".join(f"`--{split} PATH`" for split in wanted)
         none = " ".join(f"--{split}-fraction 0" for split in wanted)
         raise DataError(
-            f"{path} gives one document, of {MOST_BEGUN // _MIB} MiB or more, which is too long for its end to be held "
-            f"out of what is read but once. Give held-out text with {given}, hold nothing out with `{none}`, cut it "
-            "with `--documents line` or `--documents blank_line`, or give a file."
+            f"{path} gives one document of {MOST_BEGUN // _MIB} MiB or more. That is too long to hold out its end "
+            f"in one reading. Give other text with {given}, hold nothing out with `{none}`, cut it with "
+            "`--documents line` or `--documents blank_line`, or give a file."
         )
 
 
 def _each_document(
     job: Preparation, files: Sequence[SourceFile], what: str, splits: Collection[str]
 ) -> Iterator[tuple[str, Document]]:
-    """One pass over the documents of files given for these splits, each with its file's split."""
+    """Yield (split of the file, document) of the files given for these splits. Shows its progress as `what`."""
     with Progress(what, total=_total_bytes(files)) as progress:
         for part in job.parts(files):
             for block in part.blocks:
-                if block.split in splits:
-                    yield from ((block.split, document) for document in documents_of(block, job.reading))
+                if block.split not in splits:
+                    continue
+                for document in documents_of(block, job.reading):
+                    yield block.split, document
             progress.reach(part.stored_bytes)
 
 
 def _spool(job: Preparation) -> None:
-    """Make stdin, and what commands print, files: a tokenizer is learnt from them, and then they are encoded."""
+    """Copy stdin and the output of commands to files, because they are read twice: for the tokenizer, and to encode."""
     for number, file in enumerate(job.files):
         if file.is_stream and (not file.spooled or file.rest):
             path = job.scratch / f"spooled-{number}"
@@ -303,11 +345,21 @@ def _spool(job: Preparation) -> None:
 
 
 def _total_bytes(files: Sequence[SourceFile]) -> int:
-    """Of all, as stored; 0 if one does not know its size."""
-    sizes = [file.size for file in files]
-    return 0 if None in sizes else sum(size or 0 for size in sizes)
+    """Return the stored bytes of all files; 0 if the size of any file is unknown."""
+    total = 0
+    for file in files:
+        if file.size is None:
+            return 0
+        total += file.size
+    return total
 
 
 def _choose_part_bytes(total_bytes: int) -> int:
-    """About two thousand parts, of 4 to 256 MiB; powers of 2, so that a mended file seldom moves their borders."""
-    return min(max(1 << (total_bytes // 2000).bit_length(), 4 * _MIB), 256 * _MIB) if total_bytes else 32 * _MIB
+    """Return the size of parts in bytes: about two thousand parts of 4 to 256 MiB; 32 MiB if the total is unknown.
+
+    It is a power of 2, so that a repaired file seldom moves the borders of parts.
+    """
+    if not total_bytes:
+        return 32 * _MIB
+    part_bytes = 1 << (total_bytes // 2000).bit_length()
+    return min(max(part_bytes, 4 * _MIB), 256 * _MIB)

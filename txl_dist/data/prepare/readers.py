@@ -1,11 +1,10 @@
-"""The bytes of one input file, whatever its store and compression, or an error that names it.
+"""Readers of input files: the bytes of a file from any store and in any compression, or an error that names it.
 
-The first 4 KiB of each file, and of what it holds where that is compressed, say what it is (detection.py). They are
-the beginning of what is read anyway: nothing is read twice, and no URL is asked twice.
+The first 4 KiB of each file, and of its decompressed content, decide how the file is read (detection.py). They are the
+beginning of what is read anyway, so nothing is read twice, and no URL is requested twice.
 
-A stream that ends too early is never taken for a whole one: a compressed file whose end is missing, a URL that gives
-fewer bytes than it announced, a command with any exit status but 0 (141 too, a broken pipe, which webdataset takes
-for success).
+An incomplete stream is always an error: a compressed file whose end is missing, a URL that gives fewer bytes than it
+announced, a command with any exit status but 0. That includes 141, a broken pipe, which webdataset takes for success.
 """
 
 from __future__ import annotations
@@ -46,34 +45,37 @@ _MIB = 1 << 20
 _LONGEST_WINDOW = 1 << 31
 _RETRIES = 5
 _MOST_LAYERS = 4
-"""Compressions around each other. Servers that compress what is compressed make two."""
+"""Maximum number of nested compressions. A server that compresses a compressed file makes two."""
 _READ_AS_TEXT = "begins like JSON lines and is read as text; to read its records: --documents jsonl"
 
 _SEPARATORS = {".csv": "','", ".tsv": "'\\t'", ".tab": "'\\t'"}
-"""{suffix of a table: what separates its columns, as Python spells it}."""
+"""Separator of columns by the suffix of a table, as a Python literal."""
 _TABLE = (
-    "is a table and is read as text, its header and its separators too. To train on one column: "
+    "is a table and is read as text, with its header and separators. To train on one column: "
     'python -c "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, '
     'delimiter=SEPARATOR)]" < FILE > out.jsonl, then prepare out.jsonl with --jsonl-field COLUMN'
 )
 
 
 class Opened(NamedTuple):
-    """An input at its beginning."""
+    """Input that is open at its beginning."""
 
     stream: IO[bytes]
     """The decompressed bytes of the input."""
     form: Form
-    """How it is read, by its name, the settings and its content."""
+    """Form of the input, by its name, the settings and its content."""
     stored_bytes: Callable[[], int]
-    """How many stored bytes have been read, which only files of known size can say."""
+    """Function that returns the number of stored bytes read so far. It works only for files of known size."""
     note: str = ""
-    """A sentence for people on how it is read."""
+    """Sentence for the user on how the input is read; empty if there is nothing to say."""
 
 
 @contextmanager
 def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Opened]:
-    """Open a file and look at its first bytes. Raises DataError naming the file, also for what is no text."""
+    """Open a file and detect its form by its first bytes.
+
+    Raises DataError naming the file, also for a file that is not text.
+    """
     with _naming(file), _open_stored(file, allow_protocols) as raw:
         stream, content, num_layers = _decompressed(raw, file)
         form = _form_of(file, content, is_compressed=num_layers > 0)
@@ -81,7 +83,7 @@ def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Op
 
 
 def _note_on(file: SourceFile, content: Content, form: Form) -> str:
-    """A sentence on text that is probably meant to be read otherwise: records, or a column of a table."""
+    """Return a hint for text that looks like records, or like a table, but is read as text; empty for other text."""
     if form in ("jsonl", "ids", "parquet"):
         return ""
     if content.kind == "jsonl":
@@ -91,7 +93,7 @@ def _note_on(file: SourceFile, content: Content, form: Form) -> str:
 
 
 def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
-    """A file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
+    """Yield a file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
     with open_source(file, allow_protocols) as opened:
         while chunk := opened.stream.read(_MIB):
             yield chunk
@@ -100,10 +102,10 @@ def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[byte
 def begin(
     file: SourceFile, copy: Path, *, at_most: int, allow_protocols: Sequence[str], streams: ExitStack
 ) -> SourceFile:
-    """What can be read but once, with its first `at_most` bytes in a local copy.
+    """Copy the first `at_most` bytes of an input that can be read only once to `copy`.
 
-    It can be read any number of times if it is shorter; else once, and its rest stays open until `streams` ends.
-    Raises DataError naming it.
+    Returns the input with its copy. If it is shorter than `at_most`, it can then be read any number of times. Otherwise
+    it can be read once, and its remaining bytes stay open until `streams` ends. Raises DataError naming the input.
     """
     raw = streams.enter_context(_open_stored(file, allow_protocols))
     with open_new(copy) as copied:
@@ -117,13 +119,13 @@ def begin(
 
 
 def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
-    with _naming(file):  # not the copy's: a full disk is no fault of the input
+    with _naming(file):  # only errors of the input: a full disk under the copy is not its fault
         return stream.read(count)
 
 
 @contextmanager
 def _naming(file: SourceFile) -> Iterator[None]:
-    """Errors of reading become a DataError that names the file."""
+    """Raise DataError naming the file in place of an error of reading."""
     try:
         yield
     except _read_errors() as error:
@@ -131,7 +133,7 @@ def _naming(file: SourceFile) -> Iterator[None]:
 
 
 def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:
-    """The bytes of a file as they are stored."""
+    """Open a file for its bytes as they are stored."""
     if file.rest is not None:
         return io.BufferedReader(_JoinedStream(open(file.spooled, "rb"), file.rest), buffer_size=_MIB)
     if file.spooled:
@@ -148,15 +150,15 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
 
 
 def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], Content, int]:
-    """(the bytes inside all compressions, what they are, number of compressions)."""
+    """Remove all compressions. Returns (decompressed stream, its content, number of compressions)."""
     stream: IO[bytes] = raw
     if raw.seekable() and (file.spooled or not file.is_stream):
-        head = raw.peek(HEAD_BYTES)[:HEAD_BYTES]  # to seek back could ask a URL again
+        head = raw.peek(HEAD_BYTES)[:HEAD_BYTES]  # seeking back could request a URL again
     else:
         head = raw.read(HEAD_BYTES)
         stream = _put_back(head, raw)
     if not head and file.name and is_named_compressed(file.name):
-        raise EOFError("it is empty, as no compressed file is")
+        raise EOFError("it is empty, which no compressed file is")
     content = detect_content(head, name=file.name)
     num_layers = 0
     while content.kind in ("gzip", "bzip2", "xz", "zstd"):
@@ -171,10 +173,12 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], 
 
 
 def _put_back(head: bytes, stream: IO[bytes]) -> io.BufferedReader:
+    """Return a stream of bytes that were read already, followed by the rest of their stream."""
     return io.BufferedReader(_JoinedStream(io.BytesIO(head), stream), buffer_size=_MIB)
 
 
 def _decompress(stream: IO[bytes], content: Content, file: SourceFile) -> IO[bytes]:
+    """Return the decompressed stream. Raises DataError if a package is missing."""
     if content.kind == "gzip":
         return cast(IO[bytes], gzip.open(stream))
     if content.kind == "bzip2":
@@ -189,7 +193,7 @@ def _decompress(stream: IO[bytes], content: Content, file: SourceFile) -> IO[byt
 
 
 def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form:
-    """How a file of this content is read. Raises DataError for what cannot be read, with what it is and a remedy."""
+    """Return the form in which to read a file of this content. Raises DataError with a remedy if it cannot be read."""
     is_ids = file.form in ("ids", "npy")
     if content.kind == "npy":
         if is_ids:
@@ -205,12 +209,12 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
         name = "standard input" if file.path == STDIN else file.path
         raise DataError(f"{name} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
     if file.form == "parquet":
-        raise DataError(f"{file.path} is text, and no parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
+        raise DataError(f"{file.path} is text, not a parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
     return "jsonl" if content.kind == "jsonl" and file.is_form_open and not is_ids else file.form
 
 
 def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
-    """Write the remedy of a format with the names of files in its commands."""
+    """Return the remedy for a format, with the file's name in its commands."""
     name = file.path
     if file.is_stream:
         name = "FILE"
@@ -229,7 +233,7 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
 
 
 class _Stream(io.RawIOBase):
-    """One to read, made of whatever gives bytes. A read gives HEAD_BYTES or more, unless the stream ends before."""
+    """Base of readable streams. A read returns HEAD_BYTES or more, unless the stream ends before."""
 
     def readable(self) -> bool:
         return True
@@ -242,45 +246,49 @@ class _Stream(io.RawIOBase):
         return filled
 
     def take(self, count: int) -> bytes | memoryview:
-        """Up to so many bytes; none at the end."""
+        """Return up to `count` bytes; none at the end of the stream."""
         raise NotImplementedError
 
 
 class _FrameStream(_Stream):
-    """The content of zstd frames. The library's own reader takes a cut frame for a whole one."""
+    """Stream of the content of zstd frames. Unlike the library's reader it raises EOFError for a cut frame."""
 
     def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
         self._raw = raw
         self._new_frame = new_frame
         self._frame: Any = None
-        self._held = memoryview(b"")
+        self._unread = memoryview(b"")
 
     @override
     def take(self, count: int) -> memoryview:
-        while not self._held:
+        while not self._unread:
             data = self._frame.unused_data if self._frame and self._frame.eof else b""
             data = data or self._raw.read(_MIB // 8)
             is_between = self._frame is None or self._frame.eof
             if not data and is_between:
-                return self._held
+                return self._unread
             if not data:
                 raise EOFError("the compressed data ends within a frame: it was cut")
             if is_between:
                 self._frame = self._new_frame()
-            self._held = memoryview(self._frame.decompress(data))
-        taken, self._held = self._held[:count], self._held[count:]
+            self._unread = memoryview(self._frame.decompress(data))
+        taken, self._unread = self._unread[:count], self._unread[count:]
         return taken
 
 
 class _JoinedStream(_Stream):
-    """One stream behind another."""
+    """Streams joined one after another."""
 
     def __init__(self, *streams: IO[bytes]) -> None:
         self._streams = streams
 
     @override
     def take(self, count: int) -> bytes:
-        return next(filter(None, (stream.read(count) for stream in self._streams)), b"")
+        for stream in self._streams:
+            data = stream.read(count)
+            if data:
+                return data
+        return b""
 
     def close(self) -> None:
         for stream in self._streams:
@@ -289,7 +297,7 @@ class _JoinedStream(_Stream):
 
 
 class _CommandStream(_Stream):
-    """What a shell command prints, if it succeeds."""
+    """Output of a shell command. The end raises DataError if the command fails."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -301,7 +309,7 @@ class _CommandStream(_Stream):
         data = self._process.stdout.read(count)
         if not data and (status := self._process.wait()):
             raise DataError(
-                f"the command {self._command!r} ended with exit status {status}, so its output may be cut. Mend the "
+                f"the command {self._command!r} ended with exit status {status}, so its output may be cut. Correct the "
                 "command, then prepare again."
             )
         return data
@@ -314,10 +322,11 @@ class _CommandStream(_Stream):
 
 
 class _DocumentStream(_Stream):
-    """The documents of a plugin's source, as JSON lines."""
+    """Documents of a plugin's source, as JSON lines."""
 
     def __init__(self, source: TextSource, file: SourceFile) -> None:
-        self._file, self._held = file, memoryview(b"")
+        self._file = file
+        self._unread = memoryview(b"")
         self._texts = self._documents(source)
 
     def _documents(self, source: TextSource) -> Iterator[str]:
@@ -339,16 +348,16 @@ class _DocumentStream(_Stream):
 
     @override
     def take(self, count: int) -> memoryview:
-        if not self._held:
+        if not self._unread:
             text = next(self._texts, None)
             line = b"" if text is None else json.dumps({self._file.jsonl_field: text}).encode() + b"\n"
-            self._held = memoryview(line)
-        taken, self._held = self._held[:count], self._held[count:]
+            self._unread = memoryview(line)
+        taken, self._unread = self._unread[:count], self._unread[count:]
         return taken
 
 
 class _UrlStream(_Stream):
-    """A file at a URL; reads are tried again from where the last one ended, and the announced size has to come."""
+    """File at a URL. Failed reads are retried from where the last one ended. Too few bytes are an error."""
 
     def __init__(self, file: SourceFile, allow_protocols: Sequence[str]) -> None:
         self._url = file.path
@@ -382,7 +391,7 @@ class _UrlStream(_Stream):
         except ValueError:
             if not self._block_size:
                 raise
-            self._block_size = 0  # a server without ranges: one answer, front to back
+            self._block_size = 0  # a server without ranges: read one response from front to back
             return self._read(count)
         if not data and self._size is not None and self._position < self._size:
             raise OSError(f"it ended after {self._position:,} of {self._size:,} bytes")
@@ -393,20 +402,20 @@ class _UrlStream(_Stream):
         file = self._filesystem.open(self._path, "rb", block_size=self._block_size, cache_type="readahead")
         try:
             file.seek(self._position)
-        except ValueError:  # it comes front to back
+        except ValueError:  # it can only be read from front to back
             _discard(file, self._position)
         return file
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """What reading a file may raise; the error of zstandard is known only once it is in use."""
-    known: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    """Return the exceptions that reading a file may raise, that of zstandard only if the package is imported."""
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     library = sys.modules.get("zstandard")
-    return known if library is None else (*known, library.ZstdError)
+    return errors if library is None else (*errors, library.ZstdError)
 
 
 def skip(stream: IO[bytes], offset: int) -> None:
-    """Go to an offset of a stream that is at its beginning."""
+    """Move a stream that is at its beginning to an offset."""
     if stream.seekable():
         stream.seek(offset)
     else:

@@ -1,17 +1,17 @@
-"""`txl prepare --reindex`: tars of tokens that others made become a corpus where they lie.
+"""Corpus from existing tars of tokens, which stay where they are: `txl prepare --reindex`.
 
-What is missing beside the tars is written: records (.tar.idx), counts, tokenizer.json and, last, index.json. The tars
-are read once from front to back, all of them before anything of an older index is replaced; they are never changed.
+The missing files are written next to the tars: records (.tar.idx), counts, tokenizer.json and, last, index.json. The
+tars are read once from front to back, all of them before any file of an older index is replaced. They are not changed.
 
-- Tars are those of webdataset: `KEY.npy` holds ids, `KEY.docs.npy` the starts where several documents share a sample;
-  other members are ignored. See tars.py for what is refused.
-- A tar's name says its split, as a text file's name does (split_names.py): `valid.tar`, `test_000.tar`. Every name of
-  a held-out split holds out; all other tars are train. Inside a split the tars are in the order of their numbers.
-- The ids must be those of the tokenizer, one of ours or a foreign one, which keeps its ids: each is checked against
-  the vocabulary.
+- The tars are those of webdataset: `KEY.npy` holds ids, and `KEY.docs.npy` the starts of documents that share a sample.
+  Other members are ignored. tars.py says which tars are refused.
+- A tar's name decides its split, as a text file's name does (split_names.py): `valid.tar`, `test_000.tar`. All other
+  tars are train. Inside a split the tars are in the order of the numbers in their names.
+- The ids must be those of the tokenizer. It may be one of ours, or a foreign one, which keeps its ids. Each id is
+  checked against the vocabulary.
 
-What it gives up: ids in order of frequency (cutoffs pay only if the tars have it), and going on after a kill: the next
-call begins anew.
+What it gives up: ids in order of frequency (cutoffs pay only if the tars have it), and continuing after a kill: the
+next call starts from the beginning.
 """
 
 from __future__ import annotations
@@ -53,28 +53,30 @@ from txl_dist.tokenizers.foreign import ADDED, ForeignTokenizer
 from txl_dist.tokenizers.importing import open_tokenizer
 
 MAX_SAMPLE_LEN = (1 << 32) - 1
-"""A record counts tokens in 32 bits."""
+"""Maximum number of tokens in a sample, since a record counts them in 32 bits."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 _TEMPORARY = ".idx.reindexed"
+"""Suffix of records until all tars have been read."""
 _PIECE_LEN = 1 << 22
+"""Number of tokens that are counted at once."""
 
 
 @dataclass(frozen=True)
 class ReindexSummary:
-    """What `reindex_corpus` made of the tars."""
+    """Corpus that `reindex_corpus` made, and what it left out."""
 
     corpus: Corpus
     ignored: dict[str, int]
-    """Members that are no tokens, by suffix."""
+    """Number of ignored members of the tars, by suffix."""
     num_unended: int
-    """Documents whose last id is not end-of-text: they run into the next one."""
+    """Number of documents whose last id is not end-of-text, so that nothing separates them from the next document."""
     num_without_tokens: int
-    """Tars that hold no tokens and are left out."""
+    """Number of tars that hold no tokens and are left out."""
     remarks: tuple[str, ...] = ()
-    """Sentences on the splits that names say."""
+    """Sentences for the user on splits chosen by names."""
 
     def lines(self) -> list[str]:
-        """For people: the corpus, then what was not taken from the tars."""
+        """Return the summary for the user: the corpus, then the parts of the tars that were left out."""
         lines = [*corpus_lines(corpus_facts(self.corpus)), *self.remarks]
         lines += [f"members ignored: {count:,} {suffix}" for suffix, count in sorted(self.ignored.items())]
         if self.num_without_tokens:
@@ -97,11 +99,11 @@ def reindex_corpus(
 ) -> ReindexSummary:
     """Make a corpus of the tars in a folder, or of some of them.
 
-    `inputs` are tars in this folder, or the folder itself; none means all. With `ignore_split_names` all of them are
-    train. `on_bytes` hears what was read.
+    `inputs` are tars in this folder, or the folder itself; without inputs it is all tars. With `ignore_split_names` all
+    of them are train. `on_bytes` is called with the number of bytes after each read.
 
-    Raises DataError, and leaves everything as it was, if a tar is damaged or holds something else than ids below the
-    vocabulary of the tokenizer, or if an index is there and may not be overwritten.
+    Raises DataError if a tar is damaged or holds anything but ids of the tokenizer's vocabulary, or if an index exists
+    that may not be overwritten. The folder is then unchanged.
     """
     target = Path(folder)
     splits, remarks = split_tars(find_tars(target, inputs), ignore_names=ignore_split_names)
@@ -129,50 +131,58 @@ def reindex_corpus(
 
 
 def bytes_of_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> int:
-    """What `reindex_corpus` reads, in all. Raises DataError as `find_tars` does."""
+    """Return the number of bytes that `reindex_corpus` will read. Raises DataError as `find_tars` does."""
     return sum(path.stat().st_size for path in find_tars(folder, inputs))
 
 
 def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
-    """The tars, in the order of the numbers in their names.
+    """List the tars, in the order of the numbers in their names.
 
-    Raises DataError if there is none, or one that lies elsewhere or is compressed.
+    Raises DataError if there is none, or if one is in another folder or compressed.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} is no folder. Name the one in which the tars lie.")
+        raise DataError(f"{folder} is not a folder. Name the folder of the tars.")
     given = [Path(path) for path in inputs]
     if given == [] or [path.resolve() for path in given] == [folder.resolve()]:
-        named = [path for path in sorted(folder.iterdir()) if re.search(r"\.(tar|tgz)", path.name, re.IGNORECASE)]
-        given = [path for path in named if not path.name.startswith(".") and _suffix(path) in (".tar", *_COMPRESSED)]
-    found = set()
+        given = [path for path in sorted(folder.iterdir()) if _is_named_tar(path)]
+    tars = set()
     for path in given:
         if path.resolve().parent != folder.resolve():
             raise DataError(
-                f"{path} does not lie in {folder}. An index stands beside its tars, which are not copied: name as "
-                "output the folder in which they lie."
+                f"{path} is not in {folder}. The index is written next to its tars, which are not copied: name the "
+                "folder of the tars as the output."
             )
         if _suffix(path) != ".tar":
             is_compressed = _suffix(path) in _COMPRESSED
             remedy = f"unpack it first, for instance `gunzip {path}`" if is_compressed else "name .tar files"
-            raise DataError(f"{path} is no plain tar, so that records could point into it: {remedy}.")
+            raise DataError(f"{path} is not a plain tar, which records need: {remedy}.")
         if not path.is_file():
-            raise DataError(f"cannot read {path}: it is not there, or no file. Check the path.")
-        found.add(folder / path.name)
-    if not found:
-        raise DataError(f"{folder} has no .tar file. Name the folder in which the tars lie.")
-    return sorted(found, key=lambda path: (_natural(path.name), path.name))
+            raise DataError(f"cannot read {path}: it does not exist, or is not a file. Check the path.")
+        tars.add(folder / path.name)
+    if not tars:
+        raise DataError(f"{folder} has no .tar file. Name the folder of the tars.")
+    return sorted(tars, key=lambda path: (_natural(path.name), path.name))
+
+
+def _is_named_tar(path: Path) -> bool:
+    """Return whether a visible file has the name of a tar, compressed or not."""
+    has_tar_name = re.search(r"\.(tar|tgz)", path.name, re.IGNORECASE) is not None
+    return has_tar_name and not path.name.startswith(".") and _suffix(path) in (".tar", *_COMPRESSED)
 
 
 def split_tars(tars: Sequence[Path], *, ignore_names: bool = False) -> tuple[dict[str, list[Path]], list[str]]:
-    """(split -> its tars in their order, sentences on that for people), for tars of one folder."""
+    """Put the tars of one folder into splits by their names.
+
+    Returns (the tars of each split in order, sentences on the splits for the user).
+    """
     if ignore_names:
         return {TRAIN: list(tars)}, []
     paths = [str(path) for path in tars]
     (splits,), remarks = splits_of_paths([(str(tars[0].parent), paths)], holds_out_doubtful=True)
-    found: dict[str, list[Path]] = {}
+    tars_of_split: dict[str, list[Path]] = {}
     for path, split in zip(tars, splits, strict=True):
-        found.setdefault(split, []).append(path)
-    return dict(sorted(found.items())), remarks
+        tars_of_split.setdefault(split, []).append(path)
+    return dict(sorted(tars_of_split.items())), remarks
 
 
 def _suffix(path: Path) -> str:
@@ -180,27 +190,30 @@ def _suffix(path: Path) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts names by the numbers in them: x-9 before x-10."""
+    """Return a key that sorts names by the numbers in them: x-9 before x-10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _open_tokenizer(path: str | Path) -> Tokenizer:
-    """One of ours, or a foreign one with its own ids: those in the tars."""
+    """Open one of our tokenizers, or a foreign one with its own ids. Raises DataError if it has unused ids."""
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, ForeignTokenizer):
         ids = tokenizer.foreign_ids[tokenizer.foreign_ids != ADDED]
-        # Ours, saved, has them in another order and without gaps in ours.
+        # A foreign tokenizer that we saved has the ids in another order, and no gaps in our own numbers.
         if (np.diff(ids) > 0).all() and ids[-1] != len(ids) - 1:
             raise DataError(
                 f"{path} has ids that are not used: its {len(ids)} do not run from 0 to {len(ids) - 1}. Prepare the "
-                "text anew with it; then they are renumbered."
+                "text again with it, which renumbers the ids."
             )
     return tokenizer
 
 
 @contextmanager
 def _temporaries(folder: Path) -> Iterator[None]:
-    """Records wait under another name until all tars were read; what is left of them, now or before, is removed."""
+    """Remove temporary records, those of an earlier call too, before and after the block.
+
+    Raises DataError in place of an OSError.
+    """
     _remove_temporaries(folder)
     try:
         yield
@@ -217,9 +230,10 @@ def _remove_temporaries(folder: Path) -> None:
 
 
 def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
-    # Without its old index the folder is no corpus until the new one is whole.
+    """Replace all files of the corpus except its tars, the index last."""
+    # Without its old index the folder is not a corpus until the new index is complete.
     (folder / INDEX_NAME).unlink(missing_ok=True)
-    for name in (PREPARED_NAME, *map(counts_name, SPLITS)):  # the new names may say other splits
+    for name in (PREPARED_NAME, *map(counts_name, SPLITS)):  # the splits may be others now
         (folder / name).unlink(missing_ok=True)
     for path in folder.glob(f"*{_TEMPORARY}"):
         path.rename(path.with_name(path.name.removesuffix(_TEMPORARY) + ".idx"))
@@ -234,21 +248,23 @@ def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any
 
 @dataclass
 class _Scan:
-    """What was found in the tars so far."""
+    """Reader of all tars, and the results so far."""
 
     tokenizer: Tokenizer
     on_bytes: Callable[[int], object]
     dtype: np.dtype[Any] | None = None
+    """Type of the ids in all tars; None before the first sample."""
     first: str = ""
-    """The sample that had this dtype first."""
+    """Description of the first sample, which has this type, for messages."""
     num_empty: int = 0
     num_unended: int = 0
     num_without_tokens: int = 0
     ignored: Counter[str] = field(default_factory=Counter)
     counts_files: dict[str, bytes] = field(default_factory=dict)
+    """Content of each split's file of counts."""
 
     def split(self, name: str, paths: Sequence[Path]) -> SplitInfo:
-        """Read the tars of a split. Raises DataError."""
+        """Read the tars of a split, and return its entry in the index. Raises DataError."""
         info = SplitInfo()
         counts: npt.NDArray[np.int64] = np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
         for path in paths:
@@ -270,9 +286,10 @@ class _Scan:
     def _tar(
         self, path: Path, counts: npt.NDArray[np.int64], info: SplitInfo
     ) -> tuple[npt.NDArray[np.void], ShardInfo]:
+        """Read a tar, add its ids to `counts`, and write its records. Returns (records, the shard's entry)."""
         num_bytes = path.stat().st_size
         if not num_bytes:
-            raise DataError(f"{path} is empty. Restore the file from a copy, or take it out of the folder.")
+            raise DataError(f"{path} is empty. Restore the file from a copy, or remove it from the folder.")
         stream = ForwardReader(MappedPayload(path), num_bytes, name=str(path), on_bytes=self.on_bytes)
         parts = [np.empty(0, dtype=RECORD)]
         for sample in read_samples(stream, on_ignored=lambda name: self.ignored.update([Path(name).suffix or name])):
@@ -283,8 +300,8 @@ class _Scan:
                 if self.tokenizer.spellings is None:
                     self._add_decoded(sample, info)
                 for first in range(0, len(sample.tokens), _PIECE_LEN):
-                    found = np.bincount(sample.tokens[first : first + _PIECE_LEN])
-                    counts[: len(found)] += found
+                    piece_counts = np.bincount(sample.tokens[first : first + _PIECE_LEN])
+                    counts[: len(piece_counts)] += piece_counts
         records = np.concatenate(parts)
         if len(records):
             write_bytes(path.with_name(path.name + _TEMPORARY), records.tobytes())
@@ -298,14 +315,14 @@ class _Scan:
         )
 
     def _check(self, sample: TarSample, path: str) -> None:
-        """Raises DataError if the ids have another type than those before, or leave the vocabulary."""
+        """Raise DataError if the ids have another type than those before, or are outside the vocabulary."""
         where = f"{path}, sample {sample.key}"
         if self.dtype is None:
             self.dtype, self.first = sample.tokens.dtype, where
         if sample.tokens.dtype != self.dtype:
             raise DataError(
                 f"{where} holds {sample.tokens.dtype.name}, but {self.first} {self.dtype.name}. A corpus has one type "
-                "of ids: write all of them as the larger one."
+                "of ids: write all of them as the larger type."
             )
         if len(sample.tokens) > MAX_SAMPLE_LEN:
             raise DataError(f"{where} holds {len(sample.tokens)} tokens, more than {MAX_SAMPLE_LEN}. Cut it in two.")
@@ -317,19 +334,22 @@ class _Scan:
             )
 
     def _records(self, sample: TarSample) -> npt.NDArray[np.void]:
+        """Return the records of a sample's documents. Counts those without end-of-text."""
         ends = np.append(sample.starts[1:], len(sample.tokens))
         raw = sample.tokens.view(np.uint8).data
         size = sample.tokens.itemsize
         records = np.empty(len(ends), dtype=RECORD)
         records["offset"] = sample.offset + sample.starts * size
         records["tokens"] = ends - sample.starts
-        records["crc32"] = [zlib.crc32(raw[a * size : b * size]) for a, b in zip(sample.starts, ends, strict=True)]
+        records["crc32"] = [
+            zlib.crc32(raw[start * size : end * size]) for start, end in zip(sample.starts, ends, strict=True)
+        ]
         if self.tokenizer.end_of_text is not None:
             self.num_unended += int((sample.tokens[ends - 1] != self.tokenizer.end_of_text).sum())
         return records
 
     def _add_decoded(self, sample: TarSample, info: SplitInfo) -> None:
-        """Sizes of the text where an id has no bytes of its own."""
+        """Add the sizes of the decoded text, for a tokenizer whose ids have no fixed bytes."""
         for ids in np.split(sample.tokens, sample.starts[1:]):
             raw = text_bytes_of(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()))
             info.text_bytes += len(raw)
@@ -337,7 +357,7 @@ class _Scan:
 
 
 def text_sizes(spellings: Sequence[bytes], counts: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """(bytes in UTF-8, characters) of the text that ids spell which occur so often."""
+    """Return (bytes in UTF-8, characters) of a text in which each id occurs as often as `counts` says."""
     num_bytes = np.array([len(spelling) for spelling in spellings], dtype=np.int64)
     num_characters = np.array([count_characters(spelling) for spelling in spellings], dtype=np.int64)
     return int(num_bytes @ counts), int(num_characters @ counts)

@@ -1,11 +1,11 @@
-"""Records what a corpus was prepared from, so that a different command is refused before it does any work.
+"""Record of the settings and inputs of a corpus, so that a different command is refused before it does any work.
 
-A finished corpus keeps a file prepared.json: the hash of its index, that of the settings that change its content, and
-that of its inputs. A command with the same settings and inputs continues: it makes the same corpus, or repairs a
-damaged one. Inputs are compared by the sizes and both ends of their files, in order, not by their paths or times.
+A finished corpus has a file prepared.json with three hashes: of its index, of the settings that change its content, and
+of its inputs. A command with the same settings and inputs continues: it makes the same corpus, or repairs a damaged
+one. Inputs are compared by the sizes and both ends of their files, in order, not by their paths or times.
 
-What it gives up: a file that was changed in its middle alone, without another size, is noticed at the end only; so is
-any difference from a corpus of a version that wrote no such file.
+What it gives up: a file that was changed only in its middle, with the same size, is noticed only at the end. The same
+holds for any difference from a corpus of a version that wrote no such file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class RequestHashes(NamedTuple):
     settings: str
     """Hash of all settings that change the content, except the inputs."""
     inputs: str
-    """Hash of the inputs; empty where they can be read but once."""
+    """Hash of the inputs; empty if they can be read only once."""
 
 
 def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> RequestHashes:
-    """Look at the settings and at both ends of each file. A named corpus is its name. Raises DataError."""
+    """Hash the settings and both ends of each file; of a named corpus only its name. Raises DataError."""
     if any(file.is_stream for file in files):
         return RequestHashes(settings.content_hash(), "")
     state = hashlib.sha256((settings.name or "").encode())
@@ -47,11 +47,11 @@ def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> Reques
 
 
 def check_request(request: RequestHashes, target: Path) -> None:
-    """Refuse to replace a corpus that was prepared from something else. Raises DataError.
+    """Raise DataError if the corpus in `target` was prepared from other inputs or settings.
 
-    A corpus whose index cannot be read is refused too: nothing that is prepared could equal it.
+    Raises DataError also if its index cannot be read, because no new corpus could be compared with it.
     """
-    if not os.path.exists(target / INDEX_NAME):  # a name that is too long is none
+    if not os.path.exists(target / INDEX_NAME):  # os.path does not raise for a name that is too long
         return
     remedy = "Choose another output folder, or replace it with `--overwrite`."
     with translate_errors(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
@@ -61,23 +61,23 @@ def check_request(request: RequestHashes, target: Path) -> None:
     if "documents_read" not in index.get("statistics", {}):
         raise another_corpus(target, "made of tars by --reindex")
     if not request.inputs:
-        raise another_corpus(target, "with which what can be read but once cannot be compared before it is read")
-    found = read_request(target)
-    if found is None:
+        raise another_corpus(target, "inputs that can be read only once are not comparable before they are read")
+    earlier = read_request(target)
+    if earlier is None:
         return
-    if found.inputs != request.inputs:
+    if earlier.inputs != request.inputs:
         raise another_corpus(target, "of other inputs")
-    if found.settings != request.settings:
+    if earlier.settings != request.settings:
         raise another_corpus(target, "prepared with other settings")
 
 
 def read_request(folder: Path) -> RequestHashes | None:
     """Read what the corpus in a folder was prepared from; None if it is not recorded, or the record is damaged."""
     try:
-        found = read_json(folder / PREPARED_NAME)
-        if found["index_sha256"] != sha256_of_file(folder / INDEX_NAME):
+        record = read_json(folder / PREPARED_NAME)
+        if record["index_sha256"] != sha256_of_file(folder / INDEX_NAME):
             return None
-        return RequestHashes(str(found["settings"]), str(found["inputs"]))
+        return RequestHashes(str(record["settings"]), str(record["inputs"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -90,7 +90,7 @@ def write_request(folder: Path, request: RequestHashes) -> None:
 
 
 def _ends(file: SourceFile) -> str:
-    """Hash of the first and the last bytes of a local file; of a URL what its store says of the version."""
+    """Return a hash of the first and last bytes of a local file; for a URL its identity."""
     if has_scheme(file.path):
         return file.identity
     unreadable = translate_errors(DataError, f"cannot read {file.path}", "Repair or remove the file.")

@@ -1,18 +1,17 @@
-"""Turns text into a corpus, of any size, with worker processes: a small MapReduce.
+"""Preparation of a corpus from text of any size, in worker processes: a small MapReduce.
 
-    read      this process cuts the inputs into parts of whole raw records              cutting.py
-    encode    workers decode, parse, split and tokenise; each part is sorted by key     documents.py  encoding.py
-    assemble  duplicates, plan; workers gather, sort and write one shard each           duplicates.py  assembly.py
+    read      this process cuts the inputs into parts of whole raw records              input_splits.py
+    encode    workers decode, parse, split and tokenize; each part is sorted by key     documents.py  tokenize.py
+    assemble  duplicates, plan; workers gather, sort and write one shard each           duplicates.py  merge.py
     commit    counts, tokenizer.json, index.json, and one rename
 
-Train documents are shuffled over the whole corpus by a seeded hash; held-out ones keep the order of the input. What
-comes out depends on the inputs, the tokenizer, the seed, the shard length and the policies, never on the number of
-workers, the size of the parts, or how often it was killed: finished parts and shards are kept, and the same command
-goes on (scratch.py). Empty documents are dropped and counted; each other one ends in end-of-text, where the
-tokenizer has it.
+A seeded hash shuffles the train documents over the whole corpus. The other splits keep the order of the input. The
+result depends on the inputs, the tokenizer, the seed, the shard length and the policies. It does not depend on the
+number of workers, the size of the parts, or kills: finished parts and shards are kept, and the same command continues
+(workdir.py). Empty documents are dropped and counted. Each other document ends in end-of-text if the tokenizer has it.
 
-What it gives up: the disk holds the tokens twice for a while (the parts, and the shards made of them), and learning
-a tokenizer reads the inputs once or twice more, in this process.
+What it gives up: for a while the disk holds the tokens twice, in parts and in shards. Training a tokenizer reads the
+inputs once or twice more, in this process.
 """
 
 from __future__ import annotations
@@ -74,73 +73,91 @@ from txl_dist.io.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.tokenizers.base import Tokenizer
 
 _PARTS_VERSION = 3
-"""Of what the records of parts hold: parts of another version are made again."""
+"""Version of the records of parts. Parts of another version are made again."""
 _COUNTS = {
-    "held_out_duplicates": "train documents that also stand in a held-out split",
+    "held_out_duplicates": "train documents that are also in the validation or test split",
     "documents_cut": "documents cut, their ends held out",
     "invalid_records_skipped": "invalid records left out (no JSON, or a field missing, null, of another type or twice)",
 }
+"""Texts of the summary for statistics whose names do not explain them."""
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """What `prepare_corpus` made."""
+    """Corpus that `prepare_corpus` made, and how it was made."""
 
     corpus: Corpus
     is_unchanged: bool
-    """An identical corpus was already there and was left alone."""
+    """Whether an identical corpus existed and was not replaced."""
     files_left_out: int
-    """Files in the given folders whose suffix is none of a text. Not in the index: they change no content."""
+    """Number of files in the given folders without a suffix of text. The index does not have it."""
     hidden_files: tuple[str, ...] = ()
     """Hidden files in the given folders, patterns and URLs that were left out."""
     remarks: tuple[str, ...] = ()
-    """Sentences on what is held out."""
+    """Sentences for the user, on splits and vocabulary."""
     parts_kept: int = 0
+    """Number of parts that were reused from an interrupted preparation."""
     shards_kept: int = 0
-    """What an interrupted preparation had finished."""
+    """Number of shards that were reused from an interrupted preparation."""
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the summary for the user, line by line."""
         corpus = self.corpus
         state = "already there, identical" if self.is_unchanged else "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
-        lines += [*self._table(), *(f"  {remark}" for remark in self.remarks)]
-        splits = corpus.splits.values()
-        shares = {split.name: split.num_unknown / split.tokens for split in splits}
-        lines += [f"  unknown in {name}: {share:.2%} of the tokens" for name, share in shares.items() if share]
-        lines += [f"  lost in {split.name}, so no bits per byte: {split.lost}" for split in splits if split.lost]
+        lines += self._table()
+        lines += [f"  {remark}" for remark in self.remarks]
+        for split in corpus.splits.values():
+            if split.num_unknown:
+                lines.append(f"  unknown in {split.name}: {split.num_unknown / split.tokens:.2%} of the tokens")
+        for split in corpus.splits.values():
+            if split.lost:
+                lines.append(f"  lost in {split.name}, so no bits per byte: {split.lost}")
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
-        lines += [f"  {_COUNTS.get(key, key.replace('_', ' '))}: {count:,}" for key, count in counts.items() if count]
+        for key, count in counts.items():
+            if count:
+                name = _COUNTS.get(key, key.replace("_", " "))
+                lines.append(f"  {name}: {count:,}")
         if self.hidden_files:
-            shown = ", ".join(self.hidden_files[:3]) + ", ..." * (len(self.hidden_files) > 3)
-            lines.append(f"  hidden files left out: {len(self.hidden_files):,} ({shown})")
+            names = ", ".join(self.hidden_files[:3])
+            more = ", ..." if len(self.hidden_files) > 3 else ""
+            lines.append(f"  hidden files left out: {len(self.hidden_files):,} ({names}{more})")
         if self.parts_kept:
-            parts, shards = counted(self.parts_kept, "part"), counted(self.shards_kept, "shard")
+            parts = counted(self.parts_kept, "part")
+            shards = counted(self.shards_kept, "shard")
             lines.append(f"  kept from an interrupted preparation: {parts}, {shards}")
         return lines
 
     def _table(self) -> list[str]:
+        """Return the lines of the table of splits."""
         rows: list[tuple[str, ...]] = [
             ("split", "documents", "tokens", "bytes of text", "bytes/token", "longest", "shards")
         ]
-        for name, split in sorted(self.corpus.splits.items(), key=lambda named: SPLITS.index(named[0])):
-            numbers = (split.documents, split.tokens, split.text_bytes)
-            rate = f"{split.text_bytes / split.tokens:.2f}"
-            rows.append((name, *(f"{n:,}" for n in numbers), rate, f"{split.longest:,}", f"{len(split.shards):,}"))
+        for split in sorted(self.corpus.splits.values(), key=lambda split: SPLITS.index(split.name)):
+            row = (
+                split.name,
+                f"{split.documents:,}",
+                f"{split.tokens:,}",
+                f"{split.text_bytes:,}",
+                f"{split.text_bytes / split.tokens:.2f}",
+                f"{split.longest:,}",
+                f"{len(split.shards):,}",
+            )
+            rows.append(row)
         return [f"  {line}" for line in format_table(rows)]
 
 
 def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     """Write the corpus `output`. The keywords are the fields of `PrepareSettings`; `inputs` has no default.
 
-    Raises ConfigError for settings that are impossible or have no meaning; DataError if there is no text, a file is
-    given twice or cannot be read, the output cannot be written, another corpus or folder is in the way, another
-    process prepares it, or a worker dies.
+    Raises ConfigError for settings that are impossible or would have no effect. Raises DataError if there is no text, a
+    file is given twice or cannot be read, the output cannot be written, another corpus or folder is in its place,
+    another process prepares it, or a worker dies.
     """
     job_settings = PrepareSettings(**settings).completed()
     if "://" in str(output):
         raise ConfigError(f"the output {output} is a URL. Prepare into a folder, and copy that.")
-    target = Path(output).resolve()  # of a link what it stands for is replaced
+    target = Path(output).resolve()  # the target of a link is replaced, not the link
     check_target(target)
     check_learning(job_settings)
     is_named = job_settings.name is not None
@@ -148,7 +165,8 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     request = request_of(job_settings, listing.files)
     if not job_settings.overwrite:
         check_request(request, target)
-    stamp, can_continue = job_settings.stamp(), is_named or is_repeatable(listing.files)
+    stamp = job_settings.stamp()
+    can_continue = is_named or is_repeatable(listing.files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
         files = files_of_named(job_settings, scratch) if is_named else listing.files
         job = Preparation(job_settings, scratch, files, remarks)
@@ -173,8 +191,10 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
 
 
 def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
-    """All parts; those that are there already are kept."""
-    settings, so_far = job.settings, identities(job.files)
+    """Encode the parts that are not finished yet, and return all parts. Raises DataError."""
+    settings = job.settings
+    hashes = identities(job.files)
+    facts = f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}"
     encoding = Encoding(
         folder=str(job.scratch),
         tokenizer=str(job.scratch / TOKENIZER_NAME),
@@ -182,23 +202,26 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
         reading=job.reading,
         seed=settings.seed,
         has_bands=settings.duplicates != "ignore",
-        stamp=hashlib.sha256(f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}".encode()).hexdigest(),
+        stamp=hashlib.sha256(facts.encode()).hexdigest(),
     )
 
     def hash_up_to(end: Cursor) -> str:
-        return so_far[end.file if end.offset else end.file - 1]
+        last_file = end.file if end.offset else end.file - 1
+        return hashes[last_file]
 
     parts: list[PartInfo] = []
-    while (found := read_part_info(job.scratch, len(parts))) is not None:
-        begin = parts[-1].end if parts else Cursor()
-        is_own = found.stamp == encoding.stamp and found.begin == begin and found.end.file <= len(so_far)
-        if not is_own or found.inputs != hash_up_to(found.end):
+    begin = Cursor()
+    num_stored = 0
+    while (part := read_part_info(job.scratch, len(parts))) is not None:
+        is_of_this_run = part.stamp == encoding.stamp and part.begin == begin and part.end.file <= len(hashes)
+        if not is_of_this_run or part.inputs != hash_up_to(part.end):
             break
-        parts.append(found)
+        parts.append(part)
+        begin = part.end
+        num_stored = part.stored_bytes
     job.kept["parts"] = len(parts)
     if parts:
-        logger.info("%s: %d finished parts are kept", job.scratch, len(parts))
-    begin, stored = (parts[-1].end, parts[-1].stored_bytes) if parts else (Cursor(), 0)
+        logger.info("%s: %s kept from an interrupted run", job.scratch, counted(len(parts), "finished part"))
     notes: dict[str, list[str]] = defaultdict(list)
 
     def tasks() -> Iterator[PartTask]:
@@ -207,21 +230,21 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
                 notes[note].append(path)
             yield PartTask(encoding, number, hash_up_to(part.end), part)
 
-    with Progress("encoding", total=job.total_bytes, done=stored) as progress:
+    with Progress("encoding", total=job.total_bytes, done=num_stored) as progress:
         for info in workers.in_order(encode_part, tasks()):
             parts.append(info)
             progress.reach(info.stored_bytes)
-    job.remarks += [f"{_first_of(paths)}: {note}" for note, paths in notes.items()]
+    for note, paths in notes.items():
+        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        job.remarks.append(f"{paths[0]}{more}: {note}")
     return parts
 
 
-def _first_of(paths: Sequence[str]) -> str:
-    return paths[0] + (f" and {len(paths) - 1:,} more" if len(paths) > 1 else "")
-
-
 def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
-    """Write the corpus into its folder in the scratch folder, the index last."""
-    settings, scratch, folder = job.settings, job.scratch, job.scratch / CORPUS
+    """Write the corpus into its folder in the work folder, the index last. Raises DataError if a split has no text."""
+    settings = job.settings
+    scratch = job.scratch
+    folder = scratch / CORPUS
     dtype = token_dtype(tokenizer.vocab_size)
     duplicated = find_duplicates(scratch, parts, policy=settings.duplicates)
     write_bytes(scratch / DROPPED, duplicated.dropped.tobytes())
@@ -240,28 +263,36 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
         )
         for split in job.splits
     }
-    _check_splits({split: info for split, (info, _) in planned.items()}, job)
+    splits = {split: info for split, (info, _) in planned.items()}
+    _check_splits(splits, job)
     _write_shards(job, workers, planned, folder)
-    for split, (info, _) in planned.items():
+    for split, info in splits.items():
         info.counts_sha256 = hashlib.sha256((folder / counts_name(split)).read_bytes()).hexdigest()
         if not tokenizer.is_lossless and tokenizer.unknown_id is not None:
             info.unknown_tokens = int(np.load(folder / counts_name(split))[tokenizer.unknown_id])
     write_bytes(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
-    counts = sum((Counter(part.counts) for part in parts), Counter())
+    counts: Counter[str] = Counter()
+    for part in parts:
+        counts.update(part.counts)
     statistics = {
         "documents_read": counts["read"],
         "empty_documents_dropped": counts["empty"],
         "documents_with_replacements": counts["replaced"],
         "documents_skipped": counts["skipped"],
         **duplicated.statistics,
-        **({"documents_cut": counts["cut"]} if counts["cut"] else {}),
-        **({"invalid_records_skipped": counts["invalid"]} if counts["invalid"] else {}),
     }
-    splits = {split: info for split, (info, _) in planned.items()}
+    if counts["cut"]:
+        statistics["documents_cut"] = counts["cut"]
+    if counts["invalid"]:
+        statistics["invalid_records_skipped"] = counts["invalid"]
     if settings.vocab_list is not None:
-        unused = int((np.load(folder / counts_name(TRAIN))[: len(job.reading.names)] == 0).sum())
-        told = f"{unused:,} of the {len(job.reading.names):,} names of the vocabulary list do not occur in train"
-        job.remarks += [told] if unused else []
+        num_names = len(job.reading.names)
+        train_counts = np.load(folder / counts_name(TRAIN))
+        num_unused = int((train_counts[:num_names] == 0).sum())
+        if num_unused:
+            job.remarks.append(
+                f"{num_unused:,} of the {num_names:,} names of the vocabulary list do not occur in train"
+            )
     index = index_of(tokenizer, dtype=dtype, splits=splits, statistics=statistics)
     write_hashed_json(folder / INDEX_NAME, index)
     flush_folder(folder)
@@ -270,20 +301,21 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
 def _write_shards(
     job: Preparation, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
 ) -> None:
-    """Write what is not written yet, and fill in what the index says of the shards."""
-    tasks = [task for _, own in planned.values() for task in own]
+    """Write the shards that are not finished yet, and fill in the entries of all shards in the index."""
+    tasks = [task for _, tasks_of_split in planned.values() for task in tasks_of_split]
     finished = {task.name for task in tasks if is_written(task)}
     folder.mkdir(exist_ok=True)
-    for path in folder.iterdir():  # of another plan, or half written
+    for path in folder.iterdir():  # a shard of another plan, or incomplete
         if path.name.removesuffix(".idx") not in finished:
             path.unlink()
     job.kept["shards"] = len(finished)
     written = workers.in_order(write_planned, (task for task in tasks if task.name not in finished))
     itemsize = np.dtype(tasks[0].dtype).itemsize
-    with Progress("writing", total=itemsize * sum(info.tokens for info, _ in planned.values())) as progress:
-        for split, (info, own) in planned.items():
-            counts = np.zeros(own[0].vocab_size, dtype=np.int64)
-            for task in own:
+    num_tokens = sum(info.tokens for info, _ in planned.values())
+    with Progress("writing", total=itemsize * num_tokens) as progress:
+        for split, (info, tasks_of_split) in planned.items():
+            counts = np.zeros(tasks_of_split[0].vocab_size, dtype=np.int64)
+            for task in tasks_of_split:
                 shard = read_written(task) if task.name in finished else next(written)
                 info.shards.append(shard.info)
                 counts += shard.counts
@@ -292,13 +324,15 @@ def _write_shards(
 
 
 def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
+    """Raise DataError if a split has no document."""
     if not infos[TRAIN].documents:
         raise no_text(job.settings.inputs, job.reading)
     for split, info in infos.items():
         if not info.documents:
-            if files := [file.path for file in job.files if file.split == split]:
+            files = [file.path for file in job.files if file.split == split]
+            if files:
                 raise DataError(f"no text for the split {split} in {named_few(files)}. Give other files for it.")
             raise DataError(
-                f"no document fell into the split {split} ({infos[TRAIN].documents} in train). Give held-out text with "
+                f"no document fell into the split {split} ({infos[TRAIN].documents} in train). Give text for it with "
                 f"`--{split} PATH`, or have no such split with `--{split}-fraction 0`."
             )

@@ -1,18 +1,17 @@
-"""Which files the inputs of `txl prepare` stand for: files, folders, globs, URLs, stdin, commands, the built-in text.
+"""Inputs of `txl prepare` as lists of files: files, folders, globs, URLs, stdin, commands and the built-in text.
 
-    a.txt  B.JSONL.zst  c.parquet     as they are; the name says how text is read, and the content what is no text
-                                      (detection.py); a name that says nothing leaves both to the content
+    a.txt  B.JSONL.zst  c.parquet     the file itself; its name says how text is read, its content whether it is text
+                                      (detection.py); if the name says nothing, the content decides both
     folder/                           its files of the known suffixes, sorted; links to folders are not followed
-    'data/**/*.jsonl.gz'              sorted; quoted, or the shell has already expanded it
-                                      of both, and of URLs, hidden files are left out (`is_hidden`)
-    https://...  s3://bucket/x/*.zst  through fsspec; globs and folders where the store can list
+    'data/**/*.jsonl.gz'              a pattern, sorted; quoted, so that the shell does not expand it
+    https://...  s3://bucket/x/*.zst  through fsspec; patterns and folders where the store can list
     -                                 stdin
     NAME:REST                         the documents of a plugin's text source
-    pipe:COMMAND                      what a shell command prints; only if the protocol `pipe` is allowed by name
+    pipe:COMMAND                      output of a shell command; only if the protocol `pipe` is allowed by name
     stdlib                            the built-in corpus: the standard library of the running Python
 
-Nothing is opened here. The order of the list is the order of the documents; each file's `identity` says whether it
-is still the same when an interrupted preparation goes on.
+Folders, patterns and URLs leave hidden files out (`is_hidden`). No file is opened here. The order of the list is the
+order of the documents. Each file's `identity` shows whether the file is unchanged when a preparation is continued.
 """
 
 from __future__ import annotations
@@ -39,93 +38,118 @@ from txl_dist.errors import ConfigError, DataError, translate_errors
 STDLIB = "stdlib"
 """Input name of the built-in corpus."""
 STDIN = "-"
+"""Input name of standard input."""
 PIPE = "pipe:"
+"""Prefix of an input that is a shell command."""
 TEXT_SUFFIXES = PLAIN_SUFFIXES | JSONL_SUFFIXES | {".parquet"}
-"""Files that are taken from a folder, as they are or compressed; a file named by itself may have any suffix."""
+"""Suffixes of the files that are taken from a folder, compressed or not. A file named by itself may have any suffix."""
 ID_SUFFIXES = JSONL_SUFFIXES | {".npy", ".json"}
-"""The same where the inputs are ready ids."""
+"""The same suffixes where the inputs are token ids."""
 _NAMES_SAY = TEXT_SUFFIXES | ID_SUFFIXES
-"""Suffixes that say how text is read."""
+"""Suffixes that decide how text is read."""
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _HIDDEN_NAMES = frozenset(
     {
-        *("__macosx", "__pycache__", "lost+found", "_temporary", "_delta_log"),
-        *("thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r"),
-        *("$recycle.bin", "system volume information", "@eadir", "#recycle"),
+        "__macosx",
+        "__pycache__",
+        "lost+found",
+        "_temporary",
+        "_delta_log",
+        "thumbs.db",
+        "ehthumbs.db",
+        "desktop.ini",
+        "icon\r",
+        "$recycle.bin",
+        "system volume information",
+        "@eadir",
+        "#recycle",
     }
 )
-"""In lower case: what systems, caches and unfinished jobs leave in a folder under names without a dot."""
+"""Names, in lower case, of files and folders that systems, caches and unfinished jobs write, without a leading dot."""
 _MAGIC = re.compile(r"[*?[]")
 _URL_MARKS = (
-    *("ETag", "etag", "md5Hash", "Content-MD5", "blob_id", "mtime"),
-    *("LastModified", "Last-Modified", "last_modified", "updated", "created"),
+    "ETag",
+    "etag",
+    "md5Hash",
+    "Content-MD5",
+    "blob_id",
+    "mtime",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "updated",
+    "created",
 )
-"""What a file system may know about the version of a file. A size proves nothing."""
+"""Keys under which file systems give the version of a file. An equal size alone proves nothing."""
 
 
 class TextSource(NamedTuple):
-    """A text source of a plugin."""
+    """Text source of a plugin."""
 
     read: Callable[[str], Iterable[str]]
-    """The documents of an input `NAME:REST`, given REST."""
+    """Function that yields the documents of an input `NAME:REST`, given REST."""
 
 
 TEXT_SOURCES: dict[str, TextSource] = {}
-"""By NAME; only plugins add rows (`plugins.register_source`)."""
+"""Text sources by NAME. Only plugins add rows (`plugins.register_source`)."""
 
 
 class SourceFile(NamedTuple):
-    """One file to read."""
+    """Input file, or a stream, with the way to read it."""
 
     path: str
     """Local path, URL, `-`, or `pipe:COMMAND`."""
     split: str
     form: Form
-    """By its name and the settings."""
+    """Form by the name and the settings."""
     size: int | None
-    """Bytes as stored; None if unknown."""
+    """Bytes of the stored file; None if unknown."""
     identity: str
-    """Changes when the content does. Empty: nobody can tell."""
+    """Text that changes when the content does. Empty if a change cannot be noticed."""
     spooled: str = ""
-    """Local copy to read in its place, of what can be read but once."""
+    """Path of a local copy to read instead, of an input that can be read only once."""
     rest: IO[bytes] | None = None
-    """The bytes after the copy, if the copy is only the beginning; they can be read only once."""
+    """Stream of the bytes after the copy, if the copy is only the beginning. They can be read only once."""
     is_form_open: bool = False
-    """Neither the name nor a setting says what text is: what looks like JSON lines is read as such."""
+    """Whether neither the name nor a setting decides the form. Then text that looks like JSON lines is read as such."""
     keeps_bytes: bool = False
-    """Read files that are no text too, as raw bytes."""
+    """Whether files that are not text are read too, as raw bytes."""
     jsonl_field: str = "text"
     """Field of the JSON lines in which a plugin's source gives each document."""
 
     @property
     def is_stream(self) -> bool:
-        """Stdin or a command, not a file."""
+        """Whether this is stdin, a command or a plugin's source, which can be read only once."""
         return is_stream(self.path)
 
     @property
     def name(self) -> str:
-        """Path or URL; empty for a stream."""
+        """Path or URL of the file; empty for a stream."""
         return "" if self.is_stream else self.path
 
 
 class Listing(NamedTuple):
-    """The files of some inputs, and how many of their folders, patterns and URLs were left out."""
+    """Files of some inputs, and the files of their folders, patterns and URLs that were left out."""
 
     files: list[SourceFile]
     num_other: int = 0
-    """Number of files in folders whose suffix is not one of text. The built-in corpus has none."""
+    """Number of files in folders whose suffix is not one of text. Those of the built-in corpus are not counted."""
     hidden: tuple[str, ...] = ()
     """Paths of hidden files that were left out (`is_hidden`)."""
 
     def joined(self, other: Listing) -> Listing:
-        """The files of both."""
-        return Listing(self.files + other.files, self.num_other + other.num_other, self.hidden + other.hidden)
+        """Return the listing of both, the files of this one first."""
+        return Listing(
+            files=self.files + other.files,
+            num_other=self.num_other + other.num_other,
+            hidden=self.hidden + other.hidden,
+        )
 
 
 def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, split: str) -> Listing:
-    """The files of the inputs in reading order, and what was left out.
+    """List the files of the inputs in reading order, and the files that were left out. `split` is that of all inputs.
 
-    Raises DataError if an input does not exist, holds no text, may not be used, or cannot be listed.
+    Raises DataError if an input does not exist, holds no text, is not allowed, or cannot be listed.
     """
     listing = Listing([])
     keeps_bytes = settings.encoding_errors == "keep"
@@ -143,7 +167,7 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
         if not found.files:
             suffixes = " ".join(sorted(suffixes_of(settings)))
             raise DataError(
-                f"{given} holds no text: of a folder, files named {suffixes} are taken, as they are or compressed, "
+                f"{given} holds no text: of a folder, files named {suffixes} are taken, compressed or not, "
                 f"{counted(found.num_other, 'other file')} and {counted(len(found.hidden), 'hidden file')} left out. "
                 "Name those that are text, or quote a pattern: '**/*.json.gz' takes all such files below the folder "
                 "where you are."
@@ -157,36 +181,39 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
 
 
 def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
-    """Raise DataError if two of the (input, its files), those of held-out splits among them, share a file."""
-    found: dict[str, int] = {}
+    """Raise DataError if two inputs of any split share a file. `inputs` are pairs of an input and its files."""
+    first_input: dict[str, int] = {}
     for number, (given, files) in enumerate(inputs):
-        for path in (file.path for file in files):
-            first = found.setdefault(path if has_scheme(path) else os.path.realpath(path), number)
+        for file in files:
+            path = file.path
+            real_path = path if has_scheme(path) else os.path.realpath(path)
+            first = first_input.setdefault(real_path, number)
             if first != number:
                 raise DataError(
-                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}; held-out text must not be "
-                    "trained on, nor any text count twice. Give each file once."
+                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. Text of two splits would be "
+                    "trained on and evaluated, other text would count twice. Give each file once."
                 )
 
 
 def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
-    """Files that are taken from a folder."""
+    """Return the suffixes of the files that are taken from a folder."""
     return TEXT_SUFFIXES if settings.vocab_list is None else ID_SUFFIXES
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is that of a hidden file or folder, or of one that a system, an editor or a cache has left."""
+    """Return whether a name is that of a hidden file or folder, or of one that a system, editor or cache writes."""
     return (name.startswith((".", "~$")) and name not in (".", "..")) or name.lower() in _HIDDEN_NAMES
 
 
 def is_repeatable(files: Iterable[SourceFile]) -> bool:
-    """Whether all of the input can be read again and proven to be the same."""
+    """Return whether all files can be read again, and a change of any of them would be noticed."""
     return all(file.identity for file in files)
 
 
 def identities(files: Sequence[SourceFile]) -> list[str]:
-    """For each file a hash of everything read up to it: equal hashes mean equal input so far."""
-    state, hashes = hashlib.sha256(), []
+    """Return for each file a hash of all files up to it. Equal hashes mean equal input so far."""
+    state = hashlib.sha256()
+    hashes = []
     for file in files:
         state.update(repr((file.path, file.split, file.form, file.size, file.identity)).encode())
         hashes.append(state.hexdigest())
@@ -194,12 +221,12 @@ def identities(files: Sequence[SourceFile]) -> list[str]:
 
 
 def is_stream(given: str) -> bool:
-    """Whether an input is read once, from front to back: standard input, a command, or a plugin's source."""
+    """Return whether an input is read once, from front to back: standard input, a command, or a plugin's source."""
     return given == STDIN or given.startswith(PIPE) or plugin_source(given) is not None
 
 
 def plugin_source(given: str) -> TextSource | None:
-    """The plugin's source that an input `NAME:REST` names."""
+    """Return the plugin's source that an input `NAME:REST` names; None for any other input."""
     name, colon, rest = given.partition(":")
     return TEXT_SOURCES.get(name) if colon and not rest.startswith("//") else None
 
@@ -218,7 +245,10 @@ def _stream_form(given: str, settings: PrepareSettings) -> Form:
 
 
 def _form(path: str, settings: PrepareSettings) -> Form:
-    """Raises ConfigError for ready ids without a vocabulary list, and for anything else with one."""
+    """Return the form of a file by its name and the settings.
+
+    Raises ConfigError for token ids without a vocabulary list, and for text with one.
+    """
     suffix = text_suffix(path)
     if settings.vocab_list is not None:
         if suffix not in ID_SUFFIXES:
@@ -235,23 +265,23 @@ def _form(path: str, settings: PrepareSettings) -> Form:
 
 
 class _Found(NamedTuple):
-    """The files of one input, before they are opened."""
+    """Files of one input, which are not opened yet."""
 
     files: list[tuple[str, int | None, str]]
-    """Path or URL, size and identity."""
+    """(path or URL, size in bytes, identity) of each file."""
     num_other: int = 0
     hidden: tuple[str, ...] = ()
 
 
 def _of_paths(given: str, settings: PrepareSettings) -> _Found:
-    """The local files of one input."""
+    """List the local files of one input. Raises DataError."""
     taken, num_other, hidden = _paths_of(given, settings)
     files: list[tuple[str, int | None, str]] = []
     for path in taken:
         if path.is_symlink() and not path.exists():
             raise DataError(
-                f"{path} is a link to {os.readlink(path)}, which is not there. Fetch that file (of git-annex: "
-                "`git annex get FILE`), or remove the link."
+                f"{path} is a link to {os.readlink(path)}, which is not there. Fetch that file (with "
+                "git-annex: `git annex get FILE`), or remove the link."
             )
         with translate_errors(DataError, f"cannot read {path}", "Repair or remove the file."):
             status = path.stat()
@@ -260,7 +290,7 @@ def _of_paths(given: str, settings: PrepareSettings) -> _Found:
 
 
 def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, list[Path]]:
-    """(files to take, number of files of other suffixes, hidden files)."""
+    """Return (files to take, number of files of other suffixes, hidden files). Raises DataError."""
     path = Path(given)
     if given == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -275,7 +305,7 @@ def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, l
     if path.is_file() or (path.is_symlink() and not path.exists()):
         return [path], 0, []
     if os.path.exists(given):
-        raise DataError(f"{given} is a pipe or a device, no file. Give what comes out of it as `... | txl prepare -`.")
+        raise DataError(f"{given} is a pipe or a device, not a file. Give its output as `... | txl prepare -`.")
     if glob.has_magic(given):
         matches = sorted(glob.glob(given, recursive=True, include_hidden=True))
         matches = [match for match in matches if os.path.isfile(match) or not os.path.exists(match)]
@@ -292,7 +322,8 @@ def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, l
 
 
 def _has_hidden(relative: str) -> bool:
-    return any(map(is_hidden, relative.split("/")))
+    """Return whether a part of a relative path is hidden."""
+    return any(is_hidden(part) for part in relative.split("/"))
 
 
 def fixed_folder(pattern: str) -> str:
@@ -301,13 +332,14 @@ def fixed_folder(pattern: str) -> str:
 
 
 def _is_hidden_match(match: str, pattern: str) -> bool:
-    """Whether a match is hidden below the fixed part of its pattern. A pattern that spells hidden names means them."""
+    """Return whether a match is hidden below the fixed part of its pattern. A pattern may name hidden files."""
     fixed = fixed_folder(pattern)
-    return not _has_hidden(pattern.removeprefix(fixed)) and _has_hidden(match.removeprefix(fixed))
+    wants_hidden = _has_hidden(pattern.removeprefix(fixed))
+    return not wants_hidden and _has_hidden(match.removeprefix(fixed))
 
 
 def _of_url(given: str, settings: PrepareSettings) -> _Found:
-    """The files of one URL; globs and folders only where the store can list."""
+    """List the files of one URL. Patterns and folders need a store that can list. Raises DataError."""
     filesystem, path = filesystem_of(given, allow=settings.allow_protocols)
     can_list = not given.startswith(("http://", "https://"))
     is_pattern = can_list and glob.has_magic(path)
@@ -342,19 +374,23 @@ def _of_url(given: str, settings: PrepareSettings) -> _Found:
 
 
 def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
-    """Regular files, and links to nothing, below a folder, relative, with `/`, sorted by code points; not those in
-    folders `left_out`."""
-    found = []
+    """List regular files and broken links below a folder, except in folders named in `left_out`.
+
+    Returns relative paths with `/`, sorted by code points. Raises DataError if a folder cannot be read.
+    """
+    relative_paths = []
     try:
         for root, folders, names in os.walk(folder, onerror=_raise):
             folders[:] = [name for name in folders if name not in left_out]
-            paths = map(Path(root).joinpath, names)
-            found += [path.relative_to(folder).as_posix() for path in paths if path.is_file() or not path.exists()]
+            for name in names:
+                path = Path(root, name)
+                if path.is_file() or not path.exists():
+                    relative_paths.append(path.relative_to(folder).as_posix())
     except OSError as error:
         raise DataError(
             f"cannot read {error.filename}: {error.strerror}. Correct its permissions, or give inputs without it."
         ) from error
-    return sorted(found)
+    return sorted(relative_paths)
 
 
 def _raise(error: OSError) -> NoReturn:

@@ -1,21 +1,21 @@
-"""Which split a file belongs to by its name, since data sets come as folders of train, valid and test files.
+"""Choice of a file's split by its name, because data sets come as folders of train, valid and test files.
 
-The same rule serves text, parquet, ready ids, tars, folders, patterns and URLs. The last three columns are what happens
-to a file alone, next to its like of train, and below a folder that has another name of train.
+The same rule applies to text, parquet, token ids, tars, folders, patterns and URLs. The last three columns say what
+happens to a file alone, next to its counterpart of train, and below a folder that has another name of train.
 
-    name                                                              alone      next to its like  below train
-    test.txt  DEV.jsonl  eval_00.txt  held-out/a.txt  split=test/     held out   held out          held out
-    wiki.valid.tokens  test.en.txt  test-v1.1.json                    held out   held out          held out
-    c4-validation.00000-of-00008.json  test-00000-of-00001-5f1c.txt   held out   held out          held out
-    test_clean.txt  dev-other/a.txt  testset.txt  enwik8-test.txt     doubtful   held out          held out
-    tests/a.txt  testing.md  evaluation.md  (code bases have them)    trained    held out          trained
-    evaluation.py  testing.py  validation.py                          trained    trained           trained
-    latest.txt  contest.txt  developer.txt                            trained    trained           trained
+    name                                                              alone      next to it   below train
+    test.txt  DEV.jsonl  eval_00.txt  held-out/a.txt  split=test/     held out   held out     held out
+    wiki.valid.tokens  test.en.txt  test-v1.1.json                    held out   held out     held out
+    c4-validation.00000-of-00008.json  test-00000-of-00001-5f1c.txt   held out   held out     held out
+    test_clean.txt  dev-other/a.txt  testset.txt  enwik8-test.txt     doubtful   held out     held out
+    tests/a.txt  testing.md  evaluation.md  (code bases have them)    train      held out     train
+    evaluation.py  testing.py  validation.py                          train      train        train
+    latest.txt  contest.txt  developer.txt                            train      train        train
 
-The like of `test_clean.txt` is `train_clean.txt` in the same folder: words such as set and data, numbers, versions and
-hashes make no difference. An input's own name is doubtful, because its user named it for training; so are the folders
-in which several inputs differ (`data/train/a.txt data/test/a.txt`). Doubtful text is trained on, and the summary says
-so. Doubtful tars are held out: programs name them, and a name such as `my-valid-000.tar` is no accident.
+The counterpart of `test_clean.txt` is `train_clean.txt` in the same folder. Words such as set and data, numbers,
+versions and hashes make no difference. The name of an input itself is doubtful, because its user named it for training.
+So are the folders in which several inputs differ (`data/train/a.txt data/test/a.txt`). Doubtful text is trained on, and
+the summary says so. Doubtful tars are held out: programs name tars, so a name such as `my-valid-000.tar` is intended.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from itertools import chain
 from pathlib import PurePosixPath
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -40,55 +41,58 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "tests", "testing", "tst", "devtest", "newstest", "testb"), TEST),
 }
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})
-"""Code bases have them too: alone they mean nothing."""
+"""Words that are common in code bases too. Alone they do not hold a file out."""
 _QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout", "validation"}
-"""The same, for source code and for the pages that describe it."""
+"""Words that alone do not hold out a file of source code, or a page that describes it."""
 _CODE, _PAGE = ".py", ".md"
-"""Suffixes of source code and of such pages among those that a folder of text has."""
+"""Suffixes of source code, and of pages that describe it, among the suffixes of text."""
 _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chunks", "batch", "rank", "v", "k", "m"})
+"""Words that only number a file."""
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
-"""Words that do not say which text it is: `test_data` is the like of `train`."""
+"""Words that do not say which text a file holds: `test_data` is the counterpart of `train`."""
 _HELD_OUT = re.compile(r"(held|hold)[\W_]+(?=out)")
 _COMPOUND = re.compile(rf"({'|'.join(SPLIT_WORDS)})(sets?|data|splits?)")
 _COUNTED = re.compile(r"\d+[-_ ]?of[-_ ]?\d+", re.IGNORECASE)
-"""`00000-of-00032`, which data hubs write after the name of a split."""
+"""Pattern of a number such as `00000-of-00032`, which data hubs write after the name of a split."""
 _HASH = re.compile(r"(?<![a-z0-9])(?=[a-f]*\d)[0-9a-f]{8,}(-[0-9a-f]{4,})*(?![a-z0-9])")
-"""`6fbcb5959cd8d5bf`, or a UUID, which data hubs and Spark write after the number."""
+"""Pattern of a hash such as `6fbcb5959cd8d5bf`, or a UUID, which data hubs and Spark write after the number."""
 _PARTITION = re.compile(r"(split|subset|partition|set)=", re.IGNORECASE)
-"""Folders of partitioned tables: `split=test`."""
+"""Pattern of the folders of partitioned tables: `split=test`."""
 
 
 class _Name(NamedTuple):
-    """What one part of a path says."""
+    """Name of a split in one part of a path."""
 
     split: str
     word: str
+    """Word in the part that names the split."""
     folder: PurePosixPath
-    """The folder in which the part lies."""
+    """Folder that holds the part."""
     family: str
-    """Equal for parts of one folder that differ only in the word, in fillers and in numbers."""
+    """Text that is equal for parts of one folder that differ only in the word, in fillers and in numbers."""
     is_sure: bool
-    """It is nothing but the word, or ends in the word before a hub's numbering; and it is no input's own name, unless
-    that says train."""
+    """Whether the part is only the word, or ends in the word before a hub's numbering. False for the name of an input
+    itself, unless it says train."""
     is_mixed: bool
-    """It names train and a held-out split."""
+    """Whether the part names train and another split."""
     is_quiet: bool
+    """Whether the words of splits are only those that code bases have too."""
     is_code: bool
-    """A Python file: `test_model.py` next to `train.py` is a unit test, and `evaluation.py` next to it is a program."""
+    """Whether it is a Python file. `test_model.py` next to `train.py` is a unit test, `evaluation.py` is a program."""
     is_input: bool
-    """The part belongs to an input's own path."""
+    """Whether the part belongs to the path of the input itself."""
 
 
 class Named(NamedTuple):
-    """Files by their split, and sentences on that for people."""
+    """Files with their splits, and sentences on the splits for the user."""
 
     files: list[list[SourceFile]]
-    """Of each input."""
+    """Files of each input, without those that were given for another split."""
     remarks: list[str]
 
 
 class NamedPaths(NamedTuple):
-    """The splits of paths, and sentences on that for people."""
+    """Splits of paths, and sentences on the splits for the user."""
 
     splits: list[list[str]]
     """Splits of each input, in the order of its paths."""
@@ -96,34 +100,48 @@ class NamedPaths(NamedTuple):
 
 
 def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: Collection[str] = ()) -> Named:
-    """Put the files of each (input for train, its files) into the splits that their names say.
+    """Put files into the splits that their names say. `inputs` are pairs of an input for train and its files.
 
-    Files whose names hold them out and that are `given` (real paths) for a held-out split anyway are left out here.
+    `given` are the real paths of files that were given for the validation or test split. If their names hold them out
+    of train too, they are left out of the result.
     """
-    named = splits_of_paths([(one, [file.path for file in files]) for one, files in inputs], given=given)
-    found: list[list[SourceFile]] = []
+    paths_of_inputs = []
+    for train_input, files in inputs:
+        paths_of_inputs.append((train_input, [file.path for file in files]))
+    named = splits_of_paths(paths_of_inputs, given=given)
+    files_of_inputs: list[list[SourceFile]] = []
     for (_, files), splits in zip(inputs, named.splits, strict=True):
-        pairs = zip(files, splits, strict=True)
-        found.append([file._replace(split=split) for file, split in pairs if not _is_given(file.path, split, given)])
-    return Named(found, named.remarks)
+        kept = []
+        for file, split in zip(files, splits, strict=True):
+            if not _is_given(file.path, split, given):
+                kept.append(file._replace(split=split))
+        files_of_inputs.append(kept)
+    return Named(files_of_inputs, named.remarks)
 
 
 def splits_of_paths(
     inputs: Sequence[tuple[str, Sequence[str]]], *, holds_out_doubtful: bool = False, given: Collection[str] = ()
 ) -> NamedPaths:
-    """Return the split of each path of each (input for train, its paths).
+    """Return the split of each path. `inputs` are pairs of an input for train and its paths.
 
-    With `holds_out_doubtful` every name of a held-out split below an input counts. The remarks leave out what is
-    `given` (real paths) for a held-out split.
+    With `holds_out_doubtful` every name of another split below an input counts. `given` are the real paths of files
+    that were given for the validation or test split; the remarks leave them out.
     """
-    roots = [_root_of(one, paths) for one, paths in inputs]
+    roots = [_root_of(train_input, paths) for train_input, paths in inputs]
     top = _common_folder([root for root in roots if root is not None])
-    names = [[_names_of(path, root, top) for path in paths] for (_, paths), root in zip(inputs, roots, strict=True)]
-    known = [name for of_input in names for of_path in of_input for name in of_path]
-    families = {name.family for name in known if name.split == TRAIN}
-    train_folders = {name.folder for name in known if _is_only_train(name) and not name.is_code}
+    names_of_inputs: list[list[list[_Name]]] = []  # for each input, for each of its paths
+    for (_, paths), root in zip(inputs, roots, strict=True):
+        names_of_inputs.append([_names_of(path, root, top) for path in paths])
+    families = set()
+    train_folders = set()
+    for name in chain.from_iterable(chain.from_iterable(names_of_inputs)):
+        if name.split == TRAIN:
+            families.add(name.family)
+        if _is_only_train(name) and not name.is_code:
+            train_folders.add(name.folder)
 
     def counts(name: _Name, *, is_in_train: bool) -> bool:
+        """Return whether a name decides the split of its path."""
         if name.is_code and name.is_quiet:
             return False
         if name.is_sure or name.family in families:
@@ -137,50 +155,66 @@ def splits_of_paths(
     splits: list[list[str]] = []
     held_out: dict[str, list[tuple[str, str]]] = defaultdict(list)
     doubtful = []
-    for (_, paths), of_input in zip(inputs, names, strict=True):
-        splits.append([])
-        for path, of_path in zip(paths, of_input, strict=True):
-            is_in_train = any(map(_is_only_train, of_path))
-            meant = [(name.split, name.word) for name in of_path if counts(name, is_in_train=is_in_train)]
-            # test goes before valid, valid before train
-            split, word = max(meant, key=lambda named: SPLITS.index(named[0]), default=(TRAIN, ""))
-            splits[-1].append(split)
+    for (_, paths), names_of_paths in zip(inputs, names_of_inputs, strict=True):
+        splits_of_input = []
+        for path, names in zip(paths, names_of_paths, strict=True):
+            is_in_train = any(_is_only_train(name) for name in names)
+            deciding = [name for name in names if counts(name, is_in_train=is_in_train)]
+            split, word = TRAIN, ""
+            if deciding:  # a name of test outweighs one of valid, and that outweighs one of train
+                strongest = max(deciding, key=lambda name: SPLITS.index(name.split))
+                split, word = strongest.split, strongest.word
+            splits_of_input.append(split)
             if split != TRAIN and not _is_given(path, split, given):
                 held_out[split].append((word, path))
-            elif split == TRAIN and _is_doubtful(of_path):
+            elif split == TRAIN and _is_doubtful(names):
                 doubtful.append(path)
+        splits.append(splits_of_input)
     remarks = _remarks(held_out)
     if doubtful:
         remarks.append(
-            f"trained on, though named like held-out text: {_listed(doubtful)}. To hold out: --valid PATH, --test PATH"
+            f"trained on, though named like validation or test text: {_listed(doubtful)}. To hold it out: "
+            "--valid PATH, --test PATH"
         )
     return NamedPaths(splits, remarks)
 
 
 def _is_given(path: str, split: str, given: Collection[str]) -> bool:
+    """Return whether a path with a name of another split than train was given for such a split too."""
     return split != TRAIN and os.path.realpath(path) in given
 
 
 def _is_only_train(name: _Name) -> bool:
-    """Whether this part of a path is train's name and nothing else; an input's own name may be."""
+    """Return whether a part of a path is a name of train and nothing else. It may be the name of an input itself."""
     return name.split == TRAIN and name.is_sure
 
 
 def _is_doubtful(names: Sequence[_Name]) -> bool:
-    """Whether a file that is trained on looks held out; what surely is train in an input of any name does not."""
-    is_train = any(map(_is_only_train, names))
-    return any(name.split != TRAIN and not name.is_quiet and not (name.is_input and is_train) for name in names)
+    """Return whether a file that is trained on looks like one of another split.
+
+    The name of an input itself does not count if another part of the path certainly says train.
+    """
+    is_train = any(_is_only_train(name) for name in names)
+    for name in names:
+        if name.split == TRAIN or name.is_quiet:
+            continue
+        if not (name.is_input and is_train):
+            return True
+    return False
 
 
 def _plain(path: str) -> PurePosixPath:
-    """An absolute path, or a URL without its query and with its %20 as blanks."""
+    """Return an absolute path, or a URL without its query and with %20 as a blank."""
     if has_scheme(path):
         return PurePosixPath(unquote(str(path_of_name(path))))
     return PurePosixPath(os.path.abspath(path))
 
 
 def _root_of(given: str, paths: Sequence[str]) -> PurePosixPath | None:
-    """The file or folder that an input names; of a pattern the folder above its first `*`. None: it has no name."""
+    """Return the file or folder that an input names, for a pattern the folder above its first `*`.
+
+    Returns None for an input without a name, such as stdin.
+    """
     if given == STDLIB or is_stream(given):
         return None
     if glob.has_magic(given) and given not in paths:
@@ -189,7 +223,7 @@ def _root_of(given: str, paths: Sequence[str]) -> PurePosixPath | None:
 
 
 def _common_folder(roots: Sequence[PurePosixPath]) -> PurePosixPath:
-    """The deepest folder that holds all roots."""
+    """Return the deepest folder that holds all roots."""
     if not roots:
         return PurePosixPath()
     common = roots[0].parent
@@ -204,16 +238,16 @@ def _names_of(path: str, root: PurePosixPath | None, top: PurePosixPath) -> list
     if root is None:
         return []
     plain = _plain(path)
-    if not plain.is_relative_to(root):  # a store spells its URLs in another way
+    if not plain.is_relative_to(root):  # the store spells its URLs differently
         plain = root / plain.name
-    found = []
+    names = []
     for part in (plain, *plain.parents):
         if part == top:
             break
         name = _name_in(part, is_file=part == plain, is_input=root.is_relative_to(part))
         if name:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | None:
@@ -229,17 +263,19 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
     if not hits:
         return None
     word = max(hits, key=lambda word: SPLITS.index(SPLIT_WORDS[word]))
-    split, splits = SPLIT_WORDS[word], {SPLIT_WORDS[hit] for hit in hits}
+    split = SPLIT_WORDS[word]
+    splits = {SPLIT_WORDS[hit] for hit in hits}
     suffix = path.suffix.lower() if is_file else ""
     is_code = suffix == _CODE
     quiet_words = _QUIET_BESIDE_CODE if suffix in (_CODE, _PAGE) else _QUIET_WORDS
     is_quiet = quiet_words.issuperset(hits)
     says_only_this = words[-1] in hits if is_counted else len(words) == 1 and not is_quiet
+    family = f"{path.parent}/{_family(pieces)}"
     return _Name(
-        split,
-        word,
-        path.parent,
-        f"{path.parent}/{_family(pieces)}" + (suffix if is_code else ""),
+        split=split,
+        word=word,
+        folder=path.parent,
+        family=family + suffix if is_code else family,
         is_sure=says_only_this and len(splits) == 1 and (split == TRAIN or not is_input),
         is_mixed=TRAIN in splits and len(splits) > 1,
         is_quiet=is_quiet,
@@ -249,29 +285,33 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
 
 
 def _family(pieces: Sequence[Sequence[str]]) -> str:
-    """`*.en` of test.en and of train_set.en."""
-    found = []
+    """Return a name with `*` for its split: `*.en` for test.en and for train_set.en."""
+    parts = []
     for words in pieces:
         kept = [word for word in words if word not in _FILLERS]
-        found.append(" ".join("*" if word in SPLIT_WORDS else word for word in kept))
-    return ".".join(found)
+        parts.append(" ".join("*" if word in SPLIT_WORDS else word for word in kept))
+    return ".".join(parts)
 
 
 def _words(name: str) -> list[str]:
-    """In lower case, without numbering and hashes: `test`, `set` of testSet-01, of TESTSET and of test_set."""
+    """Return the words of a name in lower case, without numbers and hashes.
+
+    The words of testSet-01, of TESTSET and of test_set are `test` and `set`.
+    """
     parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
     parted = _HELD_OUT.sub(r"\1", _HASH.sub(" ", parted))
-    found: list[str] = []
+    words: list[str] = []
     for word in re.findall(r"[^\W\d_]+", parted):
         compound = _COMPOUND.fullmatch(word)
         if compound:
-            found += compound.groups()
+            words += compound.groups()
         elif word not in _NUMBERING:
-            found.append(word)
-    return found
+            words.append(word)
+    return words
 
 
 def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
+    """Return the sentences for the user on held-out files: (word in the name, path) by split."""
     remarks = []
     for split in sorted(held_out, key=SPLITS.index):
         words = sorted({word for word, _ in held_out[split]})
@@ -282,4 +322,6 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
 
 
 def _listed(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:3]) + (f" and {len(paths) - 3:,} more" if len(paths) > 3 else "")
+    """Return the first three paths, and the number of the others."""
+    shown = ", ".join(paths[:3])
+    return f"{shown} and {len(paths) - 3:,} more" if len(paths) > 3 else shown

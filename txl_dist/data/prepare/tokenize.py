@@ -96,7 +96,7 @@ class PartTask(NamedTuple):
 
 
 class PartInfo(NamedTuple):
-    """Content of part-NUMBER.json."""
+    """Description of a finished part: the content of part-NUMBER.json."""
 
     number: int
     stamp: str

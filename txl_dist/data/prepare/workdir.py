@@ -1,16 +1,16 @@
-"""The folder beside its target in which `txl prepare` works, and which survives a kill.
+"""Work folder of `txl prepare`, next to the output folder. It survives a kill, so that the same command can continue.
 
     .NAME.prepare/
-      lock  owner         held by one process at a time; who holds it
+      lock  owner         lock of the process that prepares, and its description
       job.json            hash of the settings that everything else in here depends on
-      tokenizer.json      learnt or copied, whole once tokenizer-inputs is there
-      named/              what was downloaded
-      part-*  shard-*     see encoding.py and assembly.py
-      corpus/             becomes the target
-      replaced/           the corpus that was there, while its place is taken
+      tokenizer.json      trained or copied; complete once the file tokenizer-inputs exists
+      named/              downloads
+      part-*  shard-*     see tokenize.py and merge.py
+      corpus/             the new corpus, which is moved to the output folder
+      replaced/           the corpus that was in the output folder, while it is replaced
 
-The same command goes on with what it finds; other settings discard it. Nothing is left after success. job.json is
-the first to go, so that nobody goes on with what is half removed.
+The same command continues from this folder, other settings discard it, and success removes it. job.json is removed
+first, so that no process continues from a folder that is half removed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _JOB, _LOCK, _OWNER = "job.json", "lock", "owner"
 
 @contextmanager
 def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[Path]:
-    """The scratch folder of a target, locked.
+    """Lock the work folder of the output folder `target`, and return its path.
 
-    `stamp` is the hash of the settings. Without `can_continue` what an earlier process left is discarded. After an
-    error the folder stays if it holds finished work that can be continued. A corpus that an earlier process had moved
-    out of its place, to put another one there, is put back. Raises DataError if another process holds the folder or it
+    `stamp` is the hash of the settings. Work of an earlier process is discarded if its stamp differs, or without
+    `can_continue`. After an error the folder stays if it holds finished work that can be continued. A corpus that an
+    earlier process moved away to replace it is put back. Raises DataError if another process holds the folder, or if it
     cannot be written.
     """
     from filelock import FileLock, Timeout
@@ -63,7 +63,7 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
                     (scratch / _JOB).unlink(missing_ok=True)
                     shutil.rmtree(scratch, ignore_errors=True)
                 else:
-                    logger.warning("finished work is kept in %s: the same command goes on with it", scratch)
+                    logger.warning("finished work is kept in %s: the same command continues from it", scratch)
     except Timeout:
         raise DataError(
             f"{target} is being prepared by {_owner(scratch)}. Wait for it, or choose another output folder."
@@ -76,7 +76,7 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
 
 
 def _make_own(scratch: Path) -> None:
-    """The folder, without links, by which others could lead what is written in it elsewhere."""
+    """Make the folder, and remove links in it, through which files could be written elsewhere."""
     if scratch.is_symlink():
         scratch.unlink()
     scratch.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def _make_own(scratch: Path) -> None:
 
 
 def _put_back(scratch: Path, target: Path) -> None:
-    """End the replacement of a corpus: remove the old one, or undo it if the new one did not come."""
+    """Finish the replacement of a corpus: remove the old one, or put it back if there is no new one."""
     replaced = scratch / _REPLACED
     if os.path.exists(replaced) and os.path.exists(target):
         shutil.rmtree(replaced, ignore_errors=True)
@@ -95,22 +95,24 @@ def _put_back(scratch: Path, target: Path) -> None:
 
 
 def _holds_finished_work(scratch: Path) -> bool:
-    """Whether the same command is spared something: a part, a tokenizer, a download."""
-    found = (path for pattern in ("part-*.json", TOKENIZER_DONE, f"{DOWNLOADS}/*") for path in scratch.glob(pattern))
-    return any(path.suffix != ".part" for path in found)
+    """Return whether there is work that the same command can reuse: a part, a tokenizer, a download."""
+    for pattern in ("part-*.json", TOKENIZER_DONE, f"{DOWNLOADS}/*"):
+        if any(path.suffix != ".part" for path in scratch.glob(pattern)):
+            return True
+    return False
 
 
 def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
-    """Discard what does not belong to this job."""
+    """Keep the work of a job with the same stamp, if it can be continued. Otherwise discard it with a warning."""
     try:
-        found = read_json(scratch / _JOB)["stamp"]
+        earlier_stamp = read_json(scratch / _JOB)["stamp"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        found = None
-    if found == stamp and can_continue:
+        earlier_stamp = None
+    if earlier_stamp == stamp and can_continue:
         return
-    if found is not None:
+    if earlier_stamp is not None:
         reason = "it had other settings" if can_continue else "stdin, commands and URLs without a version may differ"
-        logger.warning("%s: an interrupted preparation is discarded, since %s; beginning anew", scratch, reason)
+        logger.warning("%s: an interrupted preparation is discarded, since %s; starting again", scratch, reason)
     (scratch / _JOB).unlink(missing_ok=True)
     for path in scratch.iterdir():
         if path.is_dir():
@@ -128,8 +130,9 @@ def _owner(scratch: Path) -> str:
 
 
 def check_target(target: Path) -> None:
-    """Refuse early what the move at the end could not do. Only a corpus is ever overwritten."""
-    if os.path.exists(target) and not target.is_dir():  # false, where pathlib raises, for a name that is too long
+    """Raise DataError if a corpus could not be moved to `target` at the end. Only a corpus is ever overwritten."""
+    # os.path.exists returns False for a name that is too long, where pathlib raises.
+    if os.path.exists(target) and not target.is_dir():
         raise DataError(f"{target} is a file. Choose another output folder.")
     if os.path.ismount(target):
         raise DataError(f"{target} is a mount point, which cannot be replaced. Choose a folder below it.")
@@ -141,7 +144,7 @@ def check_target(target: Path) -> None:
 
 
 def another_corpus(target: Path, difference: str = "") -> DataError:
-    """The error where a corpus of other content would be replaced."""
+    """Return the error for a corpus of other content in the output folder."""
     more = f" ({difference})" if difference else ""
     return DataError(
         f"another corpus is in {target}{more}. Choose another output folder, or replace it with `--overwrite`."
@@ -149,15 +152,18 @@ def another_corpus(target: Path, difference: str = "") -> DataError:
 
 
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
-    """True if an identical, intact corpus is there already."""
+    """Move the written corpus to `target`. Returns True if an identical, intact corpus was there and stays.
+
+    Raises DataError if another corpus is there and `overwrite` is not set.
+    """
     if os.path.exists(target / INDEX_NAME):
         is_same = read_bytes(target / INDEX_NAME) == read_bytes(written / INDEX_NAME)
         if is_same and not verify_corpus(target):
             return True
-        # Preparing again is the remedy for a damaged corpus, so that one is replaced without asking.
+        # A damaged corpus is repaired by preparing it again, so it is replaced without --overwrite.
         if not is_same and not overwrite:
             raise another_corpus(target)
         target.rename(written.with_name(_REPLACED))
-    written.rename(target)  # an empty folder in the way is replaced
+    written.rename(target)  # this replaces an empty folder
     flush_folder(target.parent)
     return False

@@ -30,7 +30,7 @@ class Origin(ABC):
     """Remote files of one corpus. Its methods raise what their library raises; callers use `retrying`."""
 
     location: str
-    """URL, for messages."""
+    """URL or command of the files, for messages."""
 
     def name_of(self, file: str) -> str:
         """Return the URL of a file, for messages."""

@@ -1,1 +1,1 @@
-"""Is a corpus whole, and what is in it."""
+"""Verification and inspection of corpora: `txl verify` and `txl inspect`."""

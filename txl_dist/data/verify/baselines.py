@@ -1,8 +1,8 @@
 """Baselines from counts: the scores that a trained model has to beat on a corpus.
 
 Order 0 knows how frequent each token is: p(b) = (c_b + 1) / (N + V). The bigram table also knows the token before:
-p(b | a) = (c_ab + k p(b)) / (c_a + k). Its smoothing k is the best of a few on the held-out split itself, which favours
-the baseline. Counts come from the train split. Scores are nats per held-out token, over all targets in file order.
+p(b | a) = (c_ab + k p(b)) / (c_a + k). Its smoothing k is the best of a few on the validation split, in favour of the
+baseline. Counts come from the train split. Scores are nats per validation token, over all targets in file order.
 Pairs are counted sparsely: memory grows with the number of tokens, not with the vocabulary squared.
 """
 
@@ -18,7 +18,7 @@ from txl_dist.errors import DataError
 
 
 class Baselines(NamedTuple):
-    """Scores of the baselines in nats per held-out token."""
+    """Scores of the baselines in nats per validation token."""
 
     order0: float
     bigram: float
@@ -35,7 +35,7 @@ def order0_and_bigram(
     Raises DataError if either has fewer than two tokens. `Split.read_all` gives the arrays.
     """
     if min(len(train_ids), len(valid_ids)) < 2:
-        raise DataError(f"baselines need two tokens or more; train has {len(train_ids)}, held-out {len(valid_ids)}.")
+        raise DataError(f"baselines need two tokens or more; train has {len(train_ids)}, validation {len(valid_ids)}.")
     unigrams = np.bincount(train_ids, minlength=vocab_size)
     probabilities = (unigrams + 1) / (len(train_ids) + vocab_size)
     order0 = probabilities[valid_ids[1:]]

@@ -1,7 +1,7 @@
-"""`txl inspect`: what is in a corpus, in a shard, in a document, and what a lane reads at a step.
+"""Contents of a corpus, a shard or a document, and the text that a lane reads at a step: `txl inspect`.
 
-Each question has a function that gives facts (JSON values, for programs) and one that turns them into lines for
-people. Nothing here changes a file; what is damaged is shown as damaged, beside the rest.
+Each question has a function that returns facts (JSON values, for programs), and one that turns them into lines for the
+user. Nothing here changes a file. Damage is shown in the place of the damaged document, next to the others.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.vocabulary_clusters import cluster_edges, cluster_shares
 
 PREVIEW_LEN = 24
-"""Tokens of a document that a list shows."""
+"""Number of tokens of each document in the list of a shard."""
 
 SORTED_ENOUGH = 0.9
-"""Of the share that the most frequent ids have, cluster 0 should have so much."""
+"""Fraction of the best possible share of cluster 0 from which on the ids count as sorted by frequency."""
 
 _COUNTED = ("documents", "tokens", "text_bytes", "text_characters", "longest")
 
 _TEXT = "\n\t"
-"""Of what steers a terminal, what a text may keep."""
+"""Control characters that a shown text keeps."""
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    """Splits, sizes and statistics, from the index alone. Raises DataError if the tokenizer cannot be read."""
+    """Return splits, sizes and statistics from the index. Raises DataError if the tokenizer cannot be read."""
+    splits = {}
+    for name, split in corpus.splits.items():
+        values = {key: getattr(split, key) for key in _COUNTED}
+        num_bytes = sum(shard.bytes for shard in split.shards)
+        splits[name] = {**values, "shards": len(split.shards), "bytes": num_bytes}
     return {
         "location": corpus.location,
         "fingerprint": corpus.fingerprint,
@@ -40,20 +45,13 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
         "vocab_size": corpus.vocab_size,
         "end_of_text": corpus.end_of_text,
         "dtype": corpus.dtype.name,
-        "splits": {
-            name: {
-                **{key: getattr(split, key) for key in _COUNTED},
-                "shards": len(split.shards),
-                "bytes": sum(shard.bytes for shard in split.shards),
-            }
-            for name, split in corpus.splits.items()
-        },
+        "splits": splits,
         "statistics": corpus.statistics,
     }
 
 
 def corpus_lines(facts: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the facts of a corpus as lines for the user."""
     end = "none" if facts["end_of_text"] is None else f"id {facts['end_of_text']}"
     rows = [["split", "documents", "tokens", "bytes/token", "mean", "longest", "shards", "MB on disk"]]
     for name, split in facts["splits"].items():
@@ -78,79 +76,95 @@ def corpus_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def cluster_facts(split: Split, cutoffs: Sequence[int]) -> dict[str, Any]:
-    """Tokens of the split per cluster. Raises ConfigError for cutoffs that do not fit, DataError for lost counts."""
+    """Return the share of a split's tokens in each cluster of ids.
+
+    Raises ConfigError for cutoffs that do not fit the vocabulary, DataError if the counts cannot be read.
+    """
     counts = split.counts()
     edges = cluster_edges(cutoffs, vocab_size=len(counts))
     shares = cluster_shares(counts, edges)
     best_head, *_ = cluster_shares(np.sort(counts)[::-1], edges)
-    clusters = [
-        {"first": first, "end": end, "share": float(share)}
-        for (first, end), share in zip(itertools.pairwise(edges), shares, strict=True)
-    ]
+    clusters = []
+    for (first, end), share in zip(itertools.pairwise(edges), shares, strict=True):
+        clusters.append({"first": first, "end": end, "share": float(share)})
     return {"split": split.name, "cutoffs": list(cutoffs), "clusters": clusters, "best_head": best_head}
 
 
 def cluster_lines(facts: dict[str, Any]) -> list[str]:
-    """For people, with the flag to train with."""
+    """Return the shares of clusters as lines for the user, with the flag to train with."""
     rows = [["cluster", "ids from", "to", "number", f"share of {facts['split']}"]]
-    for number, one in enumerate(facts["clusters"]):
-        first, end = one["first"], one["end"]
-        rows.append([str(number), f"{first:,}", f"{end - 1:,}", f"{end - first:,}", f"{100 * one['share']:.2f} %"])
+    for number, cluster in enumerate(facts["clusters"]):
+        first, end, share = cluster["first"], cluster["end"], cluster["share"]
+        rows.append([str(number), f"{first:,}", f"{end - 1:,}", f"{end - first:,}", f"{100 * share:.2f} %"])
     lines = [*format_table(rows), "", " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
     head, best = facts["clusters"][0]["share"], facts["best_head"]
     if head < SORTED_ENOUGH * best:
         lines.append(
-            f"the ids are not in the order of their frequency, so cutoffs bring little: as many of the most frequent "
-            f"ids as are in cluster 0 have {100 * best:.2f} % of {facts['split']}"
+            f"the ids are not in order of frequency, so cutoffs save little: as many of the most frequent ids as are "
+            f"in cluster 0 have {100 * best:.2f} % of {facts['split']}"
         )
     return lines
 
 
 def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
-    """The split and the number of a shard. Raises DataError naming the shards that there are."""
+    """Return the split of a shard, and its index in the split. Raises DataError with the shards that exist."""
     wanted = name if name.lower().endswith(".tar") else f"{name}.tar"
-    known = [(split, index, shard.name) for split in corpus.splits.values() for index, shard in enumerate(split.shards)]
-    for split, index, shard in known:
-        if shard == wanted:
-            return split, index
-    names = [shard for _, _, shard in known]
+    names = []
+    for split in corpus.splits.values():
+        for index, shard in enumerate(split.shards):
+            if shard.name == wanted:
+                return split, index
+            names.append(shard.name)
     shown = ", ".join(names if len(names) <= 6 else [*names[:5], "...", names[-1]])
     raise DataError(f"corpus {corpus.location} has no shard {wanted!r}; it has {shown}. Name one of these.")
 
 
 def shard_facts(split: Split, index: int, *, max_documents: int) -> dict[str, Any]:
-    """The first documents of a shard, each with its first text, or with what is wrong with it. Raises DataError."""
-    shard, tokenizer = split.open_shard(index), split.corpus.tokenizer
+    """Return the first documents of a shard, each with the beginning of its text, or with its damage.
+
+    Raises DataError if the shard or the tokenizer cannot be read.
+    """
+    shard = split.open_shard(index)
+    tokenizer = split.corpus.tokenizer
     documents: list[dict[str, Any]] = []
-    for document in range(min(len(shard.lengths), max_documents)):
-        one: dict[str, Any] = {"document": document, "tokens": int(shard.lengths[document])}
-        one["offset"] = int(shard.offsets[document])
+    for number in range(min(len(shard.lengths), max_documents)):
+        document: dict[str, Any] = {
+            "document": number,
+            "tokens": int(shard.lengths[number]),
+            "offset": int(shard.offsets[number]),
+        }
         try:
-            one["text"] = tokenizer.decode(shard.document(document)[:PREVIEW_LEN].tolist())
+            first_ids = shard.document(number)[:PREVIEW_LEN].tolist()
+            document["text"] = tokenizer.decode(first_ids)
         except DataError as error:
-            one["damage"] = str(error)
-        documents.append(one)
+            document["damage"] = str(error)
+        documents.append(document)
     facts = split.shards[index]._asdict()
     return facts | {"num_documents": facts.pop("documents"), "documents": documents}
 
 
 def shard_lines(facts: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the facts of a shard as lines for the user."""
     rows = [["document", "tokens", "offset", "begins"]]
-    for one in facts["documents"]:
-        text = one["damage"] if "damage" in one else printable(" ".join(one["text"].split()))
-        rows.append([f"{one['document']:,}", f"{one['tokens']:,}", f"{one['offset']:,}", text])
-    rest = facts["num_documents"] - len(facts["documents"])
-    return [
-        f"{facts['name']}: {counted(facts['num_documents'], 'document')}, "
-        f"{counted(facts['tokens'], 'token')}, {counted(facts['bytes'], 'byte')}",
-        *format_table(rows),
-        *([f"... and {rest:,} more"] if rest else []),
+    for document in facts["documents"]:
+        text = document["damage"] if "damage" in document else printable(" ".join(document["text"].split()))
+        rows.append([f"{document['document']:,}", f"{document['tokens']:,}", f"{document['offset']:,}", text])
+    num_documents = counted(facts["num_documents"], "document")
+    lines = [
+        f"{facts['name']}: {num_documents}, {counted(facts['tokens'], 'token')}, {counted(facts['bytes'], 'byte')}"
     ]
+    lines += format_table(rows)
+    num_others = facts["num_documents"] - len(facts["documents"])
+    if num_others:
+        lines.append(f"... and {num_others:,} more")
+    return lines
 
 
 def document_facts(split: Split, index: int, document: int, *, max_tokens: int) -> dict[str, Any]:
-    """One document, decoded up to `max_tokens` of it. Raises DataError if there is no such one, or it is damaged."""
+    """Return one document, with the text of its first `max_tokens` tokens.
+
+    Raises DataError if there is no such document, or if it is damaged.
+    """
     shard = split.open_shard(index)
     if not 0 <= document < len(shard.lengths):
         raise DataError(
@@ -168,7 +182,7 @@ def document_facts(split: Split, index: int, document: int, *, max_tokens: int) 
 
 
 def document_lines(facts: dict[str, Any]) -> list[str]:
-    """For people."""
+    """Return the facts of a document as lines for the user."""
     shown = len(facts["ids"])
     rest = f", the first {shown:,}:" if shown < facts["tokens"] else ":"
     head = f"{facts['shard']}, document {facts['document']}: {counted(facts['tokens'], 'token')}{rest}"
@@ -176,14 +190,14 @@ def document_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *, lane: int) -> dict[str, Any]:
-    """The segment that a lane is trained on next at a state: where each piece of it lies, and its text.
+    """Return the segment that a lane is trained on next at a state: the place of each piece, and its text.
 
-    `splits` are those of the state. Raises ConfigError if there is no such lane, DataError for damage.
+    `splits` are those of the state's corpora. Raises ConfigError if there is no such lane, DataError for damage.
     """
     if not 0 <= lane < state.num_lanes:
         raise ConfigError(f"there is no lane {lane}: the lanes are 0 to {state.num_lanes - 1}. Name one of these.")
     stream = LaneStream(splits, state, segment_len=segment_len, lanes=range(lane, lane + 1))
-    tokenizer = splits[0].corpus.tokenizer  # that of all of them
+    tokenizer = splits[0].corpus.tokenizer  # all splits have the same one
     ids = stream.segment_at(state).tokens[0]
     pieces: list[dict[str, Any]] = []
     filled, corpus = 0, 0
@@ -213,10 +227,11 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
 
 
 def lane_lines(facts: dict[str, Any]) -> list[str]:
-    """For people: a table of the pieces, then their text."""
+    """Return the facts of a lane as lines for the user: a table of the pieces, then their text."""
     keys = ("first", "tokens", "epoch", "shard", "document", "offset")
     rows = [["token", *keys[1:]]]
-    rows += [[piece[key] if key == "shard" else f"{piece[key]:,}" for key in keys] for piece in facts["pieces"]]
+    for piece in facts["pieces"]:
+        rows.append([piece[key] if key == "shard" else f"{piece[key]:,}" for key in keys])
     return [
         f"lane {facts['lane']} reads {facts['corpus']} ({facts['split']}) from its token {facts['position']:,} on, "
         "counted since the lanes were cut:",

@@ -1,12 +1,13 @@
-"""The samples of a tar, read once from front to back: of our own shards in `verify`, of anybody's in `reindex`.
+"""Reader of the samples of a tar, once from front to back: of our own shards in `verify`, of any tars in `reindex`.
 
-- Nothing is extracted, executed or unpickled: headers are parsed, arrays are taken from their bytes.
-- A tar must be whole. Other readers take a damaged header, or a cut at the border of two members, for its end; here
-  the end is two blocks of zeros with nothing behind them, and anything else is an error that names the offset.
-- What cannot be a sample of tokens is refused by name: links, devices, absolute names, `..`, other types of numbers.
+- Nothing is extracted, executed or unpickled. Headers are parsed, and arrays are taken from their bytes.
+- A tar must be complete. Other readers take a damaged header, or a cut between two members, for the end. Here the end
+  is two blocks of zeros with nothing after them. Anything else is an error that names the offset.
+- Members that cannot be samples of tokens are refused by name: links, devices, absolute names, `..`, other types of
+  numbers.
 - Memory holds one sample at a time.
 
-What it gives up: compressed tars, whose documents no record can point to.
+What it gives up: compressed tars, because a record cannot point to their documents.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ TOKEN_DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 _BLOCK = tarfile.BLOCKSIZE
 _REMEDY = "Restore the file from a copy, or make it again."
 _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)
-"""What the standard library raises on headers that are damaged, or forged."""
+"""Exceptions of the standard library for damaged or forged headers."""
 
 
 class ForwardReader:
-    """A file over the bytes of a shard that fetches and hashes each of them once, as long as it is read forward.
+    """File over the bytes of a shard. Reading forward fetches and hashes each byte once.
 
-    A step back to before the present chunk is possible and reads those bytes again.
+    Reading from before the present chunk is possible, and fetches those bytes again.
     """
 
     def __init__(
         self, payload: Payload, num_bytes: int, *, name: str, on_bytes: Callable[[int], object] = lambda _: None
     ) -> None:
-        """`on_bytes` hears how many bytes were fetched, for progress."""
+        """Read `num_bytes` bytes of a payload. `on_bytes` is called with the bytes of each fetch, for progress."""
         self.name = name
         self.num_bytes = num_bytes
         self._payload = payload
@@ -50,22 +51,22 @@ class ForwardReader:
         self._digest = hashlib.sha256()
         self._window = bytearray()
         self._begin = 0
-        """Where the window begins; it ends where hashing has come to."""
+        """Offset where the window begins. It ends at the last byte hashed."""
         self._position = 0
 
     def read(self, count: int) -> bytes:
-        """Fewer bytes than asked for at the end of the file only. Raises DataError if they cannot be read."""
+        """Return `count` bytes, or fewer at the end of the file. Raises DataError if they cannot be read."""
         if count < 0:
             raise ValueError(f"a length of {count} bytes")
         end = min(self._position + count, self.num_bytes)
         while self._begin + len(self._window) < end:
             self._fetch()
         if self._position < self._begin:
-            found = self._payload.read(self._position, max(end - self._position, 0)).tobytes()
+            data = self._payload.read(self._position, max(end - self._position, 0)).tobytes()
         else:
-            found = bytes(memoryview(self._window)[self._position - self._begin : end - self._begin])
-        self._position += len(found)
-        return found
+            data = bytes(memoryview(self._window)[self._position - self._begin : end - self._begin])
+        self._position += len(data)
+        return data
 
     def seek(self, offset: int) -> int:
         """Move to an offset from the start of the file."""
@@ -75,22 +76,23 @@ class ForwardReader:
         return offset
 
     def tell(self) -> int:
-        """Offset of the next byte."""
+        """Return the offset of the next byte."""
         return self._position
 
     def sha256(self) -> str:
-        """Of the whole file; what was not read yet is."""
+        """Return the sha256 of the whole file, after reading the rest of it. Raises DataError as `read` does."""
         self.seek(self.num_bytes)
         while self._begin + len(self._window) < self.num_bytes:
             self._fetch()
         return self._digest.hexdigest()
 
     def _fetch(self) -> None:
+        """Fetch and hash the next chunk, and drop the bytes before the position from the window."""
         hashed = self._begin + len(self._window)
         chunk = self._payload.read(hashed, min(CHUNK_BYTES, self.num_bytes - hashed))
         self._digest.update(chunk.data)
         self._on_bytes(len(chunk))
-        # Tar readers go back one byte at most.
+        # Readers of tars step back by one byte at most.
         passed = max(0, min(self._position - _BLOCK, hashed) - self._begin)
         del self._window[:passed]
         self._begin += passed
@@ -98,72 +100,78 @@ class ForwardReader:
 
 
 class TarSample(NamedTuple):
-    """Documents that lie together in a tar as one array."""
+    """Documents that share one array in a tar."""
 
     key: str
     offset: int
-    """Of the first token in the tar, in bytes."""
+    """Offset of the first token in the tar, in bytes."""
     tokens: Tokens
     """[n] uint16 or uint32, all documents joined."""
     starts: npt.NDArray[np.int64]
-    """[documents] first token of each, ascending; documents without a token are left out."""
+    """[documents] index of each document's first token, ascending. Documents without a token are left out."""
     num_empty: int
-    """Documents without a token."""
+    """Number of documents without a token."""
 
 
 class _Array(NamedTuple):
+    """Array in a tar: the tokens of a sample, or the starts of its documents."""
+
     key: str
     is_starts: bool
     member: str
+    """Name of the member, for messages."""
     offset: int
+    """Offset of the values in the tar, in bytes."""
     values: npt.NDArray[Any]
 
 
 def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] = lambda _: None) -> Iterator[TarSample]:
-    """Samples in file order: members KEY.npy, with KEY.docs.npy beside it where several documents share one.
+    """Yield the samples in file order: members KEY.npy, with KEY.docs.npy if several documents share the sample.
 
-    `on_ignored` hears the names of members that are something else. Raises DataError naming the tar, the member or
-    the offset, and the remedy, if the tar is damaged or holds what no sample of tokens holds.
+    `on_ignored` is called with the name of each other member. Raises DataError with the tar, the member or the offset,
+    and the remedy, if the tar is damaged or holds members that no sample of tokens has.
     """
     name = stream.name
     seen: set[str] = set()
     for key, group in itertools.groupby(_arrays(stream, on_ignored), key=lambda array: array.key):
-        found = list(group)
-        members = {member.is_starts: member for member in found}
-        if key in seen or len(members) < len(found):
-            raise DataError(f"{name}, sample {key}: {found[-1].member} is there twice. Give every sample its own key.")
+        arrays = list(group)
+        tokens_arrays = [array for array in arrays if not array.is_starts]
+        starts_arrays = [array for array in arrays if array.is_starts]
+        if key in seen or len(tokens_arrays) > 1 or len(starts_arrays) > 1:
+            raise DataError(f"{name}, sample {key}: {arrays[-1].member} is there twice. Give every sample its own key.")
         seen.add(key)
-        if False not in members:
+        if not tokens_arrays:
             raise DataError(
-                f"{name}, sample {key}: {members[True].member} has no tokens {key}.npy beside it. Write the two "
-                "members of a sample next to each other."
+                f"{name}, sample {key}: {arrays[0].member} has no tokens {key}.npy next to it. Write the two "
+                "members of a sample one after the other."
             )
-        tokens, offset = members[False].values, members[False].offset
-        given = members[True].values.astype(np.int64) if True in members else np.zeros(1, np.int64)
-        ends = np.append(given[1:], len(tokens))
-        if not len(given) or given[0] != 0 or (ends < given).any():
+        tokens = tokens_arrays[0].values
+        offset = tokens_arrays[0].offset
+        starts = starts_arrays[0].values.astype(np.int64) if starts_arrays else np.zeros(1, np.int64)
+        ends = np.append(starts[1:], len(tokens))
+        if not len(starts) or starts[0] != 0 or (ends < starts).any():
             raise DataError(
                 f"{name}, sample {key}: its starts of documents do not ascend from 0 to its {len(tokens)} tokens. "
                 + _REMEDY
             )
-        is_empty = ends == given
-        yield TarSample(key, offset, tokens, starts=given[~is_empty], num_empty=int(is_empty.sum()))
+        is_empty = ends == starts
+        yield TarSample(key, offset, tokens, starts=starts[~is_empty], num_empty=int(is_empty.sum()))
 
 
 def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Iterator[_Array]:
-    """The token arrays of a tar and the starts of their documents, in file order."""
+    """Yield the arrays of tokens and of starts in file order. Raises DataError as `read_samples` does."""
     for member in _members(stream):
         folder, _, base = member.name.rpartition("/")
         stem, _, suffix = base.partition(".")
-        # As webdataset has it: the key ends at the first dot, and a name that begins with one is hidden.
+        # As in webdataset the key ends at the first dot, and a name that begins with a dot is hidden.
         field = suffix.lower()
         if not stem or not f".{field}".endswith(".npy"):
             on_ignored(member.name)
             continue
         if field not in ("npy", "docs.npy"):
             raise DataError(
-                f"{stream.name}, member {member.name}: the key of a sample ends at its first dot, so these would be "
-                f"no tokens but the field {suffix!r} of sample {stem!r}. Name tokens KEY.npy, with a KEY without dots."
+                f"{stream.name}, member {member.name}: the key of a sample ends at its first dot, so this is "
+                f"the field {suffix!r} of sample {stem!r}, not tokens. Name tokens KEY.npy, with a KEY without dots."
             )
         values, offset = _read_array(stream, member, is_starts=field == "docs.npy")
         key = f"{folder}/{stem}" if folder else stem
@@ -171,12 +179,12 @@ def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Itera
 
 
 def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar. Raises DataError for anything dangerous, and if the tar does not end as it should."""
+    """Yield the regular files of a tar. Raises DataError for dangerous members, and if the tar is not complete."""
     last = -1
     try:
         with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as tar:
             while (member := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # else they are all kept
+                tar.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members
                 if member.size < 0 or member.offset <= last:
                     raise tarfile.ReadError("a header points backwards")
                 last = member.offset
@@ -187,7 +195,7 @@ def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
     except _BROKEN as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{stream.name} is damaged behind offset {max(last, 0)}: {error}. {_REMEDY}") from error
+        raise DataError(f"{stream.name} is damaged after offset {max(last, 0)}: {error}. {_REMEDY}") from error
     stream.seek(end)
     block = stream.read(2 * _BLOCK)
     if len(block) < 2 * _BLOCK and not any(block):
@@ -197,25 +205,30 @@ def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
     while block := stream.read(CHUNK_BYTES):
         if block.count(0) < len(block):
             raise DataError(
-                f"{stream.name} goes on behind its end at offset {end}, as two tars joined into one file do. Readers "
-                "of tars stop there: keep the two apart."
+                f"{stream.name} continues after its end at offset {end}, as two tars joined into one file do. "
+                "Readers of tars stop there: keep the two in separate files."
             )
 
 
 def _check_member(name: str, member: tarfile.TarInfo) -> None:
-    """Refuse what no shard needs and what could harm whoever extracts it."""
+    """Raise DataError for members that no shard needs, and that could do harm when they are extracted."""
     if member.name.startswith("/") or ".." in member.name.split("/"):
         problem = "its name leads out of the folder"
     elif member.issparse() or not (member.isreg() or member.isdir()):
-        kind = "a link" if member.issym() or member.islnk() else "a sparse file" if member.issparse() else "no file"
+        if member.issym() or member.islnk():
+            kind = "a link"
+        elif member.issparse():
+            kind = "a sparse file"
+        else:
+            kind = "not a file"
         problem = f"it is {kind}"
     else:
         return
-    raise DataError(f"{name}, member {member.name!r}: {problem}. Do not use this tar; make it again of plain files.")
+    raise DataError(f"{name}, member {member.name!r}: {problem}. Do not use this tar; make it again from plain files.")
 
 
 def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bool) -> tuple[npt.NDArray[Any], int]:
-    """(its values, where they lie in the tar). Raises DataError for arrays of another form or type."""
+    """Read an array: (its values, their offset in the tar). Raises DataError for another shape or type."""
     where = f"{stream.name}, member {member.name}"
     stream.seek(member.offset_data)
     try:

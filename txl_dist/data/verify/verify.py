@@ -1,11 +1,11 @@
-"""`txl verify` on a corpus: every file against its hash, every document against its record.
+"""Verification of a corpus by `txl verify`: every file against its hash, every document against its record.
 
-- Each byte is read once: a shard's sha256, the structure of its tar and the crc32 of its documents in one pass.
-- All damage is listed, not only the first: a damaged file does not hide another one, a header that cannot be read does
-  not hide the documents behind it (their records say where they lie).
-- A bit that changes no meaning, such as a blank in index.json, counts too.
+- Each byte is read once: the sha256 of a shard, the structure of its tar and the crc32 of its documents in one pass.
+- All damage is listed. A damaged file does not hide another one. An unreadable header does not hide the documents
+  after it, because their records give their offsets.
+- A changed bit without a meaning, such as a blank in index.json, is reported too.
 
-What it gives up: mending. The remedy is a copy of the file or `txl prepare`.
+What it gives up: repair. The remedy is a copy of the file, or `txl prepare`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from txl_dist.io.files import hashed_json, parse_object, read_bytes
 P = ParamSpec("P")
 
 _LARGE = 1 << 30
-"""Bytes of tars from which on more processes are worth their start."""
+"""Bytes of tars from which on worker processes save more time than their start costs."""
 MAX_LISTED = 20
-"""Damaged documents of one shard that are named; the others are counted."""
+"""Maximum number of damaged documents of a shard that are named. The others are counted."""
 
 
 def verify_corpus(location: str | Path, settings: DataSection | None = None) -> list[str]:
-    """Read everything and compare it with its hashes. Returns one line per problem; none means whole."""
+    """Read all of a corpus and compare it with its hashes. Returns one line per problem; none if it is intact."""
     settings = settings or DataSection()
     try:
         return list(each_problem(open_corpus(location, settings), settings))
@@ -50,9 +50,9 @@ def verify_corpus(location: str | Path, settings: DataSection | None = None) -> 
 
 
 def problems_at(location: str, settings: DataSection, *, num_workers: int) -> Iterator[str]:
-    """The same as they are found, with the progress on a terminal; files that do not belong to the corpus are named.
+    """Yield one line per problem as it is found. Shows the progress, and prints files that do not belong to the corpus.
 
-    `num_workers` 0: a process per core, or none beside this one for a small corpus.
+    `num_workers` 0 means one process per core, or only the present process for a small corpus.
     """
     try:
         corpus = open_corpus(location, settings)
@@ -64,7 +64,7 @@ def problems_at(location: str, settings: DataSection, *, num_workers: int) -> It
     with Progress("verifying", total=total) as progress:
         yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
     if names := strangers(corpus):
-        echo(f"{location}: {counted(len(names), 'file')} beside those of the corpus: {', '.join(names[:10])}")
+        echo(f"{location}: {counted(len(names), 'file')} besides those of the corpus: {', '.join(names[:10])}")
 
 
 def each_problem(
@@ -74,10 +74,11 @@ def each_problem(
     num_workers: int = 1,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Iterator[str]:
-    """The problems of a corpus opened with `settings`, as they are found, one line each.
+    """Yield the problems of a corpus opened with `settings`, one line each, as they are found.
 
-    Their order does not depend on the workers, which each take a shard at a time; 1 works in this process. `on_bytes`
-    hears how many bytes of tars were verified. Raises DataError if index.json is gone meanwhile or a worker died.
+    Each worker takes one shard at a time; with one worker this process does the work. The order of the problems does
+    not depend on that. `on_bytes` is called with the bytes of each verified tar. Raises DataError if index.json
+    disappears meanwhile, or if a worker dies.
     """
     content = corpus.storage.read(INDEX_NAME)
     if content != hashed_json(parse_object(content)):
@@ -90,11 +91,10 @@ def each_problem(
         documents = sum(shard.documents for shard in split.shards)
         if (documents, int(split.shard_tokens.sum())) != (split.documents, split.tokens):
             yield f"{corpus.location}: split {split.name} is not the sum of its shards. {REMEDY}"
-    tasks = [
-        _ShardTask(corpus.location, settings, info, corpus.dtype, corpus.vocab_size)
-        for split in corpus.splits.values()
-        for info in split.shards
-    ]
+    tasks = []
+    for split in corpus.splits.values():
+        for info in split.shards:
+            tasks.append(_ShardTask(corpus.location, settings, info, corpus.dtype, corpus.vocab_size))
     with start_workers(num_workers) as workers:
         for task, problems in zip(tasks, workers.in_order(_shard_problems, tasks), strict=True):
             on_bytes(task.info.bytes)
@@ -102,17 +102,19 @@ def each_problem(
 
 
 def strangers(corpus: Corpus) -> list[str]:
-    """Files in the folder of a corpus that do not belong to it: no damage, but perhaps a surprise. None at a URL."""
+    """Return the files in a corpus's folder that do not belong to it, which is no damage; none for a URL."""
     if not isinstance(corpus.storage, LocalStorage):
         return []
     known = {INDEX_NAME, TOKENIZER_NAME, PREPARED_NAME}
     for name, split in corpus.splits.items():
         known.add(counts_name(name))
-        known.update(f"{shard.name}{suffix}" for shard in split.shards for suffix in ("", ".idx"))
+        for shard in split.shards:
+            known.update((shard.name, f"{shard.name}.idx"))
     return sorted(path.name for path in corpus.folder.iterdir() if path.name not in known)
 
 
 def _problem_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[str]:
+    """Call a check, and yield the message of its DataError."""
     try:
         check(*args, **kwargs)
     except DataError as error:
@@ -120,6 +122,7 @@ def _problem_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -
 
 
 def _check_request(path: Path) -> None:
+    """Raise DataError if prepared.json is damaged."""
     try:
         content = read_bytes(path)
         is_whole = content == hashed_json(parse_object(content))
@@ -136,17 +139,17 @@ def _check_tokenizer(corpus: Corpus) -> None:
     if hashlib.sha256(corpus.storage.read(TOKENIZER_NAME)).hexdigest() != corpus.tokenizer_sha256:
         raise DataError(f"{name} is damaged or not the tokenizer that made this corpus. {REMEDY}")
     if corpus.tokenizer.vocab_size != corpus.vocab_size:
-        raise DataError(f"{name} has not the {corpus.vocab_size} ids that the index says. {REMEDY}")
+        raise DataError(f"{name} does not have the {corpus.vocab_size} ids that the index says. {REMEDY}")
 
 
 def _check_counts(split: Split) -> None:
     if int(split.counts().sum()) != split.tokens:
         name = split.corpus.storage.name_of(counts_name(split.name))
-        raise DataError(f"{name} counts other tokens than the {split.tokens} of the split. {REMEDY}")
+        raise DataError(f"{name} does not count the {split.tokens} tokens of the split. {REMEDY}")
 
 
 class _ShardTask(NamedTuple):
-    """All that a worker needs to know."""
+    """Task of a worker: one shard to verify."""
 
     location: str
     settings: DataSection
@@ -156,8 +159,11 @@ class _ShardTask(NamedTuple):
 
 
 def _shard_problems(task: _ShardTask) -> list[str]:
-    info, problems = task.info, []
-    storage, shard = storage_of(task.location, task.settings), None
+    """Return the problems of one shard, one line each."""
+    info = task.info
+    problems: list[str] = []
+    storage = storage_of(task.location, task.settings)
+    shard = None
     try:
         shard = Shard(storage, info, dtype=task.dtype, vocab_size=task.vocab_size)
     except DataError as error:
@@ -165,8 +171,9 @@ def _shard_problems(task: _ShardTask) -> list[str]:
     try:
         payload = storage.open_payload(info)
     except DataError as error:
-        # Not twice; but the records may be damaged as well.
-        return list(dict.fromkeys([*problems, str(error)]))
+        if str(error) not in problems:
+            problems.append(str(error))
+        return problems  # perhaps damaged records too
     stream = ForwardReader(payload, info.bytes, name=storage.name_of(info.name))
     structure = ""
     try:
@@ -180,13 +187,13 @@ def _shard_problems(task: _ShardTask) -> list[str]:
             )
         elif structure:
             problems.append(structure)
-    except DataError as error:  # a source that died
+    except DataError as error:  # the bytes cannot be read any more
         problems.append(str(error))
     return problems
 
 
 class _ShardCheck:
-    """The documents of one shard against their records, and the tar against what a reader of tars expects."""
+    """Comparison of one shard's documents with their records, and of its tar with the format of tars."""
 
     def __init__(self, shard: Shard, task: _ShardTask) -> None:
         self._shard = shard
@@ -195,17 +202,17 @@ class _ShardCheck:
         self._sizes = shard.lengths * self._dtype.itemsize
         self._is_checked = np.zeros(len(shard.lengths), dtype=bool)
         self.structure = ""
-        """What is wrong with the tar itself, found by `document_problems`."""
+        """Problem of the tar itself, set by `document_problems`; empty if there is none."""
 
     def document_problems(self, stream: ForwardReader) -> Iterator[str]:
-        """One line per damaged document. Raises DataError if the bytes cannot be read."""
+        """Yield one line per damaged document. Raises DataError if the bytes cannot be read."""
         try:
             for sample in read_samples(stream):
                 yield from self._sample_problems(sample)
         except DataError as error:
             self.structure = str(error)
-        stream.sha256()  # reads the rest: a source that died is an error here, not one per document
-        # Behind a header that cannot be read the records still say where the documents lie.
+        stream.sha256()  # reads the rest, so that unreadable bytes are one error, not one per document
+        # After an unreadable header the records still give the offsets of the documents.
         unread = np.flatnonzero(~self._is_checked).tolist()
         for document in unread:
             stream.seek(int(self._shard.offsets[document]))
@@ -215,22 +222,25 @@ class _ShardCheck:
             self.structure = f"{stream.name}: {counted(len(unread), 'record')} of documents in no sample. {REMEDY}"
 
     def _sample_problems(self, sample: TarSample) -> Iterator[str]:
+        """Yield one line per damaged document of a sample. Raises DataError if the records list other documents."""
         offsets = self._shard.offsets
         first, last = offsets.searchsorted([sample.offset, sample.offset + sample.tokens.nbytes]).tolist()
         starts = sample.offset + sample.starts * sample.tokens.itemsize
         if sample.tokens.dtype != self._dtype or not np.array_equal(offsets[first:last], starts):
-            raise DataError(f"{self._shard.name}, sample {sample.key}: not the documents of the records. {REMEDY}")
+            raise DataError(f"{self._shard.name}, sample {sample.key}: its documents differ from the records. {REMEDY}")
         self._is_checked[first:last] = True
         is_in_vocabulary = sample.tokens.max(initial=0) < self._vocab_size
         raw = sample.tokens.view(np.uint8)
         begins = (starts - sample.offset).tolist()
         for document, begin, size in zip(range(first, last), begins, self._sizes[first:last].tolist(), strict=True):
-            own = raw[begin : begin + size]
-            if not is_in_vocabulary or zlib.crc32(own.data) != self._shard.crc32s[document]:
-                yield from _problem_of(self._shard.check, own, document)
+            content = raw[begin : begin + size]
+            if not is_in_vocabulary or zlib.crc32(content.data) != self._shard.crc32s[document]:
+                yield from _problem_of(self._shard.check, content, document)
 
 
 def _bounded(problems: Iterator[str], *, name: str) -> Iterator[str]:
+    """Yield the first problems of a shard, then the number of the others."""
     yield from itertools.islice(problems, MAX_LISTED)
-    if rest := sum(1 for _ in problems):
-        yield f"{name}: {rest} more damaged documents"
+    num_others = sum(1 for _ in problems)
+    if num_others:
+        yield f"{name}: {counted(num_others, 'more damaged document')}"

@@ -197,7 +197,7 @@ def test_stdin_cannot_be_read_again_after_a_kill_and_says_so(tmp_path: Path, mon
     with second.open("rb") as stream, monkeypatch.context() as patch, recorded_log() as log:
         patch.setattr(sys, "stdin", type("Stdin", (), {"buffer": stream, "fileno": stream.fileno})())
         summary = prepare_corpus(tmp_path / "out", **settings)
-    assert "since stdin, commands and URLs without a version may differ; beginning anew" in log[0][1]
+    assert "since stdin, commands and URLs without a version may differ; starting again" in log[0][1]
     assert summary.parts_kept == 0
     prepare_corpus(tmp_path / "file", **{**settings, "inputs": [str(second)]})
     assert content_of(tmp_path / "out") == content_of(tmp_path / "file"), "the same as from a file"
@@ -270,7 +270,7 @@ def test_other_settings_discard_what_was_finished_and_say_so(tmp_path: Path, tex
     with recorded_log() as log:
         summary = prepare_corpus(tmp_path / "out", **{**settings, "seed": 5})
     assert summary.parts_kept == summary.shards_kept == 0
-    assert "it had other settings; beginning anew" in log[0][1]
+    assert "it had other settings; starting again" in log[0][1]
     killed(tmp_path / "again", settings, "write_planned", 2)
     another = prepare_corpus(tmp_path / "again", **{**settings, "shard_len": 1500})
     assert another.parts_kept > 3, "parts do not depend on the length of shards"
@@ -311,7 +311,7 @@ def test_exact_duplicates_are_counted_and_dropped_on_request(tmp_path: Path) -> 
     assert texts_in(dropped.corpus, "valid") == ["held", "out"]
     assert dropped.corpus.split("train").text_bytes == len("onetwothree")
     assert verify_corpus(tmp_path / "drop") == []
-    assert "  train documents that also stand in a held-out split: 1" in dropped.lines()
+    assert "  train documents that are also in the validation or test split: 1" in dropped.lines()
     ignored = prepare_corpus(tmp_path / "ignore", **settings, duplicates="ignore").corpus
     assert "exact_duplicates" not in ignored.statistics
     assert np.array_equal(ignored.split("train").read_all(), report.split("train").read_all())
@@ -420,7 +420,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     assert own.end_of_text is not None
     with pytest.raises(ConfigError, match="prepared alone"):
         prepare_corpus(tmp_path / "no", inputs=["mine", "stdlib"])
-    with pytest.raises(ConfigError, match="splits of its own"):
+    with pytest.raises(ConfigError, match="its own splits"):
         prepare_corpus(tmp_path / "no", **given, valid_fraction=0.2)
     with pytest.raises(ConfigError, match="--archive"):
         prepare_corpus(tmp_path / "no", inputs=["stdlib"], archive="x")

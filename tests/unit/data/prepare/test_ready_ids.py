@@ -164,7 +164,7 @@ BAD_ARRAYS: dict[str, tuple[Any, str]] = {
     "cube": (np.zeros((2, 2, 2), dtype=int), "bad.npy: an array of int64, shape [2, 2, 2]"),
     "scalar": (np.array(5), "bad.npy: an array of int64, shape []"),
     "empty": (np.zeros((3, 0), dtype=int), "bad.npy: no ids, shape [3, 0]"),
-    "pickled": (np.array([[1], [2, 3]], dtype=object), "bad.npy is no .npy file of numbers"),
+    "pickled": (np.array([[1], [2, 3]], dtype=object), "bad.npy is not a .npy file of numbers"),
 }
 
 
@@ -179,7 +179,7 @@ def test_bad_arrays_are_refused_by_file_row_and_index(tmp_path: Path, names: Pat
 def test_an_array_that_was_cut_or_is_none_is_refused(tmp_path: Path, names: Path, cut: int) -> None:
     np.save(tmp_path / "whole.npy", np.arange(20))
     (tmp_path / "bad.npy").write_bytes((tmp_path / "whole.npy").read_bytes()[:cut])
-    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is not a .npy file of numbers")
 
 
 BAD_HEADERS = {
@@ -199,13 +199,13 @@ def test_an_array_with_a_damaged_header_is_refused(tmp_path: Path, names: Path, 
     header = BAD_HEADERS[name] + b"\n"
     content = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + bytes(160)
     (tmp_path / "bad.npy").write_bytes(content)
-    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is no .npy file of numbers")
+    assert_refused(tmp_path, names, tmp_path / "bad.npy", "bad.npy is not a .npy file of numbers")
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04 and no archive", b"PK\x05\x06" + bytes(18), b"text"])
 def test_an_archive_and_what_only_begins_as_one_are_no_arrays(tmp_path: Path, names: Path, content: bytes) -> None:
     (tmp_path / "bad.npy").write_bytes(content)
-    what = "bad.npy is a zip archive" if content.startswith(b"PK\x05") else "bad.npy is no .npy file of numbers"
+    what = "bad.npy is a zip archive" if content.startswith(b"PK\x05") else "bad.npy is not a .npy file of numbers"
     assert_refused(tmp_path, names, tmp_path / "bad.npy", what)
     np.savez(tmp_path / "whole.npz", a=np.arange(9))
     (tmp_path / "bad.npy").write_bytes((tmp_path / "whole.npz").read_bytes())
@@ -326,7 +326,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name_or_list(tmp_path: Path, 
 def test_settings_of_text_are_refused_beside_a_list(tmp_path: Path, names: Path, settings: dict[str, Any]) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
     flag = next(iter(settings)).replace("_", "-").replace("kind", "tokenizer")
-    message = f"--{flag} has no meaning with ready ids"
+    message = f"--{flag} has no meaning with token ids"
     assert_refused(tmp_path, names, tmp_path / "a.npy", message, **settings)
 
 

@@ -137,8 +137,8 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "an absolute name": ([GOOD, ("/tmp/b.npy", npy([0]))], r"'/tmp/b\.npy': its name leads out"),
     "a symbolic link": ([GOOD, (link(tarfile.SYMTYPE), b"")], r"'b\.npy': it is a link"),
     "a hard link": ([GOOD, (link(tarfile.LNKTYPE), b"")], r"'b\.npy': it is a link"),
-    "a device": ([GOOD, (link(tarfile.CHRTYPE), b"")], r"'b\.npy': it is no file"),
-    "a pipe": ([GOOD, (link(tarfile.FIFOTYPE), b"")], r"'b\.npy': it is no file"),
+    "a device": ([GOOD, (link(tarfile.CHRTYPE), b"")], r"'b\.npy': it is not a file"),
+    "a pipe": ([GOOD, (link(tarfile.FIFOTYPE), b"")], r"'b\.npy': it is not a file"),
     "a pickle": ([GOOD, ("b.npy", npy([{}], "O"))], r"b\.npy has the type \|O"),
     "signed ids": ([("b.npy", npy([0], "<i8"))], r"b\.npy has the type <i8\. Write ids as little-endian uint16"),
     "big-endian ids": ([("b.npy", npy([0], ">u2"))], r"b\.npy has the type >u2"),
@@ -150,7 +150,7 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "no npy": ([GOOD, ("b.npy", b"abc")], r"b\.npy is damaged: its npy header"),
     "a header of Python": ([("b.npy", TOO_DEEP)], r"b\.npy is damaged: its npy header"),
     "values missing": ([GOOD, ("b.npy", npy([0, 1])[:-2])], r"b\.npy is damaged or cut: .* says 2 values"),
-    "starts alone": ([GOOD, ("b.docs.npy", npy([0], "<u4"))], r"b\.docs\.npy has no tokens b\.npy beside it"),
+    "starts alone": ([GOOD, ("b.docs.npy", npy([0], "<u4"))], r"b\.docs\.npy has no tokens b\.npy next to it"),
     "starts that fall": ([("b.docs.npy", npy([0, 2, 1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* do not ascend"),
     "starts too large": ([("b.docs.npy", npy([0, 4], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* do not ascend"),
     "starts behind 0": ([("b.docs.npy", npy([1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* do not ascend"),
@@ -217,7 +217,7 @@ def test_no_flipped_bit_in_a_header_is_more_than_an_error(tmp_path: Path, tokeni
 def test_two_tars_joined_into_one_file_are_refused(tmp_path: Path, tokenizer: Path) -> None:
     path = write_tar(tmp_path / "tars" / "a.tar", [GOOD])
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(DataError, match="goes on behind its end"):
+    with pytest.raises(DataError, match="continues after its end"):
         reindex_corpus(path.parent, tokenizer_path=tokenizer)
 
 
@@ -260,14 +260,14 @@ def test_tars_are_found_by_name_and_those_elsewhere_or_compressed_are_refused(tm
     assert find_tars(folder, [folder]) == find_tars(folder)
     assert find_tars(folder, [folder / "train-2.tar"]) == [folder / "train-2.tar"]
     elsewhere = write_tar(tmp_path / "train-1.tar", [])
-    with pytest.raises(DataError, match=r"does not lie in .* name as output the folder"):
+    with pytest.raises(DataError, match=r"is not in .* name the folder of the tars as the output"):
         find_tars(folder, [elsewhere])
     for name in ("train-3.tar.gz", "train-3.TAR.GZ", "train-3.tgz"):
         compressed = write_tar(folder / name, [])
-        with pytest.raises(DataError, match=rf"{name} is no plain tar.*gunzip"):
+        with pytest.raises(DataError, match=rf"{name} is not a plain tar.*gunzip"):
             find_tars(folder)
         compressed.unlink()
-    with pytest.raises(DataError, match="no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         find_tars(elsewhere)
     with pytest.raises(DataError, match=r"cannot read .*train-99\.tar"):
         find_tars(folder, [folder / "train-99.tar"])

@@ -78,7 +78,7 @@ def test_a_name_with_more_than_the_split_counts_only_beside_its_like_of_train_an
 ) -> None:
     splits, said = splits_of(laid_out(tmp_path / "alone", "novel.txt", name))
     assert name in splits["train"]
-    assert f"trained on, though named like held-out text: {tmp_path}/alone/{name}." in said
+    assert f"trained on, though named like validation or test text: {tmp_path}/alone/{name}." in said
     assert "--test PATH" in said
     if name != "train_test.txt":
         like = name.replace("test", "train").replace("dev", "train")
@@ -133,7 +133,7 @@ def fate_of(name: str, folder: Path) -> str:
     if name not in splits["train"]:
         assert f"not trained on: {folder}/{name}." in said
         return HELD
-    return SAID if f"trained on, though named like held-out text: {folder}/{name}." in said else SILENT
+    return SAID if f"trained on, though named like validation or test text: {folder}/{name}." in said else SILENT
 
 
 @pytest.mark.parametrize(("name", "alone", "beside"), [(name, *fates) for name, fates in BESIDE.items()])
@@ -163,14 +163,14 @@ def test_a_folder_beside_its_like_of_train_is_held_out(tmp_path: Path, train: st
     assert not splits_of(data / train, data / other)[0]["train"] & {f"{other}/deep/b.txt"}
     splits, said = splits_of(data / other)
     assert splits["train"] == {f"{other}/deep/b.txt"}
-    assert ("though named like held-out text" in said) == (other != "unit_tests")
+    assert ("though named like validation or test text" in said) == (other != "unit_tests")
 
 
 def test_an_input_of_any_name_with_splits_in_it_is_not_doubted(tmp_path: Path) -> None:
     data = laid_out(tmp_path / "my_test_run", "train.txt", "dev.txt", "other.txt")
     splits, said = splits_of(data)
     assert splits == {"train": {"train.txt", "other.txt"}, "valid": {"dev.txt"}, "test": set()}
-    assert f"though named like held-out text: {data}/other.txt." in said
+    assert f"though named like validation or test text: {data}/other.txt." in said
 
 
 def test_files_given_one_by_one_count_beside_each_other_as_the_shell_expands_a_pattern(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_files_given_one_by_one_count_beside_each_other_as_the_shell_expands_a_p
     for alone in ([tmp_path / "test.txt"], [tmp_path / "novel.txt", tmp_path / "test.txt"], [tmp_path / "test"]):
         splits, said = splits_of(*alone)
         assert not splits["test"]
-        assert "though named like held-out text" in said
+        assert "though named like validation or test text" in said
     assert splits_of(f"{tmp_path}/t*.txt")[0]["test"] == {"test.txt"}
     assert splits_of(f"{tmp_path}/**/*.txt")[0]["test"] == {"test.txt", "test/a.txt"}
     assert splits_of(tmp_path / "train.txt") == ({"train": {"train.txt"}, "valid": set(), "test": set()}, "")
@@ -199,7 +199,7 @@ def test_a_name_with_more_words_is_held_out_below_a_folder_with_train_in_it_and_
     data = laid_out(tmp_path / "data", "a/train.txt", "a/deep/my_test.txt", "b/my_test.txt")
     splits, said = splits_of(data)
     assert splits == {"train": {"a/train.txt", "b/my_test.txt"}, "valid": set(), "test": {"a/deep/my_test.txt"}}
-    assert f"though named like held-out text: {data}/b/my_test.txt." in said
+    assert f"though named like validation or test text: {data}/b/my_test.txt." in said
 
 
 def test_unit_tests_of_a_program_named_train_are_text_as_before(tmp_path: Path) -> None:

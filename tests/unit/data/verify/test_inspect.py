@@ -67,7 +67,7 @@ def test_clusters_show_their_share_of_the_tokens_and_the_flag_to_train_with(
     clusters = json.loads((tmp_path / "facts.json").read_text())["clusters"]["clusters"]
     assert [cluster["share"] for cluster in clusters] == pytest.approx(expected)
     assert f"{100 * expected[0]:.2f} %" in out
-    assert "cutoffs bring little" not in out
+    assert "cutoffs save little" not in out
 
 
 def test_ids_that_are_not_in_the_order_of_frequency_are_remarked(
@@ -78,7 +78,7 @@ def test_ids_that_are_not_in_the_order_of_frequency_are_remarked(
         tmp_path, texts=["ab" + "b" * 30], valid_fraction=0.0, kind="auto", tokenizer_path=tmp_path / "a.json"
     )
     out = inspect(corpus, "--cutoffs", 1, capsys=capsys)
-    assert "cutoffs bring little: as many of the most frequent ids as are in cluster 0 have 93.94 % of train" in out
+    assert "cutoffs save little: as many of the most frequent ids as are in cluster 0 have 93.94 % of train" in out
 
 
 def test_computed_cutoffs_are_shown_like_given_ones(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
