@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+NOTEBOOK = sorted((ROOT / "tools/experiments/notebook").glob("*.md"))
+"""Pages of measurements. They are no part of the site, and name settings, commands and files as the site does."""
 SHELLS = ("bash", "sh", "shell", "console")
 FENCE = re.compile(
     r"^(?P<ticks>```+)(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^(?P=ticks)\s*$", re.MULTILINE | re.DOTALL

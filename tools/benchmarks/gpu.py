@@ -15,8 +15,8 @@
 
 A section is a process of its own with a limit, and a list of jobs. Each row is on the disk the moment it is known. A
 job that raises leaves a row that says so; one that kills the process, or takes too long, leaves such a row too, and the
-section goes on behind it in a fresh process. Seconds that a section leaves are the next one's. docs/gpu.md says what
-the rows mean and what to do with them.
+section goes on behind it in a fresh process. Seconds that a section leaves are the next one's.
+tools/experiments/notebook/gpu.md says what the rows mean and what to do with them.
 
 `--only SECTION` (more than one may be given) measures a part; `--rehearse` runs everything tiny on a CPU, and
 `--break SECTION=kill|raise|hang` shows what a job leaves that goes wrong: the first of that section does.

@@ -1,6 +1,7 @@
 """What each switch of `switches` brings at equal seconds.
 
-    python -m tools.experiments.ablation --corpus stdlib=DIR --corpus wikitext-2=DIR --csv docs/ablation.csv --runs DIR
+    python -m tools.experiments.ablation --corpus stdlib=DIR --corpus wikitext-2=DIR --runs DIR \
+        --csv tools/experiments/notebook/ablation.csv
 
 The quickstart's model and batch, one thread, one rank. A run has `--seconds`: as many steps as fit into them, by the
 milliseconds of its step beside the others' (minima of interleaved rounds), so that a neighbour's load cannot choose the
@@ -14,7 +15,7 @@ winner. Its schedule ends with its last step. What counts is the held-out loss t
              below minus twice AdamW's deviation
 
 Every row of the CSV is one run, or one cost. What has its row is not run again; what was interrupted goes on.
-`--table` runs nothing, and writes the table of docs/modern.md from the CSV.
+`--table` runs nothing, and writes the table of notebook/ablation.md from the CSV.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import numpy as np
 from tools.benchmarks.measuring import interleaved
 from tools.benchmarks.switches import QUICKSTART, SWITCHES, WHOLE, EngineStep, config_with
 from tools.benchmarks.trainers import Sizes, zipf_segments
-from tools.experiments.recording import ROOT, Rows, markdown, put_table, spread
+from tools.experiments.recording import NOTEBOOK, Rows, markdown, put_table, spread
 from tools.experiments.trainings import records_in, side_by_side
 from tools.experiments.trainings import train as make_run
 from txl_dist.config.load import changed
@@ -42,8 +43,8 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 COLUMNS = ("kind", "corpus", "variant", "lr", "seed", "steps", "ms_per_step", "loss", "wall_s")
 VOCAB_SIZE = 4_096
 EVAL_TOKENS = 122_880
-PAGE = ROOT / "docs/modern.md"
-BEGIN = "<!-- table: python -m tools.experiments.ablation --csv docs/ablation.csv --table -->"
+PAGE = NOTEBOOK / "ablation.md"
+BEGIN = "<!-- table: python -m tools.experiments.ablation --csv tools/experiments/notebook/ablation.csv --table -->"
 
 
 class Run(NamedTuple):
@@ -227,7 +228,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=75.0, help="of a run, without start and evaluation")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/modern.md")
+    parser.add_argument("--table", action="store_true", help="write the table of notebook/ablation.md")
     arguments = parser.parse_args()
     if arguments.table:
         records = Records(arguments.csv)

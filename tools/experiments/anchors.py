@@ -1,9 +1,9 @@
 """What compressors pay for a corpus' held-out text, in bits per byte: figures that a model can be set beside.
 
-    python -m tools.experiments.anchors data/books       what docs/anchors.csv lacks is measured, and added to it
+    python -m tools.experiments.anchors data/books       what notebook/anchors.csv lacks is measured, and added to it
     python -m tools.experiments.anchors data/books --split test --trial      printed, and not added
-    python -m tools.experiments.anchors --table          the table of docs/results.md, from docs/anchors.csv, and the
-                                                         recipes' bits per byte from docs/recipes.csv
+    python -m tools.experiments.anchors --table          write the table of notebook/results.md, from
+                                                         notebook/anchors.csv and notebook/recipes.csv
 
 The text is the one whose loss `txl evaluate --split valid` tells as bits per byte: the documents in file order, byte
 for byte as their tokens spell them. Where an end-of-text follows a document a byte FF does here, which no UTF-8 has:
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 from tools.experiments.recipes import COLUMNS as SCORED_COLUMNS
 from tools.experiments.recipes import RECORDS as SCORED
-from tools.experiments.recording import ROOT, Rows, markdown, put_table, today
+from tools.experiments.recording import NOTEBOOK, Rows, markdown, put_table, today
 from tools.experiments.texts import mark_of_text, marked_text
 from txl_dist import __version__
 from txl_dist.config.load import Config, changed
@@ -42,7 +42,7 @@ from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.evaluation.scoring import score_baselines
 
-RECORDS, PAGE = ROOT / "docs/anchors.csv", ROOT / "docs/results.md"
+RECORDS, PAGE = NOTEBOOK / "anchors.csv", NOTEBOOK / "results.md"
 BEGIN = "<!-- table: python -m tools.experiments.anchors --table -->"
 
 
@@ -104,7 +104,7 @@ class Figure(NamedTuple):
 
 
 Row = dict[str, str]
-"""Of docs/anchors.csv: texts, a figure, and the date."""
+"""Of notebook/anchors.csv: texts, a figure, and the date."""
 COLUMNS = (*Texts._fields, *Figure._fields, "date")
 
 
@@ -227,8 +227,10 @@ def main() -> None:
     parser.add_argument("corpus", nargs="?", help="what txl prepare made, by a tokenizer that loses nothing")
     parser.add_argument("--split", default="valid", help="held-out split")
     parser.add_argument("--train-split", default="train", help="the text that primes, and is counted")
-    parser.add_argument("--trial", action="store_true", help="print all figures, and add none to docs/anchors.csv")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from docs/anchors.csv")
+    parser.add_argument("--trial", action="store_true", help="print all figures, and add none to notebook/anchors.csv")
+    parser.add_argument(
+        "--table", action="store_true", help="write the table of notebook/results.md from notebook/anchors.csv"
+    )
     given = parser.parse_args()
     if given.table:
         recipes = of_recipes(Rows(SCORED, SCORED_COLUMNS).rows)

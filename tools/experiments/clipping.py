@@ -1,8 +1,8 @@
 """Share of clipped steps of every recipe, at a size that a CPU can train: is `optim.clip_norm` a limit, or the rate?
 
-    python -m tools.experiments.clipping                    every recipe of configs/ that docs/clipping.csv lacks
+    python -m tools.experiments.clipping                    every recipe of configs/ that notebook/clipping.csv lacks
     python -m tools.experiments.clipping ptb --again        one recipe, again
-    python -m tools.experiments.clipping --table            the table of docs/tuning.md, from docs/clipping.csv
+    python -m tools.experiments.clipping --table            write the table of notebook/clipping.md
 
 Each recipe trains on the source text of Python's standard library, in its own kind of tokens. Optimizer, learning
 rate, schedule, gradient norm and dropout stay. The schedule ends after `--steps`, and the warm-up takes a quarter of
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.benchmarks.measuring import announced, positive
-from tools.experiments.recording import ROOT, Rows, markdown, origin, put_table
+from tools.experiments.recording import NOTEBOOK, ROOT, Rows, markdown, origin, put_table
 from tools.experiments.trainings import cutoffs_below, records_in, run_txl, train
 from txl_dist.config.load import Config, changed, load_config
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import TxlError
 from txl_dist.model.flops import count_parameters
 
-RECIPES, RECORDS, PAGE = ROOT / "configs", ROOT / "docs/clipping.csv", ROOT / "docs/tuning.md"
+RECIPES, RECORDS, PAGE = ROOT / "configs", NOTEBOOK / "clipping.csv", NOTEBOOK / "clipping.md"
 BEGIN = "<!-- table: python -m tools.experiments.clipping --table -->"
 LARGE = 6_000_000
 """Parameters above which a recipe is made smaller."""
@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/clipping"), help="folder of corpora and runs")
     parser.add_argument("--csv", type=Path, default=RECORDS, help="file of the records")
     parser.add_argument("--again", action="store_true", help="also what has a row")
-    parser.add_argument("--table", action="store_true", help="write the table of docs/tuning.md from the records")
+    parser.add_argument("--table", action="store_true", help="write the table of notebook/clipping.md from the records")
     given = parser.parse_args()
     if unknown := set(given.names) - set(TOKENS):
         parser.error(f"{', '.join(sorted(unknown))}: no recipe of configs/. There are {', '.join(sorted(TOKENS))}")

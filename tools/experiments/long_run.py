@@ -1,7 +1,7 @@
 """A run that is killed again and again, beside one that is not, and beside other seeds.
 
     python -m tools.experiments.long_run configs/quickstart.toml --data data/stdlib --steps 2000 --out runs/long
-    python -m tools.experiments.long_run --table    the table and the picture of docs/results.md, from docs/long_run.csv
+    python -m tools.experiments.long_run --table    write the table of notebook/results.md, and its picture
 
 Runs of one recipe on two ranks, one after the other:
 
@@ -33,14 +33,23 @@ from typing import Any, NamedTuple
 import psutil
 
 from tools.benchmarks.measuring import announced
-from tools.experiments.recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
+from tools.experiments.recording import (
+    NOTEBOOK,
+    append_rows,
+    markdown,
+    origin,
+    picture,
+    put_table,
+    read_rows,
+    spread,
+)
 from tools.experiments.trainings import ENVIRONMENT, named, records_in, run_txl
 from txl_dist.artifacts import list_checkpoints, step_of
 from txl_dist.config.load import Config, changed, config_to_toml, load_config
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import TxlError
 
-RECORDS, PAGE, PLOT = ROOT / "docs/long_run.csv", ROOT / "docs/results.md", ROOT / "docs/long_run.svg"
+RECORDS, PAGE, PLOT = NOTEBOOK / "long_run.csv", NOTEBOOK / "results.md", NOTEBOOK / "long_run.svg"
 BEGIN = "<!-- table: python -m tools.experiments.long_run --table -->"
 UNBROKEN, KILLED, MOVED = "unbroken", "killed", "moved"
 RANKS, SAVE_EVERY, NUM_EVALUATIONS = 2, 100, 20
@@ -243,7 +252,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5, help="of each of the two that are killed")
     parser.add_argument("--seed", type=int, default=1, help="of the runs, and of the moments")
     parser.add_argument("--more-seeds", type=int, default=2, metavar="N", help="unbroken runs of other seeds")
-    parser.add_argument("--trial", action="store_true", help="print the rows, and add none to docs/long_run.csv")
+    parser.add_argument("--trial", action="store_true", help="print the rows, and add none to notebook/long_run.csv")
     parser.add_argument("--table", action="store_true", help="write the table and draw the picture")
     given = parser.parse_args()
     if given.table:

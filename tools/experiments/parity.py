@@ -1,8 +1,8 @@
 """Our training beside the original authors' own: the same weights at the start, the same tokens at every step.
 
-    python -m tools.experiments.parity data/tinyshakespeare --original DIR          measure what docs/parity.csv lacks
+    python -m tools.experiments.parity data/tinyshakespeare --original DIR          add to notebook/parity.csv
     python -m tools.experiments.parity data/tinyshakespeare --original DIR --check  20 steps without dropout: the same?
-    python -m tools.experiments.parity --table      the tables of docs/results.md and docs/parity.svg
+    python -m tools.experiments.parity --table      the tables of notebook/results.md and notebook/parity.svg
 
 DIR is the folder `pytorch` of their code. A pair is one seed on one corpus:
 
@@ -45,7 +45,16 @@ import numpy as np
 import psutil
 import torch
 
-from tools.experiments.recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
+from tools.experiments.recording import (
+    NOTEBOOK,
+    append_rows,
+    markdown,
+    origin,
+    picture,
+    put_table,
+    read_rows,
+    spread,
+)
 from tools.experiments.trainings import ENVIRONMENT, records_in, run_txl
 from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.data.loader.corpora import open_corpora
@@ -54,7 +63,7 @@ from txl_dist.data.loader.stream import LaneStream
 from txl_dist.errors import ConfigError, DataError, TxlError
 from txl_dist.inference.bundle import load_bundle
 
-RECORDS, PAGE, PLOT = ROOT / "docs/parity.csv", ROOT / "docs/results.md", ROOT / "docs/parity.svg"
+RECORDS, PAGE, PLOT = NOTEBOOK / "parity.csv", NOTEBOOK / "results.md", NOTEBOOK / "parity.svg"
 BEGIN = "<!-- table: python -m tools.experiments.parity --table -->"
 BEGIN_EQUAL_SECONDS = "<!-- table: python -m tools.experiments.parity --table (equal seconds) -->"
 LEAST_SEEDS = 3
@@ -93,7 +102,7 @@ SIZES = {
 }
 """By the name of the corpus' folder: an epoch at most, some ten minutes of one core for a pair. The rate of words is
 the authors' of their base model of WikiText-103: without a warm-up, at 1e-3, one of three seeds did not get going in
-either program, which measures a seed (docs/log.md)."""
+either program, which measures a seed (notebook/log.md)."""
 
 
 def checked_size(size: Size) -> Size:
@@ -572,7 +581,7 @@ def told_but_steps(key: tuple[str, str, str]) -> tuple[str, str, str]:
 
 
 def write_table() -> None:
-    """Put the tables into docs/results.md, and draw docs/parity.svg."""
+    """Put the tables into notebook/results.md, and draw notebook/parity.svg."""
     records = read_records()
     put_table(PAGE, BEGIN, table_of(records) if records else [])
     put_table(PAGE, BEGIN_EQUAL_SECONDS, equal_seconds_table(records))
@@ -607,9 +616,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the pairs")
     parser.add_argument("--steps", type=int, default=0, help="others than those of the sizes")
     parser.add_argument("--out", type=Path, default=Path("runs/parity"), help="folder of the runs")
-    parser.add_argument("--trial", action="store_true", help="print the points, and add none to docs/parity.csv")
+    parser.add_argument("--trial", action="store_true", help="print the points, and add none to notebook/parity.csv")
     parser.add_argument("--check", action="store_true", help="20 small steps without dropout: are the losses the same?")
-    parser.add_argument("--table", action="store_true", help="write the table and the picture from docs/parity.csv")
+    parser.add_argument("--table", action="store_true", help="write the table and the picture from notebook/parity.csv")
     parser.add_argument("--theirs", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.table:

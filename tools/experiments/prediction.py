@@ -1,9 +1,9 @@
 """The loss of a model, told before it is trained, from three smaller ones.
 
-    python -m tools.experiments.studies sizes --corpus data/stdlib   the smaller ones, three seeds each
-    python -m tools.experiments.prediction --tell                    writes docs/prediction.csv; commit it, only then
+    python -m tools.experiments.studies sizes --corpus data/stdlib    the smaller ones, three seeds each
+    python -m tools.experiments.prediction --tell          write notebook/prediction.csv. Commit it, only then
     python -m tools.experiments.studies larger --corpus data/stdlib  train the larger one
-    python -m tools.experiments.prediction --table                   what was told beside what came, in docs/results.md
+    python -m tools.experiments.prediction --table         write the table of notebook/results.md
 
 The law is the plainest there is: a line through the logarithms of the loss and of the parameters outside the tables, at
 equal tokens and the same rate, by least squares, a line per seed. Told are the mean of the seeds' and their deviation.
@@ -20,12 +20,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.experiments.recording import ROOT, append_rows, commit, markdown, put_table, read_rows, spread, today
+from tools.experiments.recording import (
+    NOTEBOOK,
+    append_rows,
+    commit,
+    markdown,
+    put_table,
+    read_rows,
+    spread,
+    today,
+)
 from tools.experiments.studies import RECORDS as STUDIED
 from tools.experiments.studies import STUDIES, Record, config_of, groups_of, parameters_outside_tables, told_on
 from txl_dist.errors import ConfigError, TxlError
 
-RECORDS, PAGE = ROOT / "docs/prediction.csv", ROOT / "docs/results.md"
+RECORDS, PAGE = NOTEBOOK / "prediction.csv", NOTEBOOK / "results.md"
 BEGIN = "<!-- table: python -m tools.experiments.prediction --table -->"
 _HEAD = ("corpus", "seeds", "from models of, parameters", "for, parameters", "told", "came", "told on, at")
 
@@ -107,9 +116,9 @@ def main() -> None:
     parser.add_argument(
         "--tell",
         action="store_true",
-        help="write docs/prediction.csv, of corpora whose larger model is not yet trained",
+        help="write notebook/prediction.csv, of corpora whose larger model is not yet trained",
     )
-    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md")
+    parser.add_argument("--table", action="store_true", help="write the table of notebook/results.md")
     given = parser.parse_args()
     records = read_rows(STUDIED, Record)
     if given.tell:

@@ -1,7 +1,7 @@
 """What the recipes for two cores come to: trained as they are, scored as their pages say, a row per score.
 
     python -m tools.experiments.recipes books_bytes_cpu --precision bf16  trains, or goes on, then scores and records
-    python -m tools.experiments.recipes --table                           the table of docs/results.md
+    python -m tools.experiments.recipes --table                           the table of notebook/results.md
 
 The corpus is prepared before, as the recipe's header says. Seconds are those of training, its evaluations and
 checkpoints (`trainings.seconds_of`). Scores are made side by side, each on one thread. What has its row, of the same
@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from tools.benchmarks.measuring import announced
-from tools.experiments.recording import ROOT, Rows, cpu, markdown, put_table, today
+from tools.experiments.recording import NOTEBOOK, ROOT, Rows, cpu, markdown, put_table, today
 from tools.experiments.texts import mark_of_text, marked_text
 from tools.experiments.trainings import (
     CommandError,
@@ -37,7 +37,7 @@ from txl_dist.config.load import Config, changed, load_config
 from txl_dist.data.loader.corpus import Corpus, open_corpus
 from txl_dist.errors import ConfigError, DataError, TxlError
 
-RECORDS, PAGE = ROOT / "docs/recipes.csv", ROOT / "docs/results.md"
+RECORDS, PAGE = NOTEBOOK / "recipes.csv", NOTEBOOK / "results.md"
 BEGIN = "<!-- table: python -m tools.experiments.recipes --table -->"
 _CHARACTERS = (
     "--split valid --num-lanes 1 --memory-len 256",
@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one after another: {', '.join(SCORES)}")
     parser.add_argument("--precision", default="fp32", help="bf16 where the processor has instructions for it")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--table", action="store_true", help="write the table of docs/results.md from the records")
+    parser.add_argument("--table", action="store_true", help="write the table of notebook/results.md from the records")
     given = parser.parse_args()
     if unknown := set(given.names) - set(SCORES):
         parser.error(f"{', '.join(sorted(unknown))}: no recipe that is scored here. There are {', '.join(SCORES)}")

@@ -21,6 +21,8 @@ from typing import Any, TypeVar, get_type_hints
 from txl_dist.errors import TxlError
 
 ROOT = Path(__file__).parents[2]
+NOTEBOOK = Path(__file__).parent / "notebook"
+"""Pages of measurements, with their records and pictures."""
 END = "<!-- end of table -->"
 """Behind a table in a page; before it stands a comment with the command that writes it."""
 _WRITING = threading.RLock()

@@ -1,4 +1,4 @@
-"""Seconds from the command to a fixed held-out loss, on two cores; the rules are in docs/speedrun.md.
+"""Seconds from the command to a fixed held-out loss, on two cores; the rules are in notebook/speedrun.md.
 
     python -m tools.experiments.speedrun configs/quickstart.toml MORE.toml --seeds 5 --peer-original DIR    measure
     python -m tools.experiments.speedrun --table                                                    write the table
@@ -32,13 +32,13 @@ from typing import NamedTuple
 
 import psutil
 
-from tools.experiments.recording import ROOT, append_rows, markdown, origin, put_table, read_rows, spread
+from tools.experiments.recording import NOTEBOOK, append_rows, markdown, origin, put_table, read_rows, spread
 from tools.experiments.trainings import run_txl
 from txl_dist.config.load import Config, changed, config_to_toml, load_config, setting_names, unknown_setting, value_of
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 
-RECORDS, PAGE = ROOT / "tools/experiments/speedrun.csv", ROOT / "docs/speedrun.md"
+RECORDS, PAGE = NOTEBOOK / "speedrun.csv", NOTEBOOK / "speedrun.md"
 TARGET_NATS = 4.10
 """Per token of the held-out split: the mean over an entry's seeds may not be above it."""
 LEAST_SEEDS = 3
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--original-flags", default="", metavar="FLAGS", help="flags of its train.py that win")
     parser.add_argument("--corpus", type=Path, default=Path("data/stdlib"))
     parser.add_argument("--out", type=Path, default=Path("runs/speedrun"))
-    parser.add_argument("--table", action="store_true", help="write the table of docs/speedrun.md from the records")
+    parser.add_argument("--table", action="store_true", help="write the table of notebook/speedrun.md from the records")
     parser.add_argument("--trial", action="store_true", help="print the rows, and add none to the records")
     given = parser.parse_args()
     if given.table:

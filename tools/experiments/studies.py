@@ -1,8 +1,8 @@
 """What one setting is worth, all else equal: trainings from the same seeds, scored on the same tokens.
 
-    python -m tools.experiments.studies memory --corpus data/books --corpus data/stdlib   what docs/studies.csv lacks
+    python -m tools.experiments.studies memory --corpus data/books --corpus data/stdlib   add to notebook/studies.csv
     python -m tools.experiments.studies softmax --corpus data/wikitext-2
-    python -m tools.experiments.studies --table                      the tables of docs/results.md, and docs/study_*.svg
+    python -m tools.experiments.studies --table        write the tables of notebook/results.md, and study_*.svg
 
     memory     a memory of 0, 1, 2 and 4 times the segment
     borders    memory that runs over document borders, and a mask there; both score the same tokens
@@ -31,14 +31,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tools.experiments.recording import ROOT, append_rows, markdown, origin, picture, put_table, read_rows, spread
+from tools.experiments.recording import (
+    NOTEBOOK,
+    ROOT,
+    append_rows,
+    markdown,
+    origin,
+    picture,
+    put_table,
+    read_rows,
+    spread,
+)
 from tools.experiments.trainings import cutoffs_below, flags_of, records_in, run_txl, side_by_side
 from txl_dist.config.load import Config, changed, check_config, load_config
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import ConfigError, TxlError
 from txl_dist.model.transformer_xl import TransformerXL
 
-RECORDS, PAGE = ROOT / "docs/studies.csv", ROOT / "docs/results.md"
+RECORDS, PAGE = NOTEBOOK / "studies.csv", NOTEBOOK / "results.md"
 RECIPE = ROOT / "configs/modern_quickstart.toml"
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8")
 NUM_EVALUATIONS, EVALUATED_TOKENS = 5, 61_440
@@ -245,7 +255,7 @@ def write_tables() -> None:
     for study in dict.fromkeys(row.study for row in records):
         rows = ordered([row for row in records if row.study == study])
         put_table(PAGE, begin_of(study), table_of(rows))
-        draw(rows, out=ROOT / f"docs/study_{study}.svg")
+        draw(rows, out=NOTEBOOK / f"study_{study}.svg")
 
 
 def main() -> None:

@@ -348,7 +348,8 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
 def run_and_exit() -> None:
     """Run the `txl` script: run the command line, write all output, and exit."""
     # Threads that wait for one another spin for some microseconds, then sleep. With the default of a millisecond, steps
-    # took ten times longer on cores that other processes use too (docs/log.md). torch reads it when it is imported.
+    # took ten times longer on cores that other processes use too (tools/experiments/notebook/log.md). torch reads it
+    # when it is imported.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     guard_streams()

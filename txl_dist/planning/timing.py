@@ -94,7 +94,7 @@ OURS = Program(
     update_host_s=2e-3,
 )
 HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
-"""Host time by ZeRO stage compared with stage 0, as measured in docs/benchmarks.md."""
+"""Host time by ZeRO stage compared with stage 0, as measured in tools/experiments/notebook/benchmarks.md."""
 NORMS_EXTRA_BYTES = 20.0
 
 

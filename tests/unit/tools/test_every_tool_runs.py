@@ -29,7 +29,7 @@ PROGRAMS = {
     if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
 }
 SMOKE: dict[str, list[str]] = {
-    "experiments/ablation": ["--table", "--csv", "docs/ablation.csv"],
+    "experiments/ablation": ["--table", "--csv", "tools/experiments/notebook/ablation.csv"],
     "experiments/anchors": ["--table"],
     "benchmarks/allocator": ["--only", "as it comes", "--size", "1"],
     "benchmarks/attention": ["--tiny", "--rounds", "1"],
@@ -117,7 +117,7 @@ def test_a_program_shows_its_help(
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the programs read and write: `--table` writes pages and pictures of docs/."""
+    """A copy of what the programs read and write: `--table` writes pages and pictures."""
     copy = tmp_path_factory.mktemp("checkout")
     for folder in ("configs", "docs", "tools"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -168,8 +168,9 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
         pytest.fail(f"{name} runs for more than 5 minutes")
     assert process.exitcode == 0, err.read_text()[-3000:]
     assert "Traceback" not in err.read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        assert (checkout / "docs" / page.name).read_bytes() == page.read_bytes(), "the page is not that of the records"
+    for page in [*(ROOT / "docs").glob("*.md"), *(ROOT / "tools/experiments/notebook").glob("*.md")]:
+        copy = checkout / page.relative_to(ROOT)
+        assert copy.read_bytes() == page.read_bytes(), "the page is not that of the records"
 
 
 @pytest.mark.parametrize(

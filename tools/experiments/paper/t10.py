@@ -2,7 +2,7 @@
 
     python -m tools.experiments.paper.t10 --corpus data/stdlib              18 runs on 2 cores, 6 of them those of t6
     python -m tools.experiments.paper.t10 --size paper --gpus 4 --gpu h100  commands for a cluster, and txl plan of them
-    python -m tools.experiments.paper.t10 --table                           write the table of docs/paper.md
+    python -m tools.experiments.paper.t10 --table                           write the table of notebook/paper.md
 
 A model without recurrence holds no memory and fewer keys, so its segments may be longer in as many bytes. How long, the
 prediction of `txl plan` tells (`train.footprint`): the longest segment whose rank needs no more than that of the

@@ -2,7 +2,7 @@
 
     python -m tools.experiments.paper.t6 --corpus data/stdlib              33 runs on 2 cores, 2 at a time
     python -m tools.experiments.paper.t6 --size paper --gpus 4 --gpu h100  commands for a cluster, and txl plan of them
-    python -m tools.experiments.paper.t6 --table                           write the table of docs/paper.md
+    python -m tools.experiments.paper.t6 --table                           write the table of notebook/paper.md
 
 All trials have the same model, batch, rate and steps. The rows of the paper, but for the character model of Al-Rfou et
 al., and three more: absolute positions with a memory (`model.absolute_with_memory`), which its argument says must fail,

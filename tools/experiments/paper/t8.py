@@ -2,7 +2,7 @@
 
     python -m tools.experiments.paper.t8                  of the runs of tools.experiments.paper.t6, seed by seed
     python -m tools.experiments.paper.t8 --size paper     the command for a cluster
-    python -m tools.experiments.paper.t8 --table          write the table of docs/paper.md
+    python -m tools.experiments.paper.t8 --table          write the table of notebook/paper.md
 
 The models of a seed are one group, whose best at a context all are measured against. Each has the memory that it was
 trained with. What has its row in the CSV is not measured again.

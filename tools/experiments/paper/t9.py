@@ -2,7 +2,7 @@
 
     python -m tools.experiments.paper.t9                           on one core; --peer-original DIR times their code too
     python -m tools.experiments.paper.t9 --size paper              the same command, of the paper's model and lengths
-    python -m tools.experiments.paper.t9 --table                   write the table of docs/paper.md
+    python -m tools.experiments.paper.t9 --table                   write the table of notebook/paper.md
 
 The vanilla model moves a window by one token for each token; recurrence runs segments over a memory of hidden states;
 cached is ours, over keys and values. The model is enwik8_base with random weights in all sizes, for speed is no matter

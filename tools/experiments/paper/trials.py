@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tools.experiments.recording import ROOT, Rows, markdown, origin, put_table, spread
+from tools.experiments.recording import NOTEBOOK, ROOT, Rows, markdown, origin, put_table, spread
 from tools.experiments.trainings import (
     commits_of,
     cutoffs_below,
@@ -36,7 +36,7 @@ from txl_dist.planning.hardware import GpuCluster, find_gpu
 from txl_dist.planning.plan import Plan, PlanOptions, make_plan
 from txl_dist.planning.text import plan_lines
 
-PAGE = ROOT / "docs/paper.md"
+PAGE = NOTEBOOK / "paper.md"
 UNMEASURED = "Not measured yet."
 MOST_AGAIN = 4
 """Segments of training that are run again at most: to score with them takes as many times longer."""
@@ -63,7 +63,7 @@ class Size(NamedTuple):
 
 ALONE = {"engine.zero_stage": 0, "train.microbatch_lanes": 32}
 MUON = {"optim.name": "muon", "optim.muon_momentum": 0.9, "optim.lr": 1.6e-2}
-"""As docs/speedrun.md has it beside the same block: it learns in half of the steps what Adam does."""
+"""As notebook/speedrun.md has it beside the same block: it learns in half of the steps what Adam does."""
 TINY_MODEL = {"model.num_layers": 1, "model.width": 16, "model.num_heads": 1, "model.head_width": 16}
 SIZES = {
     "tiny": Size(ROOT / "configs/quickstart.toml", ALONE | TINY_MODEL | {"model.cutoffs": ()}, 8, (8, 16), 2),
@@ -248,7 +248,7 @@ def add_record_flags(parser: argparse.ArgumentParser, *, program: str) -> None:
     parser.add_argument(
         "--csv", type=Path, default=ROOT / f"tools/experiments/paper/{program}.csv", help="the records; tiny needs it"
     )
-    parser.add_argument("--table", action="store_true", help="write the table of docs/paper.md from the records")
+    parser.add_argument("--table", action="store_true", help="write the table of notebook/paper.md from the records")
 
 
 def options(description: str | None, *, program: str) -> argparse.ArgumentParser:
@@ -313,4 +313,4 @@ def require_own_records(parser: argparse.ArgumentParser, given: argparse.Namespa
     if given.size == "tiny" and is_own:
         parser.error("--size tiny tries the program: name a file for its records by --csv")
     if given.table and not is_own:
-        parser.error("--table writes docs/paper.md, from the repository's own records: leave --csv out")
+        parser.error("--table writes notebook/paper.md, from the repository's own records: leave --csv out")

@@ -33,7 +33,7 @@ Change = dict[str, Any]
 """Changed settings: values by `section.key`."""
 SURE = {"cpu": 0.95, "cuda": 0.9}
 """Share of the prediction that is surely needed. On CPUs the prediction was at most 3.2 % too high
-(docs/benchmarks.md); on GPUs it was never measured."""
+(tools/experiments/notebook/benchmarks.md); on GPUs it was never measured."""
 
 
 def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, device: torch.device) -> None:

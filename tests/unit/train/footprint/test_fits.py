@@ -118,7 +118,7 @@ def test_what_fits_is_not_refused_and_neither_is_what_a_measured_error_would_mak
     config = tiny_config(model=WIDE, train=LONG)
     size = 2 * predicted(config, world_size=2)
     check(config, room=size)
-    check(config, room=0.97 * size)  # the prediction may be 3.2 % too high: docs/benchmarks.md
+    check(config, room=0.97 * size)  # the prediction may be 3.2 % too high: tools/experiments/notebook/benchmarks.md
     refusal(config, room=0.94 * size)
 
 
