@@ -102,7 +102,7 @@ start_s=$SECONDS code=0
 train "$@" || code=$?
 train_s=$((SECONDS - start_s))
 if ((code == 75)); then
-    echo "launch: training was asked to stop; the same command goes on" >&2
+    echo "launch: training was asked to stop; the same command continues" >&2
     exit 75
 fi
 if ((code != 0)); then

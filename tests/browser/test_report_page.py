@@ -166,9 +166,9 @@ def test_tiles_and_their_text_can_be_seen(browser: Any, pages: dict[str, Path], 
 def test_the_page_is_whole_without_scripts(browser: Any, pages: dict[str, Path]) -> None:
     with visit(browser, pages["report"], width=390, javascript=False) as seen:
         assert len(seen.page.query_selector_all("figure svg")) == 21
-        assert not seen.page.is_visible("td:has-text('training stood still') >> nth=0")
+        assert not seen.page.is_visible("td:has-text('training waited') >> nth=0")
         seen.page.click("details > summary:has-text('events')")
-        assert seen.page.is_visible("td:has-text('training stood still') >> nth=0")
+        assert seen.page.is_visible("td:has-text('training waited') >> nth=0")
 
 
 def test_printing_is_black_on_white_whatever_the_screen(browser: Any, pages: dict[str, Path]) -> None:

@@ -93,7 +93,7 @@ def test_a_signal_to_the_script_stops_the_training_which_saves(folder: Path, num
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 75
     assert (folder / "saved").exists(), "the script waited for it"
-    assert output.endswith("asked to stop; the same command goes on\n")
+    assert output.endswith("asked to stop; the same command continues\n")
 
 
 def test_a_signal_before_the_training_listens_loses_nothing(folder: Path) -> None:

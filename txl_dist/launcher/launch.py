@@ -120,20 +120,20 @@ def signal_of(code: int) -> int:
 
 def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     """Return how a run ended; empty if a rank has printed it: the run is done, or was refused."""
-    goes_on = "the same command goes on"
+    remedy = "the same command continues"
     if code in (0, ConfigError.exit_code):
         return ""
     if code == REQUEUE:
-        return f"stopped; {goes_on}"
+        return f"stopped; {remedy}"
     if code != HANG:
         log = run_dir / LOG
         return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
     if number := signal_of(launcher_code):
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         hint = "; when memory runs out the system does that, see `dmesg`" if number == signal.SIGKILL else ""
-        return f"a rank died of {name}{hint}; {goes_on} from the last checkpoint"
+        return f"a rank died of {name}{hint}; {remedy} from the last checkpoint"
     lost = "a rank hung or was lost" if launcher_code == HANG else "the launcher ended before the run was done"
-    return f"{lost}; {goes_on} from the last checkpoint"
+    return f"{lost}; {remedy} from the last checkpoint"
 
 
 class _Forwarding:

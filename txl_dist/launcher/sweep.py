@@ -54,7 +54,7 @@ FAILED = 1
 """Exit code of a sweep in which a run failed."""
 DECISIVE = 2.0
 """Smallest margin in standard deviations that is not called chance."""
-STOPPED = "stopped; the same command goes on"
+STOPPED = "stopped; the same command continues"
 TABLE, PAGE = "sweep.csv", "compare.html"
 _NOT_AN_AXIS = {"run.dir": "--out says where the runs lie", "run.seed": "--seeds says how many there are"}
 """Settings that the sweep sets itself, with the flag that controls each."""

@@ -184,10 +184,10 @@ def _state_of(path: Path, history: History) -> str:
     if last is not None and last.name == "stopped":
         reason = last.fields.get("reason")
         by = f" by {reason}" if reason else ""
-        return f"stopped{by}; the same command goes on"
+        return f"stopped{by}; the same command continues"
     if is_alive is None:
-        return "not done, and no job works on it; log.txt tells why, and the same command goes on"
-    return "crashed or killed: its job is gone without a word; the same command goes on"
+        return "not done, and no job works on it; log.txt tells why, and the same command continues"
+    return "crashed or killed: its job is gone without a word; the same command continues"
 
 
 def _is_locked(path: Path) -> bool | None:

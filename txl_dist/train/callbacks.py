@@ -99,7 +99,7 @@ class ValidationEnd(NamedTuple):
 
     step: int
     loss: float
-    """Loss of the first corpus' held-out split in nats per token."""
+    """Loss of the first corpus' validation split in nats per token."""
     losses: Mapping[str, float]
     """Loss by name of the record in metrics.jsonl: `eval`, and `eval_NAME` of further corpora."""
     is_best: bool
@@ -183,7 +183,7 @@ class Callbacks:
     """The callbacks of one run on one rank. Its methods are called by all ranks together, except `fail`."""
 
     def __init__(self, callbacks: Iterable[object]) -> None:
-        """Raises ConfigError for what is no callback, or two callbacks whose states have one name."""
+        """Check the callbacks. Raises ConfigError for an object that is none, or for two with the same `state_key`."""
         if not isinstance(callbacks, Iterable):
             raise ConfigError(
                 f"callbacks: {_shown(callbacks)} is no list. Write callbacks=[...], also for one callback."
@@ -206,12 +206,14 @@ class Callbacks:
 
     @property
     def stateful(self) -> list[str]:
-        """`state_key` of each callback that has a state."""
-        return [_name(one) for one in self._callbacks if _has(one, "state_dict")]
+        """The `state_key` of each callback that has a state."""
+        return [_name(callback) for callback in self._callbacks if _has(callback, "state_dict")]
 
     def check_alike(self) -> None:
-        """Raises ConfigError if ranks have different callbacks: they would wait for each other for ever."""
-        forms = [(type(one).__qualname__, *(hook for hook in HOOKS if _has(one, hook))) for one in self._callbacks]
+        """Raise ConfigError if ranks have different callbacks: they would wait for each other forever."""
+        forms = []
+        for callback in self._callbacks:
+            forms.append((type(callback).__qualname__, *(hook for hook in HOOKS if _has(callback, hook))))
         gathered = gather_objects(forms)
         for rank, others in enumerate(gathered):
             if others != gathered[0]:
@@ -225,7 +227,7 @@ class Callbacks:
 
     def handles(self, hook: str) -> bool:
         """Whether any callback has this method."""
-        return any(_has(one, hook) for one in self._callbacks)
+        return any(_has(callback, hook) for callback in self._callbacks)
 
     def start(self, start: TrainStart) -> None:
         """Call `on_train_start` of all callbacks, once per process."""
@@ -261,15 +263,18 @@ class Callbacks:
                 logger.error("callback %s: on_exception failed: %s", _name(callback), _described(problem))
 
     def states(self, *, step: int) -> States:
-        """The states of all callbacks, on rank 0; elsewhere none. Raises TrainingError, which names the callback."""
+        """Return the states of all callbacks on rank 0, and none on other ranks.
+
+        Raises TrainingError, which names the callback, if a `state_dict` fails.
+        """
         if not self.stateful:
             return {}
         return run_on_all_ranks(lambda: self._states(step) if get_rank() == 0 else {})
 
     def load(self, states: States, *, step: int, validated_step: int) -> None:
-        """Give each callback its state. One line on rank 0 for each state that is missing or left over."""
+        """Give each callback its state. Rank 0 logs each state that is missing, and each that has no callback."""
         self.validated_step = validated_step
-        known = {_name(one): one for one in self._callbacks if _has(one, "state_dict")}
+        known = {_name(callback): callback for callback in self._callbacks if _has(callback, "state_dict")}
         if get_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
                 logger.warning("callback %s: the checkpoint of step %d has no state of it; it starts new", name, step)
@@ -289,15 +294,17 @@ class Callbacks:
             run_on_all_ranks(load_all)
 
     def _states(self, step: int) -> States:
-        found: States = {}
+        """Return the states of the callbacks of this rank."""
+        states: States = {}
         for callback in self._callbacks:
             if _has(callback, "state_dict"):
                 with _guarded(callback, "state_dict", step=step):
-                    found[_name(callback)] = _method(callback, "state_dict")()
-        return found
+                    states[_name(callback)] = _method(callback, "state_dict")()
+        return states
 
     def _call(self, hook: str, value: object, *, step: int) -> None:
-        called = [one for one in self._callbacks if _has(one, hook)]
+        """Call a method of all callbacks that have it. Raises TrainingError on all ranks if one fails."""
+        called = [callback for callback in self._callbacks if _has(callback, hook)]
 
         def call_all() -> None:
             for callback in called:
@@ -309,7 +316,7 @@ class Callbacks:
 
 
 def _check_callback(callback: object) -> None:
-    """Raises ConfigError for an object without any method that is called, or with one that never would be."""
+    """Raise ConfigError for an object without any method of a callback, or with a method that is never called."""
     if isinstance(callback, type):
         raise ConfigError(f"callbacks: {_shown(callback)} is a class. Pass an instance of it: {callback.__name__}().")
     for name in dir(callback):
@@ -328,24 +335,24 @@ def _check_callback(callback: object) -> None:
 
 
 def _shown(thing: object) -> str:
-    """Representation of an object in one line of bounded length."""
+    """Return the representation of an object in one line of at most 200 characters."""
     return " ".join(repr(thing).split())[:200]
 
 
 def _has(callback: object, method: str) -> bool:
     """Whether a callback has a method of its own, not the one of `Callback` that does nothing."""
-    found = getattr(callback, method, None)
-    return callable(found) and getattr(found, "__func__", None) is not getattr(Callback, method)
+    function = getattr(callback, method, None)
+    return callable(function) and getattr(function, "__func__", None) is not getattr(Callback, method)
 
 
 def _method(callback: object, name: str) -> Callable[..., Any]:
-    """A method that the callback is known to have."""
-    found: Callable[..., Any] = getattr(callback, name)
-    return found
+    """Return a method that the callback is known to have."""
+    method: Callable[..., Any] = getattr(callback, name)
+    return method
 
 
 def _name(callback: object) -> str:
-    """The name under which a callback's state is saved, and which errors name."""
+    """Return the name under which a callback's state is saved, and which errors name."""
     name: str = getattr(callback, "state_key", type(callback).__qualname__)
     return name
 
@@ -388,7 +395,7 @@ def _untouched() -> Iterator[None]:
 
 
 def _described(error: BaseException) -> str:
-    """An error in one line, with the place that raised it."""
+    """Describe an error in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return in_one_line(error) + where

@@ -1,7 +1,7 @@
-"""What the loop does when numbers go wrong: report, count, stop.
+"""The guard of a run: it reports skipped steps and spikes, checks replicas, and stops the run at a limit.
 
-`health` decides, as pure functions of what the decisions of the steps said; here it is said to people and acted on. All
-methods are called by all ranks together, with the same arguments.
+`stability` decides, by pure functions of the steps' results. This module logs these decisions and raises errors. All
+ranks call all methods together, with the same arguments.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from txl_dist.train.stepper import StepResult
 
 
 class Guard:
-    """Watches over one run, by `guard` of its settings."""
+    """Guard of one run, by the section `guard` of its settings."""
 
     def __init__(self, context: RunContext, reporter: MetricReporter) -> None:
         self._context, self._reporter = context, reporter
         self._settings = context.config.guard
 
     def should_rewind(self, health: Health) -> bool:
-        """Whether the last steps call for one."""
+        """Whether the last steps had so many spikes that the run must rewind."""
         return rules.should_rewind(health, self._settings)
 
     def judge(self, before: TrainState, decision: StepResult, *, step: int) -> Health:
-        """The health after a step from the state before it. Raises TrainingError if a limit is reached."""
+        """Return the health after a step, and report skips and spikes. Raises TrainingError if a limit is reached.
+
+        `before` is the state before the step, and `decision` its result.
+        """
         skipped = not math.isfinite(decision.grad_norm)
         health, spikes = rules.after_step(
             before.health,
@@ -71,11 +74,13 @@ class Guard:
         return health
 
     def check_replicas(self, parameters: Iterable[tuple[str, Tensor]], *, step: int) -> None:
-        """At its interval, before the update: at stages 1 and 2 that gives every rank the weights of their owners, so
-        only what this very step was computed with can be seen. Raises TrainingError if a rank has other weights than
-        the rest."""
+        """Compare the weights of all ranks, if that is due at this step. Raises TrainingError if they differ.
+
+        Call it before the update. At stages 1 and 2 the update gives every rank the weights of their owners, so it
+        would hide a difference.
+        """
         every = self._settings.check_replicas_every_steps
-        if not every or step % every or self._context.config.engine.zero_stage == 3:  # there each holds its own part
+        if not every or step % every or self._context.config.engine.zero_stage == 3:  # where no weight is replicated
             return
         start_s = time.perf_counter()
         deviation = deviating_ranks(parameters)
@@ -90,6 +95,10 @@ class Guard:
         self._reporter.write("event", {"event": "replicas_agree", "step": step, "seconds": seconds})
 
     def _blame(self, before: TrainState, reason: str, *, is_mine: bool) -> str:
+        """Return the message that ends the run, with the documents that the failing ranks have read.
+
+        `is_mine` says whether the loss of this rank was not finite.
+        """
         parts = gather_objects(
             (is_mine, documents_at(self._context.corpora.train, before.stream, self._context.lanes[:4]))
         )

@@ -1,4 +1,4 @@
-"""The training loop of one rank, written as the procedure that it is. `start` puts a run together.
+"""The training loop of one rank. `start` builds the parts of a run.
 
     for each segment: step, decide together, report, save, evaluate; until the end, or until asked to stop
 
@@ -316,7 +316,7 @@ class TrainingRun:
             lr=lr,
             num_scored=step_input.num_scored,
             skipped=skipped,
-            own_ms=self.clock.local_ms(),
+            local_ms=self.clock.local_ms(),
             accuracy=layer_stats.accuracy,
         )
         self.loss = decision.loss
@@ -357,7 +357,7 @@ class TrainingRun:
         first_bad = state.step - state.health.spikes_in_row + 1
         target = find_rewind(self.context, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
         if target is None:
-            warn_for_all("no checkpoint to go back to from the spike at step %d: the run goes on", first_bad)
+            warn_for_all("no checkpoint to rewind to from the spike at step %d: the run continues", first_bad)
             return None
         saved, stream = target
         run_on_rank0(lambda: quarantine(self.context.run_dir, newer_than=saved.folder, word="rewound"))

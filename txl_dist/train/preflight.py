@@ -1,4 +1,4 @@
-"""All that can be refused before anything expensive is built or anything is written, and what is said of the rest."""
+"""Checks before a run: settings that are refused before anything is built or written, and warnings on others."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from txl_dist.model.kernels.attention_launch import unsupported_reason, unsuppor
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
-"""Muennighoff et al. 2023 ("Scaling Data-Constrained Language Models", arXiv 2305.16264): text that is read 4 times is
-nearly as good as new text, and what reading it again gives has decayed to a third after about 15 times."""
+"""Number of epochs above which a run warns. Muennighoff et al. 2023 ("Scaling Data-Constrained Language Models",
+arXiv 2305.16264): text that is read 4 times is nearly as good as new text. After about 15 times the value of reading it
+again has fallen to a third."""
 LARGE_SHARE = 0.1
-"""Of a corpus, in one step."""
+"""Share of a corpus in one step from which a run warns."""
 LARGE_MODEL = 10
-"""Parameters per token of training text. The largest models of the paper have 3 (enwik8: 277 million for 90 million,
-arXiv 1901.02860); beyond that it needed stronger regularization (Penn Treebank: 24 million for 0.9 million)."""
+"""Parameters per token of training text above which a run warns. The largest models of the paper have 3 (enwik8: 277
+million for 90 million, arXiv 1901.02860). With more it needed stronger regularization (Penn Treebank: 24 million for
+0.9 million)."""
 
 
 def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None) -> None:
@@ -52,16 +54,17 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
         if split.tokens < 2:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
-                'Prepare more held-out text, or switch evaluation off with --data.eval_split "".'
+                'Prepare more validation text, or switch evaluation off with --data.eval_split "".'
             )
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
+    """Raise ConfigError if the corpus' tokenizer cannot encode the prompt of samples."""
     try:
         corpus.tokenizer.encode_prompt(prompt)
     except TxlError as error:
         raise ConfigError(
-            f"metrics.sample_prompt={prompt!r} is nothing that the tokenizer of {corpus.location} can write: {error} "
+            f"metrics.sample_prompt={prompt!r} cannot be encoded by the tokenizer of {corpus.location}: {error} "
             "Choose another prompt."
         ) from error
 
@@ -87,20 +90,20 @@ def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings
 
 
 def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
-    """A sentence if there is nothing to evaluate on, though evaluation was not switched off."""
+    """Return a warning if the corpus has no validation split, though evaluation is not switched off."""
     if not lacks_eval_split(config.data, corpus):
         return []
     without = " and checkpoint.keep_best without effect" if config.checkpoint.keep_best else ""
     return [
         f"{corpus.location} has no split {config.data.eval_split!r} (it has {', '.join(corpus.split_names)}): "
-        f"training goes without evaluation{without}. Held-out text comes from `txl prepare` with --valid PATH or a "
+        f"training goes without evaluation{without}. `txl prepare` makes a validation split with --valid PATH or a "
         '--valid-fraction; --data.eval_split names another split, or "" to silence this'
     ]
 
 
 def check_hardware(config: Config, *, device: torch.device) -> None:
-    """Refuse what the device cannot do, and a CPU that nobody asked for. Raises ConfigError."""
-    # A torch without CUDA and a variable that hides GPUs are choices.
+    """Refuse settings that the device does not support, and a CPU if there are GPUs. Raises ConfigError."""
+    # The user has chosen the CPU by a torch without CUDA, or by a variable that hides the GPUs.
     chosen = not torch.version.cuda or any(name in os.environ for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"))
     if device.type == "cpu" and not chosen and (drivers := drivers_of_gpus()):
         raise ConfigError(
@@ -136,11 +139,12 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
 
 
 def _has_tf32(device: torch.device) -> bool:
+    """Whether a device computes products in TF32: GPUs of compute capability 8.0 (Ampere) or later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def drivers_of_gpus() -> list[str]:
-    """The driver's version, once per GPU that it sees, as nvidia-smi says it; empty where there is none."""
+    """Return the driver's version once per GPU that nvidia-smi lists; an empty list if there is none."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
@@ -149,34 +153,35 @@ def drivers_of_gpus() -> list[str]:
 
 
 def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
-    """What the user should know: settings without effect, and one trap; a sentence each."""
-    model, train, found = config.model, config.train, list[str]()
+    """Return warnings on settings without effect, and on gradients that are summed in bf16; one sentence each."""
+    model, train = config.model, config.train
+    warnings: list[str] = []
     if any(model.tie_projections) and not has_projections(model):
-        found.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
+        warnings.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
     if model.div_value > 1 and not model.cutoffs:
-        found.append("model.div_value has no effect on widths without model.cutoffs")
+        warnings.append("model.div_value has no effect on widths without model.cutoffs")
     if config.engine.recompute_every > 1 and not config.engine.activation_checkpointing:
-        found.append("engine.recompute_every has no effect without engine.activation_checkpointing")
+        warnings.append("engine.recompute_every has no effect without engine.activation_checkpointing")
     if not model.scheme.has_distance_terms and config.engine.attention != "auto":
-        found.append(
+        warnings.append(
             f"engine.attention has no effect on {model.positions} positions, which torch's own attention computes"
         )
     if train.memory_len == 0 and not train.phases:
         if train.initial_memory != "empty":
-            found.append("train.initial_memory has no effect without a memory (train.memory_len=0)")
+            warnings.append("train.initial_memory has no effect without a memory (train.memory_len=0)")
         if model.absolute_with_memory:
-            found.append("model.absolute_with_memory has no effect without a memory (train.memory_len=0)")
+            warnings.append("model.absolute_with_memory has no effect without a memory (train.memory_len=0)")
     metrics = config.metrics
     for key in ("entity", "name", "group", "tags", "id"):
         if getattr(metrics, f"wandb_{key}") and not metrics.wandb:
-            found.append(f"metrics.wandb_{key} has no effect without metrics.wandb, the project")
+            warnings.append(f"metrics.wandb_{key} has no effect without metrics.wandb, the project")
     if config.optim.schedule == "constant" and config.optim.min_lr:
-        found.append("optim.min_lr has no effect with optim.schedule=constant")
+        warnings.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:
-        found.append(
+        warnings.append(
             f"gradients of {plan.num_microbatches} micro-batches are summed in bf16; engine.zero_stage 2 sums in fp32"
         )
-    return found
+    return warnings
 
 
 def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment_len: int, last_step: int) -> list[str]:
@@ -185,24 +190,24 @@ def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment
     That is more than `MANY_EPOCHS` times by its `last_step`, where the stream is at `end`, or `LARGE_SHARE` of the
     corpus in one step.
     """
-    found: list[str] = []
+    warnings: list[str] = []
     for split, state in zip(splits, end.corpora, strict=True):
         per_step = state.num_lanes * segment_len
         epochs = epochs_read(state.cut(), state.position, num_tokens=split.tokens)
         if epochs <= MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
             continue
-        found.append(
+        warnings.append(
             f"a step reads {counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x "
             f"{segment_len}) of the {split.tokens:,} "
             f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
             f"{last_step:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
             "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
         )
-    return found
+    return warnings
 
 
 def warnings_on_size(parameters: int, *, tokens: int) -> list[str]:
-    """A sentence if a model has more than `LARGE_MODEL` parameters per token of its training text."""
+    """Return a warning if a model has more than `LARGE_MODEL` parameters per token of its training text."""
     if parameters <= LARGE_MODEL * tokens:
         return []
     return [
@@ -213,11 +218,11 @@ def warnings_on_size(parameters: int, *, tokens: int) -> list[str]:
 
 
 def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
-    """A sentence if the shards that a rank may have open at once do not fit into the cache."""
+    """Return a warning if the shards that a rank may have open at once do not fit into the cache."""
     if not config.data.cache_dir:
         return []
     largest = sorted((info.bytes for split in splits for info in split.shards), reverse=True)
-    # One per lane, one that is being left, and those that are fetched ahead, as far as there is room.
+    # One shard per lane, one that is being closed, and prefetched ones as far as there is room.
     needed_gib = sum(largest[: lanes_per_rank + 2]) / 2**30
     if needed_gib <= config.data.cache_gib:
         return []
@@ -247,7 +252,7 @@ def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]
 
 
 def _attention(config: Config) -> str:
-    """How it will be computed, and on a GPU why not by the kernels."""
+    """Return the name of the attention implementation; on a GPU with the reason why it is not the Triton kernels."""
     model, chosen = config.model, config.engine.attention
     if not model.scheme.has_distance_terms:
         return "by torch"

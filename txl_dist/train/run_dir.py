@@ -1,4 +1,4 @@
-"""The run directory: whose it is, and whether this configuration may continue it.
+"""The run directory: its files, and the checks whether a configuration may use or continue it.
 
 runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  stacks/  RUN.lock  STOP  DONE
 """
@@ -58,12 +58,12 @@ def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str)
             ArtifactKind.CHECKPOINT: f"{another} A run is the folder above checkpoints/."
         }
         require(run_dir, ArtifactKind.RUN, what="run.dir", remedies=instead)
-    if init and not list_checkpoints(Path(run_dir)):  # a run that goes on does not need it any more
+    if init and not list_checkpoints(Path(run_dir)):  # a resumed run does not need the bundle
         export = "Make one of it with `txl export {path} BUNDLE`."
         corpus = "Give the corpus with --data.path."
         instead = {ArtifactKind.RUN: export, ArtifactKind.CHECKPOINT: export, ArtifactKind.CORPUS: corpus}
         require(local_model(init), ArtifactKind.BUNDLE, what="--init", remedies=instead)
-    if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # whether it is there, rank 0 says for all
+    if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # rank 0 refuses a missing one for all ranks
         checkpoints = list_checkpoints(Path(resume))
         name = f"Name a checkpoint of it: {checkpoints[-1]}." if checkpoints else "It has no checkpoint."
         begin = "Begin a run with its weights by --init {path}."
@@ -76,30 +76,31 @@ def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str)
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
-    """Raise ConfigError if another configuration made it (with the differences), or if it is something else.
+    """Check that this configuration may use the folder.
 
-    Where its settings are lost, those in the checkpoint that it goes on from decide (`check_checkpoint`).
+    Raises ConfigError if the folder is no run directory, or if a run with other frozen settings made it. The message
+    lists the differences. If the run's config.toml is lost, `check_checkpoint` compares the settings of the checkpoint.
     """
     path = run_dir / SETTINGS
     with _using(run_dir):
         if run_dir.exists() and not run_dir.is_dir():
-            raise ConfigError(f"{run_dir} is a file, and no run directory. Choose another --run.dir.")
+            raise ConfigError(f"{run_dir} is a file and no run directory. Choose another --run.dir.")
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
         elif (
             run_dir.is_dir()
             and detect_artifact(run_dir) is not ArtifactKind.RUN
-            and not all(_is_early(one.name) for one in run_dir.iterdir())
+            and not all(_is_early(path.name) for path in run_dir.iterdir())
         ):
             raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
 
 
 def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
-    """Return what to say of a run that has nothing left to do; nothing for any other. Imports no torch.
+    """Return the lines to print for a run that is finished; an empty list for any other run. Imports no torch.
 
-    A run is finished where DONE names a step not before `train.max_steps` and the checkpoint of that step is whole.
-    With another corpus, or with a damaged checkpoint, nothing is returned: the training itself decides what happens.
-    `command`: what continues it, without the number of steps. Raises ConfigError as `check_run_dir`.
+    A run is finished if DONE names a step not before `train.max_steps`, and the checkpoint of that step is complete.
+    With another corpus or a damaged checkpoint the list is empty, and training itself decides. `command` is the command
+    that continues the run, without the number of steps. Raises ConfigError as `check_run_dir`.
     """
     try:
         step = int(read_text(run_dir / DONE))
@@ -116,11 +117,11 @@ def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
     if not last or problems_of(last[0]):
         return []
     reached = f"{run_dir} is done: it has reached step {step:,} of train.max_steps={config.train.max_steps:,}"
-    return [reached, f"to go on: {command} --train.max_steps {2 * step}", next_commands(run_dir, config.run.plugins)]
+    return [reached, f"to continue: {command} --train.max_steps {2 * step}", next_commands(run_dir, config.run.plugins)]
 
 
 def next_commands(run_dir: Path, plugins: Sequence[str]) -> str:
-    """Return what one types after a training is done. Evaluation and export need the plugins of the run too."""
+    """Return a line with the commands to type after training. Evaluation and export also need the run's plugins."""
     run = shlex.quote(str(run_dir))
     bundle = shlex.quote(f"bundles/{run_dir.resolve().name}")
     flag = f" --plugins {shlex.join(plugins)}" if plugins else ""
@@ -128,12 +129,12 @@ def next_commands(run_dir: Path, plugins: Sequence[str]) -> str:
 
 
 def _is_early(name: str) -> bool:
-    """What a run that ended before it began may have left, and the wish that it stop."""
+    """Whether a file may be left by a run that ended before its first step, or is a request to stop it."""
     return name.startswith(LOCK) or name in (STOP, f"{SETTINGS}.tmp")
 
 
 def open_run_dir(run_dir: Path, settings_toml: str) -> None:
-    """Make the directory, or continue one: write the settings, clear what crashed saves left behind.
+    """Create or reopen the directory: write the settings, and remove the leftovers of crashed saves.
 
     Rank 0 only, after `check_run_dir`. Raises ConfigError if it cannot be written.
     """
@@ -148,7 +149,10 @@ def open_run_dir(run_dir: Path, settings_toml: str) -> None:
 
 
 def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
-    """Compare settings by their resume policy: ConfigError for frozen differences, a sentence for each warned one."""
+    """Compare settings by their resume policy. Returns a sentence for each difference that needs a warning.
+
+    Raises ConfigError for frozen settings that differ. `made` names the run or checkpoint with the old settings.
+    """
     changes = config_changes(whole(old), whole(new))
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]
     if frozen:
@@ -163,7 +167,10 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
 
 
 def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
-    """Loss of each evaluation of the run's first corpus by step, up to a step; none if metrics.jsonl cannot be read."""
+    """Return the losses of the run's first validation split by step, up to a step, in nats per token.
+
+    The dictionary is empty if metrics.jsonl cannot be read.
+    """
     losses: dict[int, float] = {}
     try:
         with open_regular(run_dir / RECORDS) as stream:
@@ -176,17 +183,21 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
             if record["kind"] == "eval" and record["step"] <= up_to and type(record["loss"]) in (int, float):
                 losses[record["step"]] = record["loss"]
         except (ValueError, KeyError, TypeError):
-            continue  # a line that a crash tore
+            continue  # a crash left an incomplete line
     return losses
 
 
 def quarantine(run_dir: Path, *, newer_than: Path, word: str) -> None:
-    """Rename newer checkpoints, damaged or left behind by a rewind: no place to resume, but kept for people. Rank 0."""
+    """Rename newer checkpoints, which are damaged or abandoned by a rewind, on rank 0.
+
+    No run resumes them afterwards, but they are kept for inspection. `word` becomes part of their names.
+    """
     for path in sorted((run_dir / CHECKPOINTS).glob("step_*")):
         if path.name > newer_than.name and CHECKPOINT_NAME.fullmatch(path.name):
             path.rename(unique_path(path, word))
 
 
 def _using(run_dir: Path) -> AbstractContextManager[None]:
-    remedy = "Mend its permissions or choose another --run.dir."
+    """Raise ConfigError for an error of the file system in the block."""
+    remedy = "Correct its permissions or choose another --run.dir."
     return translate_errors(ConfigError, f"cannot use the run directory {run_dir}", remedy)

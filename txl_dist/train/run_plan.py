@@ -1,4 +1,4 @@
-"""The plan of a run: all that follows from its settings, its ranks and its corpora, derived once and handed on.
+"""The plan of a run: everything that follows from its settings, ranks and corpora, derived once and passed on.
 
     settings -> stages -> batch plan, corpora, warnings of each -> number of parameters
 

@@ -1,17 +1,18 @@
-"""When numbers go wrong: steps to skip are counted, spikes are told from noise, and it is said when to stop or rewind.
+"""Rules for unstable training: count skipped steps, detect spikes, and decide when to stop or to rewind.
 
-`Health` is a value, stored in every checkpoint, so that a resumed run decides as the unbroken one. Nothing here knows
-torch, ranks or files; all ranks compute the same from the same numbers.
+`Health` is a value that every checkpoint stores, so a resumed run makes the same decisions as an uninterrupted one.
+This module uses no torch, ranks or files. All ranks compute the same from the same numbers.
 
 A spike is a loss or a gradient norm far above those of the steps before it. Both are positive and their noise is
 proportional, so distances are taken between logarithms: a value is a spike when
 
     ln(value / median)  >  spike_sigma * max(1.4826 * MAD, 0.02)        over the last spike_window accepted steps,
 
-with MAD the median distance from the median, which neither a spike nor a falling loss moves much. A spike does not
-enter the window; more than `spike_patience` in a row are a new level, which does, without further reports.
+with MAD the median distance from the median, which neither a spike nor a falling loss changes much. A spike does not
+enter the window. More than `spike_patience` spikes in a row are a new level: their values enter the window, and they
+are not reported any more.
 
-What it gives up: a rise that is slow against the window moves the median along, and no step of it is a spike.
+What it gives up: a rise that is slow compared with the window moves the median, and is never a spike.
 """
 
 from __future__ import annotations
@@ -26,52 +27,52 @@ from txl_dist.errors import CheckpointError
 
 RECENT_STEPS = 1000
 MAD_TO_SIGMA = 1.4826
-"""Makes the median distance of a normal distribution its standard deviation."""
+"""Ratio of the standard deviation of a normal distribution to its median distance from the median."""
 MIN_SIGMA = 0.02
-"""Of logarithms: noise is taken for at least 2 % of the median, so that a quiet run does not report trifles."""
+"""Smallest noise, as a standard deviation of logarithms: 2 % of the median, so that a smooth run reports no trifles."""
 
 
 class Spike(NamedTuple):
-    """What a step is reported for."""
+    """Spike of one value at one step."""
 
     step: int
     what: str
-    """loss or grad_norm."""
+    """Name of the value: loss or grad_norm."""
     value: float
     median: float
-    """Of the steps before it."""
+    """Median of the value over the window of steps before."""
     sigmas: float
-    """Robust standard deviations that the value lies above the median, by logarithm."""
+    """Distance of the value above the median, by logarithm, in robust standard deviations."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """What is remembered of the steps so far."""
+    """Counts and recent values of the steps so far."""
 
     skipped_steps: int = 0
-    """In all."""
+    """Number of skipped steps of the whole run."""
     skipped_in_row: int = 0
-    """Up to now."""
+    """Number of skipped steps since the last accepted one."""
     recent_skips: tuple[int, ...] = ()
-    """Skipped steps among the last 1,000 before the last of them."""
+    """Numbers of the skipped steps among the 1,000 steps up to the last skipped one."""
     losses: tuple[float, ...] = ()
-    """Of the last accepted steps, at most `spike_window`."""
+    """Losses in nats per token of the last accepted steps, at most `spike_window` of them."""
     grad_norms: tuple[float, ...] = ()
-    """The same."""
+    """Gradient norms of the last accepted steps, at most `spike_window` of them."""
     spikes_in_row: int = 0
-    """Steps of the present row, up to now: spikes, and what was skipped behind the first of them."""
+    """Number of steps in the present row of spikes: spikes, and steps that were skipped after the first of them."""
     num_spikes: int = 0
-    """Steps reported, in all."""
+    """Number of steps with a reported spike in the whole run."""
     rewinds: int = 0
-    """In all."""
+    """Number of rewinds of the whole run."""
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, which keep floats exactly."""
+        """Return values for JSON, which keeps floats exactly."""
         return asdict(self)
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Health:
-        """Raises CheckpointError for values of another form."""
+        """Return the health that `to_dict` made these values of. Raises CheckpointError for values of another form."""
         try:
             fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
             return Health(**fields)
@@ -85,13 +86,13 @@ class Health:
 def after_step(
     health: Health, *, step: int, loss: float, grad_norm: float, skipped: bool, guard: GuardSection
 ) -> tuple[Health, list[Spike]]:
-    """The health after a step, and what to report of it.
+    """Return (the health after a step, the spikes to report).
 
-    `loss` in nats and `grad_norm` are those of all ranks; 0 means not known. `skipped`: no weight was changed, because
-    one of them is not finite or an optimizer refused. Takes tens of microseconds.
+    `loss` in nats per token and `grad_norm` are those of all ranks; 0 means not known. `skipped` says that no weight
+    was changed, because one of the two is not finite or the optimizer refused the step. It takes tens of microseconds.
     """
     if skipped:
-        recent = tuple(one for one in (*health.recent_skips, step) if one > step - RECENT_STEPS)
+        recent = tuple(skip for skip in (*health.recent_skips, step) if skip > step - RECENT_STEPS)
         return (
             replace(
                 health,
@@ -105,8 +106,8 @@ def after_step(
     if not guard.spike_sigma:
         return replace(health, skipped_in_row=0), []
     measured = (("loss", loss, health.losses), ("grad_norm", grad_norm, health.grad_norms))
-    found = [_spike(step, what, value, window, guard=guard) for what, value, window in measured]
-    spikes = [spike for spike in found if spike is not None]
+    candidates = [_spike(step, what, value, window, guard=guard) for what, value, window in measured]
+    spikes = [spike for spike in candidates if spike is not None]
     in_row = health.spikes_in_row + 1 if spikes else 0
     if in_row > guard.spike_patience:
         spikes = []
@@ -128,17 +129,17 @@ def after_step(
 
 
 def after_rewind(health: Health, *, to: Health) -> Health:
-    """The health to go on with from a checkpoint that had the health `to`: what is counted for good stays counted."""
+    """Return the health after a rewind to a checkpoint with the health `to`. Counts of spikes and rewinds are kept."""
     return replace(to, num_spikes=health.num_spikes, rewinds=health.rewinds + 1)
 
 
 def should_rewind(health: Health, guard: GuardSection) -> bool:
-    """Whether the last step made as many spikes in a row as a rewind takes."""
+    """Whether the last step completed the number of spikes in a row that triggers a rewind."""
     return guard.on_spike == "rewind" and health.spikes_in_row == guard.spike_patience
 
 
 def reason_to_stop(health: Health, guard: GuardSection) -> str:
-    """Which limit has been reached, for a sentence about the run; empty if none."""
+    """Return the limit that was reached, as the start of an error message; an empty text if there is none."""
     if health.skipped_in_row >= guard.max_consecutive_skips:
         return (
             f"the loss or the gradient was not finite in {counted(health.skipped_in_row, 'step')} in a row "
@@ -158,16 +159,18 @@ def reason_to_stop(health: Health, guard: GuardSection) -> str:
 
 
 def _is_known(value: float) -> bool:
+    """Whether a value was measured and is finite."""
     return 0 < value < math.inf
 
 
 def _spike(step: int, what: str, value: float, window: tuple[float, ...], *, guard: GuardSection) -> Spike | None:
+    """Return the spike if a value is one compared with its window; None if not, or if the window is not half full."""
     if 2 * len(window) < guard.spike_window or not _is_known(value):
         return None
     median = sorted(window)[len(window) // 2]
     excess = math.log(value / median)
-    if excess <= guard.spike_sigma * MIN_SIGMA:  # most steps: spares the second sort
+    if excess <= guard.spike_sigma * MIN_SIGMA:  # true for most steps, which need no second sort
         return None
-    distance = sorted(abs(math.log(one / median)) for one in window)[len(window) // 2]
+    distance = sorted(abs(math.log(earlier / median)) for earlier in window)[len(window) // 2]
     sigmas = excess / max(MAD_TO_SIGMA * distance, MIN_SIGMA)
     return Spike(step, what, value, median, sigmas) if sigmas > guard.spike_sigma else None

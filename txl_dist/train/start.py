@@ -1,4 +1,4 @@
-"""The composition site of a training run: what is checked, locked and built, in which order, before the first step.
+"""The start of a training run: it checks, locks and builds the parts of the run, in this order, before the first step.
 
     join ranks -> check the run -> lock the run -> choose a checkpoint -> open the run -> build the engine -> `loop`
 
@@ -145,7 +145,7 @@ def _train(
             state = run.go()
         if run.stopped or state.step >= config.train.max_steps:
             break
-        # The next stage starts as a process of its own would: it builds everything again and resumes the checkpoint.
+        # The next stage starts like a new process: it builds everything again and resumes the checkpoint.
         resume = "must"
         del run, state
         gc.collect()
@@ -308,7 +308,7 @@ def _open_run(plan: RunPlan, start: Start) -> None:
     checkpoint = start.saved.folder if start.saved else None
     open_run_dir(run_dir, plan.saved_settings.toml)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
-        # Newer ones were passed over as damaged: they must not count among the checkpoints to keep.
+        # Newer checkpoints are damaged and were skipped: they must not count among the checkpoints to keep.
         quarantine(run_dir, newer_than=checkpoint, word="damaged")
     start_logging(rank=0, file=run_dir / LOG)
     logger.info("resume: %s", f"from {checkpoint}" if checkpoint else "nothing to resume, starting at step 0")
@@ -320,7 +320,7 @@ def _leave(plan: RunPlan, state: TrainState, watch: Watch, result: RunResult) ->
     """Log how the run ended, then wait for all ranks: the launcher kills the others when the first rank leaves."""
     stopped = result.ended == "stopped"
     if stopped:
-        warn_for_all("stopped at step %d by %s; the same command goes on", state.step, result.reason)
+        warn_for_all("stopped at step %d by %s; the same command continues", state.step, result.reason)
     if plan.ranks.is_rank0:
         try:
             watch.stops.clear()

@@ -1,6 +1,6 @@
 """The two values that describe a run: a constant `RunContext`, and a `TrainState` that each step replaces.
 
-All that follows from the settings alone is derived once, in the context, and handed on with it.
+Everything that follows from the settings alone is derived once, and stored in the context.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TrainState:
     """Everything that survives a crash, apart from weights and optimizer state. Each step makes a new value."""
 
     step: int
-    """Finished optimizer steps."""
+    """Number of finished optimizer steps."""
     tokens_seen: int
     """Tokens trained on, over all lanes, without those of skipped steps."""
     health: Health

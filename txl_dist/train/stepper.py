@@ -2,7 +2,7 @@
 
 Only that decision (`reduce_step`) waits for the device. One small reduction shows every rank whether loss and gradient
 are finite everywhere, whether a stop was asked for, and whether a checkpoint is written. All ranks skip a step that is
-not finite: weights, moments and memories stay as they were, and its text is passed over.
+not finite: weights, moments and memories stay as they were, and the step's text is skipped.
 """
 
 from __future__ import annotations

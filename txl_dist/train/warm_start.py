@@ -1,4 +1,4 @@
-"""Beginning a run with the weights of a bundle (`--init`), in place of random ones."""
+"""Warm start of a run: the weights of a bundle (`--init`) in place of random ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.inference.bundle import load_bundle
 
 FREE = {"same_length", "clamp_len", "init_std", "projection_init_std"}
-"""Settings that may differ from the bundle's, besides dropouts: they change no weight."""
+"""Settings, apart from dropouts, that may differ from the bundle's: they change no weight."""
 
 
 def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
-    """Weights of the bundle `run.init`, under our names, in fp32.
+    """Return the fp32 weights of the bundle `run.init` by the names of this package's parameters.
 
-    Raises CheckpointError if it is no sound bundle, ConfigError if the run's model is another one, DataError if the
-    corpus was made with another tokenizer.
+    Raises CheckpointError if it is no valid bundle, ConfigError if it has another model than the run, and DataError if
+    the corpus was prepared with another tokenizer.
     """
     bundle = load_bundle(config.run.init)
     ours, theirs = architecture(config.model), architecture(bundle.model.section)
@@ -29,7 +29,7 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
         raise ConfigError(
             f"the bundle {config.run.init} holds another model than this run:",
             *different,
-            f"Use its settings, as they stand in {config.run.init}/train.toml, or another bundle.",
+            f"Use its settings, which are in {config.run.init}/train.toml, or another bundle.",
         )
     if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(
@@ -40,7 +40,7 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
 
 
 def architecture(model: ModelSection) -> dict[str, Any]:
-    """The settings that weights depend on, equal for equal models."""
+    """Return the settings that the weights depend on. They are equal for models with the same architecture."""
     values = model.model_dump(exclude={name for name in ModelSection.model_fields if "dropout" in name} | FREE)
     ties = model.tie_projections if any(model.tie_projections) else ()
     return values | {"embed_width": model.embed_width_or_default(), "tie_projections": ties}

@@ -148,7 +148,7 @@ def test_only_chatter_is_missing_in_what_a_launch_prints_and_the_last_word_is_ou
     assert process.stdout.split("\n")[:-1] == expected
     assert process.stderr.split("\n")[: len(expected)] == expected
     assert process.stderr.endswith(
-        "a terminal of 0 columns\nno end of line\ntxl launch: stopped; the same command goes on (exit code 75)\n"
+        "a terminal of 0 columns\nno end of line\ntxl launch: stopped; the same command continues (exit code 75)\n"
     )
     assert "return code = 75" not in process.stdout + process.stderr
 
@@ -168,7 +168,7 @@ def test_a_run_that_is_done_has_nothing_added(folder: Path) -> None:
 def test_a_death_by_signal_is_told_with_its_name(folder: Path) -> None:
     process = launch(folder, code=-9)
     assert process.returncode == 76
-    assert process.stderr.endswith("see `dmesg`; the same command goes on from the last checkpoint (exit code 76)\n")
+    assert process.stderr.endswith("see `dmesg`; the same command continues from the last checkpoint (exit code 76)\n")
 
 
 def test_the_ranks_write_to_a_terminal_as_wide_as_ours(folder: Path) -> None:
@@ -219,7 +219,7 @@ def test_a_terminal_that_is_made_wider_is_wider_for_the_ranks(folder: Path) -> N
     [
         (0, 0, ""),
         (2, 2, ""),
-        (75, 1, "stopped; the same command goes on"),
+        (75, 1, "stopped; the same command continues"),
         (76, 76, "a rank hung or was lost; the same"),
         (76, 0, "the launcher ended before the run was done; the same"),
         (76, 139, "a rank died of SIGSEGV; the same"),

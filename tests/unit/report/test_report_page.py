@@ -152,7 +152,7 @@ def test_scores_of_the_run_are_shown_where_they_were_made(page: Page, tmp_path: 
 
 def test_events_are_told_in_words_and_those_of_other_versions_as_they_are(page: Page, tmp_path: Path) -> None:
     for words in (
-        "step_000000200, 20.5 MiB; training stood still for 0.",
+        "step_000000200, 20.5 MiB; training waited for 0.",
         "loss 9.1, the median before it 2.2: 14.2 sigma",
         "from step 1,400; the text in between is left out",
         "rank 2 on node-b took 17.5 % longer than the median of the others",

@@ -33,7 +33,7 @@ def test_a_finished_run_names_its_step_and_the_next_commands(tmp_path: Path) -> 
     run = tmp_path / "run"
     reached, go_on, next_line = finished_lines(run, config, command="txl train c.toml")
     assert reached == f"{run} is done: it has reached step 200 of train.max_steps=200"
-    assert go_on == "to go on: txl train c.toml --train.max_steps 400"
+    assert go_on == "to continue: txl train c.toml --train.max_steps 400"
     assert [f"txl {command} {run}" in next_line for command in ("report", "evaluate", "export")] == [True] * 3
 
 
@@ -78,4 +78,4 @@ def test_the_command_answers_without_torch_and_keeps_its_other_words(tmp_path: P
     words = ["train", str(tmp_path / "c.toml"), "--data.path", str(corpus), "--train.max_steps=200"]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.stdout == "0\n", done.stderr
-    assert f"to go on: txl train {tmp_path / 'c.toml'} --data.path {corpus} --train.max_steps 400\n" in done.stderr
+    assert f"to continue: txl train {tmp_path / 'c.toml'} --data.path {corpus} --train.max_steps 400\n" in done.stderr

@@ -1,4 +1,4 @@
-"""Back to a checkpoint from before a spike, and past the text that made it."""
+"""Rewind: the checkpoint from before a spike that a run returns to, and the stream without the text of the spike."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from txl_dist.train.state import RunContext, TrainState
 
 
 class Rewind(NamedTuple):
-    """Where a run goes back to."""
+    """Checkpoint and position in the text from which a run continues after a spike."""
 
     saved: SavedState
     stream: StreamState
-    """That of the checkpoint, past the text that is left out."""
+    """Stream of the checkpoint, without the text that is left out."""
 
 
 def find_rewind(
     context: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]
 ) -> Rewind | None:
-    """To the newest whole checkpoint from before the step `first_bad`, leaving out what has been read since that step;
-    None if there is none. All ranks call it. `began`: step and stream that this process began with."""
+    """Find the newest whole checkpoint from before the step `first_bad`. All ranks call it together.
+
+    The stream of the result leaves out the text read since that step. `began` has the step and the stream with which
+    this process began. Returns None if there is no such checkpoint.
+    """
     before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
     whole = (path for path in reversed(before) if not examine_together(path, context.ranks).problems)
     target = next(whole, None)
@@ -43,16 +46,16 @@ def find_rewind(
 def stream_of(
     saved: SavedState, context: RunContext, *, began: tuple[int, StreamState], now: StreamState
 ) -> StreamState | None:
-    """The stream of a checkpoint to rewind to, leaving out what earlier rewinds did; None if its lanes were others.
+    """Return the stream of a checkpoint to rewind to, without the text that earlier rewinds left out.
 
-    Raises CheckpointError.
+    Returns None if its lanes or segments were cut differently. Raises CheckpointError.
     """
     step, stream = began
     if saved.step != step:
         stream = saved.stream
     saved_len = at_step(load_config(saved.folder / SETTINGS), saved.step).train.segment_len
     if saved.step < step and saved_len != context.config.train.segment_len:
-        return None  # its steps are not to be counted in segments of today
-    if [one.cut() for one in stream.corpora] != [one.cut() for one in now.corpora]:
+        return None  # its steps cannot be counted in segments of the present length
+    if [corpus.cut() for corpus in stream.corpora] != [corpus.cut() for corpus in now.corpora]:
         return None
     return stream.with_skip(now, now)

@@ -1,1 +1,1 @@
-"""The model on DeepSpeed: the only room that imports it."""
+"""The engine, which trains the model with DeepSpeed. Only this package imports DeepSpeed."""

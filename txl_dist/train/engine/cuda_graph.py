@@ -1,20 +1,17 @@
-"""Forward, loss and backward of a micro-batch as one CUDA graph: what the host says once, the GPU repeats.
+"""Forward, loss and backward of a micro-batch as one CUDA graph, recorded once per shape and then replayed.
 
-A small model's micro-step is a thousand kernels that a GPU finishes faster than Python can name them. Shapes are static
-here (memory too, from the first step), so a micro-step is recorded once per shape and then replayed: copy the inputs
-into the recorded ones, launch, and hand the recorded gradients to autograd. For that the loss leaves `GraphedModule`
-with a backward that only gives these gradients: DeepSpeed's hooks and buckets see what they always see.
+A micro-step of a small model is about a thousand kernels, which a GPU runs faster than Python can launch them. A replay
+copies the inputs into the recorded ones, launches the graph, and passes the recorded gradients to autograd. To that end
+the loss leaves `GraphedModule` with a backward that only returns these gradients. So DeepSpeed's hooks and buckets work
+as usual. Dropout stays a function of the seed: a replay starts from the current state of the default generator.
 
-The clusters of the adaptive softmax have few sizes (`text.clusters.size_ladder`), each of which is a graph of its own,
-up to `MAX_GRAPHS`, beyond which a micro-step runs without; so does any new one once a recording found no memory.
-Dropout stays a function of the seed: a replay begins with the state that the default generator has then.
+Shapes are static, except that clusters of the adaptive softmax have a few sizes (`vocabulary_clusters.size_ladder`).
+Each shape is a graph, up to `MAX_GRAPHS`. Further shapes run without a graph, and so does any new shape after a
+recording ran out of memory. All graphs share the inputs, results and gradients of the first one, so another graph
+holds little memory. The first shape, usually the most frequent one, needs no extra copy.
 
-All graphs share one set of inputs, results and gradients: those of the first one, into which the others copy theirs. So
-one more graph holds little memory of its own, and the shape that is met first, as a rule the most frequent one, needs
-no copy.
-
-What it gives up: the memory that a micro-step needs stays reserved. Not for ZeRO-3, whose hooks gather weights within
-the micro-step, nor with activation checkpointing, which asks for the state of the generator.
+What it gives up: the memory of a micro-step stays reserved. It does not work with ZeRO-3, whose hooks gather weights
+within the micro-step, nor with activation checkpointing, which reads the state of the generator.
 """
 
 from __future__ import annotations
@@ -31,39 +28,41 @@ from txl_dist.console.logging import logger
 
 MAX_GRAPHS = 16
 WARM_UPS = 3
-"""Runs before the recording, in which libraries choose and allocate what they will use."""
+"""Number of runs before a recording, in which libraries choose kernels and allocate workspaces."""
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], None]]
-"""Given a function without arguments: record what it launches, and return what launches it again."""
+"""Function that records the kernels that its argument launches, and returns a function that launches them again."""
 
 
 class _Graph(NamedTuple):
+    """A recorded micro-step of one shape."""
+
     inputs: list[Tensor]
     outputs: list[Tensor]
-    """Loss, then the memory; then a gradient per parameter."""
+    """Loss, tensors of the memory, then one gradient per parameter."""
     spec: Any
-    """How loss and memory were nested."""
+    """Nesting of loss and memory (torch's pytree specification)."""
     replay: Callable[[], None]
 
 
 class GraphedModule(nn.Module):
-    """A module whose training calls are replayed. It returns a scalar loss first, and then tensors without gradient."""
+    """Module whose training calls are replayed. It returns a scalar loss first, then tensors without gradient."""
 
     def __init__(self, module: nn.Module, *, scale: Callable[[], float], record: Recorder | None = None) -> None:
-        """`scale` is what the loss will be multiplied by before the backward pass."""
+        """`scale` returns the factor by which the loss will be multiplied before the backward pass."""
         super().__init__()
         self.module = module
-        # One pool of memory will do: recordings run one after the other, and what they give is kept.
+        # One pool of memory is enough: recordings run one after the other, and their results are kept.
         pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
         self._scale, self._record = scale, record or functools.partial(record_on_gpu, pool=pool)
         self._is_full = False
         self._graphs: dict[Any, _Graph] = {}
         self._inputs: dict[Any, Tensor] = {}
         self._outputs: dict[Any, Tensor] = {}
-        """By place, shape and type: what all graphs share."""
+        """Results and gradients that all graphs share, by position, shape and type."""
 
     def forward(self, *arguments: Any) -> Any:
-        """What the module gives."""
+        """Return the module's result: by a replay in training, by a call of the module otherwise."""
         values, spec = tree_flatten(arguments)
         key = (spec, *(_signature(value) for value in values))
         is_known = key in self._graphs
@@ -84,8 +83,8 @@ class GraphedModule(nn.Module):
                 if not _ran_out_of_memory(error):
                     raise
                 self._is_full = True
-                logger.warning("engine.cuda_graph: no memory for another shape; such ones run without a graph")
-        if key not in self._graphs:  # behind the handler, whose error holds what the recording has made
+                logger.warning("engine.cuda_graph: no memory for another shape; new shapes run without a graph")
+        if key not in self._graphs:  # after the handler, whose error keeps the recording's tensors alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             return self.module(*arguments)
@@ -94,19 +93,20 @@ class GraphedModule(nn.Module):
         graph.replay()
         results = graph.outputs[: -len(parameters)]
         gradients = graph.outputs[-len(parameters) :]
-        # The next replay writes over them.
+        # The next replay overwrites the recorded results, so they are copied.
         loss, *rest = kept = [torch.empty_like(result) for result in results]
         _copy(kept, results)
         return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
 
     def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
+        """Record a micro-step with these inputs. Raises RuntimeError if memory runs out."""
         for place, value in zip(_places(inputs), inputs, strict=True):
             if place not in self._inputs:
                 self._inputs[place] = torch.empty_like(value)
         static = [self._inputs[place] for place in _places(inputs)]
         torch._foreach_copy_(static, inputs)
-        of_tensors = iter(static)
-        arguments = tree_unflatten([next(of_tensors) if isinstance(v, Tensor) else v for v in values], spec)
+        static_inputs = iter(static)
+        arguments = tree_unflatten([next(static_inputs) if isinstance(v, Tensor) else v for v in values], spec)
         scale = static[-1]
         outputs: list[Tensor] = []
         specs: list[Any] = []
@@ -116,12 +116,12 @@ class GraphedModule(nn.Module):
             gradients = torch.autograd.grad(results[0] * scale, parameters)
             made = [*(result.detach() for result in results), *gradients]
             outputs[:] = [self._outputs.get(place, value) for place, value in zip(_places(made), made, strict=True)]
-            copied = [(shared, own) for shared, own in zip(outputs, made, strict=True) if shared is not own]
-            _copy([shared for shared, _ in copied], [own for _, own in copied])
+            copied = [(shared, value) for shared, value in zip(outputs, made, strict=True) if shared is not value]
+            _copy([shared for shared, _ in copied], [value for _, value in copied])
             specs[:] = [result_spec]
 
         devices = [scale.device] if scale.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):  # what follows draws as if nothing had been recorded
+        with torch.random.fork_rng(devices):  # later draws are as if nothing had been recorded
             replay = self._record(micro_step)
         self._outputs |= dict(zip(_places(outputs), outputs, strict=True))
         return _Graph(static, outputs, specs[0], replay)
@@ -136,34 +136,36 @@ def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], N
             run()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # The reader thread goes on pinning memory meanwhile, which may not make this recording fail.
+    # The reader thread continues to pin memory meanwhile, which must not make this recording fail.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         run()
     return graph.replay
 
 
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """In a few launches: one copies tensors of one type."""
+    """Copy tensors, with one launch per type of tensor."""
     for dtype in {value.dtype for value in values}:
         pairs = [pair for pair in zip(into, values, strict=True) if pair[1].dtype == dtype]
         torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Also where CUDA, ending the recording that this broke off, raised another error."""
+    """Whether memory ran out, also if CUDA then raised another error while it ended the recording."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or _ran_out_of_memory(error.__context__))
 
 
 def _signature(value: Any) -> Any:
+    """Return (shape, type) of a tensor, or another value itself: graphs are looked up by it."""
     return (value.shape, value.dtype) if isinstance(value, Tensor) else value
 
 
 def _places(values: Sequence[Tensor]) -> list[Any]:
+    """Return the key of each tensor among the shared ones: its position, shape and type."""
     return [(index, _signature(value)) for index, value in enumerate(values)]
 
 
 class _Delivered(torch.autograd.Function):
-    """The loss, whose gradients are known already; they hold the scale that the loss will be multiplied by."""
+    """Loss whose gradients are already computed. They include the factor by which the loss will be multiplied."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The settings that DeepSpeed gets, derived from ours; nobody writes its JSON."""
+"""DeepSpeed's settings, derived from those of a run. Users never write DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from txl_dist.config.load import BatchPlan
 from txl_dist.config.schema import EngineSection
 
 BUCKET_LEN = 1 << 25
-"""Gradients that are exchanged at once, while the backward pass goes on, and weights that are gathered at once."""
+"""Number of gradient values that are exchanged at once during the backward pass, and of weights gathered at once."""
 PERSISTENT_LEN = 1 << 14
-"""Parameters as small as biases and norms are not worth gathering: at stage 3 every rank keeps them."""
+"""Largest number of values of a parameter that every rank keeps at stage 3. Gathering biases and norms costs more."""
 
 
 def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, on_gpu: bool) -> dict[str, Any]:
-    """The DeepSpeed dictionary, derived from ours; a pure function, so that nobody writes DeepSpeed's JSON.
+    """Return DeepSpeed's configuration dictionary, as a pure function of the settings.
 
-    `block_len` is how many parameters a block of the model has.
-
-    DeepSpeed silently ignores misspelt top-level keys; a test holds the keys of this function to those it reads.
+    `block_len` is the number of parameter values in one block of the model. DeepSpeed silently ignores misspelt
+    top-level keys, so a test compares the keys here with those that it reads.
     """
     precision = engine.precision
     # On a CPU there is no stream to overlap on; a rank alone has nothing to exchange.
@@ -32,10 +31,10 @@ def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, 
     }
     if engine.zero_stage == 3:
         zero |= {
-            # It would replace torch's linear function in the whole process by one that is slower.
+            # DeepSpeed would replace torch's linear function in the whole process by a slower one.
             "memory_efficient_linear": False,
-            # A block is let go as soon as it was used, and at most the next one gathered meanwhile. DeepSpeed's own
-            # values keep models of up to 1e9 parameters gathered whole, from the second step on.
+            # A block is released right after its use, and at most the next one is gathered meanwhile. DeepSpeed's
+            # defaults keep all weights of models up to 1e9 parameters gathered, from the second step on.
             "stage3_max_reuse_distance": 0,
             "stage3_max_live_parameters": (2 if overlaps else 1) * block_len,
             "stage3_prefetch_bucket_size": block_len,
@@ -51,17 +50,17 @@ def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, 
         "gradient_accumulation_steps": plan.num_microbatches,
         "gradient_clipping": 0.0,
         "zero_optimization": zero,
-        # It would wait for the device at both ends of every micro-batch.
+        # DeepSpeed's timer would wait for the device at both ends of every micro-batch.
         "timers": {"throughput": {"enabled": False}},
-        # Ours are torch's fused optimizers; without this DeepSpeed insists on compiling its CPU Adam for offload.
+        # The optimizers are torch's fused ones. Without this DeepSpeed would compile its CPU Adam for offload.
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
     if precision == "bf16":
-        # The check itself is ours (`step`); without this stages 1 and 2 would update with whatever norm they are given.
+        # `ZeroEngine.step` checks the norm. Without this stages 1 and 2 would update even if the norm is not finite.
         settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
-        # bf16 would lose the small gradients of many micro-batches. Stage 0 cannot do otherwise; stage 1 would switch
-        # to an optimizer whose checkpoints cannot be consolidated.
+        # Sums in bf16 lose the small gradients of many micro-batches. Stage 0 supports nothing else. Stage 1 would
+        # switch to an optimizer whose checkpoints cannot be consolidated.
         if engine.zero_stage >= 2:
             settings["data_types"] = {"grad_accum_dtype": "fp32"}
     if precision == "fp16":

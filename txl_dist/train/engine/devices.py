@@ -1,4 +1,4 @@
-"""How many devices DeepSpeed sees on this machine, which is how many ranks its launcher can start here."""
+"""The number of devices that DeepSpeed sees on this machine: the number of ranks that its launcher can start here."""
 
 from __future__ import annotations
 

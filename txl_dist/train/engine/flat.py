@@ -1,15 +1,15 @@
-"""The parameters that an engine sees: many of the model's in one flat tensor, or each as it is.
+"""The parameters that an engine sees: many of the model's parameters in one flat tensor, or each as it is.
 
-DeepSpeed works in Python for every parameter tensor and step: hooks, copies into buckets, norms. A Transformer-XL has a
-dozen small tensors per layer, so that the host falls behind the device. `FlatModule` lays the matrices of each block
-into one flat parameter, and everything that is not decayed into another one: 16 tensors for 12 layers instead of 150.
-Within a step the model computes with views, whose gradients are put together in one copy when the last has come, block
-by block, so that the exchange of gradients still overlaps with the backward pass.
+DeepSpeed runs Python code for every parameter tensor and step: hooks, copies into buckets, norms. A Transformer-XL has
+a dozen small tensors per layer, so the host would be slower than the device. `FlatModule` puts the matrices of each
+block into one flat parameter, and all parameters without weight decay into another one. That makes 16 tensors for 12
+layers instead of 150. The model computes with views. When the last gradient of a block's views is complete, they are
+joined in one copy. So the exchange of gradients still overlaps with the backward pass.
 
-`Stored` says which parameters of the model lie in which of the engine: all that optimizer and checkpoint need to know.
+`Stored` maps parameters of the engine to those of the model, for the optimizer and for checkpoints.
 
-What it gives up: a copy of the gradients per micro-batch. Not for ZeRO-3, where a view would keep the gathered tensor
-of its layer alive, nor for optimizers that look at whole matrices.
+What it gives up: a copy of the gradients per micro-batch. It is not used with ZeRO-3, where a view would keep the
+gathered tensor of its layer alive, nor with optimizers that need whole matrices.
 
     flat   | query.weight | key_value.weight .. | distance.weight |    each begins at a multiple of ALIGNMENT values
 """
@@ -27,11 +27,12 @@ from torch import Tensor, nn
 from txl_dist.train.engine.optimizer import is_decayed
 
 ALIGNMENT = 128
-"""Values: the products of half precision want operands at multiples of 16 bytes, caches at 128."""
+"""Alignment of each parameter in a flat one, in values. Half-precision products need operands at multiples of 16 bytes,
+and caches prefer 128."""
 
 
 class Slot(NamedTuple):
-    """Where a parameter of the model lies in a flat one."""
+    """Place of a model parameter in a parameter of the engine."""
 
     name: str
     start: int
@@ -39,30 +40,33 @@ class Slot(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The value behind its last one."""
+        """Place after the last value."""
         return self.start + math.prod(self.shape)
 
 
 class Stored(NamedTuple):
-    """A parameter of the engine and what lies in it, in order of place."""
+    """A parameter of the engine, and the model's parameters in it, in order."""
 
     tensor: nn.Parameter
     slots: tuple[Slot, ...]
 
 
 class Owner(NamedTuple):
-    """A module that uses a parameter, and the name it has there; a tied one has several owners."""
+    """A module that uses a parameter, and the parameter's name there. A tied parameter has several owners."""
 
     module: nn.Module
     leaf: str
 
 
 class FlatModule(nn.Module):
-    """A module whose small parameters lie in flat ones. What is called is `module`, with the same arguments."""
+    """Wrapper that puts a module's small parameters into flat ones. Calls go to `module` with the same arguments."""
 
     def __init__(self, module: nn.Module, *, prefix: str, matrices: Collection[str] = ()) -> None:
-        """`prefix` is left out of the names of the parameters. `matrices` are those, by such names, that the optimizer
-        treats apart from everything else in a block."""
+        """Move the module's parameters into flat ones, in place.
+
+        `prefix` is removed from the names of parameters. `matrices` are names, without the prefix, of parameters that
+        the optimizer treats differently. They get a flat parameter of their own in each block.
+        """
         super().__init__()
         self.module = module
         parameters = dict(module.named_parameters())
@@ -80,21 +84,21 @@ class FlatModule(nn.Module):
         self.stored += stored_whole(module, prefix=prefix)
 
     def forward(self, *arguments: Any) -> Any:
-        """What the module gives."""
+        """Return the module's result."""
         self._install()
         return self.module(*arguments)
 
     def _install(self) -> None:
-        """Give the modules views of the flat tensors as they are now."""
+        """Set the modules' parameters to views of the flat tensors."""
         for stored, owners in zip(self.stored, self._owners, strict=False):
             views = _Unflatten.apply(stored.tensor, stored.slots)  # type: ignore[no-untyped-call]
             for view, places in zip(views, owners, strict=True):
                 for owner in places:
-                    owner.module.__dict__[owner.leaf] = view  # nn.Module would take a leaf only
+                    owner.module.__dict__[owner.leaf] = view  # nn.Module accepts leaf tensors only
 
 
 def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
-    """Each parameter as it is."""
+    """Return the parameters of a module as they are, one in each `Stored`. `prefix` is removed from their names."""
     return [
         Stored(parameter, (Slot(name.removeprefix(prefix), 0, parameter.shape),))
         for name, parameter in module.named_parameters()
@@ -102,9 +106,9 @@ def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
 
 
 def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
-    """(name, values) of every parameter of the model, as views."""
+    """Yield (name, values) of every parameter of the model, as views; empty values at stage 3."""
     for tensor, slots in stored:
-        if not tensor.numel():  # ZeRO-3 has taken it away
+        if not tensor.numel():  # ZeRO-3 has partitioned it
             yield from ((slot.name, tensor.detach()) for slot in slots)
             continue
         for slot in slots:
@@ -112,20 +116,24 @@ def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _groups(names: Iterable[str], *, prefix: str, matrices: Collection[str]) -> dict[str, list[str]]:
-    """Names that share a flat tensor: the matrices of each block, and all that is not decayed."""
+    """Return the names of parameters that share a flat tensor: the matrices of each block, and all without decay.
+
+    Other parameters, such as embeddings, are in no group.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
-        own = name.removeprefix(prefix)
-        block = re.match(r"blocks\.(\d+)\.", own)
+        short_name = name.removeprefix(prefix)
+        block = re.match(r"blocks\.(\d+)\.", short_name)
         if not is_decayed(name):
             groups.setdefault("kept", []).append(name)
         elif block is not None:
-            kind = "_matrices" if own in matrices else ""
+            kind = "_matrices" if short_name in matrices else ""
             groups.setdefault(f"block_{block[1]}{kind}", []).append(name)
     return groups
 
 
 def _owners(module: nn.Module) -> dict[int, list[Owner]]:
+    """Return the owners of each parameter, by its id."""
     owners: dict[int, list[Owner]] = {}
     for part in module.modules():
         for leaf, parameter in part._parameters.items():
@@ -135,6 +143,7 @@ def _owners(module: nn.Module) -> dict[int, list[Owner]]:
 
 
 def _flattened(members: list[nn.Parameter], names: list[str]) -> tuple[nn.Parameter, tuple[Slot, ...]]:
+    """Copy parameters into a new flat one. Returns it, and the place of each in it."""
     slots, size = [], 0
     for name, member in zip(names, members, strict=True):
         slots.append(Slot(name, size, member.shape))
@@ -146,7 +155,7 @@ def _flattened(members: list[nn.Parameter], names: list[str]) -> tuple[nn.Parame
 
 
 class _Unflatten(torch.autograd.Function):
-    """A flat tensor to views, and the gradients of the views to one flat gradient."""
+    """Function that turns a flat tensor into views, and in backward the views' gradients into one flat gradient."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, slots: tuple[Slot, ...]) -> tuple[Tensor, ...]:

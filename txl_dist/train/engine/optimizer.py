@@ -1,14 +1,14 @@
 """Parameter groups and the optimizer.
 
-adam, adamw and sgd are torch's in fused form: DeepSpeed's own CPU Adam would be compiled at the first start and brings
-nothing here, the fused torch kernels are as fast, exist on every device, and ZeRO accepts them. lamb is
-pytorch_optimizer's, set so that a step is NVIDIA's (DeepLearningExamples, lamb.py), with g the clipped gradient:
+adam, adamw and sgd are torch's in fused form. They exist on every device, and ZeRO accepts them. DeepSpeed's own CPU
+Adam would be compiled at the first start, and is not faster. lamb is pytorch_optimizer's, with settings that make its
+step NVIDIA's (DeepLearningExamples, lamb.py), with g the clipped gradient:
 
     m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    s = m / (sqrt(v) + eps) + decay w    no bias correction
     w = w - lr s min(|w|, 10) / (|s| + eps)             the ratio is 1 where |w| or |s| is 0
 
-The norms are those of whole tensors, so lamb depends on which weights share a tensor: our queries have one of their
-own, NVIDIA's share it with keys and values.
+The norms are those of whole tensors, so lamb depends on which weights share a tensor. Here queries have their own
+tensor. In NVIDIA's code they share one with keys and values.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from txl_dist.train.engine.muon import Muon
 
 
 def is_decayed(name: str) -> bool:
-    """Whether a parameter of the model is one of the matrices; biases, norms, scalars and attention biases are not
-    decayed."""
+    """Whether a parameter of the model gets weight decay: matrices do; biases, norms and scalars do not."""
     leaf = name.rpartition(".")[2]
     return "bias" not in leaf and "norm." not in name and leaf not in ("scales", "value_share")
 
@@ -36,9 +35,10 @@ def is_decayed(name: str) -> bool:
 def build_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSection, *, matrices: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """The optimizer over groups: decayed and not, and before both `matrices`, the names of what muon orthogonalizes.
+    """Return the optimizer, with parameter groups: first those named in `matrices`, if any, then decayed, then others.
 
-    A parameter that holds many goes by the name of any of them.
+    `parameters` are (name, tensor) pairs. A flat parameter may have the name of any parameter in it. `matrices` are the
+    names of those that muon orthogonalizes. Raises ConfigError for an optimizer of a plugin that cannot be used.
     """
     orthogonal: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
@@ -48,8 +48,8 @@ def build_optimizer(
     groups: list[dict[str, Any]] = [{"params": decayed, "decays": True}, {"params": kept, "decays": False}]
     if orthogonal:
         groups.insert(0, {"params": orthogonal, "decays": True, "is_orthogonal": True})
-    # The rate is given with every step. DeepSpeed takes one with zero gradients when it wraps half precision at stage
-    # 0; at a rate of 0 that moves no weight, and `ZeroEngine` forgets it.
+    # Every step sets the rate. In half precision at stage 0 DeepSpeed makes a first step with zero gradients. At a rate
+    # of 0 it moves no weight, and `ZeroEngine` clears the state that it leaves.
     build = optim.kind.build or BUILDERS[optim.name]
     with plugin_errors(OPTIMIZERS, optim.name, what="optimizer"):
         optimizer: torch.optim.Optimizer = build(groups, lr=0.0)
@@ -59,7 +59,7 @@ def build_optimizer(
 
 
 def _check_built(optimizer: object, name: str) -> None:
-    """Raises ConfigError for what is no optimizer, or one that has state: ZeRO replaces the parameters."""
+    """Raise ConfigError on all ranks if an object is no optimizer, or has state already, which ZeRO would lose."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise raised_everywhere(
             ConfigError(
@@ -77,14 +77,15 @@ def _check_built(optimizer: object, name: str) -> None:
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
-    """Put the settings into parameter groups."""
+    """Write the optimizer's settings into parameter groups; weight decay only into groups that decay."""
     settings = {name: getattr(optim, name) for name in optim.kind.settings}
     for group in groups:
         group |= settings | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}
 
 
 def _lamb(groups: list[dict[str, Any]], *, lr: float) -> torch.optim.Optimizer:
-    # It brings a hundred optimizers and takes half a second to import: only who asks for it waits.
+    """Build LAMB with the step of NVIDIA's code."""
+    # Imported here, because the library has a hundred optimizers and takes half a second to import.
     from pytorch_optimizer import Lamb
 
     # adam_debias is the library's name for a step that is not divided by 1 - b1^t.
@@ -98,4 +99,5 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "muon": Muon,
     "sgd": partial(torch.optim.SGD, fused=True),
 }
-"""By `optim.name`; each takes groups and a learning rate. What else it must know stands in `sections.OPTIMIZERS`."""
+"""Functions that build an optimizer from groups and a learning rate, by `optim.name`. `schema.OPTIMIZERS` has the other
+facts on each."""

@@ -1,12 +1,13 @@
-"""What an optimizer of DeepSpeed keeps on this rank, as pieces of named parameters: the same for every ZeRO stage.
+"""The optimizer state of this rank, as pieces of named parameters: one view of it for all ZeRO stages.
 
-ZeRO cuts the weights in fp32 and the optimizer's moments into flat tensors, one way per stage and number of ranks. A
-`Partition` is one such tensor and where pieces of parameters lie in it. `fragments` gives them as views, by the name of
-the parameter and the place in it: all that a checkpoint needs to be loaded into any stage on any number of ranks.
+ZeRO cuts the fp32 weights and the optimizer's moments into flat tensors, differently for each stage and number of
+ranks. A `Partition` is one such tensor, with the places of the pieces of parameters in it. `fragments` yields the
+pieces as views, each with the name of its parameter and its place in it. So a checkpoint can be loaded at any stage,
+on any number of ranks.
 
     stage 0        a partition per parameter, whole, on every rank
-    stages 1, 2    a partition per parameter group: this rank's slice of all its parameters, one behind the other
-    stage 3        the same, of this rank's slice of each parameter
+    stages 1, 2    a partition per parameter group: this rank's slice of all its parameters, one after the other
+    stage 3        a partition per parameter group: this rank's slice of each parameter, one after the other
 
 This module reads attributes of DeepSpeed's optimizers (0.19) and imports nothing of it.
 """
@@ -23,9 +24,9 @@ from txl_dist.train.engine.flat import Slot, Stored
 
 WEIGHT = "weight"
 AVERAGE = "average"
-"""The exponential average of the weights; it lies with the optimizer's moments, and so goes wherever they go."""
+"""Name of the exponential average of the weights, which is kept and saved like the optimizer's moments."""
 SWAPPED_LEN = 2**20
-"""Values that are exchanged at a time."""
+"""Number of values that `swap_averages` exchanges at a time."""
 
 
 class PartitionPiece(NamedTuple):
@@ -33,9 +34,9 @@ class PartitionPiece(NamedTuple):
 
     parameter: str
     start: int
-    """First value, counted in the whole parameter."""
+    """Place of the first value in the flattened parameter."""
     offset: int
-    """Where it lies in its partition."""
+    """Place of the first value in the partition."""
     length: int
 
 
@@ -43,23 +44,23 @@ class Partition(NamedTuple):
     """An fp32 tensor that the optimizer updates."""
 
     tensor: Tensor
-    """The optimizer's key; flat but at stage 0."""
+    """Tensor by which the optimizer keeps its state; flat, except at stage 0."""
     pieces: list[PartitionPiece]
 
 
 class Fragment(NamedTuple):
-    """One piece with its values: 1-D fp32 views into live storage, `weight` and the optimizer's, as `exp_avg`."""
+    """One piece with its values by kind, `weight` and the optimizer's, such as `exp_avg`: 1-D fp32 views."""
 
     parameter: str
     start: int
     values: dict[str, Tensor]
     step: float
-    """Updates that the optimizer has counted for it."""
+    """Number of updates that the optimizer has counted for the parameter."""
 
 
 def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[Partition]:
-    """The partitions of this rank. `optimizer` is what `deepspeed.initialize` gave for the tensors of `stored`."""
-    slots = {id(one.tensor): one.slots for one in stored}
+    """Return the partitions of this rank. `optimizer` is the one that `deepspeed.initialize` made for `stored`."""
+    slots = {id(parameter.tensor): parameter.slots for parameter in stored}
     if stage == 0:
         pairs = (
             zip(_flat(optimizer.fp16_groups), _flat(optimizer.fp32_groups), strict=True)
@@ -75,11 +76,12 @@ def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[P
 
 
 def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
+    """Join the tensors of all groups."""
     return [tensor for group in groups for tensor in group]
 
 
 def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) -> Iterator[PartitionPiece]:
-    """What lies in the values [start, start + length) of a tensor, which begin at `offset` of a partition."""
+    """Yield the pieces in the values [start, start + length) of a tensor, which begin at `offset` of a partition."""
     for slot in slots:
         begin, end = max(start, slot.start), min(start + length, slot.stop)
         if begin < end:
@@ -87,7 +89,7 @@ def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) ->
 
 
 def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
-    """Stages 1 and 2 link each parameter to its part of the flat tensor, if this rank has one."""
+    """Yield the pieces at stages 1 and 2, which link each parameter to its part of this rank's flat tensor, if any."""
     for parameter in group:
         link = parameter._hp_mapping
         if link is not None:
@@ -96,7 +98,7 @@ def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
 
 
 def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
-    """Stage 3 gives each rank an equally long slice of each parameter; the last ones are padded."""
+    """Yield the pieces at stage 3, where each rank has an equally long slice of each parameter, padded at the end."""
     offset, rank = 0, torch.distributed.get_rank()
     for parameter in group:
         slice_len = parameter.partition_numel()
@@ -107,11 +109,11 @@ def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
 
 
 def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """Views of what is there; `optimizer` is torch's."""
+    """Yield the pieces of the partitions with their values, as views. `optimizer` is torch's."""
     for tensor, pieces in partitions:
         state = optimizer.state.get(tensor, {})
         values = {WEIGHT: tensor} | {name: value for name, value in state.items() if _is_moment(name, value, tensor)}
-        # torch counts per tensor, pytorch_optimizer per group.
+        # torch counts updates per tensor, pytorch_optimizer per group.
         step = float(state.get("step", optimizer.param_groups[0].get("step", 0)))
         for piece in pieces:
             views = {name: _view(value, piece) for name, value in values.items()}
@@ -119,7 +121,7 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
 
 
 def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
-    """The name of a value that an optimizer keeps for a tensor and a checkpoint would lose; empty if there is none."""
+    """Return the name of a value of the optimizer's state that a checkpoint would lose; empty if there is none."""
     for tensor, _ in partitions:
         for name, value in optimizer.state.get(tensor, {}).items():
             if name == "step":
@@ -132,7 +134,7 @@ def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) 
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Numbers and texts of the parameter groups, without the learning rate, which changes with every step."""
+    """Return the numbers and texts of the parameter groups, without the learning rate, which every step changes."""
     plain = (bool, int, float, str, tuple)
     return [
         {name: value for name, value in group.items() if name != "lr" and isinstance(value, plain)}
@@ -141,28 +143,33 @@ def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:
+    """Whether a value of the optimizer's state has one number per weight."""
     return isinstance(value, Tensor) and name != "step" and value.shape == tensor.shape
 
 
 def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
+    """Return the values of a piece as a view of its partition, or of a moment of that shape."""
     return tensor.detach().view(-1).narrow(0, piece.offset, piece.length)
 
 
 class Source(Protocol):
-    """Saved values, by parameter."""
+    """Source of saved values, by parameter."""
 
     def kinds_of(self, parameter: str) -> list[str]:
-        """Kinds of values that a parameter has, `weight` among them."""
+        """Return the kinds of values that a parameter has, `weight` among them."""
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
-        """[length] fp32 values on the host, from the flattened parameter."""
+        """Return [length] fp32 values of the flattened parameter, from `start` on, on the host."""
 
     def step_of(self, parameter: str) -> float:
-        """Updates that the optimizer had counted for it."""
+        """Return the number of updates that the optimizer had counted for a parameter."""
 
 
 def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: Source, *, with_average: bool) -> None:
-    """Copy saved values into the partitions and make the optimizer's state, which a new one lacks."""
+    """Copy saved values into the partitions, and create the optimizer's state, which a new optimizer lacks.
+
+    `with_average` says whether the run averages weights, so that a saved average is loaded too.
+    """
     counts_per_tensor = not type(optimizer).__module__.startswith("pytorch_optimizer.")
     unwanted = (WEIGHT,) if with_average else (WEIGHT, AVERAGE)
     for tensor, pieces in partitions:
@@ -183,27 +190,28 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
 
 
 def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], names: Iterable[str]) -> Tensor:
-    """Sums of squares of what this rank has of each parameter's gradient, and of its weight, in fp64: [2, names].
+    """Return [2, names] in fp64: sums of squares of each parameter's gradient, then of its weights, on this rank.
 
-    `gradients` has per partition flat tensors that together lie like it. Nothing of the size of a gradient is made.
+    `gradients` has for each partition flat tensors that together have the partition's layout. It allocates nothing of
+    the size of a gradient.
     """
     index = {name: i for i, name in enumerate(names)}
     sums = torch.zeros(2, len(index), dtype=torch.float64, device=partitions[0].tensor.device)
     for (tensor, pieces), parts in zip(partitions, gradients, strict=True):
         for row, values in enumerate((parts, [tensor.detach().view(-1)])):
-            found = list(_overlaps(pieces, values))
-            if found:
-                norms = norms_of([view for _, view in found]).double()
-                places = torch.tensor([index[name] for name, _ in found], device=norms.device)
+            overlaps = list(_overlaps(pieces, values))
+            if overlaps:
+                norms = norms_of([view for _, view in overlaps]).double()
+                places = torch.tensor([index[name] for name, _ in overlaps], device=norms.device)
                 sums[row].index_add_(0, places, norms.square())
     return sums
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """The norm of each, in fp32, of other types too (squares of scaled fp16 gradients overflow): [tensors].
+    """Return the norm of each tensor in fp32, [tensors], whatever their type: squares of fp16 gradients overflow.
 
-    On a CPU torch adds the squares of a tensor in one row in fp32: the norm of 20 million values is 1e-3 to 7e-3 too
-    small. In rows of rows it is right to 1e-6, at the same speed.
+    On a CPU torch adds all squares of a tensor one after the other in fp32. The norm of 20 million values is then 1e-3
+    to 7e-3 too small. Here the squares are added in rows, which is right to 1e-6 at the same speed.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, torch.float32))
@@ -211,10 +219,11 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 
 _ROW = 1_024
-"""Values that are added one behind the other."""
+"""Number of values that are added one after the other."""
 
 
 def _norm_in_rows(values: Tensor) -> Tensor:
+    """Return the norm of a flat tensor: the norm of its rows' norms, repeatedly."""
     while values.numel() > _ROW:
         whole = values.numel() // _ROW * _ROW
         norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
@@ -224,7 +233,7 @@ def _norm_in_rows(values: Tensor) -> Tensor:
 
 
 def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """(parameter, some of its values) in flat tensors that lie one behind the other in a partition."""
+    """Yield (parameter, some of its values) from flat tensors that follow each other in a partition."""
     begin = 0
     for part in parts:
         end = begin + part.numel()
@@ -236,7 +245,7 @@ def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tup
 
 
 def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer, *, decay: float) -> None:
-    """average <- decay average + (1 - decay) weight, behind an update; the first time it is the weight."""
+    """Set each average to decay * average + (1 - decay) * weight, after an update; at first to the weight."""
     for tensor, _ in partitions:
         weight, state = tensor.detach(), optimizer.state[tensor]
         if AVERAGE in state:
@@ -246,7 +255,7 @@ def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimize
 
 
 def swap_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> None:
-    """Exchange weights and averages, in place; where there is none yet nothing happens."""
+    """Exchange weights and averages, in place. A partition without an average stays as it is."""
     for tensor, _ in partitions:
         average = optimizer.state.get(tensor, {}).get(AVERAGE)
         if average is None:

@@ -1,4 +1,4 @@
-"""What training needs of an engine, and all that it knows of one."""
+"""The interface between training and an engine. Training uses nothing else of an engine."""
 
 from __future__ import annotations
 
@@ -13,32 +13,46 @@ from txl_dist.train.engine.partitions import Fragment, Source
 
 
 class Engine(Protocol):
-    """What the loop needs of an engine. Every method is called by all ranks together."""
+    """Engine that computes and updates the model. All ranks call every method together."""
 
     model: TransformerXL
-    """The network; its parameters may be sharded, so only its settings and shapes are for reading."""
+    """The network. Its parameters may be sharded, so read only its settings and shapes."""
     shapes: dict[str, list[int]]
-    """Of each parameter, a tied one once; at stage 3 too."""
+    """Shape of each whole parameter by name, a tied one once, also at stage 3."""
 
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, values) of each parameter, as views of what this rank computes with; empty ones at stage 3."""
+        """Yield (name, values) of each parameter, as views of the weights that this rank computes with.
+
+        At stage 3 the views are empty.
+        """
 
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
-        """Of one micro-batch. Returns (its loss, for `backward`; the memory after it)."""
+        """Run the forward pass of one micro-batch. Returns (its loss, for `backward`; the memory after it).
+
+        The loss is the sum over the scored tokens divided by `normalizer`.
+        """
 
     def backward(self, loss: Tensor) -> None:
-        """Of the micro-batch that gave this loss, before the next one: adds to the gradients."""
+        """Run the backward pass from the loss of a micro-batch, before the next forward pass. Adds to the gradients."""
 
     def grad_norm(self) -> Tensor:
-        """Global norm of the accumulated gradients before clipping, on the device and the same on every rank; not
-        finite if one of them is not. Call it after the last micro-batch of a step."""
+        """Return the global norm of the accumulated gradients before clipping, on the device, equal on every rank.
+
+        It is not finite if a gradient is not. Call it after the last micro-batch of a step.
+        """
 
     def step(self, *, lr: float, grad_norm: float) -> None:
-        """Update with the accumulated gradients, whose norm `grad_norm` gave, or, if that is not finite, drop them."""
+        """Update the weights with the accumulated gradients, or drop these if `grad_norm` is not finite.
+
+        `grad_norm` is the result of the method of that name.
+        """
 
     def squared_norms(self) -> dict[str, list[float]]:
-        """Of each parameter (sum of squares of its gradient before clipping, that of its weights), in fp32 where there
-        are such weights; the same on every rank. Between `grad_norm` and `step`; waits for the device."""
+        """Return by parameter [sum of squares of its gradient before clipping, sum of squares of its weights].
+
+        Weights are those in fp32, if there are any. The result is the same on every rank. Call it between `grad_norm`
+        and `step`. It waits for the device.
+        """
 
     def losses(self, batch: Batch, memory: Memory, *, with_top1_correct: bool = False) -> tuple[Tensor, Memory]:
         """Return nll_BT in nats and the next memory, without gradients or dropout.
@@ -47,25 +61,33 @@ class Engine(Protocol):
         """
 
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        """log p_BV of the token behind the batch and the next memory, without gradients or dropout."""
+        """Return log p_BV of the token after the batch, and the next memory, without gradients or dropout."""
 
     def swap_averages(self) -> None:
-        """Exchange the weights and their averages (`optim.ema_decay`): once to compute with these, and once more
-        to continue. Before the first update there are none, and nothing is exchanged."""
+        """Exchange the weights and their averages (`optim.ema_decay`).
+
+        Call it once to compute with the averages, and once more to continue training. Before the first update there are
+        no averages, and nothing is exchanged.
+        """
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """A memory that holds nothing, in the compute type, on the device."""
+        """Return an empty memory in the compute type, on the device."""
 
     def fragments(self) -> list[Fragment]:
-        """Weights and optimizer state of this rank, as views into live storage."""
+        """Return weights and optimizer state of this rank, as views that change with the next step."""
 
     def loss_scale(self) -> dict[str, Any]:
-        """State of the loss scaling in fp16, for JSON; else empty."""
+        """Return the state of the loss scaling in fp16, for JSON; an empty dictionary in other precisions."""
 
     def load(self, source: Source, *, loss_scale: dict[str, Any]) -> None:
-        """Restore what `fragments` and `loss_scale` gave, on any number of ranks at any stage. Raises TxlError."""
+        """Load weights, optimizer state and loss scaling that any number of ranks saved at any stage.
+
+        Raises TxlError on all ranks if a value is missing or cannot be read.
+        """
 
     def close(self) -> None:
-        """Give back all memory of weights, gradients and optimizer, also where somebody still refers to the engine; no
-        other method may be called afterwards. Uses no collective, and waits for this rank's device. A second call does
-        nothing."""
+        """Free the memory of weights, gradients and optimizer, even while there are references to the engine.
+
+        No other method may be called afterwards. It uses no collective, and waits for this rank's device. A second call
+        does nothing.
+        """

@@ -1,10 +1,10 @@
-"""Lets go of weights between the passes of ZeRO-3: of a gathered weight the forward pass saves which one it is.
+"""Saved tensors at ZeRO stage 3: the forward pass saves references to gathered weights, and not their values.
 
-DeepSpeed gathers the weights of a layer for its forward pass, frees them behind it, and gathers them again for its
-backward pass. But a linear function saves its transposed weight, a view, and the view keeps the values alive: all
-layers would stay gathered from one pass to the other. Here such a view is saved as its parameter and its place in it,
-and made again from the values that are gathered then. (DeepSpeed's own answer replaces torch's linear function in the
-whole process by a slower one.)
+DeepSpeed gathers the weights of a layer for its forward pass, frees them after it, and gathers them again for its
+backward pass. But a linear function saves its transposed weight. That is a view, which keeps the values alive, so all
+layers would stay gathered between the passes. Here such a view is saved as its parameter and the place in it. The
+backward pass makes the view again from the values that are gathered then. DeepSpeed's own solution replaces torch's
+linear function in the whole process by a slower one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class _View(NamedTuple):
-    """A part of a parameter."""
+    """Reference to a part of a parameter."""
 
     parameter: nn.Parameter
     size: torch.Size
@@ -28,12 +28,13 @@ class _View(NamedTuple):
 
 @contextmanager
 def saves_no_weights() -> Iterator[None]:
-    """Around a forward pass whose weights are there again in the backward pass."""
+    """Save no values of weights in the block: a forward pass whose weights are gathered again in the backward pass."""
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield
 
 
 def _pack(tensor: Tensor) -> Tensor | _View:
+    """Return a reference for a view of a parameter, and any other tensor itself."""
     parameter = tensor._base
     if not isinstance(parameter, nn.Parameter):  # a parameter itself is saved as such
         return tensor
@@ -42,6 +43,7 @@ def _pack(tensor: Tensor) -> Tensor | _View:
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:
+    """Return the tensor that `_pack` was given, from the present values of its parameter."""
     if isinstance(saved, Tensor):
         return saved
     values = saved.parameter.detach()

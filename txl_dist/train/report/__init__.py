@@ -1,1 +1,1 @@
-"""What a run says of itself: records, sinks, evaluation, samples."""
+"""Reports of a run: records and their loggers, validation, samples, profiles."""

@@ -1,8 +1,9 @@
-"""The loss of held-out text: each target scored once, weighted by tokens, with a memory of its own.
+"""The loss of a validation split: each target is scored once, weighted by tokens, with a memory of its own.
 
-`evaluate_stream` takes whatever gives losses and a first memory: live weights in a training, the cached core
-afterwards. The split is cut into stripes that every rank count scores alike; each stripe begins with the first memory.
-The training memories are not touched: memory is a value.
+`evaluate_stream` takes a function that computes losses, and a first memory. During training that function uses the live
+weights, afterwards the model with cached keys and values. The split is cut into stripes that do not depend on the
+number of ranks. Each stripe begins with the first memory. Training memories are not changed, because a memory is a
+value.
 """
 
 from __future__ import annotations
@@ -32,50 +33,56 @@ from txl_dist.train.state import EvaluationPlan
 POSITION_BINS = 32
 
 State = TypeVar("State")
-"""A memory: a value that comes back as another one, or one that is changed in place and comes back itself."""
+"""Type of the memory that the losses function takes and returns: a new value, or the same one changed in place."""
 
 
 class ScoredPart(NamedTuple):
-    """The loss of some of the targets."""
+    """Loss of a part of the targets."""
 
     first: int
+    """First id of a cluster, or first position in the segment."""
     last: int
-    """Of the ids of a cluster, or of the positions in a segment."""
+    """Last id of the cluster, or last position in the segment."""
     loss: float
-    """Nats per token; NaN where there was none."""
+    """Mean loss in nats per token; NaN if no target was scored."""
     tokens: int
+    """Number of scored targets."""
 
 
 class Means(NamedTuple):
-    """Of the targets that were scored."""
+    """Means over the scored targets of all ranks."""
 
     loss: float
-    """Nats per token."""
+    """Mean loss in nats per token."""
     tokens: int
+    """Number of scored targets."""
     accuracy: float | None
-    """Share of them that were the most probable token; None where nobody looked."""
+    """Share of the scored targets that were the most probable token; None if it was not measured."""
     by_position: list[ScoredPart]
-    """In the segment, joined to `POSITION_BINS` parts at most: what context within it brings."""
+    """Losses by position in the segment, in `POSITION_BINS` parts at most. They show the effect of more context."""
     by_cluster: list[ScoredPart]
-    """Of the vocabulary."""
+    """Losses by cluster of the vocabulary."""
 
 
 class Evaluation(NamedTuple):
-    """The result over held-out text."""
+    """Result of an evaluation."""
 
     means: Means
     units: TextUnits
-    """In which the loss may be told."""
+    """Units of text to which the loss may be converted."""
     seconds: float
 
     def numbers(self) -> dict[str, float]:
-        """Without the parts; bits per byte and character only where they are the cost of the text."""
+        """Return the metrics by name, without losses by part.
+
+        Bits per byte and per character are among them only if the scored tokens are the whole text.
+        """
         loss, tokens = self.means.loss, self.means.tokens
         accuracy = {} if self.means.accuracy is None else {"accuracy_pct": 100 * self.means.accuracy}
         return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds, **accuracy} | self.units.metrics(loss)
 
     def record(self, step: int) -> Record:
-        """As metrics."""
+        """Return the record of an evaluation after a step, for the loggers."""
         clusters = {f"loss_cluster_{index}": part.loss for index, part in enumerate(self.means.by_cluster)}
         return {
             "step": step,
@@ -87,7 +94,7 @@ class Evaluation(NamedTuple):
 
 
 class LossSums:
-    """Nats and targets that were scored: in all, by position in the segment, by cluster of the target."""
+    """Sums of losses in nats, and of scored targets: in total, by position in the segment, by cluster of the target."""
 
     def __init__(self, *, segment_len: int, edges: Sequence[int], device: torch.device) -> None:
         self._segment_len, self._edges = segment_len, edges
@@ -95,13 +102,16 @@ class LossSums:
         self._num_correct: Tensor | None = None
 
     def add(self, nll_BT: Tensor, batch: Batch, *, correct_BT: Tensor | None = None) -> None:
-        """The losses of a batch, of which context before the segment is left out; it may be shorter than others.
-        `correct_BT`: 1 where the target was the most probable token, of all batches or none."""
+        """Add the losses of a batch. Positions before the last `segment_len` are context, and are left out.
+
+        A batch may be shorter than others. `correct_BT` is 1 where the target was the most probable token. It must be
+        given for all batches or for none.
+        """
         if correct_BT is not None:
             num_correct = (correct_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
             self._num_correct = num_correct if self._num_correct is None else self._num_correct + num_correct
         nll_BT, scored_BT, targets_BT = (
-            one[:, -self._segment_len :] for one in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
+            values[:, -self._segment_len :] for values in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
         )
         for row, values_BT in enumerate((nll_BT * scored_BT, scored_BT)):
             clusters = [
@@ -112,12 +122,12 @@ class LossSums:
             self._total_2X[row] += torch.cat([values_BT.sum()[None], by_position_T, torch.stack(clusters)])
 
     def means(self) -> Means:
-        """Over all ranks, which call it together."""
+        """Return the means over all ranks, which call it together."""
         nats_X, counts_X = all_reduce_sum(self._total_2X).cpu().numpy()
         position, cluster = slice(1, 1 + self._segment_len), slice(1 + self._segment_len, None)
         num_correct = None if self._num_correct is None else float(all_reduce_sum(self._num_correct))
         edges = np.linspace(0, self._segment_len, min(POSITION_BINS, self._segment_len) + 1).astype(int)
-        by_position = (np.add.reduceat(one[position], edges[:-1]) for one in (nats_X, counts_X))
+        by_position = (np.add.reduceat(sums_X[position], edges[:-1]) for sums_X in (nats_X, counts_X))
         return Means(
             loss=float(nats_X[0] / max(1.0, counts_X[0])),
             tokens=int(counts_X[0]),
@@ -128,6 +138,7 @@ class LossSums:
 
 
 def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[ScoredPart]:
+    """Return the losses between consecutive edges, from the sums of nats and of targets."""
     return [
         ScoredPart(first, stop - 1, nat / count if count else math.nan, int(count))
         for (first, stop), nat, count in zip(itertools.pairwise(edges), nats.tolist(), counts.tolist(), strict=True)
@@ -146,12 +157,12 @@ def evaluate_stream(
     after_segment: Callable[[Batch, Tensor], None] = lambda batch, nll_BT: None,
     is_local: bool = False,
 ) -> Evaluation:
-    """Score held-out text, beginning with this memory. All ranks call it together and get the same result.
+    """Score a text, beginning with this memory. All ranks call it together and get the same result.
 
-    `losses` gives nll_BT, or score_2BT with 1 for each correct top-1 prediction after it, and the next memory, without
-    gradients. What `before_segment` raises, on all ranks together, ends the evaluation; `after_segment` gets each batch
-    with its losses. `is_local`: losses are made without the other ranks, so what fails on one of them alone is told to
-    all.
+    `losses` returns the next memory and nll_BT, without gradients. In place of nll_BT it may return score_2BT: the
+    losses, then 1 for each correct top-1 prediction. An error that `before_segment` raises, on all ranks together, ends
+    the evaluation. `after_segment` gets each batch with its losses. `is_local` says that `losses` runs without the
+    other ranks, so that an error of one rank must be passed on to all.
     """
     start_s = time.perf_counter()
     sums = LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device)

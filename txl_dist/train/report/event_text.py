@@ -1,4 +1,4 @@
-"""Sentences for the events of a run's records: for the console, and for the page of `txl report`."""
+"""Sentences that describe the events of a run, for the console and for the page of `txl report`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from txl_dist.console.formatting import counted, format_bytes
 
 _DETAILS = {
     "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} each; torch {torch}",
-    "saved": "{path}, {size}; training stood still for {seconds:.2f} s",
-    "save_failed": "log.txt says why; it is tried again",
+    "saved": "{path}, {size}; training waited for {seconds:.2f} s",
+    "save_failed": "log.txt says why; the run will try again",
     "replicas_agree": "all ranks hold the same parameters; compared in {seconds:.2f} s",
-    "skipped": "a loss or gradient that is not finite; weights and memories stayed as they were",
+    "skipped": "a loss or gradient is not finite; weights and memories stayed as they were",
     "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
     "rewound": "from step {from:,}; the text in between is left out",
     "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
@@ -22,12 +22,12 @@ _DETAILS = {
     "phase": "this phase is done; the next one begins",
     "done": "all steps are finished",
 }
-"""By event, from its fields and from what `_readable` makes of them."""
+"""Sentence of each event, with its fields and those that `_readable` adds."""
 _COUNTS = {"ranks": "rank", "hosts": "host", "threads_per_rank": "thread"}
 
 
 def event_details(event: str, fields: Mapping[str, Any]) -> str:
-    """Return what else is known of an event, in words; of an event of another version, the fields that it holds."""
+    """Return a sentence on an event from its fields; for an event of another version, a list of the fields."""
     try:
         return _DETAILS[event].format(**fields, **_readable(fields))
     except (LookupError, ValueError, TypeError, OverflowError):
@@ -35,6 +35,7 @@ def event_details(event: str, fields: Mapping[str, Any]) -> str:
 
 
 def _readable(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return counts with their nouns, and sizes with their units, of those fields that an event has."""
     texts = {}
     for name, noun in _COUNTS.items():
         if type(fields.get(name)) is int:

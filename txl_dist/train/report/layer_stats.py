@@ -1,11 +1,11 @@
-"""What a step does to each layer, and how often it is right: norms and accuracy, where they are asked for.
+"""Statistics of single steps: norms by layer, and training accuracy. Both are off unless the settings ask for them.
 
-They are measured behind the backward pass, before the update: gradients as they are before clipping, weights as they
-made these, activations and accuracy by one more pass over the step's text with the memory that it was given, without
-dropout. Nothing of the training changes by it, and a step that is not asked runs nothing of it.
+They are measured after the backward pass and before the update. Gradients are those before clipping, weights those
+before the update. Activations and accuracy come from one more forward pass over the step's text, with the step's
+memory and without dropout. Training is not changed by it, and other steps cost nothing.
 
-Layer 0 is nearest the text. What belongs to no layer stands apart: the embedding (with the softmax's weights, where
-they are tied) and the softmax; what layers share counts to the first of them.
+Layer 0 is the one next to the embedding. The embedding (with the softmax's weights, if they are tied) and the softmax
+are reported apart from the layers. A parameter that layers share counts to the first of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from txl_dist.train.report.loggers import Record
 
 
 class LayerStats(NamedTuple):
-    """Of one step."""
+    """Statistics of one step."""
 
     accuracy: float | None
     """Share of the step's scored tokens whose most probable token was the target; None if not asked for."""
@@ -48,10 +48,10 @@ def measure_layer_stats(
     norms_every: int,
     device: torch.device,
 ) -> LayerStats:
-    """Measure what is due at a step, on its micro-batches and the memories that they were given.
+    """Measure the statistics that are due at a step, on its micro-batches and their memories before the step.
 
-    Accuracy and norms are each due at multiples of so many steps, or never if that is 0. All ranks call it together,
-    between `grad_norm` and `step` of the engine.
+    `accuracy_every` and `norms_every` are intervals in steps; 0 means never. All ranks call it together, between
+    `grad_norm` and `step` of the engine.
     """
     with_top1_correct, with_norms = _is_due(step, accuracy_every), _is_due(step, norms_every)
     if not with_top1_correct and not with_norms:
@@ -70,11 +70,12 @@ def measure_layer_stats(
 
 
 def _is_due(step: int, every: int) -> bool:
+    """Whether the step is a multiple of the interval; never for an interval of 0."""
     return every > 0 and step % every == 0
 
 
 def _norms(engine: Engine) -> Record:
-    """Of gradients and weights: a list by layer, and a number for each part beside them."""
+    """Return the norms of gradients and weights: a list by layer, and a number for each part outside the layers."""
     totals: dict[str, list[float]] = {}
     for name, squares in engine.squared_norms().items():
         part = _part_of(name)
@@ -88,13 +89,13 @@ def _norms(engine: Engine) -> Record:
 
 
 def _part_of(name: str) -> str:
-    """The number of a parameter's layer, or the name of the part of the model that it is in."""
+    """Return the number of a parameter's layer, or the name of its part of the model, from the parameter's name."""
     layer = re.match(r"(?:blocks|residuals)\.(\d+)\.", name)
     return layer[1] if layer else name.split(".")[0]
 
 
 class _ActivationWatch:
-    """Mean squares of what layers give, over all positions that they run on."""
+    """Watcher that sums the mean squares of the layers' outputs, over all positions."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         self._blocks = blocks
@@ -103,7 +104,7 @@ class _ActivationWatch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch a pass without gradients."""
+        """Measure the layers' outputs in the block, which makes one pass without gradients."""
         handles = [block.register_forward_hook(self._taking(index)) for index, block in enumerate(self._blocks)]
         try:
             yield
@@ -113,13 +114,15 @@ class _ActivationWatch:
         self._num_passes += 1
 
     def rms(self) -> list[float]:
-        """Root mean square by layer, over all ranks, which call it together."""
-        sums = torch.stack([torch.as_tensor(one).double() for one in self._squares])
+        """Return the root mean square of each layer's output over all ranks, which call it together."""
+        sums = torch.stack([torch.as_tensor(square).double() for square in self._squares])
         passes = torch.full_like(sums[:1], self._num_passes)
         *squares, num_passes = all_reduce_sum(torch.cat([sums, passes])).tolist()
         return [math.sqrt(square / num_passes) for square in squares]
 
     def _taking(self, index: int) -> Any:
+        """Return the forward hook for the layer with this index."""
+
         def take(block: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor | None]) -> None:
             self._squares[index] = self._squares[index] + outputs[0].double().square().mean()
 

@@ -1,8 +1,8 @@
-"""Where the records of a run go: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
+"""Loggers for the records of a run: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
-A record is a flat dictionary with its `step`, of one `kind`: train, eval, look, layers, sample or event. Every sink
-takes every kind and shows what it can of it; how a number is shown, `metric_table` says. Reporting never ends a run: a
-sink that cannot write says so once, tries again with each record, and says when it works again.
+A record is a flat dictionary with its `step`. Its `kind` is train, eval, memory, layers, sample or event. Every logger
+takes every kind, and shows the part that it can show. `metric_table` says how each number is shown. Reporting never
+ends a run. A logger that cannot write warns once, tries again with each record, and reports when it works again.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from txl_dist.train.state import RunContext
 Record = dict[str, Any]
 
 _MAX_SCALARS = 64
-"""Longest list whose numbers TensorBoard gets, one curve each: step times of ranks."""
+"""Length of the longest list, for instance step times of ranks, of which TensorBoard gets one curve per number."""
 _NOT_IN_IDS = "/\\#?%:"
 """Characters that wandb refuses in the id of a run."""
 _LONGEST_TAG = 64
 _PATIENCE_S = 300.0
-"""Between two attempts to reach Weights & Biases, each of which a step may have to wait for."""
+"""Seconds between two attempts to reach Weights & Biases. A step may have to wait for each attempt."""
 
 
 class MetricLogger(Protocol):
-    """Where records go."""
+    """Receiver of a run's records."""
 
     def write(self, kind: str, record: Record) -> None:
-        """Take one record. Raises OSError."""
+        """Write one record of a kind. Raises OSError if that fails."""
 
     def close(self) -> None:
-        """Flush."""
+        """Write out what is buffered, and release all resources. Raises OSError if that fails."""
 
 
 class MetricReporter:
-    """All sinks of a run; on ranks other than 0 there are none. Reporting never ends a run."""
+    """Reporter that passes records to all loggers of a run. Other ranks than 0 have none. It never ends a run."""
 
     def __init__(self, context: RunContext, *, start_step: int) -> None:
         config, run_dir, metrics = context.config, context.run_dir, context.config.metrics
@@ -73,7 +73,7 @@ class MetricReporter:
         self._failed: set[str] = set()
 
     def write(self, kind: str, record: Record) -> None:
-        """Hand a record (with its `step`) to every sink."""
+        """Pass a record, which has its `step`, to every logger."""
         if self._sinks and kind.startswith(("train", "eval")):
             record = {**record, **self._measured(record)}
         for index, sink in enumerate(self._sinks):
@@ -93,7 +93,7 @@ class MetricReporter:
                 )
 
     def _measured(self, record: Record) -> Record:
-        """The numbers that plugins make from a record. One that fails is left out, and named once."""
+        """Return the numbers that plugins compute from a record. One that fails is left out, with one warning."""
         numbers: Record = {}
         for metric in METRICS.values():
             if metric.measure is None or metric.name in record:
@@ -109,7 +109,7 @@ class MetricReporter:
         return numbers
 
     def close(self) -> None:
-        """Flush and release all sinks."""
+        """Close all loggers. An error is logged."""
         for sink in self._sinks:
             try:
                 sink.close()
@@ -118,7 +118,7 @@ class MetricReporter:
 
 
 def check_sinks(metrics: MetricsSection) -> None:
-    """Refuse what could not be written at all. Raises ConfigError."""
+    """Refuse settings with which a logger could not write at all. Raises ConfigError."""
     if metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"metrics.wandb={metrics.wandb!r} needs the library wandb, which is not installed. "
@@ -139,7 +139,7 @@ def check_sinks(metrics: MetricsSection) -> None:
 
 
 class JsonLines(MetricLogger):
-    """`metrics.jsonl`: one record per line with the time it was written, complete numbers, always."""
+    """Logger to `metrics.jsonl`: one record per line, with all its numbers and the time of writing."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, separator=b"\n")
@@ -155,18 +155,20 @@ class JsonLines(MetricLogger):
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a norm that overflowed in half precision becomes null."""
+    """Replace numbers that are not finite by null, since JSON has no NaN. Norms overflow in half precision."""
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class TensorBoard(MetricLogger):
-    """An event file; tags are `kind/name`. It is written here and now: the library's writer does it in a thread, which
-    the first error ends."""
+    """Logger to a TensorBoard event file, with the tags `kind/name`.
+
+    It writes in the calling thread. The library's own writer uses a thread, which ends at the first error.
+    """
 
     def __init__(self, folder: Path, *, start_step: int, settings: Mapping[str, Any]) -> None:
-        """`settings` are shown beside the final metrics, to compare runs by."""
+        """`settings` are shown next to the final metrics, to compare runs."""
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._folder, self._file = folder, GrowingFile(folder / name)
         self._step, self._settings = start_step, settings
@@ -174,7 +176,7 @@ class TensorBoard(MetricLogger):
 
     @override
     def write(self, kind: str, record: Record) -> None:
-        # Slow to import.
+        # Imported here, because the import is slow.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
         from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
@@ -187,7 +189,7 @@ class TensorBoard(MetricLogger):
             shown = [{"step": step, "summary": summary} for summary in _settings_summaries(self._settings)]
             events += [{"file_version": "brain.Event:2"}, *shown]
         if self._again_from:
-            # Steps that a crash or a rewind made again must not be drawn twice.
+            # Without this, steps that are made again after a crash or a rewind would be drawn twice.
             events.append({"step": self._again_from, "session_log": SessionLog(status=SessionLog.START)})
         events.append({"step": step, "summary": _summary(kind, record)})
         piece = io.BytesIO()
@@ -203,8 +205,11 @@ class TensorBoard(MetricLogger):
 
 
 def _summary(kind: str, record: Record) -> Any:
-    """Numbers as scalars, each of a list of few numbers as one of its own; losses by position as the heights of a
-    histogram over the segment, in per cent; samples and events as text."""
+    """Convert a record for TensorBoard.
+
+    Numbers become scalars, and so does each number of a short list. Losses by position become the heights of a
+    histogram over the segment, in per cent. Samples and events become text.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
     values: list[Any] = []
@@ -219,21 +224,22 @@ def _summary(kind: str, record: Record) -> Any:
         if shape == "histogram":
             values.append(_histogram(tag, value))
         elif isinstance(value, list) and len(value) <= _MAX_SCALARS:
-            values += [Summary.Value(tag=f"{tag}/{index:02}", simple_value=one) for index, one in enumerate(value)]
+            values += [Summary.Value(tag=f"{tag}/{index:02}", simple_value=item) for index, item in enumerate(value)]
         elif isinstance(value, int | float) and name != "step" and shape == "scalar":
             values.append(Summary.Value(tag=tag, simple_value=value))
     return Summary(value=values)
 
 
 def _text(tag: str, lines: Iterable[str]) -> Any:
+    """Make a summary value that shows lines of text literally."""
     from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
-    quoted = "".join(f"    {line}\n" for line in lines)  # indented: as it is
+    quoted = "".join(f"    {line}\n" for line in lines)  # indented, so that Markdown shows them literally
     return text_pb(tag, quoted.encode(errors="replace"), description="").value[0]
 
 
 def _histogram(tag: str, heights: Sequence[float]) -> Any:
-    """A row (left edge, right edge, height) per place, which is what the plugin draws."""
+    """Make a histogram value: a row (left edge, right edge, height) per position, as the plugin draws it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram.metadata import create_summary_metadata  # type: ignore[import-untyped]
     from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-untyped]
@@ -244,7 +250,7 @@ def _histogram(tag: str, heights: Sequence[float]) -> Any:
 
 
 def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
-    """What the HPARAMS tab shows: the settings of the run, and which metrics to show beside them."""
+    """Make the summaries for the HPARAMS tab: the run's settings, and the metrics to show next to them."""
     from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untyped]
 
     metrics = [summary_v2.Metric(tag) for tag in ("eval/loss", "eval/bits_per_byte", "train/loss")]
@@ -256,9 +262,9 @@ def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
 
 
 class WeightsAndBiases(MetricLogger):
-    """The same records as a run at wandb.ai, or, with WANDB_MODE=offline, in RUN/wandb for `wandb sync`.
+    """Logger to a run at wandb.ai, or with WANDB_MODE=offline to RUN/wandb, for `wandb sync`.
 
-    A run that goes on is the same run there. Nothing that goes wrong in that library or on the way ends a training.
+    A resumed run is the same run there. No error of that library or of the network ends a training.
     """
 
     def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record) -> None:
@@ -271,7 +277,7 @@ class WeightsAndBiases(MetricLogger):
         try:
             if self._run is None:
                 if time.monotonic() < self._next_try_s:
-                    raise TimeoutError("not reached; tried again in some minutes")
+                    raise TimeoutError("not reached; the next attempt is in some minutes")
                 self._next_try_s = time.monotonic() + _PATIENCE_S
                 self._run = self._begin()
             self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in record.items()})
@@ -279,6 +285,7 @@ class WeightsAndBiases(MetricLogger):
             raise OSError(f"Weights & Biases: {error}") from error
 
     def _begin(self) -> Any:
+        """Start or resume the run at Weights & Biases. May raise any error of that library."""
         import wandb
 
         metrics, run_dir = self._metrics, self._run_dir.resolve()
@@ -293,7 +300,7 @@ class WeightsAndBiases(MetricLogger):
             dir=str(self._run_dir),
             config=self._config,
         )
-        # Steps that a rewind makes again would be refused as the library's own count of steps.
+        # The library's own step count would refuse steps that are made again after a rewind.
         run.define_metric("*", step_metric="step")
         return run
 
@@ -307,7 +314,7 @@ class WeightsAndBiases(MetricLogger):
 
 
 class Console(MetricLogger):
-    """A line per record in the log; on a terminal as much of it as fits, and a progress bar below the lines."""
+    """Logger to the console: one line per record. On a terminal lines are cut to fit, with a progress bar below."""
 
     def __init__(self, *, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -335,7 +342,7 @@ class Console(MetricLogger):
 
 
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
-    """What the line of a record is made of."""
+    """Return the cells of a record's line on the console."""
     step = Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}")
     if kind == "event":
         fields = {name: value for name, value in record.items() if name not in ("event", "step")}
@@ -358,7 +365,7 @@ def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
 
 
 def _lines(sample: Record) -> list[str]:
-    """Of a text that may hold anything: what would steer a terminal is written out."""
+    """Return the lines of a sample's text. Control characters, which would steer a terminal, are escaped."""
     text = (sample["prompt"] + sample["text"]).rstrip("\n")
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown).split("\n")

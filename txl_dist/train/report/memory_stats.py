@@ -1,11 +1,11 @@
-"""Measurements of what the memory does, on a few segments of held-out text.
+"""Measurements of the effect of the memory, on a few segments of a validation split.
 
-Per layer: how large the remembered hidden states are, and which share of the attention goes to them rather than to the
-segment; over the layers: the losses by position in the segment, with the memory and with an empty one. It costs the
-segments that fill the memory and `NUM_SEGMENTS` more, twice.
+For each layer: the size of the remembered hidden states, and the share of the attention that goes to them and not to
+the segment. For the whole model: the losses by position in the segment, with the memory and with an empty one. It
+costs forward passes over the segments that fill the memory, and two over each of `NUM_SEGMENTS` more.
 
-The share is attention itself with other values: 1 on the keys of the memory, 0 on those of the segment. So it comes
-from whatever computes attention, probabilities that it never holds included.
+The share is computed by attention itself with other values: 1 for the keys of the memory, 0 for those of the segment.
+So it works with every implementation of attention, also with kernels that never store the probabilities.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def measure_memory(
     step: int,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Record | None:
-    """Return the memory record of a run with memory; None if the split is too short to fill any. All ranks call it
-    together. Padding counts nowhere, so the record does not depend on the number of ranks.
+    """Return the record of the memory's effect; None if the split is too short to put anything into the memory.
 
+    All ranks call it together. Padding is not counted, so the record does not depend on the number of ranks.
     The split is read in `num_lanes` stripes, in segments and with a memory of the lengths of training.
 
-    What `before_segment` raises, on all ranks together, ends it.
+    An error that `before_segment` raises, on all ranks together, ends the measurement.
     """
     start_s = time.perf_counter()
     stream = EvalStream(
@@ -61,7 +61,7 @@ def measure_memory(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    # The memory is full behind these, if the split is so long.
+    # After these segments the memory is full, if the split is long enough.
     num_before = min(-(-memory_len // segment_len), max(0, len(stream) - NUM_SEGMENTS))
     empty = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=memory_len)
     with_memory, without = (
@@ -80,7 +80,7 @@ def measure_memory(
         with_memory.add(nll_BT, batch)
         without.add(engine.losses(batch, empty)[0], batch)
         memory = after
-    held, alone = with_memory.means(), without.means()
+    remembering, forgetting = with_memory.means(), without.means()
     counts_L, squares_L = all_reduce_sum(torch.stack(squares).sum(0)).tolist()
     num_seen, *shares_L = all_reduce_sum(attended.sums()).tolist()
     if not any(counts_L):
@@ -88,43 +88,47 @@ def measure_memory(
     return {
         "step": step,
         "seconds": time.perf_counter() - start_s,
-        "tokens": held.tokens,
-        "memory_gain": alone.loss - held.loss,
+        "tokens": remembering.tokens,
+        "memory_gain": forgetting.loss - remembering.loss,
         **{
             f"memory_norm_{layer}": math.sqrt(square / max(1.0, count))
             for layer, (square, count) in enumerate(zip(squares_L, counts_L, strict=True))
         },
         **{f"memory_attention_pct_{layer}": 100 * share / num_seen for layer, share in enumerate(shares_L)},
-        "loss_by_position": [part.loss for part in held.by_position],
-        "loss_by_position_without_memory": [part.loss for part in alone.by_position],
+        "loss_by_position": [part.loss for part in remembering.by_position],
+        "loss_by_position_without_memory": [part.loss for part in forgetting.by_position],
     }
 
 
 def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
-    """By layer the places that hold something, of lanes that still read; and the sum of their mean squares: [2, L]."""
-    is_held_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
-    held = [is_held_BM[:, memory.memory_len - hidden_BMD.shape[1] :] for hidden_BMD in memory.hidden]
-    squares = [
-        (hidden_BMD.double().square().mean(-1) * own).sum() for hidden_BMD, own in zip(memory.hidden, held, strict=True)
-    ]
-    return torch.stack([torch.stack([own.sum().double() for own in held]), torch.stack(squares)])
+    """Return [2, L]: by layer, the number of filled memory positions, and the sum of their mean squares.
+
+    Only lanes that score a token in this segment count.
+    """
+    is_filled_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
+    counts, squares = [], []
+    for hidden_BMD in memory.hidden:
+        layer_filled_BM = is_filled_BM[:, memory.memory_len - hidden_BMD.shape[1] :]
+        counts.append(layer_filled_BM.sum().double())
+        squares.append((hidden_BMD.double().square().mean(-1) * layer_filled_BM).sum())
+    return torch.stack([torch.stack(counts), torch.stack(squares)])
 
 
 class _AttentionWatch:
-    """Sums the attention that goes to the memory, by layer, over the queries that are scored."""
+    """Watcher that sums the share of attention on the memory, by layer, over the scored queries."""
 
     def __init__(self) -> None:
         self._shares: dict[int, Tensor] = {}
         self._num_scored: Tensor | float = 0.0
 
     def sums(self) -> Tensor:
-        """Queries, then the sum of their shares by layer, shape [1 + L]."""
+        """Return [1 + L]: the number of scored queries, then the sum of their shares by layer."""
         shares_L = torch.stack([share for _, share in sorted(self._shares.items())])
         return torch.cat([torch.as_tensor(self._num_scored).to(shares_L)[None], shares_L])
 
     @contextmanager
     def over(self, model: TransformerXL, *, scored_BT: Tensor) -> Iterator[None]:
-        """Watch the attention layers of a model while they run without gradients."""
+        """Measure the attention layers of a model in the block, which runs it without gradients."""
         layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
         self._num_scored = self._num_scored + scored_BT.double().sum()
         try:
@@ -136,6 +140,8 @@ class _AttentionWatch:
                 del layer.attend
 
     def _watched(self, index: int, attend: Callable[..., Tensor], scored_BT: Tensor) -> Callable[..., Tensor]:
+        """Return the `attend` function of a layer, extended by the measurement."""
+
         def watched(terms: Terms, *, visible: AttentionMask) -> Tensor:
             is_memory = torch.zeros_like(terms.value_BKNH)
             is_memory[:, : visible.memory_len] = 1.0

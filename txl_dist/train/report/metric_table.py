@@ -1,7 +1,7 @@
-"""The numbers of a run's records that people read: one table for the console, TensorBoard, `txl report` and `compare`.
+"""The table of the metrics that people read, for the console, TensorBoard, `txl report` and `txl compare`.
 
-One row per number; a new one is a new row, and is seen everywhere. What has no row is in `metrics.jsonl`, and a curve
-in TensorBoard. No torch here: who only shows numbers need not wait for it.
+Each metric has one row, and a new row appears in all these places. A number without a row is still in `metrics.jsonl`,
+and a curve in TensorBoard. This module imports no torch, so that commands which only show numbers start fast.
 """
 
 from __future__ import annotations
@@ -14,44 +14,44 @@ from txl_dist.console.formatting import bounded, clock
 
 
 class Curve(NamedTuple):
-    """How pages draw a number of the training records over the steps."""
+    """Description of a curve: a number of the training records over the steps, as web pages draw it."""
 
     group: Literal["Optimisation", "Speed"]
-    """Heading under which it stands."""
+    """Heading of the page under which the curve is drawn."""
     title: str
     axis: str
-    """With its unit, and of whom it is."""
+    """Label of the vertical axis, with the unit and the ranks that the number belongs to."""
     is_log: bool = False
     compared: bool = False
     """Whether `txl compare` draws it too."""
     missing: str = ""
-    """Why a run may not have it."""
+    """Reason why a run may lack this number."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a record."""
+    """One number of a record, and how it is shown."""
 
     name: str
-    """Its key in the record, in `metrics.jsonl` and in TensorBoard."""
+    """Key of the number in the record, in `metrics.jsonl` and in TensorBoard."""
     form: str = ""
-    """Format specification on the console; `clock` is h:mm:ss of seconds; empty: it is not shown there."""
+    """Format on the console: a format specification, or `clock` for seconds as h:mm:ss; empty if it is not shown."""
     label: str = ""
-    """In front of the number."""
+    """Text before the number on the console."""
     unit: str = ""
-    """Behind the number; empty where the label says it."""
+    """Text after the number on the console; empty if the label says it."""
     drop: int = 0
-    """A line that is too long loses the numbers with the highest first; those with 0 stay."""
+    """Order in which a line that is too long loses its numbers, the highest first; 0 is never dropped."""
     hides_zero: bool = False
-    """Shown only where there is something to say."""
+    """Whether the number is left out of the line while it is 0."""
     curve: Curve | None = None
     tensorboard: Literal["scalar", "histogram", "none"] = "scalar"
-    """histogram: of a list, which is drawn over the places in it, a line per record."""
+    """Form in TensorBoard. A histogram draws a list over the places in it, one line per record."""
     measure: Callable[[Mapping[str, Any]], float | None] | None = None
-    """For a plugin's metric: computes the number from the other numbers of a record; None where it cannot."""
+    """Function of a plugin's metric, which computes the number from a record; it returns None if it cannot."""
 
     def text(self, value: Any) -> str:
-        """The number with its label and unit."""
+        """Return the number with its label and unit, for the console."""
         number = clock(value) if self.form == "clock" else bounded(value, self.form)
         gap = " " if self.unit and self.unit != "%" else ""
         return f"{self.label} {number}{gap}{self.unit}".lstrip()
@@ -89,25 +89,29 @@ METRICS: dict[str, Metric] = {row.name: row for row in (
     Metric("loss_by_position", tensorboard="histogram"),
     Metric("loss_by_position_without_memory", tensorboard="histogram"),
 )}  # fmt: skip
-"""By name, in the order in which a line, and a page, has them; a plugin may add rows (`plugins.register_metric`)."""
+"""All metrics by name, in the order of a line and of a page. A plugin may add rows (`plugins.register_metric`)."""
 
 
 class Cell(NamedTuple):
-    """A piece of a line."""
+    """One part of a line on the console."""
 
     text: str
     drop: int = 0
-    """As in `Metric`."""
+    """Order in which cells are dropped from a long line, as in `Metric`."""
 
 
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
-    """What a line says of a record: the numbers of the table that it holds."""
-    known = [(one, record[one.name]) for one in METRICS.values() if one.form and record.get(one.name) is not None]
-    return [Cell(metric.text(value), metric.drop) for metric, value in known if value or not metric.hides_zero]
+    """Return the cells of a record's line: its metrics that the console shows, in the order of the table."""
+    cells = []
+    for metric in METRICS.values():
+        value = record.get(metric.name)
+        if metric.form and value is not None and (value or not metric.hides_zero):
+            cells.append(Cell(metric.text(value), metric.drop))
+    return cells
 
 
 def line_of(cells: Sequence[Cell], *, width: int | None = None) -> str:
-    """The cells side by side: all of them, or those that `width` columns hold."""
+    """Join cells to a line. With `width`, cells are dropped until the line fits into so many columns."""
     kept = list(cells)
     while width is not None and len(line := "  ".join(cell.text for cell in kept)) > width:
         last = max(kept, key=lambda cell: cell.drop)

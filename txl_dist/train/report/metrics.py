@@ -1,8 +1,8 @@
-"""What a run reports once per logging interval: measured here, shown by `sinks`.
+"""The measurements of each logging interval. `loggers` show them.
 
-Losses and gradient norms come from the decision of each step, which waits for the device anyway; a report waits for
-nothing more. Losses are means over ranks, waiting is that of the slowest rank, peak memory that of the fullest. MFU is
-the share of the devices' peak that the operations of the model's formula (`model.flops`) take.
+Losses and gradient norms come from the decision of each step, which waits for the device anyway, so a report adds no
+wait. Losses are means over ranks. Waiting for data is that of the slowest rank, peak memory that of the fullest one.
+MFU (Model FLOPs utilization) is the share of the devices' peak that the model's operations (`model.flops`) take.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from txl_dist.train.state import TrainState
 
 
 class Interval:
-    """Sums since the last report; loss and gradient norm are those of all ranks, the rest is this rank's."""
+    """Sums since the last report. Loss and gradient norm are those of all ranks, other sums are this rank's."""
 
     def __init__(self, *, clip_norm: float = 0.0) -> None:
-        """`clip_norm`: the gradient norm above which steps are clipped; 0 means none is."""
+        """`clip_norm` is the gradient norm above which steps are clipped; 0 means no clipping."""
         self._start_s, self._clip_norm = time.perf_counter(), clip_norm
-        self._wait_s = self._loss = self._grad_norm = self._lr = self._own_ms = 0.0
+        self._wait_s = self._loss = self._grad_norm = self._lr = self._local_ms = 0.0
         self._num_steps = self._num_skipped = self._num_scored = self._num_clipped = 0
         self._accuracies: list[float] = []
 
@@ -50,15 +50,19 @@ class Interval:
         lr: float,
         num_scored: int,
         skipped: bool,
-        own_ms: float = 0.0,
+        local_ms: float = 0.0,
         accuracy: float | None = None,
     ) -> None:
-        """One step: its mean loss in nats, the targets that counted on this rank, whether it was skipped, this rank's
-        own part of its time (see `stragglers`), and the accuracy where it was measured (see `signals`)."""
+        """Add one step.
+
+        `loss` is its mean loss in nats, `num_scored` the number of scored targets of this rank, and `skipped` says
+        whether the step was skipped. `local_ms` is the time of the step's local part on this rank (see `stragglers`).
+        `accuracy` is None if it was not measured (see `layer_stats`).
+        """
         if accuracy is not None:
             self._accuracies.append(accuracy)
         self._num_steps, self._num_scored, self._lr = self._num_steps + 1, self._num_scored + num_scored, lr
-        self._own_ms += own_ms
+        self._local_ms += local_ms
         if skipped:
             self._num_skipped += 1
         else:
@@ -66,12 +70,12 @@ class Interval:
             self._num_clipped += grad_norm > self._clip_norm
 
     def wait(self, seconds: float) -> None:
-        """Time that this rank waited for data."""
+        """Add the seconds that this rank waited for data."""
         self._wait_s += seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside (saving, evaluating) does not count as training."""
+        """Exclude the time of the block (saving, evaluating) from the training time."""
         start_s = time.perf_counter()
         yield
         self._start_s += time.perf_counter() - start_s
@@ -81,13 +85,14 @@ class Interval:
         return any(gather_objects(self._num_scored > 0))
 
     def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> Record:
-        """Means over the interval and all ranks, and the sum of the documents skipped; NaN if every step was skipped.
+        """Return the means over the interval and all ranks, and the number of skipped documents.
 
-        Raises TrainingError on all ranks if nothing was scored.
+        Loss and gradient norm are NaN if every step was skipped. All ranks call it together. Raises TrainingError on
+        all ranks if no token was scored.
         """
         span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
-        own_ms = round(self._own_ms / steps, 3)
-        parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), own_ms))
+        local_ms = round(self._local_ms / steps, 3)
+        parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), local_ms))
         if not any(num_scored for _, _, num_scored, *_ in parts):
             raise raised_everywhere(
                 TrainingError(
@@ -100,11 +105,11 @@ class Interval:
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
         clipped = {"clipped_pct": 100 * self._num_clipped / made} if self._clip_norm and made else {}
-        known = self._accuracies
+        accuracies = self._accuracies
         return {
             "loss": loss,
             "ppl": math.exp(min(loss, 700.0)),
-            **({"accuracy_pct": 100 * sum(known) / len(known)} if known else {}),
+            **({"accuracy_pct": 100 * sum(accuracies) / len(accuracies)} if accuracies else {}),
             "lr": self._lr,
             "grad_norm": grad_norm,
             **clipped,
@@ -118,7 +123,7 @@ class Interval:
 
 
 class Clipping:
-    """Counts the steps of this process that were clipped, if `optim.clip_norm` is the default and not set."""
+    """Counter of the clipped steps of this process. It is active only if the settings do not set `optim.clip_norm`."""
 
     MOSTLY_PCT = 95.0
     """Percentage of clipped steps above which the run says so: then the norm, not the gradient, sets the step size."""
@@ -126,20 +131,22 @@ class Clipping:
     """Smallest number of steps of which a share is reported."""
 
     def __init__(self, clip_norm: float, *, is_default: bool) -> None:
-        """`clip_norm` is the setting, and `is_default` says that no file or flag has set it."""
+        """`clip_norm` is the setting. `is_default` says that no file or flag has set it."""
         self._norm = clip_norm if is_default else 0.0
         self._num_made, self._num_clipped, self._sum = 0, 0, 0.0
 
     def add(self, grad_norm: float) -> None:
-        """One step: its gradient norm, which is not finite if it was skipped."""
+        """Add the gradient norm of one step; a skipped step's is not finite, and does not count."""
         if math.isfinite(grad_norm):
             self._num_made += 1
             self._num_clipped += grad_norm > self._norm
             self._sum += grad_norm
 
     def record(self) -> Record | None:
-        """Return `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`; None if the settings name the norm, or
-        if steps are too few or not mostly clipped."""
+        """Return `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`.
+
+        Returns None if the settings set the norm, if there are too few steps, or if most steps were not clipped.
+        """
         if not self._norm or self._num_made < self.FEWEST_STEPS:
             return None
         clipped_pct = 100 * self._num_clipped / self._num_made
@@ -159,16 +166,16 @@ def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> di
 
 
 def peak_memory_bytes() -> int:
-    """Most that this process has held since it began: of the GPU in torch's allocator, else of host memory (RSS)."""
+    """Return the peak memory of this process in bytes: GPU memory in torch's allocator; on a CPU host memory (RSS)."""
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
-    # Not by getrusage: a process inherits that peak from the one that started it.
+    # getrusage would not do: a process inherits that peak from the one that started it.
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return 1024 * int(next((line.split()[1] for line in lines if line.startswith("VmHWM:")), "0"))
 
 
 def check_finite(values: Sequence[float], *, what: str) -> None:
-    """Raise TrainingError if a value of any rank is not finite. All ranks pass the values of all."""
+    """Raise TrainingError on all ranks if a value is not finite. Every rank passes the values of all ranks."""
     bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
     if bad:
         raise raised_everywhere(
@@ -180,7 +187,7 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
 
 
 def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
-    """Seconds to the end of the run at the present speed."""
+    """Return the seconds to the end of the run at the present speed."""
     return (max_steps - step) * step_ms / 1000
 
 
@@ -216,8 +223,7 @@ def train_record(
 
 
 def start_facts(engine: Engine, ranks: RankInfo) -> Record:
-    """Who runs what on what, for the record of a start: by which command, and which commit of a checkout. All ranks
-    call it together."""
+    """Return hardware, versions, command and commit, for the record of a start. All ranks call it together."""
     hosts = gather_objects(socket.gethostname())
     name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.machine()
     return {
@@ -234,9 +240,12 @@ def start_facts(engine: Engine, ranks: RankInfo) -> Record:
 
 
 def _commit() -> Record:
-    """Of the checkout that this package lies in, if it does; `-dirty` where files differ from it."""
+    """Return the commit of the checkout that holds this package, or nothing if there is none.
+
+    `-dirty` is added if files differ from the commit.
+    """
     root = Path(txl_dist.__file__).parents[1]
-    if not (root / ".git").exists():  # else git would name that of a project around the installed package
+    if not (root / ".git").exists():  # git would report the commit of a project around the installed package
         return {}
     words = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     with suppress(OSError, subprocess.SubprocessError):

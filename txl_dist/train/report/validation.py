@@ -1,7 +1,6 @@
-"""What a run shows of its model between steps: losses on held-out text, a look at the memory, texts that it writes.
+"""Validation between steps: losses on the validation splits, measurements of the memory, and sample texts.
 
-None of it touches the training: memory is a value, and each of these has its own. All methods are called by all ranks
-together.
+Training is not affected, because each of these has a memory of its own. All ranks call all methods together.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from txl_dist.train.state import RunContext
 
 
 class StopAskedError(Exception):
-    """Leaves an evaluation that need not be finished."""
+    """Signal that ends an evaluation early, after a stop request."""
 
 
 class Validator:
-    """The observations of one run."""
+    """Validator of one run: evaluates, measures the memory, and writes samples."""
 
     def __init__(
         self,
@@ -39,35 +38,37 @@ class Validator:
         evaluated: dict[int, float],
         before_segment: Callable[[int], None],
     ) -> None:
-        """`evaluated` are the losses on the first held-out split so far, by step, and gets what is evaluated.
-        `before_segment` is told the step before each forward pass, and may raise StopAskedError on all ranks."""
+        """Take over the parts of the run that validation needs.
+
+        `evaluated` has the losses of the first validation split by step, in nats per token. New losses are added to it.
+        `before_segment` is called with the step before each forward pass, and may raise StopAskedError on all ranks.
+        """
         self._context, self._engine, self._maker, self._reporter = context, engine, maker, reporter
         self._config, self._ranks, self._splits = context.config, context.ranks, context.corpora.eval
         self._evaluated, self._before_segment = evaluated, before_segment
 
     def should_evaluate(self, step: int) -> bool:
-        """By the interval, and at the end."""
+        """Whether an evaluation is due after a step: at the interval, and after the last step."""
         every = self._config.eval.every_steps
         return bool(self._splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
 
     def forget(self, *, after: int) -> None:
-        """After a rewind to that step."""
+        """Delete the losses of later steps, after a rewind to this step."""
         for step in [step for step in self._evaluated if step > after]:
             del self._evaluated[step]
 
     def evaluate(self, step: int) -> tuple[dict[str, float], bool]:
-        """Score every split and look at the memory, by `eval.use_ema` with averaged weights.
+        """Score every validation split and measure the memory, with averaged weights if `eval.use_ema`.
 
-        Returns (loss of each split in nats per token, by name of its record; whether the first is the best so far).
-
-        Raises StopAskedError.
+        Returns (loss of each split in nats per token, by name of its record; whether the first is the lowest so far).
+        Raises StopAskedError if `before_segment` does.
         """
         if not self._config.eval.use_ema:
             return self._evaluate(step)
         self._engine.swap_averages()
         try:
             result = self._evaluate(step)
-        except StopAskedError:  # on all ranks together; after anything else nobody needs the weights
+        except StopAskedError:  # raised on all ranks; after any other error the run ends
             self._engine.swap_averages()
             raise
         self._engine.swap_averages()
@@ -102,7 +103,7 @@ class Validator:
             if record is not None:
                 self._reporter.write("memory", record)
         pairs = list(zip(self._splits, results, strict=True))
-        for split, result in reversed(pairs):  # that of the first corpus says that all are done
+        for split, result in reversed(pairs):  # the record of the first corpus shows that all are done
             self._reporter.write(labelled("eval", split, self._splits), result.record(step))
         best = min(self._evaluated.values(), default=math.inf)
         if math.isfinite(results[0].means.loss):
@@ -111,12 +112,12 @@ class Validator:
         return losses, self._evaluated.get(step, math.inf) < best
 
     def should_sample(self, step: int) -> bool:
-        """By the interval."""
+        """Whether a sample text is due after a step, by the interval."""
         every = self._config.metrics.sample_every_steps
         return every > 0 and step % every == 0
 
     def sample(self, step: int) -> None:
-        """Let the model write."""
+        """Let the model write a sample text, and report it."""
         text = sample_text(
             self._engine,
             self._context.corpora.first.tokenizer,
@@ -128,10 +129,16 @@ class Validator:
 
 
 def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
-    """The word, for a corpus besides the first with its name behind it."""
+    """Return the word as a name for the split's records; for a corpus other than the first, the corpus name is added.
+
+    The number of the corpus is added too if several corpora have the same name.
+    """
     number = splits.index(split)
-    names = [one.corpus.name for one in splits]
-    return word if number == 0 else f"{word}_{names[number]}" + (f"_{number}" if names.count(names[number]) > 1 else "")
+    if number == 0:
+        return word
+    names = [other.corpus.name for other in splits]
+    suffix = f"_{number}" if names.count(names[number]) > 1 else ""
+    return f"{word}_{names[number]}{suffix}"
 
 
 def text_facts(
@@ -142,22 +149,24 @@ def text_facts(
     max_tokens: int = 0,
     half_loss: bool = False,
 ) -> Record:
-    """What a run reads, and in which units its losses may be told, for the record of its start; `max_tokens` of a
-    held-out split are scored at most, 0 means all; `half_loss` of the training, whose segments count by half.
+    """Return the facts on a run's text for the record of its start: corpora, tokenizer, and units of the losses.
 
-    `no_bits` has by kind of record why there are no bits per byte; `held_out_bytes` tells held-out texts apart.
+    `held_out` are the validation splits; at most `max_tokens` of each are scored, 0 means all. `half_loss` is the
+    setting of training, by which only half of each segment is scored. In the result, `no_bits` has, by kind of record,
+    the reason why there are no bits per byte. `held_out_bytes` is the size of the first validation split's text, which
+    shows whether two runs have the same one.
     """
     shares = [1 / len(splits)] * len(splits)
-    units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)} | {
-        labelled("eval", one, held_out): text_units([one], mask_documents=mask_documents, max_tokens=max_tokens)
-        for one in held_out
-    }
+    units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)}
+    for split in held_out:
+        name = labelled("eval", split, held_out)
+        units[name] = text_units([split], mask_documents=mask_documents, max_tokens=max_tokens)
     first = splits[0].corpus
     return {
         "corpora": [split.corpus.name for split in splits],
         "tokenizer": first.tokenizer.kind,
         "vocab_size": first.vocab_size,
         "token": units["train"].token,
-        "no_bits": {kind: one.problem for kind, one in units.items() if one.problem},
+        "no_bits": {kind: text.problem for kind, text in units.items() if text.problem},
         **({"held_out_bytes": held_out[0].text_bytes} if held_out else {}),
     }

@@ -75,7 +75,7 @@ def ranks_are(monkeypatch: pytest.MonkeyPatch, *others: tuple[float, int, int, i
 
 def add(interval: Interval, *, loss: float, skipped: bool = False, num_scored: int = 100) -> None:
     """A step whose gradient norm is twice its loss."""
-    interval.add(loss=loss, grad_norm=2 * loss, lr=1e-3 * loss, num_scored=num_scored, skipped=skipped, own_ms=10.0)
+    interval.add(loss=loss, grad_norm=2 * loss, lr=1e-3 * loss, num_scored=num_scored, skipped=skipped, local_ms=10.0)
 
 
 def test_a_report_is_the_mean_over_steps_and_the_slowest_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_the_line_of_an_evaluation_and_of_an_event() -> None:
     )
     saved = {"event": "saved", "step": 40, "path": "step_000000040", "seconds": 0.1, "gib": 2.5}
     assert format_record("event", saved, max_steps=99) == (
-        "step 40/99  saved  step_000000040, 2.50 GiB; training stood still for 0.10 s"
+        "step 40/99  saved  step_000000040, 2.50 GiB; training waited for 0.10 s"
     )
     of_another_version = {"event": "no_such_event", "step": 40, "what": 3}
     assert format_record("event", of_another_version, max_steps=99) == "step 40/99  no such event  what 3"
