@@ -169,7 +169,7 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
             return f"{where} is a file of {parent_kind.value}. Name the folder: {path.parent}."
         return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
     if os.path.isdir(path.with_name(f".{path.name}.prepare")) and ArtifactKind.CORPUS in wanted:
-        return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` goes on."
+        return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` continues it."
     siblings = _subfolders_of_kind(path.parent, wanted)
     similar_names = nearest(path.name, [sibling.name for sibling in siblings])
     if similar_names:

@@ -59,7 +59,7 @@ def full_disk(lab: Lab, *, stage: int = 1) -> Case:
 
 def last_save(lab: Lab, *, kind: str) -> Case:
     """The disk is full at the end, and the save is tried for a quarter of an hour: who asks to stop is heard meanwhile,
-    and the same command goes on from the checkpoint before."""
+    and the same command continues from the checkpoint before."""
     case, run = lab.case(f"disk: full at the end, {kind}", fault="enospc:0:24:save-file, always"), lab.new_run(kind)
     words = ("--engine.zero_stage", "1")
     with lab.start(run, *words, fault=FULL_AT_THE_END) as job:

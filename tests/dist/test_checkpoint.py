@@ -241,7 +241,7 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
     elsewhere = golden_at(tmp_path / "other", 3)
     chosen, remarks = choose_checkpoint(tmp_path / "run", str(elsewhere))
     assert chosen is not None
-    assert chosen.folder == folders[2], "the same command goes on with what it has made"
+    assert chosen.folder == folders[2], "the same command continues with what it has made"
     assert len(remarks) == 1
     assert "has checkpoints of its own" in remarks[0]
     shutil.rmtree(elsewhere)

@@ -1,4 +1,4 @@
-"""A sweep of real runs, of which one fails: the others are done, the table says why, and the same command goes on."""
+"""A sweep of real runs, of which one fails: the others are done, the table says why, and the same command continues."""
 
 import csv
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_a_failing_run_is_a_row_and_a_finished_one_is_not_made_again(tmp_path: P
     result = txl(*words, cwd=tmp_path, timeout_s=300)
     assert result.returncode == 1, result.stderr
     table = result.stdout.splitlines()
-    assert table[0].split() == ["settings", "held-out", "deviation", "seeds"]
+    assert table[0].split() == ["settings", "validation", "deviation", "seeds"]
     assert {line.split()[0] for line in table[1:3]} == {"engine.attention=fused", "engine.attention=plain"}
     assert table[3].split()[:4] == ["engine.attention=triton", "-", "-", "0"]
     assert "engine.attention=triton cannot run" in table[3]

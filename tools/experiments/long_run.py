@@ -6,7 +6,7 @@
 Runs of one recipe on two ranks, one after the other:
 
     unbroken    from its first step to its last
-    killed      SIGKILL to all its processes at random moments, `--kills` of them; each time the same command goes on
+    killed      SIGKILL to all its processes at random moments, `--kills` of them; each time the same command continues
     moved       killed at as many other moments; behind two of these it goes on with one rank, and with two again
     seed N      unbroken, from other seeds: how far apart runs end that differ in nothing that matters
 

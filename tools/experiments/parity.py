@@ -664,4 +664,4 @@ if __name__ == "__main__":
         except TxlError as error:
             sys.exit(f"parity: {error}")
         except KeyboardInterrupt:
-            sys.exit("parity: stopped; the same command goes on")
+            sys.exit("parity: stopped; the same command continues")

@@ -308,4 +308,4 @@ if __name__ == "__main__":
     except TxlError as error:
         sys.exit(f"speedrun: {error}")
     except KeyboardInterrupt:
-        sys.exit("speedrun: stopped; the same command goes on")
+        sys.exit("speedrun: stopped; the same command continues")

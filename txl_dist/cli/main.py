@@ -75,7 +75,7 @@ class TrainArguments:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train, or continue a run. Exit code 75: it was asked to stop, has saved, and goes on by the same command."""
+    """Train, or continue a run. Exit code 75: stopped on request and saved; the same command continues."""
     if not argv:
         echo(usage(), to=sys.stderr)
         return 2

@@ -105,7 +105,7 @@ def announce_ranks(what: str = "") -> None:
         others = format_ranks([rank for rank in range(place.world_size) if rank != place.rank])
         echo(
             f"txl: the variables WORLD_SIZE and RANK make this rank {place.rank} of {place.world_size}. It waits at "
-            f"{place.address} for rank {others}. {RUN_ALONE}",
+            f"{place.address} for {others}. {RUN_ALONE}",
             to=sys.stderr,
         )
 

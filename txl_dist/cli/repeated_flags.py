@@ -1,7 +1,7 @@
 """Repeated list flags append: `--prompt A B`, `--prompt A --prompt B` and mixtures of both mean the same.
 
-tyro keeps only the values of the last occurrence and drops the others silently: a lost `--valid` is held-out text that
-becomes training data. So all values of a list move to the last occurrence of its flag before tyro reads the words. A
+tyro keeps only the values of the last occurrence and drops the others silently. The text of a lost `--valid` becomes
+training data. So all values of a list move to the last occurrence of its flag before tyro reads the words. A
 flag that is given once stays unchanged.
 """
 

@@ -88,8 +88,8 @@ def _check(config: Config) -> None:
     check_vocabulary(config.model, vocab_size=corpus.vocab_size)
     if lacks_eval_split(config.data, corpus):
         raise ConfigError(
-            f"a sweep is decided by held-out text, and {corpus.location} has none. Prepare it with --valid PATH or a "
-            "--valid-fraction, or name a split with --data.eval_split."
+            f"a sweep is decided by the validation split, and {corpus.location} has none. Prepare it with --valid PATH "
+            "or a --valid-fraction, or name a split with --data.eval_split."
         )
 
 

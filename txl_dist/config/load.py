@@ -219,7 +219,7 @@ def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
     if model.cutoffs and model.cutoffs[-1] >= vocab_size:
         raise ConfigError(
             f"model.cutoffs={list(model.cutoffs)} must lie below the vocabulary size {vocab_size} of the corpus. "
-            "Lower them, prepare the corpus with a larger vocabulary, or write --model.cutoffs with nothing behind it "
+            "Lower them, prepare the corpus with a larger vocabulary, or write --model.cutoffs without values "
             "for a plain softmax."
         )
 

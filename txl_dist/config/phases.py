@@ -121,7 +121,7 @@ def _check_order(phases: list[Phase], given: Config) -> None:
     for phase, following in itertools.pairwise(phases):
         if not 0 < phase.until < following.until:
             raise ConfigError(
-                f"train.phases: a phase until {phase.until:g} cannot stand before one until {following.until:g}. "
+                f"train.phases: a phase until {phase.until:g} cannot come before one until {following.until:g}. "
                 "Shares of the run lie between 0 and 1 and grow from phase to phase. After the last, [train] holds."
             )
         end = _end(phase, given)

@@ -66,7 +66,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
     if not section.scheme.uses_memory:
         raise ConfigError(
             f"{section.positions} positions count from a segment's first token, and this code keeps a past that is "
-            "told by distances. Export a bundle."
+            "addressed by distances. Export a bundle."
         )
     if owner_of(SCHEMES, section.positions) is not None:
         raise ConfigError(

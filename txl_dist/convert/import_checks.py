@@ -72,7 +72,7 @@ class PeerSettings(BaseModel):
             similar = nearest(name, cls.model_fields, least_alike=0.8)
             if similar:
                 raise CheckpointError(f"the settings have an unknown {name}. Did you mean {similar[0]}?")
-            logger.warning("the setting %s tells nothing of the model and is not used", name)
+            logger.warning("the setting %s does not describe the model and is not used", name)
         settings = {**from_file, **from_user}
         try:
             # Strict, so that "yes" is not accepted as a bool. From JSON, so that a list is accepted as a tuple.

@@ -114,5 +114,5 @@ def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Pa
         missing_flags.append("--segment-len")
     if missing_flags:
         flags = " and ".join(missing_flags)
-        raise ConfigError(f"{where} does not tell the lengths that the model works with. Give {flags}.")
+        raise ConfigError(f"{where} does not state the lengths that the model works with. Give {flags}.")
     return segment_len, memory_len

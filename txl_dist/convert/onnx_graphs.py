@@ -12,7 +12,7 @@ the model: its `same_length` and `clamp_len` are in the graphs. Hidden states, w
 large, but M of them would have to be projected again for each token.
 
 The graphs are the model's own modules over keys and values that are given: there is no second mathematics. They are run
-beside the bundle before the folder is published.
+next to the bundle before the folder is published.
 
 Shapes: L layers, N heads, B rows, T tokens of a graph, M memory, K = M + T, H head width, V vocabulary.
 """
@@ -67,13 +67,13 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     if not section.scheme.uses_memory:
         raise ConfigError(
             f"{section.positions} positions count from a segment's first token, and these graphs pass on a past that "
-            "is told by distances. Export a bundle."
+            "is addressed by distances. Export a bundle."
         )
     with translate_errors(
         ConfigError, "--format onnx needs packages", 'Run `pip install "txl_dist[onnx]"`', of=(ImportError,)
     ):
         import onnx_ir
-        import onnxruntime  # noqa: F401 (used by the check: better told before the export than after it)
+        import onnxruntime  # noqa: F401 (used by the check: its lack is better reported before the export than after it)
         import onnxscript  # noqa: F401 (used by torch.onnx)
     prove(bundle, bundle.model, bundle.dtype, where=str(out))
     # As `txl generate` has it: no less than a segment saw; where the memory's length is the window, just that.
@@ -241,7 +241,7 @@ def _plain_attention(network: TransformerXL) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter tells about packages that it would use, and of its own future."""
+    """Silence the exporter's messages on packages that it would use, and on its own future."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -305,7 +305,7 @@ def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> floa
         expected_SV = frozen.log_probabilities(expected_BTD.flatten(0, 1))
         found_SV = torch.from_numpy(log_p_BTV[:, :num_tokens]).flatten(0, 1)
         worst = max(worst, float((found_SV - expected_SV).abs().max()))
-        if start == 0:  # the second row begins anew, beside one that goes on
+        if start == 0:  # the second row begins again, next to one that continues
             length[1] = 0
             ring.forget(1)
         start += num_tokens

@@ -258,7 +258,7 @@ def _heads(
         inner = dim_size(peer_weights, "layers.0.dec_attn.q_net.weight", 0, dims=2, where=where)
         if not settings.n_head:
             raise CheckpointError(
-                f"{where}: weights of absolute attention do not tell the number of heads. Give it with --settings: "
+                f"{where}: weights of absolute attention do not show the number of heads. Give it with --settings: "
                 'a JSON file with {"n_head": 8, ...}.'
             )
         return settings.n_head, inner // settings.n_head
@@ -282,7 +282,7 @@ def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -
     if len(sizes) == 1 and CLUSTERS in peer_weights:
         shape = list(peer_weights[CLUSTERS].shape)
         raise CheckpointError(
-            f"{where}: {CLUSTERS} has shape {shape}, and one table of embeddings does not tell "
+            f"{where}: {CLUSTERS} has shape {shape}, and one table of embeddings does not show "
             'where its clusters begin. Give the cutoffs with --settings: {"cutoffs": [20000, 40000], ...} in a file.'
         )
     return tuple(itertools.accumulate(sizes))[:-1]

@@ -134,8 +134,8 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
     longer = [symbol for symbol in symbols if not _are_characters([symbol])]
     if are_characters and longer:
         raise DataError(
-            f"{where} is a vocabulary of characters, but has the symbols {longer[:3]}, which this program cannot tell "
-            "from their characters. Give no vocabulary and use ids."
+            f"{where} is a vocabulary of characters, but has the symbols {longer[:3]}, which this program cannot "
+            "distinguish from their characters. Give no vocabulary and use ids."
         )
     return _plain_values(symbols, are_characters=are_characters, lower_case=bool(fields.get("lower_case", False)))
 

@@ -63,7 +63,9 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as ranges: 0, 1, 2, 5 becomes "0-2, 5"."""
+    """Write ranks with their noun and as ranges: "rank 3", or "ranks 0-2, 5" for 0, 1, 2, 5. Empty for none."""
+    if not ranks:
+        return ""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][-1] + 1:
@@ -73,4 +75,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
     texts = []
     for first, *others in ranges:
         texts.append(f"{first}-{others[-1]}" if others else str(first))
-    return ", ".join(texts)
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(texts)}"

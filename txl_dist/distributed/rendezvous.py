@@ -99,7 +99,7 @@ class _BoundedWait:
             self._has_printed = True
             address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             echo(
-                f"txl: waiting at {address} for rank {format_ranks(missing)} of {os.environ['WORLD_SIZE']}, "
+                f"txl: waiting at {address} for {format_ranks(missing)} of {os.environ['WORLD_SIZE']}, "
                 f"at most {self._timeout_s} s. {RUN_ALONE}",
                 to=sys.stderr,
             )
@@ -167,9 +167,9 @@ def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: in
         hosts: dict[str, list[int]] = {}
         for rank, (host, _) in here.items():
             hosts.setdefault(host, []).append(rank)
-        came = ", ".join(f"{host} (rank {format_ranks(ranks)})" for host, ranks in hosts.items())
+        came = ", ".join(f"{host} ({format_ranks(ranks)})" for host, ranks in hosts.items())
         return (
-            f"rank {format_ranks(missing)} of {len(here) + len(missing)} did not come in {timeout_s} s; "
+            f"{format_ranks(missing)} of {len(here) + len(missing)} did not come in {timeout_s} s; "
             f"here are {came}. See on the nodes that are not in this list whether the program started and reaches this "
             "one."
         )

@@ -186,5 +186,5 @@ def dynamic(
 
 
 def train_cut(train: Split, cut: EvaluationText) -> EvalStream:
-    """A training split, cut into as many lanes and as long segments as held-out text is."""
+    """A training split, cut into as many lanes and as long segments as the validation split is."""
     return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

@@ -1,4 +1,4 @@
-"""`txl evaluate`: scores of a trained model on held-out text.
+"""`txl evaluate`: scores of a trained model on a validation split.
 
 On request also scores with memory off, of a model that adapts to the text, and of counting baselines.
 """

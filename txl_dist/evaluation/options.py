@@ -205,8 +205,8 @@ class AdaptationOptions:
             return
         if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
             raise ConfigError(
-                f"--adapt {self.adapt} stands beside one static evaluation of the whole split. Give one --memory-len, "
-                "--segment-len and --clamp-len, and leave out --protocol and --log-probs."
+                f"--adapt {self.adapt} is compared with one static evaluation of the whole split. Give one "
+                "--memory-len, --segment-len and --clamp-len, and leave out --protocol and --log-probs."
             )
         if self.adapt == "dynamic" and not is_alone():
             raise ConfigError(

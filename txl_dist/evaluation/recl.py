@@ -10,16 +10,16 @@ t given exactly the c tokens before it, and contexts c < c' = c + step, the pape
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)        relative gain in perplexity
 
 From the shortest context on, c grows by a step as long as g_i(c, c') >= 0.01; where it is less for the first time, c
-is the model's RECL: what gains again behind it does not count. f_i(c, c) is the mean of b over T, the same for all.
+is the model's RECL: what gains again after it does not count. f_i(c, c) is the mean of b over T, the same for all.
 
 What the paper does not say, and what is done here:
-- the shortest context is one step, which so is the least that is told, of a model that never gains too;
-- T is drawn anew for each c; it has round(r * targets) of them, at least one, and of equal ones the earlier;
+- the shortest context is one step, so it is the smallest reported value, even for a model that never gains;
+- T is drawn again for each c; it has round(r * targets) of them, at least one, and of equal ones the earlier;
 - a model that still gains at the longest context has at least that ("or more");
 - the targets are a sample of the split, without replacement, the same for all models and contexts, each behind as many
   tokens as the longest context has; documents are not looked at;
 - each target's context is run alone, from an empty memory, as segments of the model's training length that end at the
-  target (the first is the shorter one), over the ring, whose memory is as trained if not told otherwise; a model
+  target (the first is the shorter one), over the ring, whose memory is as trained by default; a model
   without memory sees its last segment only.
 
 A group's numbers change with its members.
@@ -210,7 +210,7 @@ def _losses(
     settings: ReclSettings,
     outputs: ReclOutputs,
 ) -> Losses:
-    """losses_NCS of every model behind every context, on every rank."""
+    """Return losses_NCS of every model after every context, on every rank."""
     contexts, target_S, engine = settings.contexts, starts + settings.max_context, targets[0].config.engine
     with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         run_on_rank0(outputs.check_files)

@@ -1,4 +1,4 @@
-"""Scores of one model on held-out text, and those of counting tables on the same text.
+"""Scores of one model on a validation split, and those of counting tables on the same text.
 
 Each row of the table is one combination of lengths. On request a row with memory off follows, and one that adapts.
 

@@ -28,7 +28,7 @@ class Target(NamedTuple):
     """Checkpoint or bundle that was read, for people."""
 
     def held_out(self, config: Config) -> Split:
-        """Return the held-out split of these settings. Raises DataError if it is missing or of another tokenizer."""
+        """Return the validation split of these settings. Raises DataError if it is missing or of another tokenizer."""
         corpus = self._corpus(config.data.path, config)
         if config.data.eval_split not in corpus.split_names:
             split_names = ", ".join(corpus.split_names)

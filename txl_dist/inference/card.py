@@ -271,7 +271,7 @@ def readme(model: Model, kind: ArtifactKind) -> str:
         f"A [Transformer-XL]({HOME}) language model, exported by txl_dist.\n",
         f"## Model\n\n{_table([FACTS, *model_rows(model)])}",
         f"## Training\n\n{_table([FACTS, *training_rows(model)])}",
-        f"## Held-out scores\n\n{_scores(model)}",
+        f"## Evaluation scores\n\n{_scores(model)}",
         f"## Sample\n\n{_sample(model.card.sample)}",
         "## Use\n\nThese commands are for the folder of this file.\n",
         *(f"### {code.title}\n\n{_fenced(code.text, code.language)}" for code in usage_examples(model, kind, ".")),

@@ -106,7 +106,7 @@ class Strained:
         for descriptor, (target, strainer) in self._streams.items():
             os.close(descriptor)
             if target == 2 and strainer.is_inside:
-                _write(target, b"\n")  # what we say behind it begins a line
+                _write(target, b"\n")  # our next message begins a line
         if self._width_before is not None:
             signal.signal(signal.SIGWINCH, self._width_before)
             os.close(self.stderr)

@@ -4,7 +4,7 @@
 
 A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. This process
 keeps no state, so the same command continues where the last one ended. Trials with the first seed come first. A point
-of the grid is ranked by its held-out losses at the end of training, and only if all of its seeds are done. The mean
+of the grid is ranked by its validation losses at the end of training, and only if all of its seeds are done. The mean
 over the seeds that did not diverge would favour a learning rate that is too high. It gives up several ranks per run
 (`txl launch`), and stopping bad runs early.
 """
@@ -101,7 +101,7 @@ class Outcome(NamedTuple):
 
 
 class PointScore(NamedTuple):
-    """Held-out losses of a point of the grid."""
+    """Validation losses of a point of the grid."""
 
     point: str
     values: tuple[Any, ...]
@@ -184,7 +184,7 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
     """
     for trial in trials:
         if not trial.config.data.eval_split:
-            raise ConfigError("a sweep is decided by held-out text: data.eval_split must not be empty.")
+            raise ConfigError("a sweep is decided by the validation split: data.eval_split must not be empty.")
         check_phases(trial.config)
         for _, staged in each_phase(trial.config):
             plan_batch(staged.train, world_size=1)
@@ -197,7 +197,7 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
         if changes:
             listed = ", ".join(f"{change.key} {change.old} -> {change.new}" for change in changes)
             raise ConfigError(
-                f"{trial.run_dir} was made with other settings ({listed}), and its loss would stand beside others. "
+                f"{trial.run_dir} was made with other settings ({listed}), and its loss would be compared with others. "
                 "Restore them, or choose another --out."
             )
 
@@ -327,7 +327,7 @@ def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[O
 def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[PointScore]:
     """Return one score per point: ranked points first, the best first, then the others in the order of the grid.
 
-    `column` names the held-out loss in the records.
+    `column` names the validation loss in the records.
     """
     ranked = []
     unranked = []
@@ -354,7 +354,7 @@ def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], 
             continue
         loss = run.history.held_out.last(column)
         if loss is None:
-            problems.append("no held-out loss is on record")
+            problems.append("no validation loss is on record")
         else:
             losses.append(loss)
     problem = problems[0] if problems else ""
@@ -399,7 +399,7 @@ def _margin(best: PointScore, second: PointScore) -> str:
 
 def table_of(scores: Sequence[PointScore]) -> list[str]:
     """Return a table with one line per point, the best first. A point that is not ranked says why."""
-    rows = [["settings", "held-out", "deviation", "seeds", ""]]
+    rows = [["settings", "validation", "deviation", "seeds", ""]]
     for score in scores:
         mean = bounded(score.mean) if score.losses else "-"
         deviation = bounded(score.deviation) if len(score.losses) > 1 else "-"

@@ -85,7 +85,7 @@ def flops_by_part(
     """Operations of a training step per token, by the parts of the formula above.
 
     `memory_lens`: tokens that each layer remembers. `cluster_shares` of the tokens, one per cluster, as
-    `text.clusters.cluster_shares` counts them; without them `typical_shares` are taken.
+    `vocabulary_clusters.cluster_shares` counts them; without them `typical_shares` are taken.
     """
     T, M, K = segment_len, sum(memory_lens), sum(memory_lens) + len(memory_lens) * segment_len  # M, K: of all layers
     L, D, inner = model.num_layers, model.width, model.num_heads * model.head_width

@@ -69,7 +69,7 @@ def describe_cost(context: RunContext) -> Iterator[str]:
     needed_mib = {name: size / 2**20 for name, size in needed.items()}
     total_mib = sum(needed.values()) / 2**20
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in needed_mib.items())
-    yield f"memory per rank, estimated: {total_mib:,.1f} MiB besides the program ({listed})"
+    yield f"memory per rank, estimated: {total_mib:,.1f} MiB in addition to the program ({listed})"
     owner = "a GPU" if on_gpu else "this machine, left for all its ranks"
     yield f"memory of {owner}: {room_bytes(device) / 2**20:,.1f} MiB"
     yield f"checkpoint: {checkpoint_size(config, vocab_size=vocab_size)}"

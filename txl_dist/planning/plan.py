@@ -383,7 +383,7 @@ class _Planner:
         shares = [(one.last_step - one.first_step + 1) / config.train.max_steps / one.tokens_per_s for one in stages]
         length_s = tokens * (sum(shares) or 1 / option.tokens_per_s)
         peak = self.gpu.flops(work.precision) * self.gpus
-        # On fewer GPUs micro-batches may be larger, beside states that nobody shares: 16 bytes per parameter.
+        # On fewer GPUs micro-batches may be larger, but no rank shares its states: 16 bytes per parameter.
         per_lane = (needed["activations"] + needed["memories"] + needed["scores"]) / work.microbatch_lanes
         fitting = int((self.gpu.usable_bytes - 16 * self.parameters) / max(1.0, per_lane))
         largest = replace(work, microbatch_lanes=max(work.microbatch_lanes, fitting))

@@ -164,7 +164,7 @@ def _saving(saving: SavingPlan) -> Iterator[str]:
     parts = ", ".join(f"{name} {format_bytes(round(gib * 2**30))}" for name, gib in saving.size_by_part_gib.items())
     size = format_bytes(round(saving.size_gib * 2**30))
     yield (
-        f"checkpoint: {size} ({parts}); save every {saving.every_steps:,} steps "
+        f"checkpoint: {size} ({parts}); save every {counted(saving.every_steps, 'step')} "
         f"({format_duration(saving.interval_s)}), a step waiting about {saving.wait_s:.0f} s"
     )
     between_failures = format_duration(saving.between_failures_s)

@@ -6,7 +6,7 @@
     vocabulary   products of softmax and projections, passes over logits and over the tables' gradients
     optimizer    bytes per parameter that this rank updates
     host         what the CPU needs to issue the work of a step and the GPU does not hide
-    exchange     gradients and weights among the ranks, less what hides behind the backward pass
+    exchange     gradients and weights among the ranks, less what the backward pass hides
 
 A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
 is one, in `tools/checks/plan.py`, with published speeds that hold the model to account; ours is the other. Where the

@@ -56,7 +56,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     names = _names(run_dirs)
     unit = unit_of(runs)
     facts = [{fact.name: fact.value for fact in facts_of(run)} for run in runs]
-    figures = [["run", *_FIGURES, "train", "held-out", "best held-out"]]
+    figures = [["run", *_FIGURES, "train", "validation", "best validation"]]
     for run, name, known in zip(runs, names, facts, strict=True):
         lowest = best(run.history.held_out, unit.column)
         losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
@@ -83,7 +83,8 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
 def _check_runs(run_dirs: Sequence[Path]) -> None:
     if not 2 <= len(run_dirs) <= MAX_RUNS:
         raise ConfigError(
-            f"{len(run_dirs)} run(s) to compare: name 2 to {MAX_RUNS} run directories. `txl report RUN` shows one."
+            f"{counted(len(run_dirs), 'run')} to compare: name 2 to {MAX_RUNS} run directories. "
+            "`txl report RUN` shows one."
         )
     places: dict[Path, Path] = {}
     for path in run_dirs:
@@ -93,7 +94,7 @@ def _check_runs(run_dirs: Sequence[Path]) -> None:
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
-    """The folders' names; with as much of the path as tells them apart, where they are equal."""
+    """Return the folders' names, with as much of the path as makes equal ones differ."""
     places = [path.resolve() for path in run_dirs]
     for depth in range(1, max(len(place.parts) for place in places) + 1):
         names = [printable(os.path.join(*place.parts[-depth:])) for place in places]
@@ -103,13 +104,13 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def unit_of(runs: Sequence[RunRecords]) -> Unit:
-    """Nats per token where that is fair, else bits per byte where all runs have them, else none."""
+    """Choose nats per token if that is fair, else bits per byte if all runs have them, else none."""
     tokenizers = {run.tokenizer for run in runs}
     is_one = len(tokenizers) == 1 and None not in tokenizers
     differ = "It is not on record whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
-    # Of the held-out text, or where there is none, of the training text.
+    # For the validation split, or without one for the training text.
     without = [run for run in runs if not run.history.evals.get("eval", run.history.train).has("bits_per_byte")]
     if is_one:
         unit = Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token")
@@ -130,21 +131,21 @@ def unit_of(runs: Sequence[RunRecords]) -> Unit:
 
 
 def _unfair(runs: Sequence[RunRecords], *, in_nats: bool) -> str:
-    """How it is known that the runs were not scored on the same text; empty if they may have been."""
+    """Say why the runs were not scored on the same text. Empty if they may have been."""
     sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
     counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
     # Older programs did not score the first tokens of documents with document masks.
     scores_all = {not run.settings.get("data.document_mask") or "no_bits" in run.start for run in runs}
     unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
     if len(sizes) > 1:
-        return f"their held-out texts are others, of {_listed(sizes)} bytes"
+        return f"their validation splits differ: {_listed(sizes)} bytes"
     if in_nats and len(counts) > 1:
-        return f"held-out losses are over other tokens, {_listed(counts)} of them"
+        return f"validation losses are over different numbers of tokens, {_listed(counts)}"
     if in_nats and len(scores_all) > 1:
         return "not all of them score the first tokens of documents"
     if not in_nats and unknown:
         names = ", ".join(printable(run.name) for run in unknown)
-        return f"it is not on record how much held-out text was scored ({names})"
+        return f"it is not on record how much of the validation split was scored ({names})"
     return ""
 
 
@@ -153,7 +154,7 @@ def _listed(numbers: Collection[float]) -> str:
 
 
 def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> list[str]:
-    """A line that orders the runs by their best held-out loss; none where that would not be fair, or is not known."""
+    """Return a line that orders the runs by their best validation loss. Empty if that is unknown or not fair."""
     lowest = [
         (found[0], name)
         for run, name in zip(runs, names, strict=True)
@@ -162,7 +163,8 @@ def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> lis
     if not unit.is_fair or len(lowest) < 2:
         return []
     return [
-        f"best held-out loss, in {unit.label}: " + ", ".join(f"{name} {bounded(loss)}" for loss, name in sorted(lowest))
+        f"best validation loss, in {unit.label}: "
+        + ", ".join(f"{name} {bounded(loss)}" for loss, name in sorted(lowest))
     ]
 
 
@@ -194,5 +196,5 @@ def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> d
     return groups
 
 
-_KINDS: dict[Kind, str] = {"train": "Training", "eval": "Held-out"}
+_KINDS: dict[Kind, str] = {"train": "Training", "eval": "Validation"}
 _AXES: dict[Axis, str] = {"tokens": "tokens", "hours": "time"}

@@ -1,7 +1,7 @@
 """`txl inspect`: what a run and its checkpoints hold, and what its lanes read at a step; a corpus answers itself.
 
 From configuration and checkpoints alone: no ranks, no GPU, no DeepSpeed; a checkpoint may have been copied elsewhere.
-Facts are JSON values, for programs; lines are for people. What is damaged is shown as damaged, beside the rest.
+Facts are JSON values, for programs; lines are for people. What is damaged is shown as damaged, next to the rest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from txl_dist.vocabulary_clusters import best_cutoffs
 _BESIDE = {
     "tmp": "a save that was not finished, or a removal; the next start removes it",
     "damaged": "was damaged and is kept for people; nothing reads it",
-    "rewound": "left behind by a rewind; nothing reads it",
+    "rewound": "set aside by a rewind; nothing reads it",
 }
 
 
@@ -106,8 +106,8 @@ def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
 def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], StreamState, int]:
     """(splits, where the stream was when a step began, tokens per lane and step). Step 1 is the first.
 
-    The lanes of a run may have been cut anew and its segments have got another length. The newest checkpoint before
-    the step knows where they were; the settings are those of the checkpoint behind it, else of the run.
+    The lanes of a run may have been cut again, and its segments may have another length. The newest checkpoint before
+    the step knows where they were; the settings are those of the checkpoint after it, else of the run.
     Raises TxlError if the corpora of the run are not there.
     """
     checkpoints = list_checkpoints(run_dir)
@@ -130,16 +130,16 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
             (one.cut(), one.position) for one in saved.corpora
         ]:
             is_same_cut = [one.cut() for one in reached.corpora] == [one.cut() for one in saved.corpora]
-            changed = "train.segment_len was changed" if is_same_cut else "the lanes were cut anew"
+            changed = "train.segment_len was changed" if is_same_cut else "the lanes were cut again"
             raise CheckpointError(
                 f"what the lanes read at step {step} is not known: {changed} before {behind[0].name}, and the "
-                f"checkpoint from before that is gone. Name a step behind {step_of(behind[0])}."
+                f"checkpoint from before that is gone. Name a step after {step_of(behind[0])}."
             )
     return splits, state.advanced((step - 1 - start) * segment_len), segment_len
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:
-    """The checkpoints of a run, each compared with its manifest, which reads all of it; and what lies beside them."""
+    """Return the facts of a run: its checkpoints, each read and compared with its manifest, and the other entries."""
     summaries = {folder: _summary(folder) for folder in list_checkpoints(run_dir)}
     checkpoints = [one for folder, one in summaries.items() if folder.is_dir()]  # a run may remove some meanwhile
     losses = evaluated_losses(run_dir, up_to=sys.maxsize)

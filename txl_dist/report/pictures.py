@@ -95,7 +95,7 @@ _LOSS_ROWS = (
     ),
     PlotRow(
         _LOSS,
-        "Held-out loss per cluster of the vocabulary",
+        "Validation loss per cluster of the vocabulary",
         _NATS,
         {"cluster": "loss_cluster_"},
         "eval",
@@ -402,7 +402,7 @@ def chart_over_lengths(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
     for label, losses in points.items():
         lengths = sorted(losses)
         lines.append(Line(label, np.array(lengths), np.array([losses[length] for length in lengths])))
-    title = f"Held-out loss over the length of the {names[along]}"
+    title = f"Validation loss over the length of the {names[along]}"
     return Chart(title, lines, f"tokens of {names[along]}", _NATS, is_log=True)
 
 

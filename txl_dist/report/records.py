@@ -95,7 +95,7 @@ class RecordTable:
 
 @dataclass(frozen=True)
 class History:
-    """All that `metrics.jsonl` tells."""
+    """All that `metrics.jsonl` holds."""
 
     train: RecordTable
     evals: dict[str, RecordTable]

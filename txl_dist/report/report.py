@@ -1,7 +1,7 @@
 """`txl report`: a run as one self-contained page, and a few lines for the terminal.
 
 The page needs no network and no script; everything that comes from the run is escaped, and a content policy forbids
-the rest. Pictures are inline SVG (`figures`), the form is in the templates beside this file. It is written at once or
+the rest. Pictures are inline SVG (`figures`), the form is in the templates next to this file. It is written at once or
 not at all, and a run that has not changed gives the same bytes.
 """
 
@@ -34,7 +34,7 @@ _FILES = (SETTINGS, RECORDS, LOG, SCORES, TENSORBOARD, CHECKPOINTS, PROFILE, STA
 
 
 def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
-    """Write the page of a run, to RUN/report.html if not told otherwise. Returns lines for people.
+    """Write the page of a run, by default to RUN/report.html. Returns lines for people.
 
     Raises DataError if the run has no records, ConfigError if the page cannot be written.
     """
@@ -84,7 +84,7 @@ _NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?[kMGT]?( [\w/%]+| at [\d,]+)?")
 
 
 def render(template: str, **content: Any) -> str:
-    """A page from a template beside this file; all text is escaped, and rid of what no page may hold."""
+    """Make a page from a template next to this file; all text is escaped, and rid of what no page may hold."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

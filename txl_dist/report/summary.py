@@ -186,8 +186,8 @@ def _state_of(path: Path, history: History) -> str:
         by = f" by {reason}" if reason else ""
         return f"stopped{by}; the same command continues"
     if is_alive is None:
-        return "not done, and no job works on it; log.txt tells why, and the same command continues"
-    return "crashed or killed: its job is gone without a word; the same command continues"
+        return "not done, and no job works on it; log.txt says why, and the same command continues"
+    return "crashed or killed: its job ended without a message; the same command continues"
 
 
 def _is_locked(path: Path) -> bool | None:
@@ -205,10 +205,10 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def corpus_name(kind: str) -> str:
-    """Name a held-out split by its kind of record: `eval` is that of the first corpus, `eval_NAME` that of another."""
+    """Name a validation split by its kind of record: `eval` for the first corpus, `eval_NAME` for another."""
     if kind == "eval":
-        return "held-out"
-    return f"held-out {kind.removeprefix('eval_')}"
+        return "validation"
+    return f"validation {kind.removeprefix('eval_')}"
 
 
 def recent(table: RecordTable, name: str) -> float | None:
@@ -231,12 +231,12 @@ def _perplexity(loss: float) -> str:
 
 
 def lead(run: RunRecords) -> str:
-    """Describe the run in a sentence: its state, and its last held-out loss."""
+    """Describe the run in a sentence: its state, and its last validation loss."""
     state = f"{run.state[:1].upper()}{run.state[1:]}."
     loss = run.history.held_out.last("loss")
     if loss is None:
         return state
-    return f"{state} Last held-out loss {bounded(loss)} nats per token, perplexity {_perplexity(loss)}."
+    return f"{state} Last validation loss {bounded(loss)} nats per token, perplexity {_perplexity(loss)}."
 
 
 _LEAST_ROUNDED = 10_000
@@ -459,7 +459,7 @@ def _slowest_rank_facts(history: History) -> Iterator[Fact]:
 
 
 def _loss_facts(run: RunRecords) -> Iterator[Fact]:
-    """Yield the newest loss of training and of each held-out split, in nats per token."""
+    """Yield the newest loss of training and of each validation split, in nats per token."""
     history = run.history
     per_word = " per word" if run.start.get("token") == "word" else ""
     for kind, table in {"train": history.train, **history.evals}.items():

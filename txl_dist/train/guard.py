@@ -15,6 +15,7 @@ from torch import Tensor
 from txl_dist.console.logging import warn_for_all
 from txl_dist.data.loader.stream import documents_at
 from txl_dist.distributed.collectives import gather_objects
+from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.train import stability as rules
 from txl_dist.train.monitoring.silent_corruption import deviating_ranks
@@ -105,7 +106,7 @@ class Guard:
         guilty = [rank for rank, (is_guilty, _) in enumerate(parts) if is_guilty]
         shown = [parts[rank][1] for rank in guilty[:2]] or [lines for _, lines in parts[:2]]
         documents = "; ".join(line for lines in shown for line in lines)
-        ranks = f" on rank(s) {', '.join(map(str, guilty[:8]))}" if guilty else ""
+        ranks = f" on {format_ranks(guilty[:8])}" if guilty else ""
         return (
             f"{reason}. The run stops before saving it; step {before.step + 1}{ranks} read {documents}. Continue from "
             "the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."

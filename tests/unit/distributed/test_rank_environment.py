@@ -50,7 +50,8 @@ def test_what_is_left_over_of_a_job_of_one_is_a_job_of_one() -> None:
 
 
 def test_ranks_are_shown_in_ranges() -> None:
-    assert format_ranks([0, 1, 2, 5]) == "0-2, 5"
+    assert format_ranks([0, 1, 2, 5]) == "ranks 0-2, 5"
+    assert format_ranks([3]) == "rank 3"
     assert format_ranks([]) == ""
 
 

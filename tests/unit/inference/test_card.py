@@ -291,7 +291,7 @@ def test_the_page_of_a_bundle_shows_its_card(tmp_path: Path, capsys: pytest.Capt
     exported(tmp_path, [json.dumps(record) for record in RECORDS], "--license", "mit", "--name", "Wiki model")
     assert main(["report", str(tmp_path / "bundle")]) == 0
     page = (tmp_path / "bundle.html").read_text()
-    for text in ("<h1>Wiki model</h1>", "Held-out scores", "2.0000", "Drawn in training at step 16", "txl serve",
+    for text in ("<h1>Wiki model</h1>", "Evaluation scores", "2.0000", "Drawn in training at step 16", "txl serve",
                  "txl_dist.load", "2026-09-21", "not stated", "License of the training text"):  # fmt: skip
         assert text in page
     assert "License" in capsys.readouterr().out

@@ -132,7 +132,7 @@ def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: lis
 
 def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_path: Path, corpora: list[Path]) -> None:
     for name, second, changed in (
-        ("lanes", {"num_lanes": 4, "segment_len": 10}, "the lanes were cut anew"),
+        ("lanes", {"num_lanes": 4, "segment_len": 10}, "the lanes were cut again"),
         ("segments", {"num_lanes": 8, "segment_len": 16}, "train.segment_len was changed"),
     ):
         run = Run(tmp_path / name)
@@ -224,7 +224,7 @@ def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies
     assert rows["step_000000016"].endswith("damaged: engine/00001.safetensors does not match its sha256")
     assert "a save that was not finished" in rows["step_000000020.tmp-a1b2:"]
     assert "was damaged" in rows["step_000000012.damaged-1:"]
-    assert "left behind by a rewind" in rows["step_000000014.rewound-1:"]
+    assert "set aside by a rewind" in rows["step_000000014.rewound-1:"]
     assert "none of this program's" in rows["step_x:"]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert (facts["newest_whole"], facts["best_step"], facts["done"]) == (12, 12, False)

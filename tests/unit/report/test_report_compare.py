@@ -68,7 +68,7 @@ def test_the_terminal_gets_a_line_per_run(runs: list[Path], tmp_path: Path) -> N
     lines = write_comparison(runs, out=tmp_path / "page.html")
     assert [line.split()[0] for line in lines[:3]] == ["run", "base", "fast"]
     assert lines[3].startswith("All runs have the same tokenizer")
-    assert lines[4].startswith("best held-out loss, in nats per token: base ")
+    assert lines[4].startswith("best validation loss, in nats per token: base ")
     assert lines[5] == f"page: {tmp_path / 'page.html'}"
 
 
@@ -109,7 +109,7 @@ def test_runs_whose_losses_cannot_be_compared_are_not_put_side_by_side(tmp_path:
     )
     assert (unit.column, unit.is_fair) == ("", False)
     assert "the runs are not ranked" in lines[3]
-    assert not any("best held-out loss, in" in line for line in lines)
+    assert not any("best validation loss, in" in line for line in lines)
     assert "0.1000" not in "".join(lines)
     html = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "Training loss" not in html
@@ -120,18 +120,22 @@ def test_a_run_that_is_better_in_bits_per_byte_is_ranked_first(tmp_path: Path) -
     _, lines = compared(
         tmp_path, {"bits": 1.9, "tokenizer": "aa", "loss": 1.3}, {"bits": 1.2, "tokenizer": "bb", "loss": 3.0}
     )
-    assert lines[4] == "best held-out loss, in bits per byte: run1 1.2000, run0 1.9000"
+    assert lines[4] == "best validation loss, in bits per byte: run1 1.2000, run0 1.9000"
 
 
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ({}, {"tokens": 800}, "over other tokens, 800 and 900 of them"),
-        ({}, {"first_tokens": 300}, "over other tokens, 300 and 900 of them"),
-        ({"tokenizer": "bb"}, {"held_out_bytes": None}, "not on record how much held-out text was scored (run1)"),
-        ({}, {"held_out_bytes": 5000}, "their held-out texts are others, of 4,000 and 5,000 bytes"),
+        ({}, {"tokens": 800}, "over different numbers of tokens, 800 and 900"),
+        ({}, {"first_tokens": 300}, "over different numbers of tokens, 300 and 900"),
+        (
+            {"tokenizer": "bb"},
+            {"held_out_bytes": None},
+            "not on record how much of the validation split was scored (run1)",
+        ),
+        ({}, {"held_out_bytes": 5000}, "their validation splits differ: 4,000 and 5,000 bytes"),
         ({}, {"is_old": True, "document_mask": True}, "not all of them score the first tokens of documents"),
-        ({"tokenizer": "bb"}, {"held_out_bytes": 5000}, "their held-out texts are others"),
+        ({"tokenizer": "bb"}, {"held_out_bytes": 5000}, "their validation splits differ"),
     ],
 )
 def test_losses_over_other_tokens_or_texts_are_said_to_be_so_and_not_ranked(
@@ -142,7 +146,7 @@ def test_losses_over_other_tokens_or_texts_are_said_to_be_so_and_not_ranked(
     assert not unit.is_fair
     assert words in lines[3]
     assert "not ranked" in lines[3]
-    assert not any("best held-out loss, in" in line for line in lines)
+    assert not any("best validation loss, in" in line for line in lines)
 
 
 def test_a_run_that_scores_a_part_of_its_text_is_not_ranked_beside_one_of_another_tokenizer(tmp_path: Path) -> None:
@@ -177,7 +181,7 @@ def test_bits_that_an_older_program_recorded_without_a_look_at_its_text_do_not_c
 def test_a_report_says_why_there_are_no_bits_per_byte(tmp_path: Path) -> None:
     path = tiny(tmp_path / "run", bits=None)
     notes = {fact.name: fact.note for fact in facts_of(read_run(path))}
-    assert f"no bits per byte: {LOSSY}" in notes["Held-out loss"]
+    assert f"no bits per byte: {LOSSY}" in notes["Validation loss"]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
@@ -194,7 +198,7 @@ def test_names_of_runs_are_text(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused(runs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    with pytest.raises(ConfigError, match=r"1 run\(s\) to compare.*txl report"):
+    with pytest.raises(ConfigError, match=r"1 run to compare.*txl report"):
         write_comparison(runs[:1], out=out)
     with pytest.raises(ConfigError, match=r"are the same run\. Name each run once"):
         write_comparison([runs[0], runs[1], runs[0] / ".." / "base"], out=out)

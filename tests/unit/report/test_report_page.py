@@ -74,7 +74,7 @@ def test_a_whole_run_has_all_pictures_with_words_for_those_who_do_not_see_them(p
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(pictures) == page.count("figure") == 21
     assert all(len(attributes["aria-label"] or "") > 30 for attributes in pictures)
-    for word in ("how often: start 2, ", "dashed lines: resumed (1), rewound (1)", "held-out code loss"):
+    for word in ("how often: start 2, ", "dashed lines: resumed (1), rewound (1)", "validation code loss"):
         assert word in page.text.lower()
 
 
@@ -323,7 +323,7 @@ def test_the_headline_takes_the_newest_and_the_best(tmp_path: Path) -> None:
     text = "\n".join(map(json.dumps, records))
     (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
     facts = {fact.name: (fact.value, fact.note) for fact in facts_of(read_run(tmp_path))}
-    assert facts["Held-out loss"] == ("2.5000", "nats per token; perplexity 12.18; best: 2.0000 at step 20")
+    assert facts["Validation loss"] == ("2.5000", "nats per token; perplexity 12.18; best: 2.0000 at step 20")
     assert facts["Step"] == ("30", "")
     assert facts["Model"] == ("1.23M parameters", "1,234,567 exactly")
 

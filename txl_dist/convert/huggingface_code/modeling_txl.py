@@ -130,7 +130,7 @@ class TxlMemory(Cache):
         raise NotImplementedError("a memory of fixed length cannot go back. Copy it before (copy.deepcopy).")
 
     def reorder_cache(self, beam_idx):
-        """The rows that go on, for beam search."""
+        """Keep the rows that continue, for beam search."""
         super().reorder_cache(beam_idx)
         self._take(lambda document_BS: document_BS.index_select(0, beam_idx.to(document_BS.device)))
 
@@ -150,7 +150,7 @@ class TxlMemory(Cache):
 
 
 def cluster_edges(cutoffs, vocab_size):
-    """(first id, first id behind) of each cluster."""
+    """(first id, first id after it) of each cluster."""
     return list(itertools.pairwise([0, *cutoffs, vocab_size]))
 
 
@@ -441,12 +441,12 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch=None,
         **kwargs,
     ):
-        """Read tokens behind what is remembered.
+        """Read tokens after the remembered ones.
 
         input_ids [B, T]; `attention_mask` [B, T], or longer, of which the last T count, is 0 where padding stands;
         `past_key_values`, a `TxlMemory`, is changed in place. Segments are counted from the first token that is given.
         `labels` [B, T] are the ids themselves, -100 where they do not count: the loss is of each token given all before
-        it. `logits_to_keep`: log-probabilities behind the last so many tokens only; 0 means all.
+        it. `logits_to_keep`: log-probabilities after this many last tokens only; 0 means all.
         """
         if kwargs.get("inputs_embeds") is not None or input_ids is None:
             raise ValueError("this model takes input_ids.")
@@ -546,7 +546,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids, past_key_values=memory, attention_mask=attention_mask, use_cache=use_cache, **kwargs
         )
         if attention_mask is not None and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
-            raise ValueError("padding must stand before a text that is continued. Set tokenizer.padding_side = 'left'.")
+            raise ValueError("padding must come before a text that is continued. Set tokenizer.padding_side = 'left'.")
         token_ids = inputs["input_ids"]
         if memory is not None and token_ids.shape[1] > 1:
             mask = None if attention_mask is None else attention_mask[:, :-1]

@@ -202,7 +202,7 @@ def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
     """Check the host name: gloo listens at its address, unless an interface is named."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
     listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
-    remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or mend /etc/hosts."
+    remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or correct /etc/hosts."
     return first_of(
         "host name",
         f"{facts.host} resolves to {facts.host_address or 'nothing'}; interfaces: {listed or 'none but lo'}",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from txl_dist.distributed.collectives import gather_objects
+from txl_dist.distributed.rank_environment import format_ranks
 
 CHUNK_LEN = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Elements hashed at once, by kind of device: as many as a cache holds, or as keep a GPU busy in little memory."""
@@ -38,10 +39,10 @@ class Deviation(NamedTuple):
 
     def sentence(self) -> str:
         """Describe the deviation for people, without the remedy."""
-        ranks = ", ".join(map(str, self.ranks))
+        ranks = format_ranks(self.ranks)
         if self.has_majority:
-            return f"parameter {self.parameter} of rank(s) {ranks} is not that of the other ranks"
-        return f"parameter {self.parameter} is not the same on the ranks {ranks}, and no majority shows which is right"
+            return f"parameter {self.parameter} of {ranks} is not that of the other ranks"
+        return f"parameter {self.parameter} is not the same on {ranks}, and no majority shows which is right"
 
 
 def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | None:

@@ -25,6 +25,7 @@ from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
+from txl_dist.distributed.rank_environment import format_ranks
 from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
@@ -180,8 +181,8 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
     if bad:
         raise raised_everywhere(
             TrainingError(
-                f"{what} is {values[bad[0]]} on rank(s) {bad}. The run stops before saving it; continue from the last "
-                "checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+                f"{what} is {values[bad[0]]} on {format_ranks(bad)}. The run stops before saving it; continue from the "
+                "last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
             )
         )
 
