@@ -90,7 +90,8 @@ class Job:
             job_of(in_folder(self.config, run), self.ranks), Watch(silent, silent, lock=None, nonce="test")
         )
         memory_lens = self.config.train.memory_per_layer(self.config.model.num_layers)
-        probe = make_probes(self.engine, self.maker, memory_lens=memory_lens, with_average=False)
+        with_average = self.config.optim.ema_decay > 0
+        probe = make_probes(self.engine, self.maker, memory_lens=memory_lens, with_average=with_average)
         saver.begin(state, self.engine, probe=probe)
         return saver.finish()
 

@@ -55,7 +55,7 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, config_file: Path, c
     train(*words, "--run.dir", str(whole), cwd=tmp_path)
 
     with Job("train", *words, "--run.dir", str(killed), log=tmp_path / "killed.log") as job:
-        job.wait_for(lambda: last_step(killed) >= 17)
+        job.wait_for(lambda: last_step(killed) >= 17 and list_checkpoints(killed))
         job.signal(signal.SIGKILL)
     before = losses(killed)
     assert 17 <= max(before) < 30

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ def records_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+def replace_by_file(folder: Path) -> None:
+    """Put a file where the run has its TensorBoard folder, which the running job may make again in between."""
+    for _ in range(100):
+        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(IsADirectoryError):
+            folder.write_text("in the way")
+            return
+    raise AssertionError(f"{folder} comes back again and again")
+
+
 def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     tmp_path: Path, config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,8 +41,7 @@ def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     process = start_training(*words, *samples, cwd=tmp_path, ranks=2)
     run = tmp_path / "run"
     wait_for(lambda: any(record["kind"] == "train" for record in records_of(run)), process=process)
-    shutil.rmtree(run / "tensorboard")
-    (run / "tensorboard").write_text("in the way")
+    replace_by_file(run / "tensorboard")
     code, log = process.wait(timeout=300), tmp_path / "launcher.log"
     assert code == 0, log.read_text(encoding="utf-8")[-4000:]
 

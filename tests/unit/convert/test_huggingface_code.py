@@ -202,7 +202,7 @@ def test_what_cannot_be_exact_is_refused(taken: Taken) -> None:
     ids = torch.tensor([taken.ids("abcd")] * 2)
     mask = torch.ones_like(ids)
     mask[0, -1] = 0
-    with pytest.raises(ValueError, match="padding must stand before"):
+    with pytest.raises(ValueError, match="padding must come before"):
         taken.model.generate(ids, attention_mask=mask, max_new_tokens=2)
     with pytest.raises(ValueError, match="must be a TxlMemory"):
         taken.model(ids, past_key_values=DynamicCache())
