@@ -33,7 +33,7 @@ make_venv() {
     if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then return; fi
     # None is there, or one whose making was killed before pip was in it.
     if [ -d "$VENV" ] && [ -n "$(ls -A "$VENV")" ] && [ ! -f "$VENV/pyvenv.cfg" ]; then
-        fail "$VENV is no virtual environment. Remove it, or set VENV to another place."
+        fail "$VENV is not a virtual environment. Remove it, or set VENV to another place."
     fi
     "$PYTHON" -m venv --clear "$VENV" || fail "cannot make $VENV (Debian: apt-get install python3-venv)."
 }

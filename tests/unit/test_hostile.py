@@ -114,7 +114,7 @@ def test_a_stop_that_is_a_file_or_a_folder_is_obeyed_and_cleared(tmp_path: Path,
 def test_records_that_cannot_be_read_are_one_line_or_none(tmp_path: Path, kind: str) -> None:
     put(tmp_path / "metrics.jsonl", kind)
     assert evaluated_losses(tmp_path, up_to=10) == {}
-    with pytest.raises(DataError, match=r"no run with records: metrics\.jsonl"):
+    with pytest.raises(DataError, match=r"not a run with records: metrics\.jsonl"):
         read_history(tmp_path)
 
 
@@ -158,12 +158,12 @@ def test_a_number_of_more_digits_than_python_prints_is_one_line(tmp_path: Path) 
 
 
 def test_a_duration_of_thousands_of_digits_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="no duration"):
+    with pytest.raises(ConfigError, match="not a duration"):
         parse_duration("9" * 5000 + "s")
 
 
 def test_weights_are_held_against_the_settings_before_memory_is_spent_on_a_model() -> None:
     section = ModelSection(width=1 << 20, ff_width=1 << 20, num_layers=1)
     for vocab_size in (1 << 32, 1 << 62):
-        with pytest.raises(CheckpointError, match=r"do not fit the model|are no model of"):
+        with pytest.raises(CheckpointError, match=r"do not fit the model|are not a model of"):
             network_of(section, vocab_size=vocab_size, weights={"a": None}, dtype="fp32", where="x")  # type: ignore[dict-item]

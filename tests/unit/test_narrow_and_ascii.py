@@ -131,7 +131,7 @@ def test_texts_are_decoded_and_paths_and_other_bytes_are_left_alone(monkeypatch:
     [
         ("/proc/x", errno.ENOENT, "no folder can be made in /proc"),
         ("/proc/x/y/z", errno.ENOENT, "no folder can be made in /proc"),
-        ("/dev/null/x", errno.ENOTDIR, "/dev/null is no folder"),
+        ("/dev/null/x", errno.ENOTDIR, "/dev/null is not a folder"),
         ("/x", errno.EACCES, "this user may not write in /"),
         ("/x", errno.EROFS, "/ is read-only"),
         ("/x", errno.ENOSPC, "the disk of / is full"),

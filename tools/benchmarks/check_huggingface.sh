@@ -27,7 +27,7 @@ make_environment() { # sets theirs
     theirs=$venv/bin/python
     if [ "$(cat "$venv/.installed" 2>/dev/null)" = "$packages" ] && "$theirs" -c '' 2>/dev/null; then return; fi
     if [ -d "$venv" ] && [ -n "$(ls -A "$venv")" ] && [ ! -f "$venv/pyvenv.cfg" ]; then
-        fail "$venv is no virtual environment. Remove it, or name another place with --venv."
+        fail "$venv is not a virtual environment. Remove it, or name another place with --venv."
     fi
     echo "making $venv: $packages"
     python -m venv --clear "$venv" || fail "cannot make $venv (Debian: apt-get install python3-venv)."
@@ -68,7 +68,7 @@ done
 (($# <= 2)) || fail "too many arguments; see --help."
 bundle=${1:-} seed=${2:-1}
 [[ $seed =~ ^[0-9]+$ ]] || fail "SEED must be a whole number, not $seed."
-[ -z "$bundle" ] || [ -d "$bundle" ] || fail "$bundle is no folder. Name a bundle that \`txl export\` wrote."
+[ -z "$bundle" ] || [ -d "$bundle" ] || fail "$bundle is not a folder. Name a bundle that \`txl export\` wrote."
 python -c 'import txl_dist' >/dev/null 2>&1 \
     || fail "the project is not in the active environment. Activate it: source .venv/bin/activate"
 

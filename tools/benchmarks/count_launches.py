@@ -6,7 +6,7 @@ The engine runs two steps of each recipe, at its real sizes, on a device that co
 is counted. A row per quantity:
 
     launches, micro-step    forward and backward of one micro-batch. An operation that torch dispatches is one launch,
-                            if it is no view and makes no empty tensor; padding, and the backward of slices and of
+                            if it is not a view and makes no empty tensor; padding, and the backward of slices and of
                             layer norm, are two; one over a list of tensors (`_foreach_*`, fused Adam) is as many as
                             CUDA's 320 blocks of 65,536 values need.
     Triton                  of these, kernels of ours. `attention` has its kernels alone

@@ -199,7 +199,7 @@ def main() -> None:
     """Make the reference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=REFERENCE, metavar="FILE", help="where the reference is written")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model; needs --json, for it is no reference")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model; needs --json, for it is not a reference")
     arguments = parser.parse_args()
     if arguments.tiny and arguments.json == REFERENCE:
         parser.error("--tiny makes no reference: name a file for its numbers by --json")

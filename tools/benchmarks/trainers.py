@@ -6,7 +6,7 @@ A step is forward, loss, backward, clipping to 0.25 and Adam, with the memory ke
 their train.py runs them: `zero_grad`, the mean of the losses, torch's default Adam; NVIDIA's in fp16 under autocast
 with a GradScaler, but with Adam for its lamb; Hugging Face's as the original's. Ours: `SegmentLoss`, batches as the
 reader thread makes them (here on the training thread), torch's fused Adam; in half precision over fp32 masters, as ZeRO
-keeps them. Distribution is no part of this (see engine.py).
+keeps them. Distribution is not part of this (see engine.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Each part prepares a corpus, trains, continues from an older checkpoint, scores,
 uses the command line alone, so that one file measures any commit. One thread, fixed seeds, CPU. `quickstart` is the
 first 60 steps of configs/quickstart.toml; `zero0` to `zero3` and `bf16` are tiny runs on two ranks, each with other
 settings. Left out is what names paths, times, versions of code and formats, or hashes of settings. RENAMED maps the
-names of today to those of 0.2, so that a renamed setting or key is no difference, and a changed value is one. The
+names of today to those of 0.2, so that a renamed setting or key is not a difference, and a changed value is one. The
 hashes are equal on the same machine with the same versions only.
 """
 

@@ -90,7 +90,7 @@ def settled_of(records: Sequence[Record], predictions: Sequence[Prediction]) -> 
         if corpus in known:
             found[corpus] = f"told already in {RECORDS}, and what is told stays"
         elif told_on(group[0]) in trained:
-            found[corpus] = "the larger model is trained, so what is told now is no prediction"
+            found[corpus] = "the larger model is trained, so what is told now is not a prediction"
     return found
 
 

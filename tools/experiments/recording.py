@@ -90,7 +90,7 @@ class Rows:
     def add(self, **row: object) -> None:
         """Append a row, None and what is missing as empty words; it is on disk when this returns.
 
-        Raises RecordsError for a name that is no column.
+        Raises RecordsError for a name that is not a column.
         """
         self.add_all([row])
 

@@ -117,9 +117,9 @@ def _check_one_source(
 def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
     """Refuse a pipe for a memory, and a memory to write where no file can be. Raises ConfigError."""
     if save_memory is not None and save_memory.exists() and not save_memory.is_file():
-        raise ConfigError(f"cannot write {save_memory}: it is no file. Name another one with --save-memory.")
+        raise ConfigError(f"cannot write {save_memory}: it is not a file. Name another one with --save-memory.")
     if _PIPE in (load_memory, save_memory):
-        raise ConfigError("a memory is a file, and - is none. Name one with --load-memory or --save-memory.")
+        raise ConfigError("a memory must be a file, not -. Name one with --load-memory or --save-memory.")
 
 
 def _check_exists(path: Path | None) -> None:

@@ -322,7 +322,7 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
     """Refuse flags that contradict each other, and values that are no choices. Raises ConfigError."""
     for flag, value in (("--include", asked.include), ("--exclude", asked.exclude)):
         if value == "":
-            raise ConfigError(f"{flag} needs a value: NODE:SLOT,SLOT@NODE. Is a variable of the shell unset?")
+            raise ConfigError(f"{flag} needs a value: NODE:SLOT,SLOT@NODE. Is a shell variable unset?")
     if asked.include and asked.exclude:
         raise ConfigError("--include and --exclude cannot be given together. Leave one out.")
     if (asked.include or asked.exclude) and (asked.num_accelerators or asked.num_gpus or asked.num_nodes):
@@ -384,7 +384,7 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
             raise ConfigError(f"{flag} {value}: no machine is called {host!r}.{hint}")
         if has_slots and not _SLOT_NUMBERS.fullmatch(numbers):
             raise ConfigError(
-                f"{flag} {value}: {numbers!r} are no slots. Write their numbers with commas: {host}:0,1. "
+                f"{flag} {value}: {numbers!r} are not slot numbers. Write their numbers with commas: {host}:0,1. "
                 f"{host} alone means all."
             )
         available = set(every[host])
@@ -409,7 +409,7 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
 def _slots(hostfile: str | None) -> dict[str, int]:
     """Return the number of ranks of each machine of the hostfile that the launcher will read; empty without one.
 
-    Raises ConfigError for a file that cannot be read or is no hostfile.
+    Raises ConfigError for a file that cannot be read or is not a hostfile.
     """
     if hostfile is None and not os.path.isfile(DEFAULT_HOSTFILE):
         return {}
@@ -420,14 +420,14 @@ def _slots(hostfile: str | None) -> dict[str, int]:
     except OSError as error:
         raise ConfigError(f"--hostfile {file}: {error.strerror}. Name a file that is there. {remedy}") from error
     except ValueError as error:
-        raise ConfigError(f"--hostfile {file} is no hostfile: it is no text. {remedy}") from error
+        raise ConfigError(f"--hostfile {file} is not a hostfile: it is not text. {remedy}") from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#"):
             continue
         match = _HOST.match(line)
         if not match:
-            raise ConfigError(f"--hostfile {file} is no hostfile: line {number} is not `HOST slots=N`.")
+            raise ConfigError(f"--hostfile {file} is not a hostfile: line {number} is not `HOST slots=N`.")
         host = match[1]
         num_slots = int(match[2])
         if host in hosts:

@@ -323,9 +323,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown_command(word: str) -> str:
-    """Return the message for a first word that is no command."""
+    """Return the message for a first word that is not a command."""
     if word.endswith(".toml"):
-        return f"{word} is no command. Did you mean `txl train {word}`?"
+        return f"{word} is not a command. Did you mean `txl train {word}`?"
     if word.startswith("-"):
         hint = did_you_mean(word, ("--version", "--help")) or " Flags follow the command: txl COMMAND --flag value."
         return f"unknown flag {word}.{hint}"
@@ -337,11 +337,11 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
     previous = ""
     for word in words:
         if word in _PATH_FLAGS_JOINED:
-            raise ConfigError("an empty word is in the place of a path. Is a variable of the shell unset?")
+            raise ConfigError("a path is empty. Is a shell variable unset?")
         is_a_path = previous in _PATH_FLAGS or not previous.startswith("--")
         if not word and is_a_path:
             where = f" after {previous}" if previous else ""
-            raise ConfigError(f"an empty word is in the place of a path{where}. Is a variable of the shell unset?")
+            raise ConfigError(f"a path is empty{where}. Is a shell variable unset?")
         previous = word
 
 

@@ -107,7 +107,7 @@ def export(
         raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
     if dtype == "int8" and format != "bundle":
         raise ConfigError(
-            f"int8 is a type of our bundles, which no reader of --format {format} knows. Give another --dtype, "
+            f"int8 is a type of our bundles, which readers of --format {format} cannot load. Give another --dtype, "
             "or --format bundle."
         )
     stated.check()
@@ -210,7 +210,7 @@ _WRITES = {
 def _require_output(out: Path, kind: ArtifactKind) -> None:
     """Refuse an output folder that holds anything of another kind. Raises ConfigError."""
     another = "Choose another output folder."
-    if detect_artifact(out) is not ArtifactKind.NOTHING:  # what is no folder of ours at all, the writer refuses
+    if detect_artifact(out) is not ArtifactKind.NOTHING:  # what is not a folder of ours at all, the writer refuses
         require(out, kind, remedies=dict.fromkeys(ArtifactKind, another))
 
 

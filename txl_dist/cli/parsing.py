@@ -222,7 +222,7 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
         counterpart = find_counterpart(plain, known)
         if counterpart:
             hint = counterpart.hint(spell=_spelling)
-        return f"{word} is no flag.{hint or _see_help(prog)}"
+        return f"{word} is not a flag.{hint or _see_help(prog)}"
     reason = "the flag before it takes no further value" if has_flag else "it takes no further words"
     remedy = _FURTHER_WORDS.get(prog, "Leave it out.")
     return f"{prog} cannot use {word!r}: {reason}. {remedy} See {prog} --help."

@@ -143,7 +143,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             record = parse_record(line)
             json.dumps(record, allow_nan=False)  # the output will write it again
         except RecursionError as error:
-            raise ConfigError(f"{place}nested too deeply to come back with its texts. Leave that out.") from error
+            raise ConfigError(f"{place}nested too deeply to be written back with its texts. Remove it.") from error
         except ValueError as error:
             raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
         values = record if isinstance(record, Record) else Record()
@@ -154,7 +154,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
         taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
         if taken:
-            raise ConfigError(f"{place}{', '.join(taken)}: what is made would be written over it. Rename it.")
+            raise ConfigError(f"{place}{', '.join(taken)}: the output would overwrite it. Rename it.")
         yield PromptInput(texts[0], record, place)
 
 

@@ -51,7 +51,7 @@ _RANKS = "Start several ranks with `txl launch --num_accelerators N CONFIG.toml`
 _DEEPSPEED = "No DeepSpeed file is read: see engine.zero_stage, engine.precision and engine.offload_optimizer."
 _PARALLEL = "A model is sharded by ZeRO only: engine.zero_stage 1, 2 or 3."
 _SCALE = "fp16 scales its loss by itself; engine.precision bf16 needs no scaling."
-_ON_COMMAND_LINE = "It is no setting of a file: give --resume CHECKPOINT on the command line."
+_ON_COMMAND_LINE = "It is not a setting of a file: give --resume CHECKPOINT on the command line."
 _SHARE = "It is share * train.max_steps."
 
 COUNTERPARTS = (

@@ -76,7 +76,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
     Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes.
     """
     if world_size < 1:
-        raise ConfigError(f"a job of {world_size} ranks cannot be. Give 1 or more.")
+        raise ConfigError(f"a job cannot have {world_size} ranks. Give 1 or more.")
     if train.num_lanes % (world_size * train.microbatch_lanes):
         raise ConfigError(
             f"train.num_lanes={train.num_lanes} must be divisible by ranks * train.microbatch_lanes = "
@@ -192,7 +192,7 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             model.takes_memory or (train.memory_len == 0 and eval_memory_len == 0),
-            f"model.positions={model.positions!r} knows no memory: it needs train.memory_len=0 (is "
+            f"model.positions={model.positions!r} has no memory: it needs train.memory_len=0 (is "
             f"{train.memory_len}) and eval.memory_len=0 or -1 (is {evaluation.memory_len}), or "
             "model.absolute_with_memory=True, to see it fail",
         ),
@@ -246,7 +246,7 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
         hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
         if Path(path).suffix != ".toml":
             hint = f" If it is a text to train on: `txl prepare {path} --out DIR`, then name DIR with --data.path."
-        raise ConfigError(f"{path} is not valid TOML: {error}. Mend that line.{hint}") from error
+        raise ConfigError(f"{path} is not valid TOML: {error}. Correct that line.{hint}") from error
     if imports_plugins:
         load_plugins(_plugins_in(values))
         warn_of_old_names(values, source=str(path))
@@ -311,7 +311,7 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
             raise ConfigError(f"configure: {unknown_setting(section)}")
         if not isinstance(settings, Mapping):
             raise ConfigError(
-                f"configure: {section}={settings!r:.200} is no section. Give its settings: {section}={{...}}."
+                f"configure: {section}={settings!r:.200} is not a section. Give its settings: {section}={{...}}."
             )
     warn_of_old_names(sections, source="configure()")
     for section, settings in in_new_names(sections, source="configure()").items():

@@ -173,7 +173,7 @@ def _parsed(text: str, last: Phase) -> Phase:
         if name not in Phase._fields:
             hint = did_you_mean(name, Phase._fields)
             raise ConfigError(
-                f'train.phases: "{text}": {name} is no part of a phase.{hint} Write "{_FORM} memory_len=32".'
+                f'train.phases: "{text}": {name} is not part of a phase.{hint} Write "{_FORM} memory_len=32".'
             )
         try:
             values[name] = float(value) if name == "until" else int(value)
@@ -181,7 +181,7 @@ def _parsed(text: str, last: Phase) -> Phase:
             kind = "a share of the run" if name == "until" else "a whole number"
             raise ConfigError(f'train.phases: "{text}": {name}={value} is not {kind}. Write "{_FORM}".') from error
     if "until" not in values:
-        raise ConfigError(f'train.phases: "{text}" does not say until when. Write "{_FORM} memory_len=32".')
+        raise ConfigError(f'train.phases: "{text}" does not say when it ends. Write "{_FORM} memory_len=32".')
     if "microbatch_lanes" not in values and "num_lanes" in values:
         lanes = last.microbatch_lanes * int(values["num_lanes"])
         if lanes % last.num_lanes:

@@ -171,7 +171,7 @@ def _shown(plugin: Mapping[str, str]) -> str:
 def _check_name(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
-            f"run.plugins: {name!r:.200} is no name of a module. Give it as Python imports it: my_package.my_module."
+            f"run.plugins: {name!r:.200} is not a name of a module. Give it as Python imports it: my_package.my_module."
         )
 
 

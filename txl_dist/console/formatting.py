@@ -106,7 +106,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def cluster_starts(cutoffs: Sequence[object]) -> str:
-    """Say where the clusters of an adaptive softmax begin. A value that is no integer is written as it is."""
+    """Say where the clusters of an adaptive softmax begin. A value that is not an integer is written as it is."""
     starts = []
     for start in cutoffs:  # a damaged file may hold anything
         starts.append(f"{start:,}" if type(start) is int else str(start))

@@ -46,7 +46,7 @@ WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenize
 def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     """Read a folder. `user_settings` complete its settings. Raises CheckpointError, or DataError for its vocabulary."""
     if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder. Name the folder with config.json and the weights.")
+        raise CheckpointError(f"{path} is not a folder. Name the folder with config.json and the weights.")
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path} holds no config.json. Name the folder that save_pretrained wrote.")
     config = read_peer_settings(path / "config.json")
@@ -80,7 +80,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
     out = out.resolve()
     if out.exists() and not _is_ours(out):
-        raise CheckpointError(f"{out} exists and is no export of ours. Choose another output folder.")
+        raise CheckpointError(f"{out} exists and is not an export of ours. Choose another output folder.")
     cast = dict(package.open(dtype, where=str(out)).model.state_dict())  # has tied tensors under each of their names
     config = _config(package, dtype=dtype)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -93,7 +93,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
         reread = import_huggingface(temporary, user_settings={}).weights
         different = [name for name, tensor in reread.items() if not torch.equal(tensor, cast[name].float())]
         if different:
-            raise CheckpointError(f"{out} would not give back {', '.join(different[:3])}. Report this defect.")
+            raise CheckpointError(f"{out} does not reproduce {', '.join(different[:3])}. Report this defect.")
         num_bytes = (temporary / "model.safetensors").stat().st_size
         write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
         replace_folder(temporary, out)

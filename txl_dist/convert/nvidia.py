@@ -51,9 +51,9 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     content = read_torch_file(file)
     missing = [key for key in ("model_state", "model_config") if not isinstance(content, dict) or key not in content]
     if missing:
-        raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is no checkpoint of NVIDIA's train.py.")
+        raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is not a checkpoint of NVIDIA's train.py.")
     if not isinstance(content["model_config"], dict):
-        raise CheckpointError(f"{file}: model_config is no dict of settings.")
+        raise CheckpointError(f"{file}: model_config is not a dict of settings.")
     weights: Weights = {}
     for name, tensor in only_tensors(content["model_state"], where=str(file)).items():
         weights[ORIGINAL.get(name, name)] = tensor

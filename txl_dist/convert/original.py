@@ -114,7 +114,7 @@ def read_weights(file: Path) -> Any:
         content = nested[0]
         if not isinstance(content, dict):
             return content
-    raise CheckpointError(f"{file} holds dicts in dicts, and no state dict. Save the model's state_dict().")
+    raise CheckpointError(f"{file} holds nested dicts, not a state dict. Save the model's state_dict().")
 
 
 def model_of(
@@ -224,7 +224,9 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
     Raises CheckpointError for a scheme that this program does not have.
     """
     if "out_layer.weight" in peer_weights or settings.sample_softmax > 0:
-        raise CheckpointError(f"{where} has a sampled softmax, which the peers' codes cannot run either.")
+        raise CheckpointError(
+            f"{where} has a sampled softmax, which neither this program nor the original code can evaluate."
+        )
     kind = settings.attn_type
     if kind is None:
         is_absolute = any(name.endswith(".q_net.weight") for name in peer_weights)

@@ -55,7 +55,7 @@ class Inert:
     """Stands for an object of a class that was not imported: `type(it)` has that class's name and module.
 
     The object's state is its `__dict__`. What does not fit there is beside it: arguments of a call, items of a list
-    or set, pairs of a dict, and a state that is no dict.
+    or set, pairs of a dict, and a state that is not a dict.
     """
 
     __slots__ = ("__dict__", "inert_arguments", "inert_items", "inert_pairs", "inert_state")
@@ -192,7 +192,7 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
             raise _refusal(path, "TorchScript")
         file.seek(0)
     elif start != LEGACY_START:
-        raise ValueError("it begins like neither format of torch.save")
+        raise ValueError("it is in neither of the formats of torch.save")
     return torch.load(file, "cpu", _restricted_pickle(path), weights_only=False, mmap=False)
 
 

@@ -111,7 +111,7 @@ def _number(value: object) -> float | None:
 
 
 def _day(time_s: object) -> str:
-    """Empty for what is no time."""
+    """Empty for what is not a time."""
     seconds = _number(time_s)
     if seconds is None:
         return ""

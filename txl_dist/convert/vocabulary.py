@@ -59,7 +59,7 @@ def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
 def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
     """Build a tokenizer from a vocabulary in memory: a Vocab, an object with one, symbols, or ids by symbol.
 
-    `where` names it in errors. Raises DataError if it is no vocabulary, damaged, or of another size.
+    `where` names it in errors. Raises DataError if it is not a vocabulary, damaged, or of another size.
     """
     fields = _fields_of(vocab)
     if isinstance(fields.get("vocab"), Inert | dict):
@@ -74,7 +74,7 @@ def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
         symbols = _in_order(fields, where=where)
         values = _plain_values(symbols, are_characters=_are_characters(symbols))
     else:
-        raise DataError(f"{where} is a {type(vocab).__name__} without symbols, so no vocabulary. {_REMEDY}")
+        raise DataError(f"{where} is a {type(vocab).__name__} without symbols, not a vocabulary. {_REMEDY}")
     return _build(values, where=where, vocab_size=vocab_size)
 
 
@@ -185,7 +185,7 @@ def _in_order(ids: Any, *, where: str) -> list[Any]:
         values = [value for value in ids.values() if isinstance(value, int)]
         if len(values) == len(ids) and sorted(values) == list(range(len(ids))):
             return sorted(ids, key=ids.__getitem__)
-    raise DataError(f"{where}: the ids are not 0, 1, 2 ... without a hole, each once. {_REMEDY}")
+    raise DataError(f"{where}: the ids are not 0, 1, 2 ... without a gap, each once. {_REMEDY}")
 
 
 def _are_characters(symbols: Iterable[Any]) -> bool:
@@ -197,14 +197,14 @@ def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
     """Build a tokenizer. Raises DataError for symbols that are no text or occur twice, or another size."""
     for symbol in values["symbols"]:
         if not isinstance(symbol, str):
-            raise DataError(f"{where}: the symbol {symbol!r} is no text. {_REMEDY}")
+            raise DataError(f"{where}: the symbol {symbol!r} is not text. {_REMEDY}")
     for symbol, count in Counter(values["symbols"]).items():
         if count > 1:
             raise DataError(f"{where}: the symbol {symbol!r} occurs twice. {_REMEDY}")
     try:
         tokenizer = build_tokenizer(values)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{where} makes no tokenizer ({type(error).__name__}: {error}). {_REMEDY}") from error
+        raise DataError(f"{where} does not give a tokenizer ({type(error).__name__}: {error}). {_REMEDY}") from error
     return _check_size(tokenizer, where=where, vocab_size=vocab_size)
 
 

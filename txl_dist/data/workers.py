@@ -52,7 +52,7 @@ class Workers:
                 yield in_flight.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a worker process was killed, perhaps for want of memory. What is finished is kept: run the same "
+                "a worker process was killed, perhaps because memory ran out. What is finished is kept: run the same "
                 "command again, with fewer --num-workers if memory was short."
             ) from error
 

@@ -225,7 +225,7 @@ def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
         )
     except RuntimeError as error:  # torch's errors of networks are RuntimeErrors
         raise ConfigError(
-            f"all ranks came to {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, but cannot connect to each "
+            f"all ranks reached {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, but cannot connect to each "
             f"other: {first_line(error)}. Set GLOO_SOCKET_IFNAME to the interface between the nodes, and open all "
             "ports between them."
         ) from error

@@ -38,7 +38,7 @@ def process_of(values: object) -> ProcessId:
     """Return the process that JSON values describe. Raises ValueError for anything else."""
     process = typed(ProcessId, values)
     if max(len(process.host), len(process.place)) > _MAX_NAME or process.pid >= 1 << 31:
-        raise ValueError(f"{process!r:.80} is no process")
+        raise ValueError(f"{process!r:.80} is not a process")
     return process
 
 

@@ -48,7 +48,9 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
         _wait_for_answer(store, timeout_s=timeout_s + NO_ANSWER_S)
         answer = store.get("answer").decode()
     except (DistNetworkError, DistStoreError) as error:
-        raise ConfigError(f"rank 0 came and then fell silent: {first_line(error)}. See what it printed.") from error
+        raise ConfigError(
+            f"rank 0 connected and then stopped responding: {first_line(error)}. See its output."
+        ) from error
     if answer:
         # Rank 0, which holds the store, leaves after all ranks have read the answer.
         store.add("read", 1)

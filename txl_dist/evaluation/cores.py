@@ -156,7 +156,7 @@ def dynamic(
 ) -> tuple[Losses, Any]:
     """With weights that follow the text, by the plain model; how large gradients are, the batches of `train` tell.
 
-    The model's weights are left as they are. What scores raises ConfigError where a loss is no number.
+    The model's weights are left as they are. What scores raises ConfigError where a loss is not a number.
     """
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
     memory = attended(memory) if with_zeros else memory
@@ -177,8 +177,8 @@ def dynamic(
         nll_BT, weights, memory = dynamic_losses(module, batch, *state, rule=rule)
         if not nll_BT.isfinite().all():
             raise ConfigError(
-                "--adapt dynamic came to a loss that is no number: its steps are too large. Give a lower --adapt-lr or "
-                "--adapt-decay, or a higher --adapt-eps."
+                "--adapt dynamic reached a loss that is not finite: its steps are too large. Give a lower --adapt-lr "
+                "or --adapt-decay, or a higher --adapt-eps."
             )
         return nll_BT, (weights, memory)
 

@@ -79,7 +79,7 @@ class Overrides:
         a corpus.
         """
         if is_bundle and not data:
-            raise ConfigError(f"{target} is a bundle and knows no corpus. Name one with --data.")
+            raise ConfigError(f"{target} is a bundle, which names no corpus. Name one with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
             values = getattr(self, name)
             flag = _flag(name)
@@ -104,7 +104,7 @@ class Overrides:
         }
         if found := [flag for flag, is_given in refused.items() if is_given]:
             raise ConfigError(
-                f"{', '.join(found)} contradicts --protocol {self.protocol}, which has its own way there "
+                f"{', '.join(found)} contradicts --protocol {self.protocol}, which fixes this itself "
                 f"({peer.source}). Leave out one or the other."
             )
 
@@ -129,7 +129,7 @@ class Outputs:
         is_several = overrides.num_combinations > 1
         if self.log_probs is not None and (is_several or overrides.without_memory or overrides.peer is not None):
             raise ConfigError(
-                "--log-probs is of one evaluation of the whole split. Give one --memory-len, --segment-len and "
+                "--log-probs needs one evaluation of the whole split. Give one --memory-len, --segment-len and "
                 "--clamp-len, and leave out --without-memory and --protocol."
             )
         if self.plot is not None and not is_several:
@@ -300,7 +300,7 @@ def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens")
 
 
 def is_alone() -> bool:
-    """Return whether this process is no rank of a job with others."""
+    """Return whether this process is not a rank of a job with others."""
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 
@@ -309,7 +309,7 @@ def require_apart(files: Mapping[str, Path | None]) -> None:
     named = [path.resolve() for path in files.values() if path is not None]
     if len(set(named)) < len(named):
         *flags, last = files
-        raise ConfigError(f"{', '.join(flags)} and {last} name one file twice. Give each its own.")
+        raise ConfigError(f"{', '.join(flags)} and {last} name the same file. Give each its own.")
 
 
 def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> None:

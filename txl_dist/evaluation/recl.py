@@ -170,7 +170,7 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
             )
         if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
             raise ConfigError(
-                f"{target.path} and {targets[0].path} have different tokenizers: a token of one is no token of the "
+                f"{target.path} and {targets[0].path} have different tokenizers: a token of one is not a token of the "
                 "other. Compare models of one tokenizer."
             )
     first = targets[0].config

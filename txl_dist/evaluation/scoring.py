@@ -111,7 +111,7 @@ def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> st
         return overrides.same_length
     if config.data.document_mask:
         raise ConfigError(
-            f"--protocol {overrides.protocol} runs on over document borders, and this model's queries see their "
+            f"--protocol {overrides.protocol} continues across document boundaries, and this model's queries see their "
             "own document only (data.document_mask=True). Leave out --protocol."
         )
     if overrides.same_length != "trained":
@@ -146,7 +146,7 @@ def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) 
         raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
     if overrides.zero_memory and config.data.document_mask:
         raise ConfigError(
-            "--zero-memory is no document, and this model's queries see their own document only "
+            "--zero-memory is not a document, and this model's queries see their own document only "
             "(data.document_mask=True). Leave it out."
         )
 

@@ -368,7 +368,7 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     """Names of the model's parameters, all of which are there, and nothing else. Raises CheckpointError."""
     if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
         raise CheckpointError(
-            f"{where}: {len(weights)} tensors are no model of {model.num_layers} layers and {vocab_size} ids. "
+            f"{where}: {len(weights)} tensors are not a model of {model.num_layers} layers and {vocab_size} ids. "
             "They were made with another configuration."
         )
     with torch.device("meta"):

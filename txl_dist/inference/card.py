@@ -87,7 +87,7 @@ class Stated:
     """License of the training text."""
 
     def check(self) -> None:
-        """Raises ConfigError for a text that no line of a card can hold, and for a base model that is no name."""
+        """Raises ConfigError for a text that no line of a card can hold, and for a base model that is not a name."""
         for key, value in vars(self).items():
             flag = f"--{key.replace('_', '-')}"
             if value and not value.strip():
@@ -111,8 +111,8 @@ class Stated:
         if not self.license or self.license.lower() in LICENSES:
             return ""
         return (
-            f"--license {self.license} is no identifier of the Hub: the card's metadata say license: other, with this "
-            f"name. Add the text of the license as a file LICENSE.{did_you_mean(self.license, LICENSES)}"
+            f"--license {self.license} is not an identifier of the Hub: the card's metadata say license: other, with "
+            f"this name. Add the text of the license as a file LICENSE.{did_you_mean(self.license, LICENSES)}"
         )
 
 

@@ -367,7 +367,7 @@ class FrozenModel:
     def __init__(self, model: TransformerXL) -> None:
         if not model.section.scheme.uses_memory:
             raise ConfigError(
-                f"a model with {model.section.positions} positions knows no memory, and its past cannot be kept. "
+                f"a model with {model.section.positions} positions has no memory, and its past cannot be kept. "
                 "Run the model itself, on whole segments."
             )
         assert not model.training

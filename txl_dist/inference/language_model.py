@@ -118,7 +118,7 @@ class LanguageModel:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without an end-of-text.
 
-        Raises ConfigError if it is no text, DataError if the vocabulary cannot encode it.
+        Raises ConfigError if it is not text, DataError if the vocabulary cannot encode it.
         """
         check_text(text)
         return [int(i) for i in self.tokenizer.encode_prompt(text)]
@@ -156,7 +156,7 @@ class LanguageModel:
         if zero_memory and memory is not None:
             raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
         if zero_memory and self.bundle.document_mask:
-            raise ConfigError("zero_memory is no document, and this model sees its own document only. Leave it out.")
+            raise ConfigError("zero_memory is not a document, and this model sees its own document only. Leave it out.")
         if memory_len < 0:
             memory_len = self.bundle.memory_len
         scores: list[Tensor] = []
@@ -211,7 +211,7 @@ class LanguageModel:
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
-                f"a model with {self.network.section.positions} positions remembers nothing. Leave the memory out."
+                f"a model with {self.network.section.positions} positions keeps no memory. Leave the memory out."
             )
         decoder = self._decoder(writing.memory_len)
         return stream(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
@@ -264,7 +264,7 @@ class LanguageModel:
     ) -> KVCache:
         """Make an empty memory for `hidden`: of `num_rows` rows, which takes at most `chunk_len` positions per call.
 
-        Raises ConfigError for an argument that is no whole number in its range, and for a model without a memory.
+        Raises ConfigError for an argument that is not a whole number in its range, and for a model without a memory.
         """
         check_count(num_rows, least=1, what="num_rows")
         check_count(memory_len, least=-1, what="memory_len")
@@ -317,15 +317,15 @@ class LanguageModel:
             if (is_tokens or is_vectors) and inputs.shape[0] and inputs.shape[1]:
                 return is_tokens
         raise ConfigError(
-            f"inputs of {what}: give a tensor of one row and position or more, int64 tokens [rows, positions], or "
-            f"vectors [rows, positions, {width}] of the model's type, {dtype}."
+            f"inputs of {what}: give a tensor with at least one row and one position, int64 tokens [rows, positions], "
+            f"or vectors [rows, positions, {width}] of the model's type, {dtype}."
         )
 
     def _check_cache(self, memory: KVCache, *, num_rows: int, num_positions: int) -> None:
         """Check that a memory is this model's and takes inputs of this size. Raises ConfigError."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
-                "this memory is none of this model, as its weights are now, for hidden states. Make it by empty_memory."
+                "this memory was not made by empty_memory of this model with its present weights. Make it again."
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
@@ -367,7 +367,7 @@ class LanguageModel:
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
         """Encode a text after a memory or an end-of-text, also if no ids come of it. Raises ConfigError."""
         if not isinstance(memory, TextMemory | None):
-            raise ConfigError(f"{memory!r:.200} is no memory of a text. Make one by `memory` or `generate`.")
+            raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make one by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
             raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
         if isinstance(text, str):
@@ -465,7 +465,7 @@ class LanguageModel:
 def _several(texts: Iterable[Text]) -> list[Text]:
     """Return a list of texts. Raises ConfigError for a single text, which would be read as a list of characters."""
     if isinstance(texts, str | bytes | Mapping | Set) or not isinstance(texts, Iterable):
-        raise ConfigError(f"{texts!r:.200} is no list of texts. Give a list, also of one.")
+        raise ConfigError(f"{texts!r:.200} is not a list of texts. Give a list, also of one.")
     return list(texts)
 
 

@@ -81,7 +81,7 @@ def _length(settings: dict[str, Any], unused: list[str]) -> int:
             if number is not None and number >= 0:
                 found[name] = int(number)
             else:
-                unused.append(f"{name}={value!r:.80} is not used: it is no number of tokens")
+                unused.append(f"{name}={value!r:.80} is not used: it is not a number of tokens")
     if not found:
         return MOST_NEW_TOKENS
     first, *others = found

@@ -124,32 +124,32 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
     """They, of a list, an array or a tensor. Raises ConfigError for what is none, and outside the vocabulary."""
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, str | bytes | bytearray | Mapping | Set) or not isinstance(ids, Iterable):
-        raise ConfigError(f"{what}: {ids!r:.200} is no list of ids, which are whole numbers. Correct it.")
+        raise ConfigError(f"{what}: {ids!r:.200} is not a list of ids, which are whole numbers. Correct it.")
     found = []
     for i in ids:
         given: Any = None if isinstance(i, bool) else i
         try:
             found.append(operator.index(given))
         except TypeError as error:
-            raise ConfigError(f"{what}: {i!r:.200} is no id, a whole number. Correct it.") from error
+            raise ConfigError(f"{what}: {i!r:.200} is not an id, a whole number. Correct it.") from error
         if not 0 <= found[-1] < vocab_size:
             raise ConfigError(
-                f"{what}: {found[-1]} is no id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it."
+                f"{what}: {found[-1]} is not an id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it."
             )
     return found
 
 
 def check_count(value: Any, *, least: int, what: str) -> None:
-    """Raises ConfigError for what is no whole number, or below `least`."""
+    """Raises ConfigError for what is not a whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         hint = "; -1 is as trained" if least < 0 else ""
         raise ConfigError(f"{what}={value!r:.200}: it must be a whole number, {max(0, least)} or more{hint}.")
 
 
 def check_text(text: str) -> None:
-    """Raises ConfigError for what is no text, and for halves of characters: bytes that are not UTF-8, or so in JSON."""
+    """Raise ConfigError for a value that is not text, and for text with surrogates, which is not valid UTF-8."""
     if not isinstance(text, str):
-        raise ConfigError(f"{text!r:.200} is no text. Give a string.")
+        raise ConfigError(f"{text!r:.200} is not text. Give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

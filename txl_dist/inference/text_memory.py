@@ -52,7 +52,7 @@ class TextMemory:
         So a device or a pipe of that name would be replaced too, and is refused.
         """
         if path_of(path).exists() and not path_of(path).is_file():
-            raise ConfigError(f"{path} is no file that a memory could be written to. Choose another one.")
+            raise ConfigError(f"{path} is not a file that a memory could be written to. Choose another one.")
         with translate_errors(ConfigError, f"cannot write {path}", "Choose another file."):
             atomic_replace(path_of(path), self.to_bytes())
 
@@ -83,14 +83,14 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
     except (SafetensorError, ValueError, KeyError) as error:  # the last: a type of numbers that torch does not have
         raise CheckpointError(f"{called} cannot be read as a memory of a text: {error}. {_AGAIN}") from error
     if metadata.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(f"{called} is no memory of a text. {_AGAIN}")
+        raise CheckpointError(f"{called} is not a memory of a text. {_AGAIN}")
     if metadata.get("model") != fingerprint:
         raise CheckpointError(
-            f"{called} is a memory of another model: another one reads its numbers as something else. Use the model "
+            f"{called} is a memory of another model: another model cannot use its numbers. Use the model "
             f"that made it, or give the text. {_AGAIN}"
         )
     if not _fits(tensors, model) or metadata.get("content") != _digest(tensors):
-        raise CheckpointError(f"{called} is damaged: its content is not what was written. {_AGAIN}")
+        raise CheckpointError(f"{called} is damaged: its content differs from what was written. {_AGAIN}")
     device = model.embedding.weight(0).device
     key_values = tuple(key_value.to(device) for key_value in _layers_of(tensors))
     past = CacheState(key_values, tensors["document"].to(device))

@@ -6,7 +6,7 @@ Writing   Content goes into a new file, never through a link, and is flushed to 
           that a user names (`write_output`) follow links, because the owner of the folder may want them elsewhere.
 Reading   Only regular files are read, so that no FIFO or device can block. Sizes are bounded, and so is the depth of
           JSON and TOML. Wrong content is a ValueError, failed access an OSError. Text goes through `decode_text` or
-          `open_text`: a byte order mark, which editors and shells of Windows write, gives the encoding and is no part
+          `open_text`: a byte order mark, which editors and shells of Windows write, gives the encoding and is not part
           of the text. Text without a mark is UTF-8.
 Names     Names that a manifest lists stay in its folder (`resolve_inside`).
 
@@ -60,7 +60,7 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 def path_of(path: str | Path) -> Path:
     """Convert a string or a Path to a Path. Raises ConfigError for any other type."""
-    with translate_errors(ConfigError, f"{path!r:.200} is no path", "Give a string or a Path.", of=(TypeError,)):
+    with translate_errors(ConfigError, f"{path!r:.200} is not a path", "Give a string or a Path.", of=(TypeError,)):
         return Path(path)
 
 
@@ -105,7 +105,7 @@ def why_unwritable(path: Path, error: OSError) -> str:
         errno.ENOENT: f"no folder can be made in {above}",
         errno.EPERM: f"no folder can be made in {above}",
         errno.EACCES: f"this user may not write in {above}",
-        errno.ENOTDIR: f"{above} is no folder",
+        errno.ENOTDIR: f"{above} is not a folder",
         errno.EROFS: f"{above} is read-only",
         errno.ENOSPC: f"the disk of {above} is full",
         errno.EDQUOT: f"the quota of this user is used up in {above}",
@@ -159,7 +159,7 @@ def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a whole file. Raises OSError if it is no regular file, or larger than `max_bytes`."""
+    """Read a whole file. Raises OSError if it is not a regular file, or larger than `max_bytes`."""
     with open_regular(path) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -376,7 +376,7 @@ def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     """
     parts = name.split("/") if nested and isinstance(name, str) else [name]
     if not all(map(is_file_name, parts)):
-        raise ValueError(f"{_shown(name)} is no name of a file in this folder")
+        raise ValueError(f"{_shown(name)} is not a name of a file in this folder")
     path = folder
     for part in map(str, parts):
         path = path / part
@@ -458,6 +458,6 @@ def sha256_of_bytes(data: bytes) -> str:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the sha256 of a file of any size. Raises OSError, also if it is no regular file."""
+    """Return the sha256 of a file of any size. Raises OSError, also if it is not a regular file."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -55,7 +55,9 @@ def address_of(path: str | Path) -> Address | None:
         return None
     repository, at, revision = text.removeprefix(SCHEME).strip("/").partition("@")
     if not NAME_OF_A_REPOSITORY.fullmatch(repository) or (at and not revision):
-        raise ConfigError(f"{text} names no model of the Hub. Spell it hf://OWNER/NAME or hf://OWNER/NAME@REVISION.")
+        raise ConfigError(
+            f"{text} does not name a model of the Hub. Spell it hf://OWNER/NAME or hf://OWNER/NAME@REVISION."
+        )
     return Address(repository, revision or None)
 
 
@@ -84,8 +86,8 @@ def local_model(path: str | Path) -> Path:
 
 
 def _listed(manifest: str) -> list[str]:
-    """Return the file names in a manifest as patterns. Raises CheckpointError if it is no manifest."""
-    what = f"{manifest} is no manifest of txl_dist"
+    """Return the file names in a manifest as patterns. Raises CheckpointError if it is not a manifest."""
+    what = f"{manifest} is not a manifest of txl_dist"
     with translate_errors(CheckpointError, what, of=(ValueError, KeyError, TypeError, AttributeError)):
         return [re.sub(r"([*?[])", r"[\1]", name) for name in read_json(Path(manifest))["files"]]
 

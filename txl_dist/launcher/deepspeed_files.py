@@ -29,7 +29,7 @@ class LauncherFiles(NamedTuple):
 
 @contextmanager
 def files_for_launcher(hostfile: Path) -> Iterator[LauncherFiles]:
-    """Copy the hostfile and the files of variables where they have a mark. Raises ConfigError for what is no text."""
+    """Copy the hostfile and the files of variables where they have a mark. Raises ConfigError for what is not text."""
     with tempfile.TemporaryDirectory(prefix="txl-launch-") as folder:
         flags, environment = [], {}
         hosts = _text_without_mark([hostfile])

@@ -13,7 +13,7 @@ cluster i, p_i its share of the tokens, C tail clusters):
     projections (D E_0 + sum p_i D E_i) 2*3  and  sum p_i D E_i 2*3      of softmax and embedding, where they have any
 
 S = M + (T+1)/2 keys on average, or with same_length M or M + 1. What the code does beyond that (masked parts of
-blocks, padded rows of clusters, activations computed twice) is no part of it: MFU counts useful operations.
+blocks, padded rows of clusters, activations computed twice) is not part of it: MFU counts useful operations.
 """
 
 from __future__ import annotations

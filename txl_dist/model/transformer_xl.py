@@ -103,8 +103,8 @@ class TransformerXL(nn.Module):
         scheme = section.scheme
         if not section.takes_memory and memory.memory_len:
             raise ConfigError(
-                f"a model with {section.positions} positions knows no memory, and was given one of {memory.memory_len} "
-                "tokens. Run it with a memory of 0; more context costs longer segments."
+                f"a model with {section.positions} positions has no memory, and was given one of {memory.memory_len} "
+                "tokens. Run it with a memory of 0; for more context use longer segments."
             )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)

@@ -203,7 +203,7 @@ def _check_question(question: PlanOptions) -> None:
         ("--vocab-size", question.vocab_size, 2, 10**9),
     ):
         if not least <= value <= most:  # which NaN is not
-            raise ConfigError(f"{flag} {value} cannot be: give {least:,} to {most:,}.")
+            raise ConfigError(f"{flag} {value} is out of range: give {least:,} to {most:,}.")
 
 
 def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:

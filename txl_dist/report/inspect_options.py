@@ -50,16 +50,16 @@ class InspectOptions:
     def check(self, path: str, kind: ArtifactKind) -> None:
         """Raise ConfigError for flags that contradict each other, or have no meaning for what is looked into."""
         if self.document >= 0 and not self.shard:
-            raise ConfigError(f"--document {self.document} is one of a shard. Name the shard with `--shard`.")
+            raise ConfigError(f"--document {self.document} is a number within a shard. Name the shard with `--shard`.")
         if self.lane >= 0 and self.step < 1:
             raise ConfigError(f"there is no step {self.step}: 1 is the first. Name the step as the log does.")
         if self.num_clusters and self.cutoffs:
             raise ConfigError("--num-clusters computes the cutoffs that --cutoffs gives. Leave one of them out.")
         if kind is not ArtifactKind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
             raise ConfigError(
-                f"{path} is no corpus but {kind.value}, which knows its lanes and seed itself: leave out "
+                f"{path} is not a corpus but {kind.value}, which knows its lanes and seed itself: leave out "
                 f"{', '.join('--' + name.replace('_', '-') for name in _FOR_CORPORA)}, or inspect the corpus that it "
                 "reads."
             )
         if kind is ArtifactKind.CHECKPOINT and self.lane >= 0:
-            raise ConfigError(f"{path} is a checkpoint: name the run that it is of to see what a lane reads.")
+            raise ConfigError(f"{path} is a checkpoint: name its run to see what a lane reads.")

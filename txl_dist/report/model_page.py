@@ -44,7 +44,7 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
     page = out or folder.resolve().with_name(folder.resolve().name + ".html")
     if page.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"a page in {folder} would be damage there: its manifest lists every file. Name another --out."
+            f"a page in {folder} would count as damage: its manifest lists every file. Name another --out."
         )
     check_writable(page)
     try:

@@ -138,11 +138,11 @@ def read_history(run_dir: Path) -> History:
     except OSError as error:
         what = "there is no such folder" if not run_dir.is_dir() else f"{path.name}: {error.strerror}"
         raise DataError(
-            f"{run_dir} is no run with records: {what}. Name what `txl train` wrote (--run.dir)."
+            f"{run_dir} is not a run with records: {what}. Name what `txl train` wrote (--run.dir)."
         ) from error
     if not history.num_records:
         raise DataError(
-            f"{path} holds no whole record yet. A run writes its first when it starts; wait for it, or name another."
+            f"{path} has no complete record yet. A run writes its first when it starts; wait for it, or name another."
         )
     return history
 

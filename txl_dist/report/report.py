@@ -53,7 +53,7 @@ def check_writable(path: Path) -> None:
     if os.path.isdir(path):
         reason = "it is a folder"
     elif not os.path.isfile(path) and (os.path.exists(path) or target.is_symlink()):
-        reason = "it is no regular file"  # a device, a pipe, or a link to itself: the page would take its place
+        reason = "it is not a regular file"  # a device, a pipe, or a link to itself: the page would take its place
     elif not os.path.isdir(folder):
         reason = f"there is no folder {folder}"
     elif not os.access(folder, os.W_OK | os.X_OK):

@@ -41,8 +41,8 @@ def listen(serving: Serving) -> socket.socket:
                 f"--port, for instance {serving.port + 8000}, and forward the low one to it."
             ) from error
         raise ConfigError(
-            f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop what does, or choose "
-            "another --port; 0 takes a free one."
+            f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop the program that uses "
+            "it, or choose another --port; 0 takes a free one."
         ) from error
     return listening
 

@@ -93,7 +93,7 @@ class _Choice:
 
     index: int
     text: str = ""
-    """Text that was not sent yet; all of it in a response that is no stream."""
+    """Text that was not sent yet; all of it in a response that is not a stream."""
     start: int = 0
     """Number of characters before the first generated token."""
     end: int = 0

@@ -73,7 +73,8 @@ class Server:
             self.service.worker.stop()
         if self.service.worker.has_failed:
             raise TxlError(
-                "nothing can be written any more; the log says why. Start again, perhaps with fewer --max-num-seqs."
+                "the server can generate no more text; the log says why. Start it again, perhaps with fewer "
+                "--max-num-seqs."
             )
 
     def stop(self) -> None:

@@ -95,7 +95,7 @@ class Service:
         """Raise APIError if this number of full memories could not be stored, or the model has no memory."""
         if not self.remembers:
             positions = self.model.network.section.positions
-            raise APIError(400, f"a model with {positions} positions remembers nothing. Give whole texts.")
+            raise APIError(400, f"a model with {positions} positions keeps no memory. Give whole texts.")
         if not self.memories.fits(num_memories * self.largest_memory, num_memories=num_memories):
             message = (
                 f"this server has no room for {num_memories} memories at a time (--memories, --memory-bytes). "

@@ -213,7 +213,7 @@ class Worker:
             if job.has_begun:
                 chunks += last_chunks
                 continue
-            error: TxlError = LateError("the time of this request is over.")
+            error: TxlError = LateError("the request timed out.")
             if self._deadline_of_all < job.deadline:
                 error = StoppingError("the server is stopping.")
             chunks.append(OutputChunk(job.key, 0, "", None, error=error))

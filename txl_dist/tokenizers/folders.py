@@ -65,7 +65,7 @@ def _byte_level_bpe(folder: Path) -> str:
     from tokenizers import Tokenizer as Library
 
     ids = _vocabulary(folder / VOCABULARY)
-    with translate_errors(DataError, f"{folder / MERGES} is no list of merges", "Copy it again.", of=(ValueError,)):
+    with translate_errors(DataError, f"{folder / MERGES} is not a list of merges", "Copy it again.", of=(ValueError,)):
         merges = _merges(read_text(folder / MERGES))
         try:
             library = Library(models.BPE(vocab=ids, merges=merges))
@@ -90,7 +90,7 @@ def _byte_level_bpe(folder: Path) -> str:
 
 def _vocabulary(path: Path) -> dict[str, int]:
     """Read a vocab.json: ids by symbol. Raises DataError."""
-    with translate_errors(DataError, f"{path} is no vocabulary", "Copy it again.", of=(OSError, ValueError)):
+    with translate_errors(DataError, f"{path} is not a vocabulary", "Copy it again.", of=(OSError, ValueError)):
         values: Any = parse_json(read_bytes(path))
         if not isinstance(values, dict) or not all(type(i) is int and i >= 0 for i in values.values()):
             raise ValueError("it holds no object of symbols and ids")

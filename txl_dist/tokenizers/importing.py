@@ -63,7 +63,7 @@ def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
         "model, or a tokenizer.json that `txl prepare` wrote."
     )
     damage = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-    with translate_errors(DataError, f"{name} is no tokenizer that this program knows", remedy, of=damage):
+    with translate_errors(DataError, f"{name} is not a tokenizer that this program knows", remedy, of=damage):
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
         if not content.startswith(_SENTENCEPIECE_START):

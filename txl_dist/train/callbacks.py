@@ -186,7 +186,7 @@ class Callbacks:
         """Check the callbacks. Raises ConfigError for an object that is none, or for two with the same `state_key`."""
         if not isinstance(callbacks, Iterable):
             raise ConfigError(
-                f"callbacks: {_shown(callbacks)} is no list. Write callbacks=[...], also for one callback."
+                f"callbacks: {_shown(callbacks)} is not a list. Write callbacks=[...], also for one callback."
             )
         self._callbacks = tuple(callbacks)
         for callback in self._callbacks:

@@ -34,7 +34,7 @@ from txl_dist.io.manifest import problems_of
 
 
 def require_corpora(paths: Sequence[str]) -> None:
-    """Check the paths of `data`. Raises ConfigError if one is no corpus."""
+    """Check the paths of `data`. Raises ConfigError if one is not a corpus."""
     its = "Its own corpus is the data.path in {path}/config.toml."
     init = "Begin with its weights by --init {path}, and name a corpus with --data.path."
     for path in paths:
@@ -78,13 +78,13 @@ def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str)
 def check_run_dir(run_dir: Path, config: Config) -> None:
     """Check that this configuration may use the folder.
 
-    Raises ConfigError if the folder is no run directory, or if a run with other frozen settings made it. The message
+    Raises ConfigError if the folder is not a run directory, or if a run with other frozen settings made it. The message
     lists the differences. If the run's config.toml is lost, `check_checkpoint` compares the settings of the checkpoint.
     """
     path = run_dir / SETTINGS
     with _using(run_dir):
         if run_dir.exists() and not run_dir.is_dir():
-            raise ConfigError(f"{run_dir} is a file and no run directory. Choose another --run.dir.")
+            raise ConfigError(f"{run_dir} is a file, not a run directory. Choose another --run.dir.")
         if path.is_file():
             refuse_frozen_changes(load_config(path), config, made=str(run_dir))
         elif (
@@ -92,7 +92,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
             and detect_artifact(run_dir) is not ArtifactKind.RUN
             and not all(_is_early(path.name) for path in run_dir.iterdir())
         ):
-            raise ConfigError(f"{run_dir} is not empty and is no run directory. Choose another --run.dir.")
+            raise ConfigError(f"{run_dir} is not empty and is not a run directory. Choose another --run.dir.")
 
 
 def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:

@@ -222,7 +222,7 @@ def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) ->
     if isinstance(config, Mapping):
         return configure(**config)
     raise ConfigError(
-        f"pretrain: {config!r:.200} is no configuration. Give a Config, the path of a TOML file, or a dictionary of "
+        f"pretrain: {config!r:.200} is not a configuration. Give a Config, the path of a TOML file, or a dictionary of "
         "sections."
     )
 

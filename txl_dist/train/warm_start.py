@@ -19,8 +19,8 @@ FREE = {"same_length", "clamp_len", "init_std", "projection_init_std"}
 def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     """Return the fp32 weights of the bundle `run.init` by the names of this package's parameters.
 
-    Raises CheckpointError if it is no valid bundle, ConfigError if it has another model than the run, and DataError if
-    the corpus was prepared with another tokenizer.
+    Raises CheckpointError if it is not a valid bundle, ConfigError if it has another model than the run, and
+    DataError if the corpus was prepared with another tokenizer.
     """
     bundle = load_bundle(config.run.init)
     ours, theirs = architecture(config.model), architecture(bundle.model.section)

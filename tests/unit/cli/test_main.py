@@ -314,7 +314,7 @@ def test_an_unset_variable_of_the_shell_is_not_taken_for_the_folder_that_one_is_
     (tmp_path / "text.txt").write_text("a text " * 1000)
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
-    assert "Is a variable of the shell unset?" in capsys.readouterr().err
+    assert "Is a shell variable unset?" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

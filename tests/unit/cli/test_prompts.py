@@ -181,7 +181,7 @@ WRONG_LINES = [
     (b'{"prompt": "a", "x": 1e999}', r"-, line 3: no JSON \(Out of range float"),
     (b'{"tokens": [1, true]}', r"-, line 3: it must be an object"),
     (b'["a"]', r"-, line 3: it must be an object"),
-    (b'{"tokens": [1, 70000]}', r"-, line 3: the prompt: 70000 is no id of this model's vocabulary"),
+    (b'{"tokens": [1, 70000]}', r"-, line 3: the prompt: 70000 is not an id of this model's vocabulary"),
     (b'{"prompt": "a\\ud800"}', r"-, line 3: the prompt is not valid UTF-8 \(character 1\)"),
     (b'{"prompt": "\xff"}', r"-, line 3: the prompt is not valid UTF-8 \(character 0\)"),
 ]
@@ -201,7 +201,7 @@ def test_a_wrong_line_is_named_and_what_was_written_before_stays(shell: Shell, l
 )
 def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
     said = shell.refusal("--jsonl", "-", "--out", "-", given=line.encode())
-    assert re.search(r"-, line 1: \w+: what is made would be written over it\. Rename it\.", said), said
+    assert re.search(r"-, line 1: \w+: the output would overwrite it\. Rename it\.", said), said
 
 
 def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:
@@ -235,9 +235,9 @@ def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell
     [
         (["--tokens"], "--tokens needs an id or more"),
         (["--prompt"], "--prompt needs a text or more"),
-        (["--save-memory", "-"], "a memory is a file"),
-        (["--load-memory", "-"], "a memory is a file"),
-        (["--save-memory", "pipe"], "cannot write pipe: it is no file. Name another one with --save-memory."),
+        (["--save-memory", "-"], "a memory must be a file"),
+        (["--load-memory", "-"], "a memory must be a file"),
+        (["--save-memory", "pipe"], "cannot write pipe: it is not a file. Name another one with --save-memory."),
         (["--out", "."], "cannot write .: Is a directory. Name another file with --out."),
         (["--save-memory", "nowhere/m"], "cannot write nowhere/m: No such file or directory."),
     ],
@@ -259,8 +259,8 @@ def test_a_device_is_named_and_one_that_is_not_there_refused(shell: Shell, lm: L
 
 
 def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shell, tmp_path: Path) -> None:
-    assert "70000 is no id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
-    assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999")
+    assert "70000 is not an id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
+    assert "--allowed: 999 is not an id" in shell.refusal("--allowed", "999")
     assert "is not valid UTF-8 (character 1). Give it as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
     assert "no room for a memory of 1,000,000,001 tokens" in shell.refusal(
         "--memory-len", str(10**12), "--max-tokens", str(10**9)
@@ -272,7 +272,7 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     window = made(tmp_path / "window", same_length="memory")
     assert "Choose a --memory-len of 1 or more" in shell.refusal("--memory-len", "0", bundle=window)
     absolute = made(tmp_path / "absolute", positions="absolute")
-    assert "remembers nothing" in shell.refusal("--save-memory", "m", bundle=absolute)
+    assert "keeps no memory" in shell.refusal("--save-memory", "m", bundle=absolute)
     assert len(shell("--prompt", "ab", bundle=absolute)) > 2
 
 
@@ -282,7 +282,7 @@ def test_a_memory_that_is_none_is_cut_or_anothers_is_refused(shell: Shell, bundl
     assert "m is a memory of another model" in shell.refusal("--load-memory", "m", bundle=other)
     Path("cut").write_bytes(Path("m").read_bytes()[:-9])
     assert "cut cannot be read as a memory of a text" in shell.refusal("--load-memory", "cut")
-    assert "is no memory of a text" in shell.refusal("--load-memory", str(bundle / "model.safetensors"))
+    assert "is not a memory of a text" in shell.refusal("--load-memory", str(bundle / "model.safetensors"))
 
 
 def test_an_older_output_is_kept_where_the_model_cannot_be_read(shell: Shell, tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_an_older_output_is_kept_where_the_model_cannot_be_read(shell: Shell, tm
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-9])
     assert "damaged is damaged: model.safetensors has" in shell.refusal("--out", "out.jsonl", bundle=damaged)
-    assert "--allowed: 999 is no id" in shell.refusal("--allowed", "999", "--out", "out.jsonl")
+    assert "--allowed: 999 is not an id" in shell.refusal("--allowed", "999", "--out", "out.jsonl")
     assert Path("out.jsonl").read_text() == "precious"
 
 

@@ -56,10 +56,10 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        (["num_lanes=128 segment_len=16"], "does not say until when"),
+        (["num_lanes=128 segment_len=16"], "does not say when it ends"),
         (["until=x"], "until=x is not a share of the run"),
         (["until=0.5 num_lanes=1.5"], "num_lanes=1.5 is not a whole number"),
-        (["until=0.5 lanes=128"], "lanes is no part of a phase. Did you mean num_lanes"),
+        (["until=0.5 lanes=128"], "lanes is not part of a phase. Did you mean num_lanes"),
         (["until=0.5 until=0.6"], "until is given twice"),
         (["until=0.5 num_lanes=64"], "64 x 64 = 4,096 tokens, and [train] of 32 x 64 = 2,048"),
         (["until=0.5", "until=0.5"], "until 0.5 cannot come before one until 0.5"),

@@ -353,7 +353,7 @@ def test_a_dict_that_holds_itself_ends(tmp_path: Path) -> None:
     values: dict[str, Any] = {}
     values["model"] = values
     torch.save(values, tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"model\.pt holds dicts in dicts"):
+    with pytest.raises(CheckpointError, match=r"model\.pt holds nested dicts"):
         import_model(tmp_path / "model.pt", tmp_path / "bundle", format="original")
 
 
@@ -398,7 +398,7 @@ def test_prefixes_in_safetensors_are_no_part_of_names(prefix: str, tmp_path: Pat
     save_file(weights, tmp_path / "plain.safetensors")
     save_file({f"{prefix}{name}": tensor for name, tensor in weights.items()}, tmp_path / "wrapped.safetensors")
     import_model(tmp_path / "plain.safetensors", tmp_path / "plain", format="original", settings=file)
-    if "transformer." in prefix:  # a part that is no wrapper stays, and is named
+    if "transformer." in prefix:  # a part that is not a wrapper stays, and is named
         with pytest.raises(CheckpointError, match=r"A name with `transformer\.` is Hugging Face's"):
             import_model(tmp_path / "wrapped.safetensors", tmp_path / "bundle", format="original", settings=file)
         return

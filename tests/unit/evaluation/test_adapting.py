@@ -197,7 +197,7 @@ def test_text_of_other_tokens_or_without_a_training_split_measures_no_gradients(
     other = make(tmp_path / "other", kind="bpe", vocab_size=270)
     with pytest.raises(DataError, match=r"was prepared with another tokenizer than .*--tokenizer-file"):
         evaluated(made, DYNAMIC | {"adapt_train": str(other.corpus.folder)})
-    with pytest.raises(DataError, match="is no corpus that can be read"):
+    with pytest.raises(DataError, match="is not a readable corpus"):
         evaluated(made, DYNAMIC | {"adapt_train": str(tmp_path / "nowhere")})
     target = open_target(made.bundle, data=made.corpus.folder)
     assert target.train_text("", target.config).name == "train"
@@ -214,5 +214,7 @@ def test_the_command_line_names_what_is_no_corpus(
 
 
 def test_steps_that_are_too_large_end_in_a_word_not_in_a_number(made: Made) -> None:
-    with pytest.raises(ConfigError, match=r"--adapt dynamic came to a loss that is no number.*Give a lower --adapt-lr"):
+    with pytest.raises(
+        ConfigError, match=r"--adapt dynamic reached a loss that is not finite.*Give a lower --adapt-lr"
+    ):
         evaluated(made, DYNAMIC | {"adapt_lr": 1e38})

@@ -147,7 +147,7 @@ def test_overrides_that_contradict_each_other_are_refused(made: Made, changes: d
 
 def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path) -> None:
     made = make(tmp_path, document_mask=True)
-    with pytest.raises(ConfigError, match="--zero-memory is no document"):
+    with pytest.raises(ConfigError, match="--zero-memory is not a document"):
         evaluated(made, zero_memory=True)
 
 
@@ -322,7 +322,7 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatc
 
 
 def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> None:
-    with pytest.raises(ConfigError, match="is a bundle and knows no corpus"):
+    with pytest.raises(ConfigError, match="is a bundle, which names no corpus"):
         evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, outputs=Outputs())
 
 
@@ -547,9 +547,9 @@ def test_absolute_positions_that_were_allowed_a_memory_are_scored_with_it(tmp_pa
             {},
             "cannot write .*p.npz: No such file or directory. Name another .*--log-probs",
         ),
-        ({"log_probs": "p.npz"}, {"memory_len": (0, 8)}, "--log-probs is of one evaluation"),
-        ({"log_probs": "p.npz"}, {"without_memory": True}, "--log-probs is of one evaluation"),
-        ({"log_probs": "p.npz"}, {"protocol": "original"}, "--log-probs is of one evaluation"),
+        ({"log_probs": "p.npz"}, {"memory_len": (0, 8)}, "--log-probs needs one evaluation"),
+        ({"log_probs": "p.npz"}, {"without_memory": True}, "--log-probs needs one evaluation"),
+        ({"log_probs": "p.npz"}, {"protocol": "original"}, "--log-probs needs one evaluation"),
         ({"plot": "p.png"}, {}, "--plot draws losses over several lengths"),
         ({"plot": "p.svg"}, {"memory_len": (0, 8)}, "--plot .*p.svg: it must end in .png"),
         ({"plot": "none/p.png"}, {"memory_len": (0, 8)}, "cannot write .*p.png"),

@@ -197,5 +197,5 @@ def test_what_a_protocol_has_itself_is_refused(made: Made, changes: dict[str, An
 
 def test_a_model_with_document_masks_has_no_protocol_of_a_peer(tmp_path: Path) -> None:
     made = make(tmp_path, document_mask=True)
-    with pytest.raises(ConfigError, match="--protocol original runs on over document borders"):
+    with pytest.raises(ConfigError, match="--protocol original continues across document boundaries"):
         evaluated(made, protocol="original")

@@ -429,7 +429,7 @@ def test_no_more_logits_than_there_is_room_for_are_made_at_a_time(
 
 
 def test_a_model_whose_positions_know_no_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match="absolute positions knows no memory"):
+    with pytest.raises(ConfigError, match="absolute positions has no memory"):
         FrozenModel(tiny_model(**POSITIONS["absolute"]).eval())
 
 

@@ -225,7 +225,7 @@ def test_a_name_that_is_no_section_is_said_to_be_none(lm: LanguageModel) -> None
 def test_a_memory_does_not_take_the_place_of_a_pipe(lm: LanguageModel, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(ConfigError, match="is no file that a memory could be written to"):
+        with pytest.raises(ConfigError, match="is not a file that a memory could be written to"):
             lm.memory("a").save(path)
     assert (tmp_path / "pipe").is_fifo()
 
@@ -314,7 +314,7 @@ def test_ids_are_taken_as_they_are_and_empty_prompts_begin_a_document(lm: Langua
 @pytest.mark.parametrize("ids", [[999], [-1], [3, 10**6]])
 def test_ids_outside_the_vocabulary_are_refused_by_everything(lm: LanguageModel, ids: list[int]) -> None:
     for call in (lm.score, lm.generate, lm.memory, lm.decode):
-        with pytest.raises(ConfigError, match="is no id of this model's vocabulary"):
+        with pytest.raises(ConfigError, match="is not an id of this model's vocabulary"):
             call(ids)
     with pytest.raises(ConfigError, match="vocabulary"):
         lm.hidden(torch.tensor([ids]))
@@ -375,13 +375,13 @@ def test_settings_may_be_arrays_and_tensors(lm: LanguageModel) -> None:
 @pytest.mark.parametrize("given", [None, 5, b"ab", [1.5], ["a"], {"prompt": "a"}, {5}, [True], torch.tensor([[1, 2]])])
 def test_what_is_neither_text_nor_ids_is_refused_by_everything(lm: LanguageModel, given: Any) -> None:
     for call in (lm.generate, lm.stream, lm.score, lm.memory, lm.prompt, lm.decode):
-        with pytest.raises(ConfigError, match=r"is no (list of ids|id), .*Correct it"):
+        with pytest.raises(ConfigError, match=r"is not an? (list of ids|id), .*Correct it"):
             call(given)
     for several in (lm.generate_batch, lm.score_batch):
-        with pytest.raises(ConfigError, match=r"is no (list of ids|id), .*Correct it"):
+        with pytest.raises(ConfigError, match=r"is not an? (list of ids|id), .*Correct it"):
             several([given])
     if not isinstance(given, list | dict | set | torch.Tensor):
-        with pytest.raises(ConfigError, match="is no text"):
+        with pytest.raises(ConfigError, match="is not text"):
             lm.encode(given)
 
 
@@ -426,7 +426,7 @@ def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenize
         with pytest.raises(ConfigError, match="document_BT must be int64"):
             lm.hidden(tokens, document_BT=wrong_document)  # type: ignore[arg-type]
     for other in (lm.memory("a"), model_of(tokenizer).empty_memory(num_rows=2, chunk_len=5)):
-        with pytest.raises(ConfigError, match="none of this model, as"):
+        with pytest.raises(ConfigError, match="memory was not made by empty_memory"):
             lm.hidden(tokens, other)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="with_documents"):
         lm.hidden(torch.zeros(2, 5, dtype=torch.int64), memory, document_BT=torch.zeros(2, 5, dtype=torch.int64))
@@ -437,9 +437,9 @@ def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenize
     with pytest.raises(ConfigError, match=r"Did you mean max_tokens\?"):
         lm.generate("a", max_token=2)
     absolute = model_of(tokenizer, positions="absolute")
-    with pytest.raises(ConfigError, match="remembers nothing"):
+    with pytest.raises(ConfigError, match="keeps no memory"):
         absolute.memory("a")
-    with pytest.raises(ConfigError, match="remembers nothing"):
+    with pytest.raises(ConfigError, match="keeps no memory"):
         absolute.generate("a", keep_memory=True)
     assert len(absolute.generate_batch(["a", "bcd"], max_tokens=5)[1][0].ids) == 5
     assert absolute.score("the cat").shape == (len(absolute.encode("the cat")),)
@@ -520,7 +520,7 @@ def test_of_several_documents_a_model_with_masks_scores_each_as_if_it_were_alone
     assert (behind[-len(found) :] - found).abs().max() <= 1e-10
     assert (lm.score_batch(["a", together, "the cat"], memory_len=50)[1] - found).abs().max() <= 1e-10
     assert (plain.score(together, memory_len=50) - found).abs().max() > 1e-3
-    with pytest.raises(ConfigError, match="is no document"):
+    with pytest.raises(ConfigError, match="is not a document"):
         lm.score("a", zero_memory=True)
 
 
@@ -581,7 +581,7 @@ def test_weights_that_change_are_read_again_and_old_memories_refused(tokenizer: 
     assert lm.fingerprint == other.fingerprint
     with pytest.raises(ConfigError, match="of another model"):
         lm.generate("a", memory=memory)
-    with pytest.raises(ConfigError, match="as its weights are now"):
+    with pytest.raises(ConfigError, match="with its present weights"):
         lm.hidden(torch.zeros(1, 1, dtype=torch.int64), ring)
     lm.network.to(torch.float32)
     assert lm.score("the cat").dtype == torch.float32
@@ -610,5 +610,5 @@ def test_absolute_positions_that_were_allowed_a_memory_are_scored_over_it_and_wr
     assert not torch.allclose(vanilla.score(text), expected)
     settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
     assert lm.generate(text, **settings).text == vanilla.generate(text, **settings).text
-    with pytest.raises(ConfigError, match="absolute positions remembers nothing"):
+    with pytest.raises(ConfigError, match="absolute positions keeps no memory"):
         lm.generate(text, keep_memory=True, **settings)

@@ -119,8 +119,8 @@ def test_what_changes_nothing_is_not_spoken_of(given: dict[str, Any]) -> None:
         ({"seed": "x"}, "seed='x' is not used: it is out of range here"),
         ({"do_sample": "perhaps"}, "do_sample='perhaps' is not used: it is neither true nor false"),
         ({"do_sample": []}, "do_sample=[] is not used: it is neither true nor false"),
-        ({"max_gen_toks": "many"}, "max_gen_toks='many' is not used: it is no number of tokens"),
-        ({"max_tokens": -1}, "max_tokens=-1 is not used: it is no number of tokens"),
+        ({"max_gen_toks": "many"}, "max_gen_toks='many' is not used: it is not a number of tokens"),
+        ({"max_tokens": -1}, "max_tokens=-1 is not used: it is not a number of tokens"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty=nan is not used: it is out of range here"),
     ],
 )

@@ -272,7 +272,7 @@ def test_a_checkpoint_copied_elsewhere_shows_what_it_holds(tmp_path: Path, capsy
     assert "and 36 more" in out
     assert out.count("embedding.") == 2
     assert main(["inspect", str(copy), "--lane", "1"]) == 2
-    assert "is a checkpoint: name the run" in capsys.readouterr().err
+    assert "is a checkpoint: name its run" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_shown_with_its_damage_and_epochs_where_the_corpus_lies(

@@ -441,9 +441,9 @@ def test_what_is_no_file_is_left_alone(run: Path, tmp_path: Path, kind: str) -> 
     if "link" in kind:
         out.symlink_to({"pipe": "pipe", "itself": "out", "device": os.devnull}[kind.split()[-1]])
     before = out.lstat()
-    with pytest.raises(ConfigError, match=r"cannot write the page .*out: it is no regular file\. Name another file"):
+    with pytest.raises(ConfigError, match=r"cannot write the page .*out: it is not a regular file\. Name another file"):
         write_report(run, out=out)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         write_comparison([run, tmp_path], out=out)
     assert os.path.samestat(before, out.lstat())
 
@@ -465,5 +465,5 @@ def test_a_disk_that_is_full_leaves_the_old_page_and_no_part_of_the_new(
 
 def test_a_run_without_records_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(DataError, match="is no run with records"):
+        with pytest.raises(DataError, match="is not a run with records"):
             write_report(path)

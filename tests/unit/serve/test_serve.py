@@ -224,10 +224,10 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": 5}, 400, "prompt: give a text, a list of texts, a list of ids"),
     ({"prompt": ["a", 5]}, 400, "prompt: give a text"),
     ({"prompt": []}, 400, "the list is empty"),
-    ({"prompt": [5, 1000]}, 400, "1000 is no id of this model's vocabulary"),
+    ({"prompt": [5, 1000]}, 400, "1000 is not an id of this model's vocabulary"),
     ({"prompt": [-1]}, 400, "prompt: give a text"),
     ({"prompt": "a" * 5000}, 400, "the prompt has 5,001 tokens; this server takes 5,000"),
-    ({"prompt": "a", "allowed_token_ids": [99999]}, 400, "allowed_token_ids: 99999 is no id"),
+    ({"prompt": "a", "allowed_token_ids": [99999]}, 400, "allowed_token_ids: 99999 is not an id"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options are for streams"),
@@ -659,7 +659,7 @@ def test_a_model_without_memory_is_served_too() -> None:
         assert told["token_logprobs"] == pytest.approx(lm.score(TEXT).tolist(), abs=1e-5)
         for reply in (server.complete(TEXT, keep_memory=True), server.ask("POST", "/v1/memories", {"prompt": "a"})):
             assert reply.status == 400
-            assert "remembers nothing" in reply.message
+            assert "keeps no memory" in reply.message
 
 
 def test_words_are_joined_to_their_prompt_as_in_generate() -> None:
@@ -852,7 +852,7 @@ def test_the_time_of_a_request_ends_its_texts_as_they_are_and_refuses_those_that
             assert server.ask("GET", f"/v1/memories/{choice['memory']['id']}").status == 200
         assert second.result().status in (200, 408)
         if second.result().status == 408:
-            assert "the time of this request is over" in second.result().message
+            assert "the request timed out" in second.result().message
 
 
 def test_a_slow_reader_holds_nobody_up_and_50_that_are_cut_leave_their_rows(server: Served) -> None:

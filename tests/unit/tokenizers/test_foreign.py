@@ -218,7 +218,7 @@ def test_a_corpus_is_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
         (["a.model", "b.model"], r"several sentencepiece models \(a\.model, b\.model\)"),
         (["vocab.txt"], r"without tokenizer\.json.*save_pretrained"),
         (["vocab.json"], r"without tokenizer\.json.*save_pretrained"),
-        (["vocab.json", "merges.txt"], r"vocab\.json is no vocabulary"),
+        (["vocab.json", "merges.txt"], r"vocab\.json is not a vocabulary"),
     ],
 )
 def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path, names: list[str], message: str) -> None:
@@ -233,7 +233,7 @@ def test_a_folder_without_a_tokenizer_is_refused_by_name(tmp_path: Path, names: 
 def test_damaged_merges_are_refused(tmp_path: Path, merges: str) -> None:
     gpt2_of_2019().model.save(str(tmp_path))
     (tmp_path / "merges.txt").write_text(f"#version: 0.2\n{merges}\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"merges\.txt is no list of merges"):
+    with pytest.raises(DataError, match=r"merges\.txt is not a list of merges"):
         open_tokenizer(tmp_path)
 
 
@@ -421,7 +421,7 @@ def test_what_is_no_tokenizer_is_refused_by_name(files: dict[str, Path], tmp_pat
     }
     for name, content in broken.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} is no tokenizer"):
+        with pytest.raises(DataError, match=rf"{name} is not a tokenizer"):
             import_tokenizer(tmp_path / name, lambda: TEXTS)
     with pytest.raises(DataError, match=r"nowhere\.json"):
         import_tokenizer(tmp_path / "nowhere.json", lambda: TEXTS)
@@ -453,7 +453,7 @@ def test_a_damaged_permutation_is_refused(name: str, tokenizers: dict[str, Token
 def test_a_text_is_not_taken_for_a_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="is no tokenizer that this program knows"):
+    with pytest.raises(DataError, match="is not a tokenizer that this program knows"):
         import_tokenizer(path, lambda: iter(["a b c"]))
 
 

@@ -15,7 +15,7 @@ from txl_dist.config.load import Config, changed
 from txl_dist.data.loader.corpus import open_corpus
 from txl_dist.errors import DataError, TxlError
 
-NEW = ["\u00ff is no mark, nor are bytes like \u4e2d's", ""]
+NEW = ["\u00ff is not a mark, nor are bytes like \u4e2d's", ""]
 
 
 def recorded() -> list[dict[str, str]]:

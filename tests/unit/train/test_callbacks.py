@@ -95,8 +95,8 @@ def test_the_names_are_those_of_lightning() -> None:
             [SimpleNamespace(on_save=print, state_dict=dict, load_state_dict=print, state_key=3)],
             "state_key 3 must be a name",
         ),
-        (Counter(), r"Counter object at \w+> is no list\. Write callbacks=\[\.\.\.\]"),
-        (None, "None is no list"),
+        (Counter(), r"Counter object at \w+> is not a list\. Write callbacks=\[\.\.\.\]"),
+        (None, "None is not a list"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line(callbacks: Any, reason: str) -> None:
@@ -111,7 +111,7 @@ def test_callbacks_without_a_state_may_be_of_one_class() -> None:
 
 @pytest.mark.parametrize("config", [3, None, ["a"], [("run", {})]])
 def test_what_is_no_configuration_is_refused_in_one_line(config: Any) -> None:
-    with pytest.raises(ConfigError, match="is no configuration"):
+    with pytest.raises(ConfigError, match="is not a configuration"):
         txl_dist.pretrain(config)
 
 

@@ -46,7 +46,7 @@ def test_another_configuration_is_refused_with_the_differences_and_changes_nothi
     assert f"{run_dir} was made by another configuration" in message
     assert "  model.width: 64 -> 32\n" in message
     assert "  model.cutoffs: [5] -> [6]\n" in message
-    assert "keep_last" not in message, "a free change is no obstacle"
+    assert "keep_last" not in message, "a free change is not an obstacle"
     assert "--run.dir" in message
     assert (run_dir / "config.toml").read_bytes() == before
     assert (run_dir / "DONE").exists()
@@ -86,7 +86,7 @@ def test_continuing_a_run_takes_its_done_mark_away(tmp_path: Path) -> None:
 def test_a_foreign_folder_with_content_is_refused_and_untouched(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.jpg").write_text("meow")
-    with pytest.raises(ConfigError, match="is not empty and is no run directory"):
+    with pytest.raises(ConfigError, match="is not empty and is not a run directory"):
         check_run_dir(tmp_path / "photos", Config())
     assert [path.name for path in (tmp_path / "photos").iterdir()] == ["cat.jpg"]
 
@@ -113,7 +113,7 @@ def test_what_a_run_left_that_ended_before_it_began_is_no_obstacle(tmp_path: Pat
     assert not list(tmp_path.glob("RUN.lock.*"))
     (tmp_path / "config.toml").unlink()
     (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match="is no run directory"):
+    with pytest.raises(ConfigError, match="is not a run directory"):
         check_run_dir(tmp_path, Config())
 
 
@@ -134,7 +134,7 @@ def test_a_folder_named_checkpoints_that_holds_none_is_no_run(tmp_path: Path) ->
     (tmp_path / "checkpoints" / "step_000000016.damaged-1").mkdir()
     (tmp_path / "checkpoints" / "step_000000016.damaged-1" / "MANIFEST.json").touch()
     assert detect_artifact(tmp_path) is ArtifactKind.NOTHING
-    with pytest.raises(ConfigError, match="is not empty and is no run directory"):
+    with pytest.raises(ConfigError, match="is not empty and is not a run directory"):
         check_run_dir(tmp_path, Config())
 
 

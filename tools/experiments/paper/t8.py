@@ -60,7 +60,7 @@ def measure(seed: int, *, rows: Rows, folder: Path, size: Size, flags: Sequence[
     """Of the group of a seed, and add its rows, all at once. Raises TxlError or RuntimeError if that fails."""
     runs = runs_of(seed, folder=folder, size=size)
     if not (settings := runs[0] / "config.toml").is_file():
-        raise ConfigError(f"{runs[0]} is no run. Train table 6 first: python -m tools.experiments.paper.t6")
+        raise ConfigError(f"{runs[0]} is not a run. Train table 6 first: python -m tools.experiments.paper.t6")
     corpus = open_corpus(Path(load_config(settings).data.path))
     known = [Job(trial, seed, size.segment_len, size.steps).words(size, corpus=corpus) for trial in GROUP]
     if all(any(words.items() <= row.items() for row in rows.rows) for words in known):

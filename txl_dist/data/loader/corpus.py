@@ -57,7 +57,7 @@ class Shard:
         records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
         if len(records) % RECORD.itemsize:
-            raise DataError(f"{self.name}.idx has {len(records)} bytes, no whole number of records. {REMEDY}")
+            raise DataError(f"{self.name}.idx has {len(records)} bytes, not a whole number of records. {REMEDY}")
         table = np.frombuffer(records, dtype=RECORD)
         self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
         """[documents] offset in the tar of each document's tokens, in bytes."""
@@ -345,7 +345,7 @@ def open_corpus(location: str | Path, settings: DataSection | None = None) -> Co
         content = storage.read(INDEX_NAME)
     except DataError as error:
         raise DataError(
-            f"{location} is no corpus that can be read: {error} Make one with `txl prepare`, or point data.path at one."
+            f"{location} is not a readable corpus: {error} Make one with `txl prepare`, or point data.path at one."
         ) from error
     return Corpus(storage, parse_index(content, name=storage.name_of(INDEX_NAME)))
 

@@ -22,7 +22,7 @@ class CorruptionPolicy:
     def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
         """Count and log a damaged document, or all `count` of a shard (document -1).
 
-        Raises DataError if it may not be skipped. Raises `error` if its file only cannot be reached: that is no damage.
+        Raises DataError if it may not be skipped. Raises `error` if its file cannot be reached: that is not damage.
         """
         if not self._skip or isinstance(error, UnreachableError):
             raise error

@@ -121,7 +121,7 @@ def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str
     """
     total = math.fsum(weights)
     if not total > 0:
-        raise ConfigError(f"data.weights={list(weights)} must have a positive one.")
+        raise ConfigError(f"data.weights={list(weights)} needs at least one positive weight.")
     shares = [weight / total * num_lanes for weight in weights]
     lanes = [math.floor(share) for share in shares]
     by_remainder = sorted(range(len(shares)), key=lambda i: (lanes[i] - shares[i], i))

@@ -25,7 +25,7 @@ class PeerRows:
     """A split as `num_lanes` rows of equal length, run in parallel from an empty memory.
 
     N tokens give rows of S = N // num_lanes. The tokens after num_lanes * S are dropped, and the first token of a row
-    is no target, so num_lanes * (S - 1) are scored. Before each row, `warm_up_len` tokens, rounded up to whole
+    is not a target, so num_lanes * (S - 1) are scored. Before each row, `warm_up_len` tokens, rounded up to whole
     segments, are run unscored: the last ones of the row before it (NVIDIA's data_utils). The first row's warm-up is
     the end of the last row. The last segment may be shorter.
     """

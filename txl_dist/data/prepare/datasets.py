@@ -179,16 +179,16 @@ def _prove(name: str, member: Member, path: Path) -> None:
         sha256 = sha256_of_file(path)
         if sha256 != member.sha256:
             raise DataError(
-                f"{path} is not that of {name}: its sha256 is {sha256}, not {member.sha256}. Give the archive instead, "
-                "or name the files in place of the corpus if it is another text."
+                f"{path} is not the file of {name}: its sha256 is {sha256}, not {member.sha256}. Give the archive "
+                "instead, or name the files in place of the corpus if it is another text."
             )
     elif member.num_tokens:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             num_tokens = sum(len(line.split()) + 1 for line in lines)
         if num_tokens != member.num_tokens:
             raise DataError(
-                f"{path} is not that of {name}: it has {num_tokens:,} words and line ends, not {member.num_tokens:,}. "
-                "Give the archive instead."
+                f"{path} is not the file of {name}: it has {num_tokens:,} words and line ends, not "
+                f"{member.num_tokens:,}. Give the archive instead."
             )
     else:
         raise DataError(

@@ -350,7 +350,7 @@ def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
         for index, value in enumerate(some_ids, start=first):
             if type(value) is not int or not 0 <= value < len(names):
                 raise DataError(
-                    f"{where}, index {index}: {value!r:.40} is no id of the vocabulary list, which names the "
+                    f"{where}, index {index}: {value!r:.40} is not an id of the vocabulary list, which names the "
                     f"{len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give the list that they were "
                     "made with."
                 )

@@ -82,8 +82,8 @@ class PrepareSettings(Learning):
         for name in ("valid_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} must be at least 0 and below 1. Give the share of documents to "
-                    "hold out, for instance 0.05, or 0 for no such split."
+                    f"{name}={getattr(self, name)} must be at least 0 and below 1. Give the share of documents for "
+                    "the split, for instance 0.05, or 0 for no such split."
                 )
         if self.valid_fraction + self.test_fraction >= 1:
             raise ConfigError("valid_fraction and test_fraction leave nothing to train on: keep their sum below 1.")

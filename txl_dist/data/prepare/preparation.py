@@ -129,8 +129,8 @@ def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
     files = sorted(chain.from_iterable(files_of_inputs), key=lambda file: SPLITS.index(file.split))
     if files[0].split != TRAIN:
         raise DataError(
-            "the inputs hold no text for the train split: by their names all files are held out, for "
-            "validation or test. Give the files to train on too, or train on these with `--ignore-split-names`."
+            "the inputs hold no text for the train split: by their names all files belong to the "
+            "validation or test split. Give the files to train on too, or train on these with `--ignore-split-names`."
         )
     settings.check_given({file.split for file in files})
     num_other = 0

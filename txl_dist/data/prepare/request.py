@@ -57,7 +57,7 @@ def check_request(request: RequestHashes, target: Path) -> None:
     with translate_errors(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
         index = read_json(target / INDEX_NAME)
         if not isinstance(index, dict) or canonical_hash(index) != index.get("self_sha256"):
-            raise ValueError(f"{INDEX_NAME} is not what was written")
+            raise ValueError(f"{INDEX_NAME} differs from what was written")
     if "documents_read" not in index.get("statistics", {}):
         raise another_corpus(target, "made of tars by --reindex")
     if not request.inputs:

@@ -68,7 +68,7 @@ class CachedStorage(RemoteStorage):
 
     def path_of(self, info: ShardInfo) -> Path:
         """Return the path of a shard in the cache."""
-        # Hashed once more: whatever the index says there, the hash is no path.
+        # Hashed once more: whatever the index says there, the hash is not a path.
         key = hashlib.sha256(info.sha256.encode()).hexdigest()[:32]
         return self._folder / f"{key}-{info.name}"
 

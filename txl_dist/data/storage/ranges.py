@@ -84,7 +84,7 @@ class RangePayload(Payload):
         if len(content) == 2:
             raise self._other_size("more")
         if not content:
-            raise OSError(f"nothing came, though the index says {num_bytes} bytes; perhaps it was cut")
+            raise OSError(f"no bytes were received, but the index says {num_bytes}: the file may be truncated")
 
     def _other_size(self, relation: str) -> DataError:
         return DataError(
@@ -104,7 +104,7 @@ class RangePayload(Payload):
     def _check_is_range(self, content: bytes, num_bytes: int) -> None:
         if len(content) > num_bytes:
             raise DataError(
-                f"{self._name}: the server ignores ranges, it sent {len(content)} bytes in place of {num_bytes}. "
+                f"{self._name}: the server ignores ranges, it sent {len(content)} bytes instead of {num_bytes}. "
                 "Set data.cache_dir, so that whole shards are fetched."
             )
 

@@ -102,7 +102,7 @@ def each_problem(
 
 
 def strangers(corpus: Corpus) -> list[str]:
-    """Return the files in a corpus's folder that do not belong to it, which is no damage; none for a URL."""
+    """Return the files in a corpus's folder that do not belong to it, which is not damage; none for a URL."""
     if not isinstance(corpus.storage, LocalStorage):
         return []
     known = {INDEX_NAME, TOKENIZER_NAME, PREPARED_NAME}

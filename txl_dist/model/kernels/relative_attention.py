@@ -244,7 +244,7 @@ def attend(QUERY, KEY, PAST, BIAS, SCORES, QUERY_DOCUMENT, KEY_DOCUMENT, SEED, C
         start = (tile * ROWS + shape.oldest) // COLUMNS * COLUMNS
     document = tl.load(QUERY_DOCUMENT + lane * T + tile * ROWS)
     border = has_border(KEY_DOCUMENT + lane * K, start, stop, document, tl.where(i < T, query_document, document))
-    # Said here too, so that the score tile, which is no factor of a product, is loaded ahead as keys and values are.
+    # Said here too, so that the score tile, which is not a factor of a product, is loaded ahead as keys and values are.
     for j0 in tl.range(start, stop, COLUMNS, num_stages=STAGES):
         j = j0 + tl.arange(0, COLUMNS)
         vector = (j0 + tl.arange(0, COLUMNS) // 8 * 8)[None, :]

@@ -90,8 +90,8 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
         if not worst <= tolerance:
             raise CheckpointError(
                 f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "
-                f"saved with, more than {tolerance:.3g}. Its weights are another's. Move it away, and the same command "
-                "continues from the checkpoint before it; if none reproduces its probe, report it."
+                f"saved with, more than {tolerance:.3g}. Its weights are not those of this save. Move it away, "
+                "and the same command continues from the checkpoint before it; if none reproduces its probe, report it."
             )
         return worst
 

@@ -289,7 +289,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
         failpoint("prune", step=step_of(newest))
         renamed = path.with_name(f"{path.name}.tmp-pruned")
         shutil.rmtree(renamed, ignore_errors=True)
-        with suppress(OSError):  # it then stays until the next call, which is no reason to stop
+        with suppress(OSError):  # it then stays until the next call, which is not a reason to stop
             descriptor = os.open(path, os.O_RDONLY)
             try:
                 if _may_be_taken(descriptor):

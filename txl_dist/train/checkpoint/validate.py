@@ -157,7 +157,7 @@ class Examination(NamedTuple):
     """Result of checking a checkpoint folder."""
 
     problems: list[str]
-    """Reasons why the folder is no sound checkpoint, one line each; empty if it is one."""
+    """Reasons why the folder is not a sound checkpoint, one line each; empty if it is one."""
     saved: SavedState | None
     """State of a sound checkpoint; None if there are problems, in parts other than the first, and for another format
     version. A checkpoint of another version is not damaged, and has no problems here. `read_state` refuses it."""
@@ -182,7 +182,7 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
 
 
 def checkpoint_problems(folder: Path) -> list[str]:
-    """Return the reasons why a folder is no sound checkpoint, one line each; an empty list if it is one."""
+    """Return the reasons why a folder is not a sound checkpoint, one line each; an empty list if it is one."""
     return examine(folder).problems
 
 
@@ -238,7 +238,7 @@ def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
         lanes, shapes = lanes_of(header.path), header.shapes
         form = memory_form(shapes)
         if not lanes or form is None:
-            yield f"lanes/{header.path.name} is no file of memories"
+            yield f"lanes/{header.path.name} is not a file of memories"
             continue
         if form.num_lanes != len(lanes) or shapes["document"] != [form.num_lanes, max(form.memory_lens)]:
             yield f"lanes/{header.path.name} holds other memories than its name says: {shapes}"

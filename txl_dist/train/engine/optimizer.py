@@ -59,7 +59,7 @@ def build_optimizer(
 
 
 def _check_built(optimizer: object, name: str) -> None:
-    """Raise ConfigError on all ranks if an object is no optimizer, or has state already, which ZeRO would lose."""
+    """Raise ConfigError on all ranks if an object is not an optimizer, or has state already, which ZeRO would lose."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise raised_everywhere(
             ConfigError(

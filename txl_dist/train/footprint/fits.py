@@ -79,7 +79,7 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
             has += f" for {num_sharing} ranks"
     raise ConfigError(
         f"the run does not fit into memory: {predicted} are predicted, and {has}. It would fit with "
-        f"{remedy or 'a smaller model only'}. --engine.check_memory False starts it all the same."
+        f"{remedy or 'a smaller model only'}. --engine.check_memory False starts it anyway."
     )
 
 

@@ -152,7 +152,7 @@ def parse_duration(text: str) -> float:
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if not duration_s:
-        raise ConfigError(f"{text!r} is no duration above 0. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
+        raise ConfigError(f"{text!r} is not a duration above 0. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
     return duration_s
 
 

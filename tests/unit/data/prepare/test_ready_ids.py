@@ -132,19 +132,19 @@ def test_names_that_never_occur_are_told(tmp_path: Path, names: Path) -> None:
 
 
 BAD_LINES = {
-    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is no id of the vocabulary list, which names the 31 ids",
-    "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is no id",
-    "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is no id",
-    "[true]\n": "bad.jsonl, line 1, index 0: True is no id",
-    '["Bar_None"]\n': "bad.jsonl, line 1, index 0: 'Bar_None' is no id",
+    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is not an id of the vocabulary list, which names the 31 ids",
+    "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is not an id",
+    "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is not an id",
+    "[true]\n": "bad.jsonl, line 1, index 0: True is not an id",
+    '["Bar_None"]\n': "bad.jsonl, line 1, index 0: 'Bar_None' is not an id",
     "[1]\n\n[]\n": "bad.jsonl, line 3: no ids",
-    "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is no id",
+    "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is not an id",
     "17\n": "bad.jsonl, line 1: a number, not a list of ids",
     '{"ids": [1]}\n': "bad.jsonl, line 1: no field 'text'.*--jsonl-field",
     "[1, 2\n": "bad.jsonl, line 1: not valid JSON",
     "[NaN]\n": "bad.jsonl, line 1",
-    '[["a\\nb"]]\n': r"bad.jsonl, line 1, index 0: ['a\nb'] is no id",
-    '["a\\nb"]\n': r"bad.jsonl, line 1, index 0: 'a\nb' is no id",
+    '[["a\\nb"]]\n': r"bad.jsonl, line 1, index 0: ['a\nb'] is not an id",
+    '["a\\nb"]\n': r"bad.jsonl, line 1, index 0: 'a\nb' is not an id",
     "[1]\n[2, \udcff]\n": "bad.jsonl, line 2: not valid JSON.*byte 0xff in position 4",
 }
 
@@ -156,9 +156,9 @@ def test_bad_lines_are_refused_by_file_line_and_index(tmp_path: Path, names: Pat
 
 
 BAD_ARRAYS: dict[str, tuple[Any, str]] = {
-    "outside": (np.array([[1, 2], [3, 31]]), "bad.npy, row 2, index 1: 31 is no id"),
-    "outside in one": (np.array([1, 2, 99]), "bad.npy, index 2: 99 is no id"),
-    "negative": (np.array([[1, -2]]), "bad.npy, row 1, index 1: -2 is no id"),
+    "outside": (np.array([[1, 2], [3, 31]]), "bad.npy, row 2, index 1: 31 is not an id"),
+    "outside in one": (np.array([1, 2, 99]), "bad.npy, index 2: 99 is not an id"),
+    "negative": (np.array([[1, -2]]), "bad.npy, row 1, index 1: -2 is not an id"),
     "floats": (np.array([1.0, 2.0]), "bad.npy: an array of float64, shape [2]"),
     "booleans": (np.array([True]), "bad.npy: an array of bool"),
     "cube": (np.zeros((2, 2, 2), dtype=int), "bad.npy: an array of int64, shape [2, 2, 2]"),
@@ -246,7 +246,7 @@ def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_p
 def test_a_list_that_is_too_short_is_refused_by_the_first_id_outside(tmp_path: Path, names: Path) -> None:
     names.write_text("".join(f"{name}\n" for name in NAMES[:-1]), encoding="utf-8")
     np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [4, 5, 30]]))
-    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is no id.*names the 30 ids")
+    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is not an id.*names the 30 ids")
 
 
 @pytest.mark.parametrize("changed", [[*NAMES, "one_more"], [*NAMES[:-1], "other"], NAMES[::-1]])

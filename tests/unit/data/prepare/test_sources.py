@@ -117,7 +117,7 @@ def test_globs_are_sorted_and_reach_any_depth(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     assert texts_of([f"{tmp_path}/?.txt"]) == ["a.txt", "b.txt"]
     assert texts_of([f"{tmp_path}/**/[a-d].txt"]) == ["a.txt", "b.txt", "deep/c.txt", "deep/er/d.txt"]
-    assert texts_of([tmp_path / "odd[1].txt"]) == ["odd[1].txt"], "a file of that very name is no pattern"
+    assert texts_of([tmp_path / "odd[1].txt"]) == ["odd[1].txt"], "a file of that very name is not a pattern"
     with pytest.raises(DataError, match=r"no file matches .*\*\.zst"):
         texts_of([f"{tmp_path}/*.zst"])
 
@@ -363,7 +363,7 @@ def test_whatever_pyarrow_raises_is_one_line_with_file_column_and_row(tmp_path: 
     messages = []
     for content in damaged:
         path.write_bytes(content)
-        with suppress(DataError):  # of text, a changed letter is no damage that anybody could see
+        with suppress(DataError):  # of text, a changed letter is not damage that anybody could see
             read([path])
             continue
         with pytest.raises(DataError) as caught:

@@ -1,4 +1,4 @@
-"""What is no sound checkpoint is passed over like other damage, whatever its manifest says."""
+"""What is not a sound checkpoint is passed over like other damage, whatever its manifest says."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG = {
     "no ranks": {"world_size": 0},
     "a stage that there is not": {"zero_stage": 4},
     "a type that there is not": {"precision": "fp8"},
-    "a loss scale that is no number": {"loss_scale": {"cur_scale": "large"}},
+    "a loss scale that is not a number": {"loss_scale": {"cur_scale": "large"}},
     "parameters without shapes": {"parameters": ["embedding"]},
     "a shape beyond memory": {"parameters": STATE["parameters"] | {next(iter(STATE["parameters"])): [10**12, 10**5]}},
     "a negative shape": {"parameters": STATE["parameters"] | {next(iter(STATE["parameters"])): [-1]}},

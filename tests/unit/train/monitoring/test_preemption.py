@@ -223,7 +223,7 @@ def test_durations(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "1:30", "1:90:00", "-5", "5x", "30m2h", "0", "0s", "0m", "0:00:00"])
 def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no duration"):
+    with pytest.raises(ConfigError, match="is not a duration"):
         parse_duration(text)
 
 
