@@ -15,7 +15,7 @@ PACKAGE = ROOT / "txl_dist"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in package_files(ROOT)}
 MOST_PER_FILE = 9.0
 """Syntax nodes per line of code. OLMo-core has 7.0 on average, litgpt 7.2, lingua 7.7, nanochat 9.8."""
-MOST_ON_AVERAGE = 7.08
+MOST_ON_AVERAGE = 6.97
 """Over the package; the aim is 6.5."""
 FEWEST_LINES = 15
 """A file with fewer lines of code has no density to speak of."""
@@ -26,8 +26,6 @@ STILL_DENSE: frozenset[str] = frozenset(
         "convert/huggingface_code/modeling_txl.py",
         "inference/dynamic_evaluation.py",
         "inference/weights.py",
-        "model/fused_attention.py",
-        "model/relative_attention.py",
         "report/inspect_run.py",
     }
 )
@@ -37,7 +35,6 @@ STILL_NESTED: dict[str, int] = {
     "convert/huggingface_tokenizer.py": 1,
     "evaluation/recl.py": 3,
     "evaluation/tables.py": 1,
-    "model/kernels/attention_launch.py": 1,
     "planning/doctor/checks.py": 1,
     "report/compare.py": 2,
     "report/pictures.py": 1,
@@ -54,7 +51,6 @@ STILL_PACKED: dict[str, int] = {
     "convert/safe_unpickle.py": 5,
     "evaluation/recl.py": 1,
     "inference/card.py": 11,
-    "model/kernels/attention_launch.py": 2,
     "planning/doctor/checks.py": 1,
     "planning/doctor/machine.py": 2,
     "train/callbacks.py": 1,
@@ -64,11 +60,6 @@ STILL_PACKED: dict[str, int] = {
 """Values in `*(a, b)` that only save a line, by file."""
 STILL_UNFORMATTED: frozenset[str] = frozenset(
     {
-        "model/kernels/activation.py",
-        "model/kernels/head_width.py",
-        "model/kernels/relative_attention.py",
-        "model/kernels/residual_norm.py",
-        "model/kernels/softmax.py",
         "report/figures.py",
         "train/report/metric_table.py",
     }
@@ -76,13 +67,11 @@ STILL_UNFORMATTED: frozenset[str] = frozenset(
 """Files that keep code from the formatter with `# fmt: skip`."""
 STILL_OF: dict[str, int] = {
     "inference": 11,
-    "model": 25,
     "train": 53,
 }
 """Docstrings that begin with "Of" or "What", by package."""
 STILL_SHORT: dict[str, int] = {
     "inference": 3,
-    "model": 10,
     "train": 20,
 }
 """Docstrings of three words or fewer, by package."""

@@ -1,13 +1,13 @@
-"""The feed-forward network's first layer: bias, activation and dropout, as one kernel on a GPU in half precision.
+"""The feed-forward network's first layer. Its bias, activation and dropout are one kernel on a GPU in half precision.
 
-Elsewhere, and where the kernels cannot run (`kernels.rows.runs`), they are torch's operations, one after the other.
-swiglu, which is of two arguments, has no kernel.
+Where the kernels cannot run (`kernels.rows.runs`), they are torch's operations. swiglu has two arguments and no kernel.
 
 Shapes: R rows, F their width.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -25,19 +25,20 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu_dropout,
     "relu2": relu2_dropout,
 }
-"""Each with the dropout behind it, whose rate is 0 unless given; they may write over what they are given."""
+"""Each activation with the dropout that follows it, whose rate is 0 by default. They may overwrite their input."""
 TILE_COLUMNS = 128
+"""Most columns in a tile of a program."""
 
 
 class ActivatedLinear(nn.Linear):
-    """dropout(activation(x W' + b)), b not being left out."""
+    """Linear layer that computes dropout(activation(x W' + b)). It always has the bias b."""
 
     def __init__(self, num_in: int, num_out: int, *, activation: str) -> None:
         super().__init__(num_in, num_out)
         self.activation = activation
 
     def forward(self, x_RD: Tensor, drop: Drop) -> Tensor:  # type: ignore[override]
-        """[R, F]."""
+        """Apply the layer to rows x. Returns a tensor [R, F]."""
         if not drop.by_kernel:
             return ACTIVATIONS[self.activation](super().forward(x_RD), drop.rate)
         product_RF = F.linear(x_RD, self.weight)
@@ -48,23 +49,29 @@ class ActivatedLinear(nn.Linear):
 
 
 def swiglu(x: Tensor, gate: Tensor) -> Tensor:
-    """x silu(gate) (Shazeer 2020)."""
+    """Compute x silu(gate) (Shazeer 2020)."""
     return x * F.silu(gate)
 
 
 class _Activation(torch.autograd.Function):
-    """As `ActivatedLinear`, of the product."""
+    """Autograd function of `ActivatedLinear` by the kernels, from the matrix product on.
+
+    relu keeps the result for the backward pass. Other activations keep the product, the bias and the seed.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, product: Tensor, bias: Tensor, seed: Tensor | None, threshold: int, activation: str
     ) -> Tensor:
-        num_rows, result = len(product), torch.empty_like(product)
+        result = torch.empty_like(product)
         row_tiles, column_tiles, constants = _tiles(product, activation)
-        arguments = (product, bias, seed, result, num_rows, threshold)
+        arguments = (product, bias, seed, result, len(product), threshold)
         rows.start("activate", (row_tiles, column_tiles), *arguments, **constants)
-        ctx.save_for_backward(*((result, None, None, None) if activation == "relu" else (None, product, bias, seed)))
-        ctx.settings = threshold, activation, bias.dtype
+        if activation == "relu":
+            ctx.save_for_backward(result, None, None, None)
+        else:
+            ctx.save_for_backward(None, product, bias, seed)
+        ctx.settings = (threshold, activation, bias.dtype)
         return result
 
     @staticmethod
@@ -74,19 +81,22 @@ class _Activation(torch.autograd.Function):
         threshold, activation, dtype = ctx.settings
         d_result = gradients[0].contiguous()
         row_tiles, column_tiles, constants = _tiles(d_result, activation)
-        # Twice as many programs as hold whole rows: these take half as many registers.
-        num_parts = min(row_tiles, -(-2 * rows.MAX_PARTS // column_tiles))
+        # Twice MAX_PARTS, because these programs need half as many registers as those that hold whole rows.
+        most_parts = math.ceil(2 * rows.MAX_PARTS / column_tiles)
+        num_parts = min(row_tiles, most_parts)
         d_product = torch.empty_like(d_result)
         parts = d_result.new_empty(num_parts, d_result.shape[1], dtype=torch.float32)
         arguments = (d_result, result, product, bias, seed, d_product, parts, len(d_result), threshold)
         rows.start("activation_gradients", (num_parts, column_tiles), *arguments, **constants)
-        return d_product, rows.summed(parts, dtype=dtype), None, None, None
+        d_bias = rows.summed(parts, dtype=dtype)
+        return d_product, d_bias, None, None, None
 
 
 def _tiles(x_RF: Tensor, activation: str) -> tuple[int, int, dict[str, Any]]:
-    """Tiles of rows and of columns, and how the kernels are compiled."""
+    """Return (number of tiles of rows, number of tiles of columns, compile-time arguments of the kernels)."""
     num_rows, width = x_RF.shape
-    columns = min(TILE_COLUMNS, max(16, 1 << (width - 1).bit_length()))
+    next_power_of_2 = 1 << (width - 1).bit_length()
+    columns = min(TILE_COLUMNS, max(16, next_power_of_2))
     tile_rows = rows.TILE_LEN // columns
     constants = {"ACTIVATION": activation, "F": width, "ROWS": tile_rows, "COLUMNS": columns}
-    return -(-num_rows // tile_rows), -(-width // columns), constants
+    return math.ceil(num_rows / tile_rows), math.ceil(width / columns), constants

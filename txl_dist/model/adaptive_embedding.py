@@ -27,13 +27,14 @@ from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_b
 Partition = Sequence[ClusterRows]
 
 ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
-"""Multiple to which a cluster's rows are padded, by kind of device: few shapes on a GPU, few rows on a CPU."""
+"""A cluster's rows are padded to a multiple of this, by kind of device: few shapes on a GPU, few rows on a CPU."""
 
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
     """Partition ids into clusters. It waits for the device, so training sends a partition with each segment instead."""
     device = ids.device
-    multiple = ROWS_MULTIPLE["cpu" if device.type == "cpu" else "cuda"]
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    multiple = ROWS_MULTIPLE[kind]
     host_ids = ids.detach().cpu().numpy().reshape(-1)
     clusters = []
     for cluster in partition_by_cluster(host_ids, edges=edges, multiple=multiple):
@@ -63,8 +64,9 @@ class AdaptiveEmbedding(nn.Module):
         for i in range(self.num_tables):
             table_width = self.embed_width // model.div_value**i
             size = self.edges[i + 1] - self.edges[i]
-            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(size, table_width)))
-            projection = None
+            weight = nn.Parameter(torch.empty(size, table_width))
+            self.register_parameter(f"weight_{i}", weight)
+            projection: nn.Parameter | None = None
             if is_projected(model, table_width=table_width):
                 projection = nn.Parameter(torch.empty(model.width, table_width))
             self.register_parameter(f"projection_{i}", projection)
@@ -88,7 +90,8 @@ class AdaptiveEmbedding(nn.Module):
         if self.num_tables == 1:
             # Dense on a GPU, where a sparse sum has no fixed order.
             sparse = sparse_gradient and tokens_BT.device.type != "cuda"
-            return self._embed(0, tokens_BT, sparse=sparse) * self.scale
+            embedded = self._embed(0, tokens_BT, sparse=sparse)
+            return embedded * self.scale
         if partition is None:
             partition = partition_of(tokens_BT, edges=self.edges)
         # Each cluster's rows are written once and then gathered in token order. In the backward pass each row gets one
@@ -96,10 +99,12 @@ class AdaptiveEmbedding(nn.Module):
         embedded = torch.cat([self._embed(i, cluster.ids) for i, cluster in enumerate(partition)])
         rows = torch.cat([cluster.rows for cluster in partition])
         row_numbers = torch.arange(len(rows), device=rows.device)
+        # Index of each token's row in `embedded`. The last element is for padded rows.
         place = rows.new_empty(tokens_BT.numel() + 1)
         place.index_copy_(0, rows, row_numbers)
         hidden_SD = embedded.index_select(0, place[:-1])
-        return hidden_SD.view(*tokens_BT.shape, self.width) * self.scale
+        hidden_BTD = hidden_SD.view(*tokens_BT.shape, self.width)
+        return hidden_BTD * self.scale
 
     def _embed(self, i: int, ids: Tensor, *, sparse: bool = False) -> Tensor:
         """Look up ids in table i and project them. Returns [..., D]."""

@@ -65,8 +65,9 @@ class AdaptiveSoftmax(nn.Module):
             weight = embedding.weight(i)
             if not model.tie_weights:
                 weight = nn.Parameter(torch.empty_like(weight))
+            bias = nn.Parameter(torch.empty(weight.shape[0]))
             self.register_parameter(f"weight_{i}", weight)
-            self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(weight.shape[0])))
+            self.register_parameter(f"bias_{i}", bias)
         ties = model.tie_projections or (False,) * (self.num_tails + 1)
         for i in range(self.num_tails + 1):
             projection = embedding.projection(0 if self.one_table else i)
@@ -101,19 +102,33 @@ class AdaptiveSoftmax(nn.Module):
             partition = partition_of(targets_BT, edges=self.edges)
         if weight_BT is not None and torch.is_grad_enabled():
             clusters = self._clusters(targets_BT.flatten(), partition=partition or ())
-            return fused_linear_cross_entropy(hidden_BTD.flatten(0, 1), clusters, weight_S=weight_BT.flatten())
+            hidden_SD = hidden_BTD.flatten(0, 1)
+            return fused_linear_cross_entropy(hidden_SD, clusters, weight_S=weight_BT.flatten())
         nll_BT = self.losses(hidden_BTD, targets_BT, partition=partition)
         if with_top1:
-            return torch.stack([nll_BT, self.top1_correct(hidden_BTD, targets_BT)])
+            is_correct_BT = self.top1_correct(hidden_BTD, targets_BT)
+            return torch.stack([nll_BT, is_correct_BT])
         if weight_BT is not None:
             return (nll_BT * weight_BT).sum()
         return nll_BT
 
     def _clusters(self, targets_S: Tensor, *, partition: Partition) -> list[Cluster]:
         """Describe the head and the tails for `fused_linear_cross_entropy`."""
-        clusters = [Cluster(None, self._head_columns(targets_S), self._columns(0), self._projection(0))]
+        head = Cluster(
+            rows_R=None,
+            targets_R=self._head_columns(targets_S),
+            columns=self._columns(0),
+            projection_DE=self._projection(0),
+        )
+        clusters = [head]
         for i, tail in enumerate(partition[1:], start=1):
-            clusters.append(Cluster(tail.rows, tail.ids, self._columns(i), self._projection(i)))
+            cluster = Cluster(
+                rows_R=tail.rows,
+                targets_R=tail.ids,
+                columns=self._columns(i),
+                projection_DE=self._projection(i),
+            )
+            clusters.append(cluster)
         return clusters
 
     def losses(
@@ -138,8 +153,10 @@ class AdaptiveSoftmax(nn.Module):
         nll_S = F.pad(nll_S, (0, 1))  # the losses of padded rows are added to the last element
         tails = (partition or ())[1:]
         for tail, table in zip(tails, tables[1:], strict=True):
-            rows_RD = hidden_SD.index_select(0, tail.rows.clamp(max=hidden_SD.shape[0] - 1))
-            nll_S = nll_S.index_add(0, tail.rows, table.losses(rows_RD, tail.ids))
+            rows_R = tail.rows.clamp(max=hidden_SD.shape[0] - 1)
+            rows_RD = hidden_SD.index_select(0, rows_R)
+            nll_R = table.losses(rows_RD, tail.ids)
+            nll_S = nll_S.index_add(0, tail.rows, nll_R)
         return nll_S[:-1].view(targets_BT.shape)
 
     def _head_columns(self, targets_S: Tensor) -> Tensor:
@@ -162,7 +179,8 @@ class AdaptiveSoftmax(nn.Module):
         shortlist_size = self.edges[1]
         parts = [head[:, :shortlist_size]]
         for i, table in enumerate(tables[1:]):
-            parts.append(head[:, shortlist_size + i, None] + _log_softmax(table.logits(hidden_SD)))
+            column_S1 = head[:, shortlist_size + i, None]
+            parts.append(column_S1 + _log_softmax(table.logits(hidden_SD)))
         return torch.cat(parts, dim=1)
 
     def top1_correct(
@@ -207,11 +225,14 @@ class AdaptiveSoftmax(nn.Module):
         """Return the weights of each cluster's logits. Those of the head, the first, end with a column per tail."""
         tables = []
         for i in range(self.num_tails + 1):
-            slices = self._columns(i)
-            weights = [columns.weight_VE[columns.low : columns.high] for columns in slices]
-            biases = [columns.bias_V[columns.low : columns.high] for columns in slices]
-            weight_VE = weights[0] if len(slices) == 1 else torch.cat(weights)
-            bias_V = biases[0] if len(slices) == 1 else torch.cat(biases)
+            weights: list[Tensor] = []
+            biases: list[Tensor] = []
+            for columns in self._columns(i):
+                weights.append(columns.weight_VE[columns.low : columns.high])
+                biases.append(columns.bias_V[columns.low : columns.high])
+            is_joined = len(weights) > 1
+            weight_VE = torch.cat(weights) if is_joined else weights[0]
+            bias_V = torch.cat(biases) if is_joined else biases[0]
             tables.append(ClusterTable(weight_VE, bias_V, self._projection(i)))
         return tables
 
@@ -225,7 +246,8 @@ class AdaptiveSoftmax(nn.Module):
         words = Columns(weight, bias, low - offset, high - offset)
         if i > 0 or not self.num_tails:
             return (words,)
-        return (words, Columns(self.cluster_weight, self.cluster_bias, 0, self.num_tails))
+        tails = Columns(self.cluster_weight, self.cluster_bias, 0, self.num_tails)
+        return (words, tails)
 
     def _projection(self, i: int) -> Tensor | None:
         return cast(Tensor | None, getattr(self, f"projection_{i}"))
@@ -233,7 +255,8 @@ class AdaptiveSoftmax(nn.Module):
 
 def column_losses(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
     """Return -log p of one column of each row, at least fp32, [R]."""
-    return F.nll_loss(_log_softmax(logits_RV), targets_R, reduction="none")
+    log_p_RV = _log_softmax(logits_RV)
+    return F.nll_loss(log_p_RV, targets_R, reduction="none")
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class RelativeEncodings(NamedTuple):
     key_KNH: Tensor
     """The encodings r as the layer sees them."""
     bias_KN: Tensor | None
-    """Learned term (d). None where term (d) is computed from the bias v."""
+    """Learned term (d) per distance. None where term (d) is computed from the bias v."""
 
 
 class KeyValue(nn.Linear):

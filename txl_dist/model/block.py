@@ -96,11 +96,13 @@ class Block(nn.Module):
         if not self.gives_values and self.attention.supports_fused_qkv(normed):
             context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
             return self.finish(hidden_BTD, context), first_value_BKNH
-        # The products have no names here: they are freed as soon as they are joined.
+        # The products have no names here, so that they are freed as soon as they are joined.
         key, value = _Joined.apply(  # type: ignore[no-untyped-call]
-            self.attention.project_key_value(normed_past), self.attention.project_key_value(normed)
+            self.attention.project_key_value(normed_past),
+            self.attention.project_key_value(normed),
         )
-        key, value = self.attention.prepare_kv(key, value, _last(first_value_BKNH, key.shape[1]))
+        first_value = _last(first_value_BKNH, key.shape[1])
+        key, value = self.attention.prepare_kv(key, value, first_value)
         context = self.attention(normed, key_BKNH=key, value_BKNH=value, distances=distances, visible=visible)
         output = self.finish(hidden_BTD, context)
         return output, value if self.gives_values else first_value_BKNH
@@ -112,7 +114,8 @@ class Block(nn.Module):
         """
         normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
         first_value_BSNH = _last(first_value_BSNH, hidden_BSD.shape[1])
-        return self.attention.prepare_fused_kv(self.attention.project_key_value(normed), first_value_BSNH)
+        key_value_BS2NH = self.attention.project_key_value(normed)
+        return self.attention.prepare_fused_kv(key_value_BS2NH, first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """Compute the layer's output from its input and from the output of its attention."""
@@ -120,8 +123,9 @@ class Block(nn.Module):
         if self.pre_norm:
             hidden, ff_input = self.ff_norm(hidden_BTD, context_BTD, attention_drop)
         else:
-            hidden = ff_input = self.attention_norm(hidden_BTD, context_BTD, attention_drop)[1]
-        # As a matrix: an operation in place on a view has a backward pass that copies.
+            _, hidden = self.attention_norm(hidden_BTD, context_BTD, attention_drop)
+            ff_input = hidden
+        # As a matrix, because an operation in place on a view has a backward pass that copies.
         ff_input = ff_input.flatten(0, -2)
         if self.ff_gate is None:
             inner = self.ff_in(ff_input, inner_drop)
@@ -131,7 +135,8 @@ class Block(nn.Module):
         update = self.ff_out(inner).view_as(hidden)
         if self.pre_norm:
             return residual_sum(hidden, update, output_drop)
-        output: Tensor = self.ff_norm(hidden, update, output_drop)[1]
+        output: Tensor
+        _, output = self.ff_norm(hidden, update, output_drop)
         return output
 
     def _drops(self, hidden: Tensor) -> list[Drop]:
@@ -142,8 +147,9 @@ class Block(nn.Module):
         by_kernel = rows.runs(self.kernel, hidden)
         if not by_kernel or not any(rates):
             return [Drop(rate, by_kernel) for rate in rates]
+        seeds = rows.draw_seeds(3, like=hidden)
         drops = []
-        for rate, seed in zip(rates, rows.draw_seeds(3, like=hidden), strict=True):
+        for rate, seed in zip(rates, seeds, strict=True):
             drops.append(Drop(rate, True, seed if rate else None))
         return drops
 
@@ -180,4 +186,6 @@ class _Joined(torch.autograd.Function):
         d_key, d_value = gradients
         d_past_key, d_new_key = d_key.split(ctx.lengths, dim=1)
         d_past_value, d_new_value = d_value.split(ctx.lengths, dim=1)
-        return torch.stack([d_past_key, d_past_value], dim=2), torch.stack([d_new_key, d_new_value], dim=2)
+        d_past_BM2NH = torch.stack([d_past_key, d_past_value], dim=2)
+        d_new_BT2NH = torch.stack([d_new_key, d_new_value], dim=2)
+        return d_past_BM2NH, d_new_BT2NH

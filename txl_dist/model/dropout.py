@@ -1,12 +1,11 @@
-"""Dropout. On a CPU its masks come from few random words; on a GPU torch's own does it in one kernel.
+"""Dropout. On a CPU its masks need few random words. On a GPU torch's own dropout is one kernel.
 
-On a CPU torch takes 8 ns for each Bernoulli number, in all a sixth of a training step. Here one call fills words of 64
-bits, and every number takes 16 bits of them: it is kept if they, as an integer, lie below a bound. So rates are rounded
-to multiples of 2 ** -16 (at least one of them; above 0.999 that is coarse), while what is kept is divided by 1 - rate
-exactly. Masks come from
-torch's default generator, and are a function of its state and of the shape.
+On a CPU torch draws a Bernoulli number in 8 ns, which makes a sixth of a training step. Here one call fills 64-bit
+words, and every number takes 16 bits of them. A number is kept if these bits, as an integer, are below a bound. So
+rates are rounded to multiples of 2 ** -16, and are at least that. Above 0.999 this is coarse. Kept numbers are divided
+by the exact 1 - rate. Masks come from torch's default generator. They depend only on its state and on the shape.
 
-All passes are made over one piece after the other, so short that it stays in the cache.
+Tensors are processed in pieces that are short enough to stay in the cache.
 """
 
 from __future__ import annotations
@@ -20,26 +19,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS = 16
+"""Random bits per number."""
+WORD_LEN = 64 // BITS
+"""Numbers that share a random word."""
 PIECE = 2**17
-"""Numbers; divisible by those that share a word."""
+"""Numbers in a piece, a multiple of those that share a word."""
 
 
 def torch_draws(x: Tensor) -> bool:
-    """Whether torch's own dropout, which is one kernel on a GPU, is taken for `x`."""
+    """Whether torch's own dropout is used for `x`: on a GPU, where it is one kernel."""
     return x.is_cuda
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """`x` with each number set to 0 with probability `rate` (0 <= rate < 1), and the others scaled to keep the mean."""
+    """Set each number to 0 with probability `rate` (0 <= rate < 1), and divide the others by 1 - rate."""
     if rate == 0:
         return x
-    return torch.native_dropout(x, rate, True)[0] if torch_draws(x) else _Dropout.apply(x, rate)  # type: ignore[no-untyped-call]
+    if torch_draws(x):
+        return torch.native_dropout(x, rate, True)[0]
+    return _Dropout.apply(x, rate)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
-    """dropout(relu(x), rate), in place of a contiguous `x`.
+    """Compute dropout(relu(x), rate) in place; `x` is contiguous.
 
-    On a CPU no mask is kept for the backward pass: a zero tells enough.
+    On a CPU no mask is kept for the backward pass, because the result is 0 wherever the gradient is 0.
     """
     if rate == 0:
         return torch.relu_(x)
@@ -49,66 +53,92 @@ def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
 
 
 def gelu_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
-    """dropout(gelu(x), rate)."""
+    """Apply gelu, then dropout with probability `rate`."""
     return dropout(F.gelu(x), rate)
 
 
 def relu2_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
-    """dropout(relu(x) ** 2), written over `x` in between."""
-    return dropout(torch.relu_(x).square(), rate)
+    """Compute dropout(relu(x) ** 2, rate). Overwrites `x` by relu(x)."""
+    squared = torch.relu_(x).square()
+    return dropout(squared, rate)
 
 
 def draw_kept_(keep: Tensor, rate: float) -> Tensor:
-    """Draw 1 with probability 1 - rate or else 0, into contiguous int16 numbers [n] on a CPU, n % 4 == 0."""
-    keep.view(torch.int64).random_(-(2**63), None)
+    """Fill `keep` with 1 with probability 1 - rate, else 0.
+
+    `keep` is contiguous int16 [n] on a CPU, with n a multiple of WORD_LEN.
+    """
+    words = keep.view(torch.int64)
+    words.random_(-(2**63), None)
+    # As int16 the random bits are in [-most, most).
     most = 2 ** (BITS - 1)
-    return keep.lt_(min(round((1 - rate) * 2 * most) - most, most - 1))
+    bound = round((1 - rate) * 2 * most) - most
+    return keep.lt_(min(bound, most - 1))
 
 
 def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
-    """int16 [n] for the n numbers of `x`, or `most` of them, and up to three more: whole words."""
+    """Allocate int16 [n] for the numbers of `x`, but at most for `most` of them, rounded up to whole words."""
     length = x.numel() if most is None else min(x.numel(), most)
-    return torch.empty(math.ceil(length * BITS / 64) * 64 // BITS, dtype=torch.int16, device=x.device)
+    num_words = math.ceil(length * BITS / 64)
+    return torch.empty(num_words * WORD_LEN, dtype=torch.int16, device=x.device)
 
 
 def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    return zip(*(x.view(-1).split(PIECE) for x in tensors), strict=True)
+    """Split flat views of contiguous tensors into pieces, and yield the pieces of all tensors together."""
+    splits = [x.view(-1).split(PIECE) for x in tensors]
+    return zip(*splits, strict=True)
 
 
 class _Dropout(torch.autograd.Function):
+    """Autograd function of `dropout` on a CPU. It keeps the mask in int16."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
-        x, keep, ctx.scale = x.contiguous(), _room_for_mask(x), 1 / (1 - rate)
+        x = x.contiguous()
+        keep = _room_for_mask(x)
+        ctx.scale = 1 / (1 - rate)
         ctx.save_for_backward(keep)
         y = torch.empty_like(x)
         for x_n, y_n, keep_n in _pieces(x, y, keep):
-            y_n.copy_(draw_kept_(keep_n, rate)[: len(x_n)]).mul_(x_n).mul_(ctx.scale)
+            draw_kept_(keep_n, rate)
+            y_n.copy_(keep_n[: len(x_n)])
+            y_n.mul_(x_n).mul_(ctx.scale)
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
-        (keep,), d_y = ctx.saved_tensors, d_y.contiguous()
+        (keep,) = ctx.saved_tensors
+        d_y = d_y.contiguous()
         d_x = torch.empty_like(d_y)
         for d_y_n, d_x_n, keep_n in _pieces(d_y, d_x, keep):
-            d_x_n.copy_(keep_n[: len(d_y_n)]).mul_(d_y_n).mul_(ctx.scale)
+            d_x_n.copy_(keep_n[: len(d_y_n)])
+            d_x_n.mul_(d_y_n).mul_(ctx.scale)
         return d_x, None
 
 
 class _ReluDropout(torch.autograd.Function):
+    """Autograd function of `relu_dropout_` on a CPU. It keeps the result instead of a mask."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
         assert x.is_contiguous()
-        ctx.scale, keep = 1 / (1 - rate), _room_for_mask(x, most=PIECE)
+        ctx.scale = 1 / (1 - rate)
+        keep = _room_for_mask(x, most=PIECE)
         for (x_n,) in _pieces(x):
-            x_n.relu_().mul_(draw_kept_(keep, rate)[: len(x_n)]).mul_(ctx.scale)
+            draw_kept_(keep, rate)
+            x_n.relu_()
+            x_n.mul_(keep[: len(x_n)]).mul_(ctx.scale)
         ctx.mark_dirty(x)
         ctx.save_for_backward(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None]:
-        (y,), d_y = ctx.saved_tensors, d_y.contiguous()
+        (y,) = ctx.saved_tensors
+        d_y = d_y.contiguous()
         d_x = torch.empty_like(d_y)
+        relu_backward = torch.ops.aten.threshold_backward.grad_input
         for d_y_n, y_n, d_x_n in _pieces(d_y, y, d_x):
-            torch.ops.aten.threshold_backward.grad_input(d_y_n, y_n, 0, grad_input=d_x_n).mul_(ctx.scale)
+            relu_backward(d_y_n, y_n, 0, grad_input=d_x_n)
+            d_x_n.mul_(ctx.scale)
         return d_x, None

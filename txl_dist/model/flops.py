@@ -1,8 +1,9 @@
-"""Floating-point operations per token by formula, the share of a device's peak that they make (MFU), and parameters.
+"""Floating-point operations per token by formula, a device's peak, and the number of parameters.
 
-Per trained token, forward and backward, a multiply-add being 2 operations (L layers, D width, N*H inner width, F
-feed-forward width, T segment, M memory, K = M + T, b lanes per rank and micro-batch, E_i and V_i width and size of
-cluster i, p_i its share of the tokens, C tail clusters):
+The model FLOPs utilisation (MFU) is the ratio of the first two. Operations are counted per trained token, forward and
+backward. A multiply-add is 2 operations. Symbols: L layers, D width, N*H inner width, F feed-forward width, T segment,
+M memory, K = M + T, b lanes per rank and micro-batch, C tail clusters. Cluster i has width E_i, size V_i, and a share
+p_i of the tokens.
 
     linear      L (4 D NH + 2 D F) 2*3            query, key, value, output, feed-forward of the segment (swiglu: 3 D F)
     memory      L (M / T) 2 D NH 2*2              keys and values of the memory: no gradient flows into it
@@ -12,8 +13,8 @@ cluster i, p_i its share of the tokens, C tail clusters):
     softmax     ((V_0 + C) E_0 + sum p_i V_i E_i) 2*3        head, then the tails
     projections (D E_0 + sum p_i D E_i) 2*3  and  sum p_i D E_i 2*3      of softmax and embedding, where they have any
 
-S = M + (T+1)/2 keys on average, or with same_length M or M + 1. What the code does beyond that (masked parts of
-blocks, padded rows of clusters, activations computed twice) is not part of it: MFU counts useful operations.
+A token sees S = M + (T+1)/2 keys on average, or with same_length M or M + 1. MFU counts only these useful operations,
+not masked parts of blocks, padded rows of clusters, or activations that are computed twice.
 """
 
 from __future__ import annotations
@@ -48,20 +49,25 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "RTX 4090": (165.2, 82.6, 82.6),
     "RTX 3090": (71.0, 35.6, 35.6),
 }
-"""Dense peaks in TFLOP/s in half precision with fp32 accumulation, TF32 and fp32, by words of the device's name, the
-first match counting. From NVIDIA's datasheets (half of the figures "with sparsity") and, for RTX, its architecture
-whitepapers; boards without TF32 or without bf16 have the figure of what they would use instead."""
+"""Dense peaks in TFLOP/s by device: (half precision with fp32 accumulation, TF32, fp32).
+
+The key's words must be in the device's name, and the first match counts. The figures are from NVIDIA's datasheets (half
+of those "with sparsity"). For RTX they are from its architecture whitepapers. Boards without TF32 or bf16 have the
+figure of the type that they would use instead."""
 
 
 def peak_tflops(device_name: str, *, precision: str) -> float:
-    """Dense peak in TFLOP/s of a device for fp32, tf32, bf16 or fp16; 0 where it is not known."""
+    """Return the dense peak in TFLOP/s of a device for "fp32", "tf32", "bf16" or "fp16", or 0 if it is not known."""
     words = set(re.split(r"[\s-]+", device_name))
     column = {"tf32": 1, "fp32": 2}.get(precision, 0)
-    return next((row[column] for name, row in PEAK_TFLOPS.items() if set(name.split()) <= words), 0.0)
+    for name, peaks in PEAK_TFLOPS.items():
+        if words.issuperset(name.split()):
+            return peaks[column]
+    return 0.0
 
 
 def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
-    """Trainable numbers, each tied tensor once. Allocates nothing."""
+    """Count the trainable numbers, each tied tensor once. It allocates nothing."""
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
     return sum(parameter.numel() for parameter in network.parameters())
@@ -69,8 +75,12 @@ def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
 
 def has_projections(model: ModelSection) -> bool:
     """Whether any embeddings are projected to the model width."""
-    widths = [model.embed_width_or_default() // model.div_value**i for i in range(len(model.cutoffs) + 1)]
-    return any(is_projected(model, table_width=width) for width in widths)
+    embed_width = model.embed_width_or_default()
+    for i in range(len(model.cutoffs) + 1):
+        table_width = embed_width // model.div_value**i
+        if is_projected(model, table_width=table_width):
+            return True
+    return False
 
 
 def flops_by_part(
@@ -82,35 +92,54 @@ def flops_by_part(
     microbatch_lanes: int,
     cluster_shares: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Operations of a training step per token, by the parts of the formula above.
+    """Return the operations of a training step per token, by the parts of the formula above.
 
-    `memory_lens`: tokens that each layer remembers. `cluster_shares` of the tokens, one per cluster, as
-    `vocabulary_clusters.cluster_shares` counts them; without them `typical_shares` are taken.
+    `memory_lens` are the tokens that each layer remembers. `cluster_shares` are the shares of the tokens, one per
+    cluster, as `vocabulary_clusters.cluster_shares` counts them. Without them `typical_shares` are used.
     """
-    T, M, K = segment_len, sum(memory_lens), sum(memory_lens) + len(memory_lens) * segment_len  # M, K: of all layers
-    L, D, inner = model.num_layers, model.width, model.num_heads * model.head_width
-    seen = M + L * {"off": (T + 1) / 2, "memory": 0.0, "memory_and_self": 1.0}[model.same_length]
-    shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
+    T = segment_len
+    L = model.num_layers
+    D = model.width
+    inner = model.num_heads * model.head_width
+    # Summed over all layers.
+    M = sum(memory_lens)
+    K = M + len(memory_lens) * T
+    seen_in_segment = {"off": (T + 1) / 2, "memory": 0.0, "memory_and_self": 1.0}[model.same_length]
+    seen = M + L * seen_in_segment
     scheme = model.scheme
+    distances = shift = 0.0
+    if scheme.sinusoids == "distances":
+        distances = K * D * inner / (microbatch_lanes * T) * 4.0
+    if scheme.has_distance_terms:
+        shift = inner * seen * 6.0
+    shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
     vocabulary = _vocabulary_flops(model, vocab_size=vocab_size, shares=shares)
     return {
         "linear": L * (4 * D * inner + model.num_ff_matrices * D * model.ff_width) * 6.0,
         "memory": M / T * 2 * D * inner * 4.0,
-        "distances": K * D * inner / (microbatch_lanes * T) * 4.0 if scheme.sinusoids == "distances" else 0.0,
+        "distances": distances,
         "scores": 2 * inner * seen * 6.0,
-        "shift": inner * seen * 6.0 if scheme.has_distance_terms else 0.0,
+        "shift": shift,
         **vocabulary,
     }
 
 
 def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[float]) -> dict[str, float]:
-    """Softmax and projections; every token passes the head, its own share of them each tail and each embedding."""
+    """Return the operations of softmax and projections per token.
+
+    Every token passes through the head. A share of them passes through each tail and through each embedding table.
+    """
     edges = (0, *model.cutoffs, vocab_size)
-    softmax = projections = 0.0
+    embed_width = model.embed_width_or_default()
+    softmax = 0.0
+    projections = 0.0
     for i, (low, high) in enumerate(itertools.pairwise(edges)):
-        table_width = model.embed_width_or_default() // model.div_value**i
-        columns = high - low + (len(model.cutoffs) if i == 0 else 0)
-        passing = 1.0 if i == 0 else shares[i]
+        table_width = embed_width // model.div_value**i
+        is_head = i == 0
+        columns = high - low
+        if is_head:
+            columns += len(model.cutoffs)
+        passing = 1.0 if is_head else shares[i]
         softmax += passing * columns * table_width
         if is_projected(model, table_width=table_width):
             projections += (passing + shares[i]) * table_width * model.width

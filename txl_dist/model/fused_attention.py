@@ -1,30 +1,33 @@
 """Relative attention as one autograd function with a hand-written backward, for any device and floating type.
 
-The signature and the result of `relative_attention`, in less time and memory, for these reasons:
+It has the signature and the result of `relative_attention`, and takes less time and memory:
 
-    blocks   Queries are taken in blocks. The block [i, j) is itself a small relative attention of memory M + i, with
-             the keys [0, M + j) and the last M + j distances: few masked pairs are ever computed.
-    shift    The relative shift is a view of the buffer into which the product with the distances was written; in the
-             backward, of the buffer from which the products with the scores' gradient are read.
-    mask     A sum with 0 or -inf, made once per block for all heads: to fill by a mask takes longer than a product.
-    heads    So few at a time that their scores stay in the cache, whatever the batch.
+    blocks   Queries are processed in blocks. The block [i, j) is itself a small relative attention: its memory has
+             M + i keys, its keys are [0, M + j), and its distances are the last M + j. So few of the pairs that are
+             computed are masked.
+    shift    The relative shift is a view of the buffer that the product with the distances is written to. In the
+             backward pass it is a view of the buffer that the products with the scores' gradient read.
+    mask     The mask is added as 0 or -inf, and made once per block for all heads. Filling by a boolean mask takes
+             longer than a matrix product.
+    heads    Only as many heads are processed at a time as have scores that fit the cache, whatever the batch size.
 
-The probabilities of the visible blocks are kept for the backward: without them it would take a quarter more products.
-Of its inputs it keeps no copies. Nothing waits for the device, and no order of sums is left to chance.
+The probabilities of the visible blocks are kept for the backward pass. Computing them again would take a quarter more
+products. Inputs are kept without copies. Nothing waits for the device, and the order of all sums is fixed.
 
-The shift, for one head and lane, a block of b = 3 queries and k = 5 keys (a digit is the place of a distance among the
-last k, a dot is 0). Query i meets key j at place j - i + b - 1. What lies where a row ended is a future key, masked:
+An example of the shift, for one head and lane, a block of b = 3 queries and k = 5 keys. A digit is the index of a
+distance among the last k, and a dot is 0. Query i meets key j at index j - i + b - 1. After the end of a row follow
+future keys, which are masked:
 
-    unshifted: [b, k] behind zeros, rows S > k apart       shifted: the same cells, rows S - 1 apart
+    unshifted: [b, k] after zeros, rows S > k apart        shifted: the same cells, rows S - 1 apart
     . . . 0 1 2 3 4                                        2 3 4 . .
     . . . 0 1 2 3 4                                        1 2 3 4 .
     . . . 0 1 2 3 4                                        0 1 2 3 4
 
-Products read and write rows that begin at multiples of 8 numbers (where k is one), as tensor cores want them; only
-sums and copies see the shifted rows.
+Products read and write rows that begin at multiples of 8 numbers if k is one, which tensor cores need. Only sums and
+copies use the shifted rows.
 
-Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width. Within a block of some heads: n heads,
-b queries, k keys, X = n B, R = B b.
+Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width. Within a block of a group of heads: n
+heads, b queries, k keys, X = n B, R = B b.
 """
 
 from __future__ import annotations
@@ -43,9 +46,9 @@ from txl_dist.model.relative_attention import Terms, at_least_fp32
 
 
 def fused_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend; see `relative_attention`. Returns context_BTNH.
+    """Attend by content and distance, like `relative_attention`. Returns context_BTNH.
 
-    Dropout draws from the default generator. Gradients of gradients are not known.
+    Dropout draws from the default generator. Second derivatives are not supported.
     """
     if terms.position_bias_NH is None:
         assert terms.content_bias_NH is not None
@@ -55,27 +58,35 @@ def fused_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: f
 
 
 class _Tile(NamedTuple):
-    """How much is computed at a time."""
+    """Amount of work that is computed at a time."""
 
     block_len: int
-    """Queries."""
+    """Number of queries in a block."""
     scores_bytes: int
-    """Of the scores of a block and some heads: about what the cache holds."""
+    """Size of the scores of a block and a group of heads: about as much as the cache holds."""
 
 
-CPU, GPU = _Tile(64, 2**20), _Tile(128, 2**25)
+CPU = _Tile(64, 2**20)
+"""Tile on a CPU."""
+GPU = _Tile(128, 2**25)
+"""Tile on a GPU."""
 
 
 class _Block(NamedTuple):
-    """Queries [start, stop), and the number of keys from the first on that they may see."""
+    """Queries [start, stop), which may see the keys [0, num_keys)."""
 
     start: int
     stop: int
     num_keys: int
 
+    @property
+    def num_queries(self) -> int:
+        """Number of queries b in the block."""
+        return self.stop - self.start
+
 
 class _Heads(NamedTuple):
-    """What some heads bring to every block. Queries carry the scale H ** -0.5."""
+    """Inputs of a group of heads, which all blocks use. Queries and biases include the scale H ** -0.5."""
 
     content_query_XTH: Tensor
     position_query_nBTH: Tensor
@@ -86,7 +97,7 @@ class _Heads(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """`Terms` without a gap."""
+    """`Terms` of which only the last may be None."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
@@ -97,70 +108,97 @@ class _Inputs(NamedTuple):
     distance_bias_KN: Tensor | None
 
     def blocks(self) -> list[_Block]:
-        """Of all queries."""
-        num_queries, memory_len = self.query_BTNH.shape[1], self.key_BKNH.shape[1] - self.query_BTNH.shape[1]
+        """Divide the queries into blocks of at most `block_len`."""
+        num_queries = self.query_BTNH.shape[1]
+        memory_len = self.key_BKNH.shape[1] - num_queries
         edges = [*range(0, num_queries, self.tile().block_len), num_queries]
-        return [_Block(i, j, memory_len + j) for i, j in pairwise(edges)]
+        return [_Block(start, stop, memory_len + stop) for start, stop in pairwise(edges)]
 
     def groups(self) -> list[slice]:
-        """Of heads: at a time those whose scores fit the cache, but at least one."""
-        (B, T, N, _), K = self.query_BTNH.shape, self.key_BKNH.shape[1]
-        head_bytes = B * min(T, self.tile().block_len) * K * self.query_BTNH.element_size()
-        size = max(1, self.tile().scores_bytes // head_bytes)
+        """Divide the heads into groups whose scores fit the cache. A group has at least one head."""
+        B, T, N, _ = self.query_BTNH.shape
+        K = self.key_BKNH.shape[1]
+        tile = self.tile()
+        num_scores = B * min(T, tile.block_len) * K
+        head_bytes = num_scores * self.query_BTNH.element_size()
+        size = max(1, tile.scores_bytes // head_bytes)
         return [slice(first, min(first + size, N)) for first in range(0, N, size)]
 
     def tile(self) -> _Tile:
-        """For this device."""
+        """Return the tile for the inputs' device."""
         return GPU if self.query_BTNH.is_cuda else CPU
 
     def heads(self, group: slice) -> _Heads:
-        """Of a group; keys and values are copied only if it has several heads."""
-        query_nBTH, key_nBKH, value_nBKH = (_head_major(x[:, :, group]) for x in self[:3])
-        u_n11H, v_n11H = (bias_NH[group, None, None] for bias_NH in self[4:6])
+        """Prepare the inputs of a group of heads. Keys and values are copied only if it has several heads."""
+        query_nBTH = _head_major(self.query_BTNH[:, :, group])
+        key_nBKH = _head_major(self.key_BKNH[:, :, group])
+        value_nBKH = _head_major(self.value_BKNH[:, :, group])
+        u_n11H = self.content_bias_NH[group, None, None]
+        v_n11H = self.position_bias_NH[group, None, None]
         scale = query_nBTH.shape[-1] ** -0.5
-        s_KN = self.distance_bias_KN
+        content_query_nBTH = (query_nBTH + u_n11H).mul_(scale)
+        position_query_nBTH = (query_nBTH + v_n11H).mul_(scale)
+        distance_bias_nK = None
+        if self.distance_bias_KN is not None:
+            distance_bias_nK = self.distance_bias_KN[:, group].t() * scale
         return _Heads(
-            (query_nBTH + u_n11H).mul_(scale).flatten(0, 1),
-            (query_nBTH + v_n11H).mul_(scale),
-            key_nBKH.flatten(0, 1),
-            value_nBKH.flatten(0, 1),
-            self.distance_KNH[:, group].transpose(0, 1),
-            None if s_KN is None else s_KN[:, group].t() * scale,
+            content_query_XTH=content_query_nBTH.flatten(0, 1),
+            position_query_nBTH=position_query_nBTH,
+            key_XKH=key_nBKH.flatten(0, 1),
+            value_XKH=value_nBKH.flatten(0, 1),
+            distance_nKH=self.distance_KNH[:, group].transpose(0, 1),
+            distance_bias_nK=distance_bias_nK,
         )
 
 
 class _ShiftBuffer:
-    """Memory for the shift, used by one block after the other."""
+    """Buffer for the relative shift, used by one block after the other."""
 
     def __init__(self, inputs: _Inputs) -> None:
-        rows = max(group.stop - group.start for group in inputs.groups()) * inputs.query_BTNH.shape[0]
-        cells = max((block.stop - block.start) * _row(block.num_keys) for block in inputs.blocks())
-        self.cells = inputs.query_BTNH.new_empty(rows * cells)
+        num_lanes = inputs.query_BTNH.shape[0]
+        most_heads = max(group.stop - group.start for group in inputs.groups())
+        most_cells = max(block.num_queries * _row(block.num_keys) for block in inputs.blocks())
+        self.cells = inputs.query_BTNH.new_empty(most_heads * num_lanes * most_cells)
         self.shape: tuple[int, ...] = ()
 
     def views(self, block: _Block, heads: _Heads) -> tuple[Tensor, Tensor]:
-        """(unshifted_nRk, shifted_Xbk) of the same cells. Those which no product or copy writes are read too: they are
-        zero, and stay so from one group of heads to the next if these have the same shape."""
+        """Return (unshifted_nRk, shifted_Xbk), two views of the same cells.
+
+        Cells that no product or copy writes are read too. They are zero. They are set to zero only when the shape
+        changes, so groups of heads with the same shape share them.
+        """
         n, B = heads.position_query_nBTH.shape[:2]
-        b, k, row = block.stop - block.start, block.num_keys, _row(block.num_keys)
+        b = block.num_queries
+        k = block.num_keys
+        row = _row(k)
         cells = self.cells[: n * B * b * row]
         if self.shape != (n, b, k):
-            self.shape = n, b, k
+            self.shape = (n, b, k)
             cells.zero_()
-        unshifted_nRk = cells.view(n, B * b, row)[:, :, row - k :]
-        return unshifted_nRk, cells.as_strided((n * B, b, k), (b * row, row - 1, 1), row - k + b - 1)
+        rows_nRS = cells.view(n, B * b, row)
+        unshifted_nRk = rows_nRS[:, :, row - k :]
+        shifted_Xbk = cells.as_strided(
+            size=(n * B, b, k),
+            stride=(b * row, row - 1, 1),
+            storage_offset=row - k + b - 1,
+        )
+        return unshifted_nRk, shifted_Xbk
 
 
 class _Gradients:
-    """Of the inputs, summed up block by block."""
+    """Gradients of the inputs, to which each block adds its part."""
 
     def __init__(self, inputs: _Inputs) -> None:
-        (B, T, N, H), K, like = inputs.query_BTNH.shape, inputs.key_BKNH.shape[1], inputs.query_BTNH
+        like = inputs.query_BTNH
+        B, T, N, H = like.shape
+        K = inputs.key_BKNH.shape[1]
         self.query_BTNH = like.new_empty(B, T, N, H)
-        self.key_NBKH, self.value_NBKH = like.new_empty(N, B, K, H), like.new_empty(N, B, K, H)
+        self.key_NBKH = like.new_empty(N, B, K, H)
+        self.value_NBKH = like.new_empty(N, B, K, H)
         self.distance_NKH = like.new_empty(N, K, H)
         self.distance_bias_NK = None if inputs.distance_bias_KN is None else like.new_zeros(N, K)
-        self.content_bias_NH, self.position_bias_NH = like.new_zeros(N, H), like.new_zeros(N, H)
+        self.content_bias_NH = like.new_zeros(N, H)
+        self.position_bias_NH = like.new_zeros(N, H)
 
     def add(
         self,
@@ -172,25 +210,41 @@ class _Gradients:
         views: tuple[Tensor, Tensor],
         beta: int,
     ) -> None:
-        """What the scores of a block give to all but the values."""
-        (i, j, k), (unshifted_nRk, shifted_Xbk) = block, views
-        n, B, b, H = heads.position_query_nBTH[:, :, i:j].shape
-        d_key_XKH, d_distance_nKH = self.key_NBKH[group].flatten(0, 1), self.distance_NKH[group]
-        _add_product(d_key_XKH[:, :k], d_scores_Xbk.transpose(1, 2), heads.content_query_XTH[:, i:j], beta=beta)
-        content_nBbH = torch.bmm(d_scores_Xbk, heads.key_XKH[:, :k]).view(n, B, b, H)
+        """Add the gradients that flow through the scores of a block: those of all inputs except the values.
+
+        `views` are those of the shift buffer. `beta` is 0 for the block that begins the sums over blocks, else 1.
+        """
+        i, j, k = block
+        unshifted_nRk, shifted_Xbk = views
+        content_query_XbH = heads.content_query_XTH[:, i:j]
+        position_query_nBbH = heads.position_query_nBTH[:, :, i:j]
+        n, B, b, H = position_query_nBbH.shape
+        # Terms (a) and (c).
+        d_key_XkH = self.key_NBKH[group].flatten(0, 1)[:, :k]
+        _add_product(d_key_XkH, d_scores_Xbk.transpose(1, 2), content_query_XbH, beta=beta)
+        d_content_query = torch.bmm(d_scores_Xbk, heads.key_XKH[:, :k]).view(n, B, b, H)
+        # Terms (b) and (d), through the shift.
         shifted_Xbk.copy_(d_scores_Xbk)
-        position_query_nRH = heads.position_query_nBTH[:, :, i:j].flatten(1, 2)
-        _add_product(d_distance_nKH[:, -k:], unshifted_nRk.transpose(1, 2), position_query_nRH, beta=beta)
-        position_nBbH = torch.bmm(unshifted_nRk, heads.distance_nKH[:, -k:]).view(n, B, b, H)
+        d_distance_nkH = self.distance_NKH[group][:, -k:]
+        position_query_nRH = position_query_nBbH.flatten(1, 2)
+        _add_product(d_distance_nkH, unshifted_nRk.transpose(1, 2), position_query_nRH, beta=beta)
+        d_position_query = torch.bmm(unshifted_nRk, heads.distance_nKH[:, -k:]).view(n, B, b, H)
         if self.distance_bias_NK is not None:
             self.distance_bias_NK[group, -k:] += unshifted_nRk.sum(1)
-        self.content_bias_NH[group] += content_nBbH.sum((1, 2))
-        self.position_bias_NH[group] += position_nBbH.sum((1, 2))
-        torch.add(content_nBbH, position_nBbH, out=_head_major(self.query_BTNH)[group, :, i:j])
+        self.content_bias_NH[group] += d_content_query.sum((1, 2))
+        self.position_bias_NH[group] += d_position_query.sum((1, 2))
+        d_query_nBbH = _head_major(self.query_BTNH)[group, :, i:j]
+        torch.add(d_content_query, d_position_query, out=d_query_nBbH)
 
     def scaled(self) -> tuple[Tensor | None, ...]:
-        """In the order and the layout of the inputs."""
+        """Return the gradients in the order and the layout of the inputs.
+
+        The queries in `_Heads` include the scale, so their gradients are multiplied by it here.
+        """
         scale = self.query_BTNH.shape[-1] ** -0.5
+        distance_bias_KN = None
+        if self.distance_bias_NK is not None:
+            distance_bias_KN = self.distance_bias_NK.t().mul_(scale)
         return (
             self.query_BTNH.mul_(scale),
             self.key_NBKH.permute(1, 2, 0, 3),
@@ -198,32 +252,45 @@ class _Gradients:
             self.distance_NKH.transpose(0, 1),
             self.content_bias_NH.mul_(scale),
             self.position_bias_NH.mul_(scale),
-            None if self.distance_bias_NK is None else self.distance_bias_NK.t().mul_(scale),
+            distance_bias_KN,
         )
 
 
 class _RelativeAttention(torch.autograd.Function):
+    """Autograd function of `fused_relative_attention`.
+
+    Arguments: the seven inputs, the mask, the dropout rate, and whether to keep what the backward pass needs.
+    """
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        inputs, (visible, dropout, keeps) = _Inputs(*arguments[:7]), arguments[7:]
+        inputs = _Inputs(*arguments[:7])
+        visible, dropout, keeps = arguments[7:]
         context_BTNH = inputs.query_BTNH.new_empty(inputs.query_BTNH.shape)
-        context_NBTH, buffer, blocks = _head_major(context_BTNH), _ShiftBuffer(inputs), inputs.blocks()
-        # What is added to the scores: 0 where a key is seen, else -inf.
-        seen, unseen = context_BTNH.new_zeros(()), context_BTNH.new_full((), -math.inf)
-        masks_Bbk = [torch.where(visible.mask(block.start, block.stop), seen, unseen) for block in blocks]
+        context_NBTH = _head_major(context_BTNH)
+        num_lanes = context_BTNH.shape[0]
+        buffer = _ShiftBuffer(inputs)
+        blocks = inputs.blocks()
+        masks_Bbk = [_additive_mask(visible, block, like=context_BTNH) for block in blocks]
         kept: list[Tensor | None] = []
         for group in inputs.groups():
             heads = inputs.heads(group)
             for block, mask_Bbk in zip(blocks, masks_Bbk, strict=True):
-                i, j, k = block
-                scores_Xbk = _scores(heads, block, mask_Bbk, views=buffer.views(block, heads))
+                views = buffer.views(block, heads)
+                scores_Xbk = _scores(heads, block, mask_Bbk, views=views)
                 probabilities = torch.softmax(scores_Xbk, -1, dtype=at_least_fp32(scores_Xbk.dtype))
                 probabilities_Xbk = probabilities.to(scores_Xbk.dtype)
-                keep_Xbk = torch.empty_like(scores_Xbk, dtype=torch.bool).bernoulli_(1 - dropout) if dropout else None
+                keep_Xbk = None
+                if dropout:
+                    keep_Xbk = torch.empty_like(scores_Xbk, dtype=torch.bool).bernoulli_(1 - dropout)
                 weights_Xbk = _dropped(probabilities_Xbk, keep_Xbk, dropout)
-                context_XbH = torch.bmm(weights_Xbk, heads.value_XKH[:, :k])
-                context_NBTH[group, :, i:j] = context_XbH.unflatten(0, (-1, context_BTNH.shape[0]))
-                kept += [probabilities_Xbk, keep_Xbk] if keeps else []
+                value_XkH = heads.value_XKH[:, : block.num_keys]
+                context_XbH = torch.bmm(weights_Xbk, value_XkH)
+                context_nBbH = context_XbH.unflatten(0, (-1, num_lanes))
+                context_NBTH[group, :, block.start : block.stop] = context_nBbH
+                if keeps:
+                    kept.append(probabilities_Xbk)
+                    kept.append(keep_Xbk)
         ctx.save_for_backward(*inputs, *kept)
         ctx.dropout = dropout
         return context_BTNH
@@ -232,52 +299,78 @@ class _RelativeAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_context_BTNH: Tensor) -> tuple[Tensor | None, ...]:
         saved_tensors = ctx.saved_tensors  # read once: activation checkpointing recomputes them then
-        inputs, kept = _Inputs(*saved_tensors[:7]), saved_tensors[7:]
-        gradients, buffer, blocks, dropout = _Gradients(inputs), _ShiftBuffer(inputs), inputs.blocks(), ctx.dropout
+        inputs = _Inputs(*saved_tensors[:7])
+        kept = saved_tensors[7:]
+        dropout = ctx.dropout
+        gradients = _Gradients(inputs)
+        buffer = _ShiftBuffer(inputs)
+        blocks = inputs.blocks()
         saved = iter(zip(kept[::2], kept[1::2], strict=True))
         through_softmax = torch.ops.aten._softmax_backward_data.out
         for group in inputs.groups():
-            heads, d_value_XKH = inputs.heads(group), gradients.value_NBKH[group].flatten(0, 1)
+            heads = inputs.heads(group)
+            d_value_XKH = gradients.value_NBKH[group].flatten(0, 1)
             d_context_XTH = _head_major(d_context_BTNH[:, :, group]).flatten(0, 1)
-            # The last block comes first: it sees all keys, and so begins the sums.
-            for block, (probabilities_Xbk, keep_Xbk) in reversed([(block, next(saved)) for block in blocks]):
-                (i, j, k), beta = block, int(block is not blocks[-1])
-                weights_Xbk, d_context_XbH = _dropped(probabilities_Xbk, keep_Xbk, dropout), d_context_XTH[:, i:j]
+            saved_blocks = [(block, next(saved)) for block in blocks]
+            # The last block comes first. It sees all keys, so it begins the sums.
+            for block, (probabilities_Xbk, keep_Xbk) in reversed(saved_blocks):
+                i, j, k = block
+                beta = int(block is not blocks[-1])
+                d_context_XbH = d_context_XTH[:, i:j]
+                weights_Xbk = _dropped(probabilities_Xbk, keep_Xbk, dropout)
                 _add_product(d_value_XKH[:, :k], weights_Xbk.transpose(1, 2), d_context_XbH, beta=beta)
                 d_weights_Xbk = torch.bmm(d_context_XbH, heads.value_XKH[:, :k].transpose(1, 2))
                 d_scores_Xbk = _dropped(d_weights_Xbk, keep_Xbk, dropout)
                 through_softmax(d_scores_Xbk, probabilities_Xbk, -1, d_scores_Xbk.dtype, grad_input=d_scores_Xbk)
-                gradients.add(d_scores_Xbk, heads, group, block, views=buffer.views(block, heads), beta=beta)
+                views = buffer.views(block, heads)
+                gradients.add(d_scores_Xbk, heads, group, block, views=views, beta=beta)
         return (*gradients.scaled(), None, None, None)
 
 
+def _additive_mask(visible: AttentionMask, block: _Block, *, like: Tensor) -> Tensor:
+    """Build mask_Bbk, which is added to scores: 0 where a key is seen, else -inf."""
+    seen = like.new_zeros(())
+    unseen = like.new_full((), -math.inf)
+    return torch.where(visible.mask(block.start, block.stop), seen, unseen)
+
+
 def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tensor, Tensor]) -> Tensor:
-    """Scores of a block, scaled and masked: terms (b)+(d), shifted, then (a)+(c)."""
-    (i, j, k), (unshifted_nRk, shifted_Xbk) = block, views
+    """Compute scores_Xbk of a block, scaled and masked: terms (b) + (d), shifted, then (a) + (c)."""
+    i, j, k = block
+    unshifted_nRk, shifted_Xbk = views
+    num_lanes = len(mask_Bbk)
     position_query_nRH = heads.position_query_nBTH[:, :, i:j].flatten(1, 2)
-    torch.bmm(position_query_nRH, heads.distance_nKH[:, -k:].transpose(1, 2), out=unshifted_nRk)
+    distance_nHk = heads.distance_nKH[:, -k:].transpose(1, 2)
+    torch.bmm(position_query_nRH, distance_nHk, out=unshifted_nRk)
     if heads.distance_bias_nK is not None:
         unshifted_nRk += heads.distance_bias_nK[:, None, -k:]
-    scores_Xbk: Tensor = (shifted_Xbk.unflatten(0, (-1, len(mask_Bbk))) + mask_Bbk).flatten(0, 1)
+    shifted_nBbk = shifted_Xbk.unflatten(0, (-1, num_lanes))
+    scores_nBbk = shifted_nBbk + mask_Bbk
+    scores_Xbk: Tensor = scores_nBbk.flatten(0, 1)
     _add_product(scores_Xbk, heads.content_query_XTH[:, i:j], heads.key_XKH[:, :k].transpose(1, 2))
     return scores_Xbk
 
 
 def _dropped(x: Tensor, keep: Tensor | None, rate: float) -> Tensor:
-    """Those kept, scaled up, else 0; all of `x` itself without dropout."""
-    return x if keep is None else (x * keep).mul_(1 / (1 - rate))
+    """Set numbers to 0 where `keep` is False, and scale up the others. Without `keep` return `x` itself."""
+    if keep is None:
+        return x
+    return (x * keep).mul_(1 / (1 - rate))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -> None:
-    """total = beta total + left right, in place. Not by `baddbmm_`, whose operations torch's counter leaves out."""
+    """Compute total = beta total + left right, in place.
+
+    `baddbmm_` does the same, but torch's FLOP counter ignores it.
+    """
     torch.baddbmm(total, left, right, beta=beta, out=total)
 
 
 def _head_major(x_BSNH: Tensor) -> Tensor:
-    """[N, B, S, H] of any positions, as a view."""
+    """View x as [N, B, S, H], for any positions S."""
     return x_BSNH.permute(2, 0, 1, 3)
 
 
 def _row(num_keys: int) -> int:
-    """Cells in a row of the buffer: the next multiple of 8, at least one being a zero in front."""
+    """Return the cells in a row of the buffer: the next multiple of 8, so that a row begins with at least one zero."""
     return (num_keys // 8 + 1) * 8

@@ -1,10 +1,14 @@
-"""Initial weights, all in one place (peers' `weights_init`; Dai et al. 2019 give no formula).
+"""Initial weights of all parameters (as `weights_init` of peers; Dai et al. 2019 give no formula).
 
-Linear and embedding weights and the attention biases u, v: N(0, init_std). Embedding and output projections:
-N(0, projection_init_std). Layer-norm gains: N(1, init_std). Every other bias: 0. With `zero_init` the last matrices of
-attention and feed-forward layer: 0. Scalars of the residual stream begin as nanochat's (gpt.py, init_weights): the
-deeper, the less of x and x0; shares of the first layer's values at a half. A plugin's positional scheme may draw its
-parameters again, in `reset_parameters`.
+    linear and embedding weights, attention biases u and v       N(0, init_std)
+    embedding and output projections                             N(0, projection_init_std)
+    layer-norm gains                                             N(1, init_std)
+    every other bias                                             0
+    last matrices of attention and feed-forward, `zero_init`     0
+    residual scalars (`residual_scalars`)                        as nanochat's: smaller for x and x0 in deeper layers
+    shares of the first layer's values (`value_residual`)        0.5
+
+A plugin's positional scheme may draw its parameters again, in `reset_parameters`.
 """
 
 from __future__ import annotations
@@ -18,13 +22,15 @@ from txl_dist.config.schema import ModelSection
 def initialize(module: nn.Module, model: ModelSection) -> None:
     """Draw all parameters from torch's default generator, in the order of their names' first appearance."""
     for name, parameter in module.named_parameters():
-        if parameter.is_meta:  # no storage: only shapes are asked for
+        if parameter.is_meta:  # it has a shape but no storage
             continue
-        owner, leaf = name.rpartition(".")[::2]
+        owner, _, leaf = name.rpartition(".")
         with torch.no_grad():
             if leaf == "scales":
-                depth = int(owner.rpartition(".")[2]) / max(1, model.num_layers - 1)
-                parameter.copy_(torch.tensor([1.15 - 0.10 * depth, 0.20 - 0.15 * depth]))
+                _, _, layer = owner.rpartition(".")
+                depth = int(layer) / max(1, model.num_layers - 1)
+                scales = [1.15 - 0.10 * depth, 0.20 - 0.15 * depth]
+                parameter.copy_(torch.tensor(scales))
             elif leaf == "value_share":
                 parameter.fill_(0.5)
             elif model.zero_init and name.endswith((".attention.output.weight", ".ff_out.weight")):

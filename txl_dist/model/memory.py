@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 
     @property
     def memory_len(self) -> int:
-        """M, in tokens: the length of the longest memory of any layer."""
+        """Length M in tokens: that of the longest memory of any layer."""
         return self.document_BM.shape[1]
 
     def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:
@@ -42,23 +42,28 @@ class Memory(NamedTuple):
         hidden = tuple(torch.empty_like(old_BMD) for old_BMD in self.hidden)
         places: list[Tensor] = []
         values: list[Tensor] = []
-        for old_BMD, new_BMD, given_BTD in zip(self.hidden, hidden, hidden_BTD, strict=True):
-            num_kept = max(0, old_BMD.shape[1] - num_tokens)
-            num_new = old_BMD.shape[1] - num_kept
+        for old_BMD, new_BMD, input_BTD in zip(self.hidden, hidden, hidden_BTD, strict=True):
+            layer_len = old_BMD.shape[1]
+            num_kept = max(0, layer_len - num_tokens)
+            num_new = layer_len - num_kept
             if num_kept:
                 places.append(new_BMD[:, :num_kept])
                 values.append(old_BMD[:, num_new:])
+            newest = input_BTD.detach()[:, num_tokens - num_new :]
             places.append(new_BMD[:, num_kept:])
-            values.append(given_BTD.detach()[:, num_tokens - num_new :])
+            values.append(newest)
         torch._foreach_copy_(places, values)
         num_new = min(self.memory_len, num_tokens)
-        document_BM = torch.cat([self.document_BM[:, num_new:], document_BT[:, num_tokens - num_new :]], dim=1)
+        kept_documents = self.document_BM[:, num_new:]
+        new_documents = document_BT[:, num_tokens - num_new :]
+        document_BM = torch.cat([kept_documents, new_documents], dim=1)
         return Memory(hidden, document_BM)
 
 
 def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like: Tensor) -> Memory:
     """Make a memory that holds nothing, of `memory_lens` tokens per layer, with the type and device of `like`."""
-    document_BM = torch.full((num_lanes, max(memory_lens)), EMPTY, dtype=torch.int64, device=like.device)
+    longest = max(memory_lens)
+    document_BM = torch.full((num_lanes, longest), EMPTY, dtype=torch.int64, device=like.device)
     hidden = tuple(like.new_zeros(num_lanes, length, width) for length in memory_lens)
     return Memory(hidden, document_BM)
 
@@ -80,18 +85,19 @@ class AttentionMask(NamedTuple):
 
     query_document_BT: Tensor
     key_document_BK: Tensor
-    """Documents of the memory, then of the segment. EMPTY equals no document. Without borders all documents are 0."""
+    """Documents of the memory, then of the segment. A position that is EMPTY is never seen. Without document masks all
+    documents are 0."""
     oldest: int | None
     """First key that query 0 sees, where the attended length is fixed; query i begins i keys later. Else None."""
 
     @property
     def num_keys(self) -> int:
-        """K = M + T, in tokens."""
+        """Number of keys K = M + T, in tokens."""
         return self.key_document_BK.shape[1]
 
     @property
     def memory_len(self) -> int:
-        """M, in tokens."""
+        """Length M of the memory, in tokens."""
         return self.num_keys - self.query_document_BT.shape[1]
 
     def of_memory(self, memory_len: int) -> AttentionMask:
@@ -108,13 +114,15 @@ class AttentionMask(NamedTuple):
         if stop is None:
             stop = self.query_document_BT.shape[1]
         num_keys = self.memory_len + stop
-        query_T1 = torch.arange(start, stop, device=self.key_document_BK.device)[:, None]
-        key_1K = torch.arange(num_keys, device=self.key_document_BK.device)[None, :]
+        device = self.key_document_BK.device
+        query_T1 = torch.arange(start, stop, device=device)[:, None]
+        key_1K = torch.arange(num_keys, device=device)[None, :]
         near_TK = key_1K <= query_T1 + self.memory_len
         if self.oldest is not None:
             near_TK = near_TK & (key_1K >= query_T1 + self.oldest)
         query_BT1 = self.query_document_BT[:, start:stop, None]
-        return (self.key_document_BK[:, None, :num_keys] == query_BT1) & near_TK
+        key_B1K = self.key_document_BK[:, None, :num_keys]
+        return (key_B1K == query_BT1) & near_TK
 
 
 def build_mask(

@@ -35,10 +35,12 @@ def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: T
     if clamp_len > 0:
         distance_K = distance_K.clamp(max=clamp_len)
     # In the same order of operations as peers: in fp32 the angle of a distance of thousands depends on rounding.
-    exponent_F = torch.arange(0, width, 2, dtype=dtype, device=like.device) / width
+    column_F = torch.arange(0, width, 2, dtype=dtype, device=like.device)
+    exponent_F = column_F / width
     frequency_F = 1 / 10000**exponent_F
     angle_KF = distance_K[:, None] * frequency_F[None, :]
-    return torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)[:, :width].to(like.dtype)
+    encoding = torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)
+    return encoding[:, :width].to(like.dtype)
 
 
 class SinusoidalDistances(nn.Linear):
@@ -53,7 +55,8 @@ class SinusoidalDistances(nn.Linear):
         assert encoding_KD is not None
         assert encoding_KD.shape[0] == num_distances
         projected_KI = super().forward(encoding_KD)
-        return RelativeEncodings(projected_KI.unflatten(-1, (-1, self.head_width)), None)
+        key_KNH = projected_KI.unflatten(-1, (-1, self.head_width))
+        return RelativeEncodings(key_KNH, None)
 
 
 class LearnedDistances(nn.Module):
@@ -69,9 +72,12 @@ class LearnedDistances(nn.Module):
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
         """Return the rows of the distances K-1 ... 0. The sinusoids are ignored."""
-        return RelativeEncodings(self._rows(self.weight, num_distances), self._rows(self.bias, num_distances))
+        key_KNH = self._rows(self.weight, num_distances)
+        bias_KN = self._rows(self.bias, num_distances)
+        return RelativeEncodings(key_KNH, bias_KN)
 
     def _rows(self, table: Tensor, num_distances: int) -> Tensor:
+        """Return the table's rows for the distances K-1 ... 0."""
         num_own_rows = min(num_distances, self.num_rows)
         rows = table[:num_own_rows].flip(0)
         # Without indexing: the gradient of repeated rows is a scatter, whose order of sums is not fixed on a GPU.

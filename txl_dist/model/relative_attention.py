@@ -4,8 +4,8 @@ The score of query i for key j, a distance i - j apart (positions counted over m
 
     (a) q_i . k_j   +   (b) q_i . r_{i-j}   +   (c) u . k_j   +   (d) v . r_{i-j}
 
-Where the encodings r are learned per distance, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as
-in the original code).
+With learned encodings r, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as in the original
+code).
 
 (a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances, in
 descending order. Row i of it must be shifted left by T-1-i. With one zero column in front, that relative shift is a
@@ -52,28 +52,43 @@ def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float =
 
     Every query must see at least one key. In a Transformer-XL it sees itself.
     """
-    query_BTNH, key_BKNH, value_BKNH, distance_KNH, content_bias_NH, position_bias_NH, distance_bias_KN = terms
-    assert distance_KNH is not None
-    assert content_bias_NH is not None
-    B, T, N, H = query_BTNH.shape
-    K = key_BKNH.shape[1]
-    query_NBTH = query_BTNH.permute(2, 0, 1, 3)
-    content_query = (query_NBTH + content_bias_NH[:, None, None]).reshape(N * B, T, H)
-    position_query = query_NBTH if position_bias_NH is None else query_NBTH + position_bias_NH[:, None, None]
-    key = key_BKNH.permute(2, 0, 3, 1).reshape(N * B, H, K)
-    value = value_BKNH.permute(2, 0, 1, 3).reshape(N * B, K, H)
+    assert terms.distance_KNH is not None
+    assert terms.content_bias_NH is not None
+    B, T, N, H = terms.query_BTNH.shape
+    K = terms.key_BKNH.shape[1]
+    query_NBTH = terms.query_BTNH.permute(2, 0, 1, 3)
+    u_N11H = terms.content_bias_NH[:, None, None]
+    content_queries = query_NBTH + u_N11H
+    content_queries = content_queries.reshape(N * B, T, H)
+    position_queries = query_NBTH
+    if terms.position_bias_NH is not None:
+        v_N11H = terms.position_bias_NH[:, None, None]
+        position_queries = query_NBTH + v_N11H
+    position_queries = position_queries.reshape(N, B * T, H)
 
-    padded_distance = F.pad(distance_KNH.permute(1, 2, 0), (1, 0))  # [N, H, K+1], the zero column in front
-    terms_bd = torch.bmm(position_query.reshape(N, B * T, H), padded_distance)  # [N, B*T, K+1]
-    if distance_bias_KN is not None:
-        terms_bd = terms_bd + F.pad(distance_bias_KN.t(), (1, 0))[:, None]
-    shifted_bd = terms_bd.view(N * B, T * (K + 1))[:, T:].view(N * B, T, K)  # the relative shift
+    # Terms (b) and (d), by a product with the distances. The zero column is in front.
+    distance_NHK = terms.distance_KNH.permute(1, 2, 0)
+    padded_distance = F.pad(distance_NHK, (1, 0))  # [N, H, K+1]
+    terms_bd = torch.bmm(position_queries, padded_distance)  # [N, B*T, K+1]
+    if terms.distance_bias_KN is not None:
+        bias_NK = terms.distance_bias_KN.t()
+        padded_bias = F.pad(bias_NK, (1, 0))
+        terms_bd = terms_bd + padded_bias[:, None]
+
+    # The relative shift: the same numbers as [T, K], begun T numbers later.
+    flat_bd = terms_bd.view(N * B, T * (K + 1))
+    shifted_bd = flat_bd[:, T:].view(N * B, T, K)
+
+    # Terms (a) and (c) are added to them, and the sum is scaled.
+    keys = terms.key_BKNH.permute(2, 0, 3, 1).reshape(N * B, H, K)
     scale = H**-0.5
-    scores = torch.baddbmm(shifted_bd, content_query, key, beta=scale, alpha=scale)  # + terms (a), (c)
+    scores = torch.baddbmm(shifted_bd, content_queries, keys, beta=scale, alpha=scale)
 
-    scores_NBTK = scores.view(N, B, T, K).masked_fill_(~visible.mask(), float("-inf"))
+    scores_NBTK = scores.view(N, B, T, K)
+    scores_NBTK.masked_fill_(~visible.mask(), float("-inf"))
     probabilities = torch.softmax(scores_NBTK, dim=-1, dtype=at_least_fp32(scores.dtype))
     probabilities = probabilities.to(scores.dtype)
     probabilities = F.dropout(probabilities, dropout, training=dropout > 0)
-    context = torch.bmm(probabilities.view(N * B, T, K), value)
+    values = terms.value_BKNH.permute(2, 0, 1, 3).reshape(N * B, K, H)
+    context = torch.bmm(probabilities.view(N * B, T, K), values)
     return context.view(N, B, T, H).permute(1, 2, 0, 3)

@@ -1,14 +1,15 @@
-"""dropout + residual sum + norm: what stands behind each sublayer, as one kernel on a GPU in half precision.
+"""Dropout, residual sum and norm after each sublayer, as one kernel on a GPU in half precision.
 
-`ResidualLayerNorm` and `ResidualRmsNorm` are the norms as modules, for post-norm, which goes on with what is normed,
-and for pre-norm, which needs the sum too; `residual_sum` is the sum alone, where a pre-norm layer ends. Elsewhere,
-and where the kernels cannot run (`kernels.rows.runs`), they are torch's operations, one after the other.
+`ResidualLayerNorm` and `ResidualRmsNorm` return the sum and the normed sum. Post-norm uses only the normed sum, and
+pre-norm uses both. `residual_sum` is the sum alone, for the end of a pre-norm layer. Where the kernels cannot run
+(`kernels.rows.runs`), they are torch's operations.
 
 Shapes: hidden states of any shape [..., D]; R rows.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +22,20 @@ from txl_dist.model.rms_norm import RmsNorm
 
 
 class Drop(NamedTuple):
-    """A dropout that is about to act."""
+    """How a dropout is to be applied."""
 
     rate: float
     by_kernel: bool = False
-    """Whether a kernel makes it, with what stands around it."""
+    """Whether a Triton kernel applies it, together with the operations around it."""
     seed: Tensor | None = None
-    """Of a kernel's, unless the rate is 0."""
+    """Seed for the kernel, int64 [1]. None without a kernel, or if the rate is 0."""
 
 
 class ResidualLayerNorm(nn.LayerNorm):
-    """Layer norm of a sum."""
+    """Layer norm of a residual sum."""
 
     def forward(self, residual: Tensor, update: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(residual + dropout(update), that normed)."""
+        """Return (residual + dropout(update), the same after the norm)."""
         if not drop.by_kernel:
             total = residual + dropout(update, drop.rate)
             return total, super().forward(total)
@@ -42,10 +43,10 @@ class ResidualLayerNorm(nn.LayerNorm):
 
 
 class ResidualRmsNorm(RmsNorm):
-    """`RmsNorm` of a sum."""
+    """`RmsNorm` of a residual sum."""
 
     def forward(self, residual: Tensor, update: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(residual + dropout(update), that normed)."""
+        """Return (residual + dropout(update), the same after the norm)."""
         if not drop.by_kernel:
             total = residual + dropout(update, drop.rate)
             return total, super().forward(total)
@@ -53,7 +54,7 @@ class ResidualRmsNorm(RmsNorm):
 
 
 def residual_sum(residual: Tensor, update: Tensor, drop: Drop) -> Tensor:
-    """residual + dropout(update)."""
+    """Compute residual + dropout(update)."""
     if not drop.by_kernel or drop.rate == 0:
         return residual + dropout(update, drop.rate)
     total: Tensor
@@ -64,14 +65,19 @@ def residual_sum(residual: Tensor, update: Tensor, drop: Drop) -> Tensor:
 def _by_kernel(
     residual: Tensor, update: Tensor, drop: Drop, weight: Tensor | None, bias: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    outcome: tuple[Tensor, Tensor] = _ResidualNorm.apply(  # type: ignore[no-untyped-call]
-        residual.contiguous(), update.contiguous(), weight, bias, drop.seed, rows.threshold_of(drop.rate), eps
+    """Return (sum, normed sum) by the kernels. See `_ResidualNorm` for arguments that are None."""
+    threshold = rows.threshold_of(drop.rate)
+    total, normed = _ResidualNorm.apply(  # type: ignore[no-untyped-call]
+        residual.contiguous(), update.contiguous(), weight, bias, drop.seed, threshold, eps
     )
-    return outcome
+    return total, normed
 
 
 class _ResidualNorm(torch.autograd.Function):
-    """(sum, normed); without `eps` nothing is normed, without `weight` by the root mean square."""
+    """Autograd function with results (sum, normed sum), by the kernels.
+
+    Without `eps` there is no norm. Without `weight` the norm divides by the root mean square.
+    """
 
     @staticmethod
     def forward(
@@ -86,17 +92,22 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         width = residual.shape[-1]
-        num_rows, total = residual.numel() // width, torch.empty_like(residual)
-        normed, mean, scale = None, None, None
+        num_rows = residual.numel() // width
+        total = torch.empty_like(residual)
+        normed: Tensor | None = None
+        mean: Tensor | None = None
+        scale: Tensor | None = None
         if eps is not None:
-            normed, scale = torch.empty_like(residual), residual.new_empty(num_rows, dtype=torch.float32)
-            mean = None if weight is None else torch.empty_like(scale)
-        grid, sizes = _tiles(num_rows, width)
+            normed = torch.empty_like(residual)
+            scale = residual.new_empty(num_rows, dtype=torch.float32)
+            if weight is not None:
+                mean = torch.empty_like(scale)
+        num_tiles, constants = _tiles(num_rows, width)
+        inputs = (residual, update, weight, bias, seed)
         outputs = (total, normed, mean, scale)
-        rows.start(
-            "residual_norm", (grid,), residual, update, weight, bias, seed, *outputs, num_rows, threshold, eps, **sizes
-        )
-        ctx.save_for_backward(None if eps is None else total, mean, scale, weight, seed)
+        rows.start("residual_norm", (num_tiles,), *inputs, *outputs, num_rows, threshold, eps, **constants)
+        kept_total = None if eps is None else total
+        ctx.save_for_backward(kept_total, mean, scale, weight, seed)
         ctx.threshold = threshold
         return total, normed
 
@@ -110,26 +121,38 @@ class _ResidualNorm(torch.autograd.Function):
             return (None,) * 7
         width = like.shape[-1]
         num_rows = like.numel() // width
-        tiles, sizes = _tiles(num_rows, width)
-        programs = min(tiles, rows.MAX_PARTS)
-        # Without a norm the gradient of the residual is that of the sum.
+        num_tiles, constants = _tiles(num_rows, width)
+        num_programs = min(num_tiles, rows.MAX_PARTS)
+        # Without a norm the gradient of the residual is the gradient of the sum.
         d_residual = None if d_normed is None else torch.empty_like(like)
+        # Without dropout the gradient of the update is the gradient of the residual.
         d_update = None if seed is None else torch.empty_like(like)
-        has_gains = d_normed is not None and weight is not None
-        parts = like.new_empty(programs, 2, width, dtype=torch.float32) if has_gains else None
+        parts: Tensor | None = None
+        if d_normed is not None and weight is not None:
+            parts = like.new_empty(num_programs, 2, width, dtype=torch.float32)
+        if d_normed is None:
+            total = mean = scale = weight = None
         if d_residual is not None or d_update is not None:
-            kept = (total, mean, scale, weight, seed) if d_normed is not None else (None, None, None, None, seed)
-            made = (d_residual, d_update, parts)
-            arguments = (d_sum, d_normed, *kept, *made, num_rows, ctx.threshold)
-            rows.start("residual_norm_gradients", (programs,), *arguments, **sizes)
-        d_gains = (None, None) if parts is None else rows.summed(parts, dtype=weight.dtype).unbind(0)
-        d_residual = d_sum if d_residual is None else d_residual
-        return d_residual, d_residual if d_update is None else d_update, *d_gains, None, None, None
+            inputs = (d_sum, d_normed, total, mean, scale, weight, seed)
+            outputs = (d_residual, d_update, parts)
+            rows.start(
+                "residual_norm_gradients", (num_programs,), *inputs, *outputs, num_rows, ctx.threshold, **constants
+            )
+        d_weight: Tensor | None = None
+        d_bias: Tensor | None = None
+        if parts is not None:
+            d_weight, d_bias = rows.summed(parts, dtype=weight.dtype)
+        if d_residual is None:
+            d_residual = d_sum
+        if d_update is None:
+            d_update = d_residual
+        return d_residual, d_update, d_weight, d_bias, None, None, None
 
 
 def _tiles(num_rows: int, width: int) -> tuple[int, dict[str, int]]:
-    """How many tiles of rows there are, and how the kernels are compiled."""
+    """Return (number of tiles of rows, compile-time arguments of the kernels)."""
     columns = max(16, 1 << (width - 1).bit_length())
     tile_rows = max(1, rows.TILE_LEN // columns)
+    num_tiles = math.ceil(num_rows / tile_rows)
     num_warps = 4 * max(1, columns // rows.TILE_LEN)
-    return -(-num_rows // tile_rows), {"D": width, "BLOCK_D": columns, "ROWS": tile_rows, "num_warps": num_warps}
+    return num_tiles, {"D": width, "BLOCK_D": columns, "ROWS": tile_rows, "num_warps": num_warps}

@@ -1,6 +1,6 @@
 """Division by the root mean square (Zhang and Sennrich 2019), without gain and bias.
 
-On a CPU torch composes it of several operations, and its gradient of more. Here both need few passes over the numbers.
+On a CPU torch's own `rms_norm` and its gradient consist of many operations. Here both need few passes over the numbers.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, gain: float) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=at_least_fp32(x.dtype))
+        dtype = at_least_fp32(x.dtype)
+        norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
         mean_square = norm.square_().div_(x.shape[-1])
         scale = mean_square.add_(eps).rsqrt_()
         ctx.gain = gain
         ctx.save_for_backward(x, scale)
-        return x * (scale * gain).to(x.dtype)
+        factor = (scale * gain).to(x.dtype)
+        return x * factor
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None]:
         x, scale = ctx.saved_tensors
         mean = (d_y * x).mean(-1, keepdim=True, dtype=scale.dtype)
-        d_x = d_y * (ctx.gain * scale).to(x.dtype)
+        factor = (ctx.gain * scale).to(x.dtype)
+        d_x = d_y * factor
         along_x = (mean * scale**3).to(x.dtype)
         d_x.addcmul_(x, along_x, value=-ctx.gain)
         return d_x, None, None

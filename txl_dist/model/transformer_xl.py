@@ -50,8 +50,8 @@ class TransformerXL(nn.Module):
         super().__init__()
         if not isinstance(model, ModelSection) or not isinstance(vocab_size, int):
             raise ConfigError(
-                f"TransformerXL of a {type(model).__name__} and vocab_size={vocab_size!r:.80}: give the section of a "
-                "configuration (config.model), and a whole number of ids."
+                f"TransformerXL of a {type(model).__name__} and vocab_size={vocab_size!r:.80}: pass the model section "
+                "of a configuration (config.model), and the vocabulary size as a whole number."
             )
         check_vocabulary(model, vocab_size=vocab_size)
         self.section = model

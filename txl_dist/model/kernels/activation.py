@@ -1,12 +1,13 @@
-"""bias + activation + dropout in one kernel, and its backward; `model/activation.py` runs them, and has their twin.
+"""Triton kernels of bias + activation + dropout, forward and backward. `model/activation.py` starts them.
 
-The backward of relu asks the result alone: where it is 0, so is the gradient, whether the number was negative or
-dropped. Other activations keep the product that they were given, and make again what dropout keeps of the seed. Each
-program of the backward makes a part of the bias' gradient; `residual_norm.sum_all` adds the parts up.
+`model/activation.py` also has the same computation in torch. The backward pass of relu needs only the result: where it
+is 0, the gradient is 0, whether the number was negative or dropped. Other activations keep the matrix product, and
+compute the dropout mask again from the seed. Each program of the backward pass computes a part of the bias's gradient.
+`residual_norm.sum_all` adds the parts.
 
-No atomics, so the result is always the same. What lies between reading and writing is in fp32.
+There are no atomics, so the result is always the same. Intermediate values are in fp32.
 
-Shapes: R rows, F their width. All tensors are contiguous RF, but the bias [F].
+Shapes: R rows, F their width. The bias is [F], and all other tensors are contiguous RF.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -20,30 +21,47 @@ from txl_dist.model.kernels.relative_attention import kept
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
-"""Of the normal distribution: 1 / sqrt(2 pi)."""
+"""Density of the normal distribution at 0: 1 / sqrt(2 pi)."""
 NOT_SPECIAL = ["num_rows", "threshold"]
+"""Arguments whose values are not worth a compilation each."""
 
 
 @triton.jit
 def tile_of(row_tile, column_tile, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows, offsets, mask); the latter [ROWS, COLUMNS]."""
-    row, column = row_tile * ROWS + tl.arange(0, ROWS), column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    """Return (rows, offsets, mask) of a tile. Offsets and mask are [ROWS, COLUMNS]."""
+    row = row_tile * ROWS + tl.arange(0, ROWS)
+    column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < F)[None, :]
-    return row, row.to(tl.int64)[:, None] * F + column[None, :], mask
+    place = row.to(tl.int64)[:, None] * F + column[None, :]
+    return row, place, mask
 
 
 @triton.jit
 def load_bias(BIAS, column_tile, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] in fp32, the same in all rows: a single row would be loaded in numbers of two bytes."""
+    """Load a tile of the bias as [ROWS, COLUMNS] in fp32, the same in all rows.
+
+    Loading a single row would move two bytes at a time.
+    """
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     pointer = tl.broadcast_to((BIAS + column)[None, :], [ROWS, COLUMNS])
-    return tl.load(pointer, mask=tl.broadcast_to((column < F)[None, :], [ROWS, COLUMNS]), other=0.0).to(tl.float32)
+    mask = tl.broadcast_to((column < F)[None, :], [ROWS, COLUMNS])
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL, do_not_specialize_on_alignment=["SEED"])
-def activate(PRODUCT, BIAS, SEED, RESULT, num_rows, threshold,
-             ACTIVATION: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """result = dropout(activation(product + bias)). Programs: (tiles of rows, tiles of columns)."""
+def activate(
+    PRODUCT,
+    BIAS,
+    SEED,
+    RESULT,
+    num_rows,
+    threshold,
+    ACTIVATION: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute dropout(activation(product + bias)). Programs: (tiles of rows, tiles of columns)."""
     row, place, mask = tile_of(tl.program_id(0), tl.program_id(1), num_rows, F, ROWS, COLUMNS)
     x = tl.load(PRODUCT + place, mask=mask, other=0.0).to(tl.float32)
     x += load_bias(BIAS, tl.program_id(1), F, ROWS, COLUMNS)
@@ -55,28 +73,46 @@ def activate(PRODUCT, BIAS, SEED, RESULT, num_rows, threshold,
             x = x * x
     if SEED is not None:
         keep = kept(tl.load(SEED), 0, 0, row, tl.program_id(1) * COLUMNS, threshold, COLUMNS)
-        x = tl.where(keep, x * (65536.0 / (65536 - threshold)), 0.0)
+        scale = 65536.0 / (65536 - threshold)
+        x = tl.where(keep, x * scale, 0.0)
     tl.store(RESULT + place, x.to(RESULT.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL, do_not_specialize_on_alignment=["SEED"])
-def activation_gradients(D_RESULT, RESULT, PRODUCT, BIAS, SEED, D_PRODUCT, PARTS, num_rows, threshold,
-                         ACTIVATION: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr,
-                         COLUMNS: tl.constexpr):  # fmt: skip
-    """Of the product, and [parts, F] parts of the bias': for relu by RESULT, else by PRODUCT, BIAS and SEED.
-    Programs: (parts, tiles of columns); a part has every so-many-th tile of rows."""
+def activation_gradients(
+    D_RESULT,
+    RESULT,
+    PRODUCT,
+    BIAS,
+    SEED,
+    D_PRODUCT,
+    PARTS,
+    num_rows,
+    threshold,
+    ACTIVATION: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Compute the gradient of the product, and partial sums [parts, F] of the bias's gradient.
+
+    relu needs RESULT for it. Other activations need PRODUCT, BIAS and SEED. Part p of P covers the tiles of rows p,
+    p + P, p + 2 P ... Programs: (parts, tiles of columns).
+    """
     factor = 65536.0 / (65536 - threshold)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
         row, place, mask = tile_of(tile, tl.program_id(1), num_rows, F, ROWS, COLUMNS)
         gradient = tl.load(D_RESULT + place, mask=mask, other=0.0).to(tl.float32) * factor
         if ACTIVATION == "relu":
-            gradient = tl.where(tl.load(RESULT + place, mask=mask, other=0.0) > 0, gradient, 0.0)
+            result = tl.load(RESULT + place, mask=mask, other=0.0)
+            gradient = tl.where(result > 0, gradient, 0.0)
         else:
             x = tl.load(PRODUCT + place, mask=mask, other=0.0).to(tl.float32)
             x += load_bias(BIAS, tl.program_id(1), F, ROWS, COLUMNS)
             if ACTIVATION == "gelu":
-                slope = 0.5 * (1.0 + tl.erf(x * SQRT_HALF)) + x * DENSITY_AT_0 * tl.exp(-0.5 * x * x)
+                cumulative = 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
+                slope = cumulative + x * DENSITY_AT_0 * tl.exp(-0.5 * x * x)
             else:
                 slope = 2.0 * tl.maximum(x, 0.0)
             gradient = gradient * slope
@@ -86,4 +122,5 @@ def activation_gradients(D_RESULT, RESULT, PRODUCT, BIAS, SEED, D_PRODUCT, PARTS
         tl.store(D_PRODUCT + place, gradient.to(D_PRODUCT.dtype.element_ty), mask=mask)
         total += gradient
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    tl.store(PARTS + tl.program_id(0) * F + column, tl.sum(total, 0), mask=column < F)
+    part = PARTS + tl.program_id(0) * F + column
+    tl.store(part, tl.sum(total, 0), mask=column < F)

@@ -1,11 +1,11 @@
-"""Relative attention by the Triton kernels of `kernels/relative_attention.py`: when they can run, and how they are run.
+"""Relative attention by the Triton kernels of `kernels/relative_attention.py`: when they can run, and their launches.
 
-`triton_relative_attention` is what `relative_attention` is, for half precision on a GPU. Between forward and backward
-it keeps the inputs, the context and one number per query and head. What is of T x K numbers is a score buffer for some
-lanes and heads at a time, a chunk. `launches` is the whole plan, for any sizes and without a device.
+`triton_relative_attention` computes the same as `relative_attention`, in half precision on a GPU. Between forward and
+backward it keeps the inputs, the context, and one number per query and head. Only the score buffer has T x K numbers.
+It holds a chunk at a time: some lanes and heads. `launches` plans all launches for any sizes, without a device.
 
-Kernels are launched without waiting for the device: the seed of dropout is a tensor, drawn from the device's default
-generator, so that activation checkpointing, which restores that generator, makes the same mask again.
+No launch waits for the device. The seed of dropout is a tensor, drawn from the device's default generator. Activation
+checkpointing restores that generator, so recomputation draws the same mask.
 
 Shapes: B lanes, T queries, K keys, N heads, H head width.
 """
@@ -34,92 +34,106 @@ from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
-"""Head widths between are padded by zeros, so that every row of a head begins at a multiple of 16 bytes."""
+"""Other head widths are padded by zeros, so that every row of a head begins at a multiple of 16 bytes."""
 SCORE_BUFFER_BYTES = 192 * 2**20
-"""Of a chunk. 30 MB stay in the L2 cache of an H100 or H200 (50 and 60 MB), but make launches many and too small to
-fill a device; into this a layer of each recipe fits. Which is better is measured by
-`python -m tools.benchmarks.attention --buffers`."""
+"""Largest score buffer of a chunk. A layer of each recipe fits in it. A buffer of 30 MB would stay in the L2 cache of
+an H100 or H200 (50 and 60 MB), but launches would be many and too small to fill a device.
+`python -m tools.benchmarks.attention --buffers` measures which size is better."""
 MAX_MATRICES = 65_535 // 8
-"""Score matrices in a chunk: an axis of a CUDA grid has at most 65,535 programs, 8 for a matrix."""
+"""Most score matrices in a chunk. An axis of a CUDA grid has at most 65,535 programs, and a matrix needs 8."""
 NUM_MULTIPROCESSORS = 132
-"""Of an H100 or H200: what a wave of programs is counted for."""
+"""Multiprocessors of an H100 or H200, for which a wave of programs is counted."""
 FORWARD = ("distance_scores", "attend")
+"""Kernels of the forward pass in order, launched for each chunk."""
 BACKWARD = (
-    *("distance_scores", "key_value_gradients", "query_gradients"),
-    *("distance_query_gradients", "distance_gradients"),
+    "distance_scores",
+    "key_value_gradients",
+    "query_gradients",
+    "distance_query_gradients",
+    "distance_gradients",
 )
-"""The kernels in order, for each chunk."""
+"""Kernels of the backward pass in order, launched for each chunk."""
 SUM = "sum_parts"
-"""The one behind all chunks of the backward."""
+"""Kernel that runs once after all chunks of the backward pass."""
 WIDTH_ROWS = 32
-"""Of heads, that a program of `set_width` copies."""
+"""Rows of heads that a program of `set_width` copies."""
 KEEP_LEVELS = 65_536
-"""Dropout's rate is a multiple of one part in so many."""
+"""The dropout rate is rounded to a multiple of 1 / KEEP_LEVELS."""
 
 
 class Tile(NamedTuple):
-    """How a kernel is compiled: one program's part of the scores, its warps, and how many loads it has under way."""
+    """How a kernel is compiled: one program's part of the scores, its warps, and its stages of loads in flight."""
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int
     resident: int
-    """Programs that a multiprocessor of sm_90 holds at a time, by their registers, shared memory and warps."""
+    """Programs that a multiprocessor of sm_90 holds at a time, given their registers, shared memory and warps."""
     max_registers: int | None = None
-    """For each thread: 168 let three programs of four warps share a multiprocessor."""
+    """Registers per thread. With 168, three programs of four warps share a multiprocessor."""
 
 
 class Sizes(NamedTuple):
-    """What decides how attention is cut into launches."""
+    """Sizes of one layer's attention, which decide how it is divided into launches."""
 
     B: int
     T: int
     K: int
     N: int
     H: int
-    """Of the padded head."""
+    """Head width, padding included."""
     has_dropout: bool = False
     value_bytes: int = 2
+    """Bytes per number: 2 in half precision."""
 
     @classmethod
     def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
-        """Of a micro-batch of so many lanes, the memory full, in half precision."""
+        """Return the sizes for a micro-batch of `lanes` lanes in half precision, with a full memory."""
         head_width = _ceil_div(model.head_width, HEAD_WIDTH_MULTIPLE) * HEAD_WIDTH_MULTIPLE
-        num_keys, has_dropout = train.memory_len + train.segment_len, model.attention_dropout > 0
-        return cls(lanes, train.segment_len, num_keys, model.num_heads, head_width, has_dropout)
+        return cls(
+            B=lanes,
+            T=train.segment_len,
+            K=train.memory_len + train.segment_len,
+            N=model.num_heads,
+            H=head_width,
+            has_dropout=model.attention_dropout > 0,
+        )
 
     @property
     def row_len(self) -> int:
-        """Of the score buffer, in numbers: K rounded up to 16."""
+        """Length of a row of the score buffer, in numbers: K rounded up to a multiple of 16."""
         return _ceil_div(self.K, 16) * 16
 
     @property
     def matrix_len(self) -> int:
-        """Scores of one lane and head, in numbers."""
+        """Length of the score matrix of one lane and head, in numbers."""
         return self.T * self.row_len
 
 
 class Shape(NamedTuple):
-    """What the kernels know of the sizes; a value that divides by 16, or is 1 or None, is compiled in."""
+    """Sizes and strides as an argument of the kernels.
+
+    Triton compiles anew for None, for the value 1, and for values that are multiples of 16.
+    """
 
     T: int
     K: int
     S: int
-    """K rounded up to 16: a row of the score buffer."""
+    """Length of a row of the score buffer: K rounded up to a multiple of 16."""
     num_heads: int
     query_stride: int
-    """From one query to the next, in numbers."""
+    """Distance from one query to the next, in numbers."""
     key_stride: int
-    """From one key or value to the next."""
+    """Distance from one key or value to the next, in numbers."""
     past_stride: int
-    """The same in the memory, where it lies apart."""
+    """Distance from one key or value of the memory to the next, where the memory is a tensor of its own."""
     oldest: int | None
-    """See `AttentionMask`."""
+    """First key that query 0 sees, or None; see `AttentionMask.oldest`."""
 
 
 class KernelChunk(NamedTuple):
-    """The lanes and heads whose scores are in the buffer together."""
+    """Lanes and heads whose scores are in the buffer at the same time."""
 
     first_lane: int
     num_lanes: int
@@ -133,17 +147,18 @@ class Launch(NamedTuple):
     kernel: str
     tile: Tile
     grid: tuple[int, ...]
-    """Of programs."""
+    """Number of programs along each axis."""
     chunk: KernelChunk
 
     @property
     def waves(self) -> float:
-        """How many times over its programs fill an H100 or H200."""
-        return math.prod(self.grid) / (NUM_MULTIPROCESSORS * self.tile.resident)
+        """How many times its programs fill an H100 or H200."""
+        num_resident = NUM_MULTIPROCESSORS * self.tile.resident
+        return math.prod(self.grid) / num_resident
 
 
 def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
-    """Why the kernels cannot compute attention of this kind on any device; None if they can."""
+    """Return why the kernels cannot compute attention of this kind on any device, or None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bf16 or fp16 and the model in {str(dtype).removeprefix('torch.')}"
     if head_width > MAX_HEAD_WIDTH:
@@ -154,7 +169,7 @@ def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_positio
 
 
 def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
-    """Why the kernels cannot compute attention of these queries; None if they can."""
+    """Return why the kernels cannot compute attention of these queries, or None if they can."""
     shape_reason = unsupported_shape_reason(
         query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias
     )
@@ -162,7 +177,7 @@ def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool) -> str | 
 
 
 def unsupported_device_reason(on_device: Tensor) -> str | None:
-    """Why Triton's kernels cannot run where this tensor is; None if they can."""
+    """Return why Triton kernels cannot run on this tensor's device, or None if they can."""
     if not on_device.is_cuda:
         return f"it runs on a CUDA device and the model is on {on_device.device}"
     if not _has_triton():
@@ -181,7 +196,10 @@ def _has_triton() -> bool:
 
 @functools.cache
 def missing_compiler_reason() -> str:
-    """What is missing to compile what starts a kernel, as Triton does when the first one runs; empty if nothing."""
+    """Return what is missing to compile a kernel's launcher, or an empty string if nothing is missing.
+
+    Triton compiles a launcher in C, against Python's headers, when the first kernel runs. This compiles a probe.
+    """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which(compiler) is None:
         return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
@@ -192,7 +210,8 @@ def missing_compiler_reason() -> str:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
             source.write_text("#include <Python.h>\n")
-            command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(source.with_suffix(".so"))]
+            library = source.with_suffix(".so")
+            command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(library)]
             tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
         return f"Triton needs a C compiler, and {compiler} does not run ({error})"
@@ -203,9 +222,13 @@ def missing_compiler_reason() -> str:
 
 
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend, like `relative_attention`. `unsupported_reason` says whether it can. Returns context_BTNH."""
-    query, key, value, *others = terms[:6]  # which are all there, where there is no obstacle
-    return _attend(query.unsqueeze(2), torch.stack([key, value], 2), None, *others, visible=visible, dropout=dropout)
+    """Attend, like `relative_attention`. Returns context_BTNH.
+
+    `unsupported_reason` says whether it can, which implies that the first six terms are given.
+    """
+    query, key, value, *others = terms[:6]
+    key_value = torch.stack([key, value], 2)
+    return _attend(query.unsqueeze(2), key_value, None, *others, visible=visible, dropout=dropout)
 
 
 def triton_attention_of_products(
@@ -218,8 +241,10 @@ def triton_attention_of_products(
     visible: AttentionMask,
     dropout: float = 0.0,
 ) -> Tensor:
-    """The same of queries, keys and values of the segment, and keys and values of the memory, as products made them:
-    nothing is joined, and their gradients are as whole as they are."""
+    """Attend over fused projections: queries, keys and values of the segment, and keys and values of the memory.
+
+    They are read where they are, without copies, and each tensor gets one gradient. Returns context_BTNH.
+    """
     past = past_BM2NH if past_BM2NH.shape[1] else None
     others = (distance_KNH, content_bias_NH, position_bias_NH)
     return _attend(segment_BT3NH, None, past, *others, visible=visible, dropout=dropout)
@@ -233,7 +258,10 @@ def _attend(
     visible: AttentionMask,
     dropout: float,
 ) -> Tensor:
-    """Queries are the first of G; without `key_value_BK2NH`, keys and values of the segment the others."""
+    """Attend. Returns context_BTNH.
+
+    Along G the segment's tensor has queries, and also keys and values unless `key_value_BK2NH` holds those of all K.
+    """
     seed = torch.randint(2**63 - 1, (1,), device=segment_BTGNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         segment_BTGNH,
@@ -250,17 +278,32 @@ def _attend(
 
 
 def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
-    """By kernel, for heads of this width, the largest first: chosen so that no registers spill on sm_90."""
-    narrow, whole = head_width <= 64, head_width in (32, 64)
-    small = {
-        "distance_scores": Tile(64, 128, 4, 1, resident=3 if narrow else 2),
-        "attend": Tile(64, 64, 4, 2, resident=3 if whole else 2, max_registers=168 if whole else None),
-        "key_value_gradients": Tile(32, 64, 4, 3, resident=2) if narrow else Tile(32, 64, 8, 2, resident=1),
-        "query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
-        "distance_query_gradients": Tile(64, 64, 4, 4 if narrow else 3, resident=3),
-        "distance_gradients": Tile(64, 64, 4, 3, resident=4 if narrow else 2),
-        SUM: Tile(32, 64, 4, 1, resident=16),
-    }
+    """Return each kernel's possible tiles for heads of this width, the largest first.
+
+    They are chosen so that no registers spill on sm_90.
+    """
+    if head_width <= 64:
+        small = {
+            "distance_scores": Tile(64, 128, 4, 1, resident=3),
+            "attend": Tile(64, 64, 4, 2, resident=2),
+            "key_value_gradients": Tile(32, 64, 4, 3, resident=2),
+            "query_gradients": Tile(64, 64, 4, 4, resident=3),
+            "distance_query_gradients": Tile(64, 64, 4, 4, resident=3),
+            "distance_gradients": Tile(64, 64, 4, 3, resident=4),
+            SUM: Tile(32, 64, 4, 1, resident=16),
+        }
+    else:
+        small = {
+            "distance_scores": Tile(64, 128, 4, 1, resident=2),
+            "attend": Tile(64, 64, 4, 2, resident=2),
+            "key_value_gradients": Tile(32, 64, 8, 2, resident=1),
+            "query_gradients": Tile(64, 64, 4, 3, resident=3),
+            "distance_query_gradients": Tile(64, 64, 4, 3, resident=3),
+            "distance_gradients": Tile(64, 64, 4, 3, resident=2),
+            SUM: Tile(32, 64, 4, 1, resident=16),
+        }
+    if head_width in (32, 64):
+        small["attend"] = Tile(64, 64, 4, 2, resident=3, max_registers=168)
     large: dict[str, Tile] = {}
     if head_width == 64:
         large = {
@@ -278,81 +321,113 @@ def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
             "distance_query_gradients": Tile(128, 64, 8, 3, resident=2),
             "distance_gradients": Tile(64, 128, 8, 3, resident=1),
         }
-    return {kernel: (large[kernel], tile) if kernel in large else (tile,) for kernel, tile in small.items()}
+    options: dict[str, tuple[Tile, ...]] = {}
+    for kernel, tile in small.items():
+        options[kernel] = (large[kernel], tile) if kernel in large else (tile,)
+    return options
 
 
 def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
-    """What is launched for one layer, in order: the whole plan, which knows no device."""
-    all_chunks, kernels = list(chunks(sizes)), BACKWARD if backward else FORWARD
-    chosen = {kernel: _tile(kernel, sizes, all_chunks[0]) for kernel in kernels}
-    planned = [
-        Launch(kernel, chosen[kernel], _grid(kernel, chosen[kernel], sizes, chunk, all_chunks[0]), chunk)
-        for chunk in all_chunks
-        for kernel in kernels
-    ]
+    """Plan the launches of one layer's forward or backward pass, in order. It needs no device."""
+    all_chunks = list(chunks(sizes))
+    largest = all_chunks[0]
+    kernels = BACKWARD if backward else FORWARD
+    chosen = {kernel: _tile(kernel, sizes, largest) for kernel in kernels}
+    planned: list[Launch] = []
+    for chunk in all_chunks:
+        for kernel, tile in chosen.items():
+            grid = _grid(kernel, tile, sizes, chunk, largest)
+            planned.append(Launch(kernel, tile, grid, chunk))
     if backward:
-        (tile,), bias_len = tiles(sizes.H, has_dropout=sizes.has_dropout)[SUM], sizes.N * sizes.H
-        grid = (2 * _ceil_div(bias_len, tile.columns) + _ceil_div(sizes.K * bias_len, tile.columns),)
-        planned.append(Launch(SUM, tile, grid, all_chunks[-1]))
+        (tile,) = tiles(sizes.H, has_dropout=sizes.has_dropout)[SUM]
+        bias_len = sizes.N * sizes.H
+        bias_tiles = _ceil_div(bias_len, tile.columns)
+        distance_tiles = _ceil_div(sizes.K * bias_len, tile.columns)
+        planned.append(Launch(SUM, tile, (2 * bias_tiles + distance_tiles,), all_chunks[-1]))
     return planned
 
 
 def _tile(kernel: str, sizes: Sizes, largest: KernelChunk) -> Tile:
-    """The largest whose programs fill a device, and hardly compute more that is not there than the smallest's."""
-    *_, smallest = options = tiles(sizes.H, has_dropout=sizes.has_dropout)[kernel]
+    """Choose the largest tile whose programs fill a device and compute at most 1/8 more than the smallest tile's.
+
+    The excess is the part of tiles that lies beyond the ends of a score matrix.
+    """
+    options = tiles(sizes.H, has_dropout=sizes.has_dropout)[kernel]
+    smallest = options[-1]
 
     def covered(tile: Tile) -> int:
         across = tile.columns if kernel in ("key_value_gradients", "distance_gradients") else tile.rows
-        return across * _grid(kernel, tile, sizes, largest, largest)[0]
+        num_tiles, *_ = _grid(kernel, tile, sizes, largest, largest)
+        return across * num_tiles
 
     for tile in options:
-        fills = Launch(kernel, tile, _grid(kernel, tile, sizes, largest, largest), largest).waves >= 1
+        grid = _grid(kernel, tile, sizes, largest, largest)
+        fills = Launch(kernel, tile, grid, largest).waves >= 1
         if fills and covered(tile) <= covered(smallest) * 9 / 8:
             return tile
     return smallest
 
 
 def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: KernelChunk, largest: KernelChunk) -> tuple[int, ...]:
-    """Programs along each axis, as the kernel's docstring has them."""
-    matrices, residues, classes = chunk.num_lanes * chunk.num_heads, 8 * chunk.num_heads, _ceil_div(sizes.T, 8)
+    """Return the number of programs along each axis, as the kernel's docstring names them.
+
+    `largest` is the largest chunk of the layer.
+    """
+    matrices = chunk.num_lanes * chunk.num_heads
+    residues = 8 * chunk.num_heads
+    classes = _ceil_div(sizes.T, 8)
     class_tiles = _ceil_div(classes * chunk.num_lanes, tile.rows)
-    distance_tiles = _ceil_div(8 * classes + sizes.K - sizes.T + 8, tile.columns)  # n from -8 ceil(T / 8) to M + 7
+    num_columns = 8 * classes + sizes.K - sizes.T + 8  # n from -8 ceil(T / 8) to M + 7
+    distance_tiles = _ceil_div(num_columns, tile.columns)
     if kernel == "distance_scores":
         return distance_tiles, class_tiles, residues
     if kernel == "distance_query_gradients":
         return class_tiles, residues
     if kernel == "distance_gradients":
-        # Rows are split into the same parts in all chunks: where one would be less than a wave, so many that it is one.
-        wave, most = NUM_MULTIPROCESSORS * tile.resident, _ceil_div(classes * largest.num_lanes, tile.rows)
-        return distance_tiles, min(_ceil_div(wave, distance_tiles * 8 * largest.num_heads), most), residues
-    return _ceil_div(sizes.K, tile.columns) if kernel == "key_value_gradients" else _ceil_div(
-        sizes.T, tile.rows
-    ), matrices
+        # All chunks split the rows into the same number of parts: enough for a full wave of programs.
+        wave = NUM_MULTIPROCESSORS * tile.resident
+        wanted_parts = _ceil_div(wave, distance_tiles * 8 * largest.num_heads)
+        most_parts = _ceil_div(classes * largest.num_lanes, tile.rows)
+        return distance_tiles, min(wanted_parts, most_parts), residues
+    if kernel == "key_value_gradients":
+        return _ceil_div(sizes.K, tile.columns), matrices
+    return _ceil_div(sizes.T, tile.rows), matrices
 
 
 def chunks(sizes: Sizes) -> Iterator[KernelChunk]:
-    """Every (lane, head) once. All lanes of some heads where they fit: their gradient of R is then made at once."""
-    num_lanes, num_heads = sizes.B, sizes.N
-    fit = min(max(1, SCORE_BUFFER_BYTES // (sizes.matrix_len * sizes.value_bytes)), MAX_MATRICES)
-    lanes = _even_part(num_lanes, fit)
-    heads = _even_part(num_heads, max(1, fit // lanes))
+    """Divide all (lane, head) pairs into chunks whose scores fit the buffer.
+
+    A chunk has all lanes of some heads where they fit, because then their gradient of R takes one pass.
+    """
+    num_lanes = sizes.B
+    num_heads = sizes.N
+    matrix_bytes = sizes.matrix_len * sizes.value_bytes
+    most_matrices = min(max(1, SCORE_BUFFER_BYTES // matrix_bytes), MAX_MATRICES)
+    lanes = _even_part(num_lanes, most_matrices)
+    heads = _even_part(num_heads, max(1, most_matrices // lanes))
     for first_head in range(0, num_heads, heads):
         for first_lane in range(0, num_lanes, lanes):
             yield KernelChunk(
-                first_lane, min(lanes, num_lanes - first_lane), first_head, min(heads, num_heads - first_head)
+                first_lane=first_lane,
+                num_lanes=min(lanes, num_lanes - first_lane),
+                first_head=first_head,
+                num_heads=min(heads, num_heads - first_head),
             )
 
 
 def _even_part(whole: int, most: int) -> int:
-    return _ceil_div(whole, _ceil_div(whole, most))
+    """Return the size of the parts if `whole` is split evenly into as few parts of at most `most` as possible."""
+    num_parts = _ceil_div(whole, most)
+    return _ceil_div(whole, num_parts)
 
 
 def _ceil_div(number: int, divisor: int) -> int:
+    """Divide and round up."""
     return -(-number // divisor)
 
 
 class _Kernels:
-    """The kernels for one set of inputs: what is common to their launches."""
+    """The kernels for one layer's inputs: their module, their plan, and the arguments that all launches share."""
 
     def __init__(
         self, inputs: _Products, *, num_keys: int, oldest: int | None, has_dropout: bool, backward: bool
@@ -360,17 +435,27 @@ class _Kernels:
         from txl_dist.model.kernels import relative_attention
 
         self.source = relative_attention
-        query, key = inputs.query, inputs.key
-        B, T, N, self.head_width = query.shape
-        sizes = Sizes(B, T, num_keys, N, self.head_width, has_dropout, query.element_size())
+        query = inputs.query
+        B, T, N, H = query.shape
+        self.head_width = H
+        sizes = Sizes(B, T, num_keys, N, H, has_dropout, query.element_size())
         self.launches = launches(sizes, backward=backward)
-        strides = query.stride(1), key.stride(1), 2 * N * self.head_width
-        self.shape = Shape(T, num_keys, sizes.row_len, N, *strides, oldest)
-        largest = self.launches[0].chunk  # the first is
-        self.scores = query.new_empty(largest.num_lanes * largest.num_heads * sizes.matrix_len)
+        self.shape = Shape(
+            T=T,
+            K=num_keys,
+            S=sizes.row_len,
+            num_heads=N,
+            query_stride=query.stride(1),
+            key_stride=inputs.key.stride(1),
+            past_stride=2 * N * H,
+            oldest=oldest,
+        )
+        largest = self.launches[0].chunk
+        num_matrices = largest.num_lanes * largest.num_heads
+        self.scores = query.new_empty(num_matrices * sizes.matrix_len)
 
     def largest_grid(self, name: str) -> tuple[int, ...]:
-        """Of the first chunk: no other has more programs along any axis."""
+        """Return the kernel's grid for the first chunk. No other chunk has more programs along any axis."""
         return next(launch.grid for launch in self.launches if launch.kernel == name)
 
     def run(self, launch: Launch, *arguments: Any) -> None:
@@ -388,19 +473,21 @@ class _Kernels:
         )
 
     def _constants(self, launch: Launch) -> dict[str, int]:
-        """What is compiled in, besides `Shape`."""
-        tile, block_h = launch.tile, 1 << (self.head_width - 1).bit_length()
+        """Return the kernel's compile-time arguments."""
+        tile = launch.tile
         constants = {"ROWS": tile.rows, "COLUMNS": tile.columns}
         if launch.kernel == SUM:
             return constants
-        constants |= {"H": self.head_width, "BLOCK_H": block_h}
+        constants["H"] = self.head_width
+        constants["BLOCK_H"] = 1 << (self.head_width - 1).bit_length()
         if launch.kernel == "attend":
             constants["STAGES"] = tile.num_stages
-        return constants | {"CAST": self.source.IS_INTERPRETED}
+        constants["CAST"] = self.source.IS_INTERPRETED
+        return constants
 
 
 class _Products(NamedTuple):
-    """Where queries and keys begin in what products made: each tensor [B, S, G, N, H], contiguous."""
+    """Views of the queries and keys in the fused projections, each [B, S, N, H] of a contiguous [B, S, G, N, H]."""
 
     query: Tensor
     key: Tensor
@@ -408,13 +495,14 @@ class _Products(NamedTuple):
 
     @classmethod
     def of(cls, segment: Tensor, key_value: Tensor | None, past: Tensor | None) -> Self:
-        """As `_attend` is given them, or their gradients."""
+        """Return the views into the tensors that `_attend` takes, or into their gradients."""
         key = segment[:, :, 1] if key_value is None else key_value[:, :, 0]
-        return cls(segment[:, :, 0], key, None if past is None else past[:, :, 0])
+        past_key = None if past is None else past[:, :, 0]
+        return cls(segment[:, :, 0], key, past_key)
 
 
 class _Attention(torch.autograd.Function):
-    """Inputs and gradients as in `_attend`."""
+    """Autograd function of `_attend`."""
 
     @staticmethod
     def forward(
@@ -432,95 +520,124 @@ class _Attention(torch.autograd.Function):
         threshold: int,
     ) -> Tensor:
         head_width = segment.shape[-1]
-        scale, padding = head_width**-0.5, -head_width % HEAD_WIDTH_MULTIPLE
-        given: list[Any] = [segment, key_value, past, distance, content_bias, position_bias]
+        scale = head_width**-0.5
+        padding = -head_width % HEAD_WIDTH_MULTIPLE
+        leaves: list[Any] = [segment, key_value, past, distance, content_bias, position_bias]
         if padding:
-            given = _with_width(given, head_width + padding)
-        given = [x if x is None else x.contiguous() for x in given]
-        segment, key_value, past, distance, content_bias, position_bias = given
-        inputs, num_keys = _Products.of(segment, key_value, past), key_document.shape[1]
+            leaves = _with_width(leaves, head_width + padding)
+        leaves = [x if x is None else x.contiguous() for x in leaves]
+        segment, key_value, past, distance, content_bias, position_bias = leaves
+        inputs = _Products.of(segment, key_value, past)
+        num_keys = key_document.shape[1]
         kernels = _Kernels(inputs, num_keys=num_keys, oldest=oldest, has_dropout=threshold > 0, backward=False)
-        query, shape, scores = inputs.query, kernels.shape, kernels.scores
+        query = inputs.query
+        shape = kernels.shape
+        scores = kernels.scores
         B, T, N, _ = query.shape
-        context, lse = query.new_empty(query.shape), query.new_empty(B, N, T, dtype=torch.float32)
+        context = query.new_empty(query.shape)
+        lse = query.new_empty(B, N, T, dtype=torch.float32)
         documents = (query_document, key_document, seed)
+        only_in_backward = [None] * 6
         arguments = {
-            "distance_scores": (query, distance, position_bias, scores, *[None] * 6, shape, 1.0),
+            "distance_scores": (query, distance, position_bias, scores, *only_in_backward, shape, 1.0),
             "attend": (*inputs, content_bias, scores, *documents, context, lse, shape, scale, threshold),
         }
         for launch in kernels.launches:
             kernels.run(launch, *arguments[launch.kernel])
-        ctx.save_for_backward(*given, *documents, context, lse)
+        ctx.save_for_backward(*leaves, *documents, context, lse)
         ctx.settings = (oldest, scale, threshold, head_width)
-        return with_width([context], head_width)[0] if padding else context
+        if padding:
+            (context,) = with_width([context], head_width)
+        return context
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         segment, key_value, past, distance, content_bias, position_bias, *documents, context, lse = ctx.saved_tensors
         oldest, scale, threshold, head_width = ctx.settings
-        inputs, K = _Products.of(segment, key_value, past), documents[1].shape[1]
+        inputs = _Products.of(segment, key_value, past)
+        K = documents[1].shape[1]
         query = inputs.query
         d_context = gradients[0].contiguous()
         if query.shape[-1] != head_width:
             (d_context,) = with_width([d_context], query.shape[-1])
         kernels = _Kernels(inputs, num_keys=K, oldest=oldest, has_dropout=threshold > 0, backward=True)
-        (B, _, N, H), shape, scores = query.shape, kernels.shape, kernels.scores
-        content_query, position_query, delta = (torch.empty_like(x) for x in (context, context, lse))
+        B, _, N, H = query.shape
+        shape = kernels.shape
+        scores = kernels.scores
+        content_query = torch.empty_like(context)
+        position_query = torch.empty_like(context)
+        delta = torch.empty_like(lse)
         d_segment = torch.empty_like(segment)
-        d_key_value, d_past = (None if x is None else torch.empty_like(x) for x in (key_value, past))
-        made = _Products.of(d_segment, d_key_value, d_past)
+        d_key_value = None if key_value is None else torch.empty_like(key_value)
+        d_past = None if past is None else torch.empty_like(past)
+        d_inputs = _Products.of(d_segment, d_key_value, d_past)
         row_tiles, _ = kernels.largest_grid("query_gradients")
         class_tiles, _ = kernels.largest_grid("distance_query_gradients")
-        _, parts, _ = kernels.largest_grid("distance_gradients")
+        _, distance_splits, _ = kernels.largest_grid("distance_gradients")
         lane_starts = sorted({launch.chunk.first_lane for launch in kernels.launches})
-        content_parts, distance_parts = lse.new_empty(B * row_tiles, N, H), lse.new_empty(8 * parts, K, N, H)
-        # The last of several chunks of lanes may have fewer tiles than the others.
-        filled = lse.new_empty if len(lane_starts) == 1 else lse.new_zeros
-        position_parts = filled(len(lane_starts), 8 * class_tiles, N, H)
-        sums = [query.new_empty(shape) for shape in [(K, N, H), (N, H), (N, H)]]
-        num_parts = (8 * parts, B * row_tiles, len(lane_starts) * 8 * class_tiles)
+        content_parts = lse.new_empty(B * row_tiles, N, H)
+        distance_parts = lse.new_empty(8 * distance_splits, K, N, H)
+        # The last of several chunks of lanes may have fewer tiles than the others, and so leave parts unwritten.
+        new_parts = lse.new_empty if len(lane_starts) == 1 else lse.new_zeros
+        position_parts = new_parts(len(lane_starts), 8 * class_tiles, N, H)
+        d_distance = query.new_empty(K, N, H)
+        d_content_bias = query.new_empty(N, H)
+        d_position_bias = query.new_empty(N, H)
+        parts = (distance_parts, content_parts, position_parts)
+        sums = (d_distance, d_content_bias, d_position_bias)
+        num_parts = (len(distance_parts), len(content_parts), len(lane_starts) * 8 * class_tiles)
         kept_part = 1 - threshold / KEEP_LEVELS
         d_scale = scale / kept_part
         prepared = (content_bias, context, d_context, content_query, position_query, delta)
         loaded = (content_query, *inputs[1:], scores, *documents, d_context, lse, delta)
         arguments: dict[str, tuple[Any, ...]] = {
             "distance_scores": (query, distance, position_bias, scores, *prepared, shape, kept_part),
-            "key_value_gradients": (*loaded, *made[1:], shape, scale, threshold, d_scale),
-            "query_gradients": (*inputs[1:], scores, made.query, content_parts, shape, d_scale),
+            "key_value_gradients": (*loaded, *d_inputs[1:], shape, scale, threshold, d_scale),
+            "query_gradients": (*inputs[1:], scores, d_inputs.query, content_parts, shape, d_scale),
             "distance_gradients": (position_query, scores, distance_parts, shape, d_scale),
-            "sum_parts": (distance_parts, content_parts, position_parts, *sums, *num_parts, K * N * H, N * H),
+            "sum_parts": (*parts, *sums, *num_parts, K * N * H, N * H),
         }
         for launch in kernels.launches:
             part = position_parts[lane_starts.index(launch.chunk.first_lane)]
-            arguments["distance_query_gradients"] = (distance, scores, made.query, part, shape, d_scale)
+            arguments["distance_query_gradients"] = (distance, scores, d_inputs.query, part, shape, d_scale)
             kernels.run(launch, *arguments[launch.kernel])
-        found = [d_segment, d_key_value, d_past, *sums]
-        return *(found if head_width == H else _with_width(found, head_width)), *[None] * 5
+        d_leaves: list[Tensor | None] = [d_segment, d_key_value, d_past, *sums]
+        if head_width != H:
+            d_leaves = _with_width(d_leaves, head_width)
+        return *d_leaves, None, None, None, None, None
 
 
 def _with_width(tensors: Sequence[Tensor | None], width: int) -> list[Tensor | None]:
-    """`with_width` of those that are there."""
-    made = iter(with_width([x for x in tensors if x is not None], width))
-    return [x if x is None else next(made) for x in tensors]
+    """Apply `with_width` to the tensors that are not None."""
+    resized = iter(with_width([x for x in tensors if x is not None], width))
+    return [x if x is None else next(resized) for x in tensors]
 
 
 def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
-    """Of each [..., N, H] a contiguous [..., N, width]: zeros behind each head, or fewer numbers. One launch."""
+    """Copy tensors [..., N, H] to contiguous ones [..., N, width], by one launch.
+
+    Each head is padded by zeros at its end, or cut.
+    """
     from txl_dist.model.kernels.head_width import set_width
 
     *_, num_heads, head_width = tensors[0].shape
-    flat = [x.flatten(0, -3) if x.dim() > 2 else x[None] for x in tensors]
-    flat = [x if x.stride()[1:] == (head_width, 1) else x.contiguous() for x in flat]
-    made = [x.new_empty(*x.shape[:-1], width) for x in tensors]
-    num_rows = [len(x) * num_heads for x in flat]
-    kernel: Any = set_width[(sum(_ceil_div(rows, WIDTH_ROWS) for rows in num_rows),)]
+    sources = [x.flatten(0, -3) if x.dim() > 2 else x[None] for x in tensors]
+    sources = [x if x.stride()[1:] == (head_width, 1) else x.contiguous() for x in sources]
+    targets = [x.new_empty(*x.shape[:-1], width) for x in tensors]
+    num_rows = [len(x) * num_heads for x in sources]
+    strides = [x.stride(0) for x in sources]
+    num_tiles = sum(_ceil_div(rows, WIDTH_ROWS) for rows in num_rows)
+    kernel: Any = set_width[(num_tiles,)]
     kernel(
-        *(tuple(x) for x in (flat, made, num_rows, [x.stride(0) for x in flat])),
+        tuple(sources),
+        tuple(targets),
+        tuple(num_rows),
+        tuple(strides),
         num_heads,
         H=head_width,
         H_TO=width,
         ROWS=WIDTH_ROWS,
         BLOCK_H=1 << (max(head_width, width) - 1).bit_length(),
     )
-    return made
+    return targets

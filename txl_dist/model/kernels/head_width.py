@@ -1,7 +1,7 @@
-"""Heads of another width: zeros are added behind each head, or what stands there is left out. `launch` runs it.
+"""A Triton kernel that changes the width of heads: it pads or cuts each head. `attention_launch` starts it.
 
-The kernels of attention want heads whose rows begin at multiples of 16 bytes. A fill and a copy per tensor, forward and
-backward, would be half of a layer's launches where heads are not so wide.
+The attention kernels need heads whose rows begin at multiples of 16 bytes. With torch, padding takes a fill and a copy
+per tensor, forward and backward. That would be half of a layer's launches.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -13,10 +13,22 @@ import triton.language as tl
 
 
 @triton.jit
-def set_width(FROM, TO, num_rows, strides, num_heads, H: tl.constexpr, H_TO: tl.constexpr,
-              ROWS: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    """Several tensors at once, tuples of equal lengths: [positions, heads, H], `strides` apart, to [..., H_TO], which
-    are contiguous. `num_rows` are positions times heads. Programs: tiles of rows, of one tensor behind the other."""
+def set_width(
+    FROM,
+    TO,
+    num_rows,
+    strides,
+    num_heads,
+    H: tl.constexpr,
+    H_TO: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Copy several tensors [positions, heads, H] to contiguous ones [positions, heads, H_TO].
+
+    The first four arguments are tuples with an item per tensor. `num_rows` are positions times heads. `strides` are the
+    distances between positions. Programs: tiles of rows of the first tensor, then of the next.
+    """
     tile = tl.program_id(0)
     for i in tl.static_range(len(FROM)):
         num_tiles = tl.cdiv(num_rows[i], ROWS)
@@ -26,11 +38,26 @@ def set_width(FROM, TO, num_rows, strides, num_heads, H: tl.constexpr, H_TO: tl.
 
 
 @triton.jit
-def copy_rows(FROM, TO, tile, num_rows, stride, num_heads, H: tl.constexpr, H_TO: tl.constexpr,
-              ROWS: tl.constexpr, BLOCK_H: tl.constexpr):  # fmt: skip
-    """Some rows of one tensor."""
-    row, h = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_H)
+def copy_rows(
+    FROM,
+    TO,
+    tile,
+    num_rows,
+    stride,
+    num_heads,
+    H: tl.constexpr,
+    H_TO: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Copy one tile of rows of one tensor."""
+    row = tile * ROWS + tl.arange(0, ROWS)
+    h = tl.arange(0, BLOCK_H)
     known = (row < num_rows)[:, None]
-    place = (row // num_heads).to(tl.int64)[:, None] * stride + (row % num_heads)[:, None] * H + h[None, :]
+    position_start = (row // num_heads).to(tl.int64)[:, None] * stride
+    head_start = (row % num_heads)[:, None] * H
+    place = position_start + head_start + h[None, :]
     value = tl.load(FROM + place, mask=known & (h < H)[None, :], other=0.0)
-    tl.store(TO + row.to(tl.int64)[:, None] * H_TO + h[None, :], value, mask=known & (h < H_TO)[None, :])
+    mask = known & (h < H_TO)[None, :]
+    pointer = TO + row.to(tl.int64)[:, None] * H_TO + h[None, :]
+    tl.store(pointer, value, mask=mask)

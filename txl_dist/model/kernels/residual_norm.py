@@ -1,14 +1,15 @@
-"""dropout + residual sum + norm in one kernel, and its backward; `model/residual_norm.py` runs them, and has the twin.
+"""Triton kernels of dropout + residual sum + norm, forward and backward. `model/residual_norm.py` starts them.
 
-Each row is in the registers of one program: the sum is read, made and written once, and normed from there. Between
-forward and backward the sum is kept, and mean and scale of each row; what dropout keeps is made again of the seed. Of
-the gains and biases of a layer norm each program of the backward makes a part of the gradient, and `sum_all` the sum.
+`model/residual_norm.py` also has the same computation in torch. One program holds each row in registers: it computes
+the sum, writes it once, and norms it from there. The backward pass needs the sum, and mean and scale of each row. It
+computes the dropout mask again from the seed. Each of its programs computes a part of the gradient of a layer norm's
+gains and biases. `sum_all` adds the parts.
 
-No atomics, so the result is always the same. Sums are in fp32, of the sum as it was rounded: that is what the backward
-sees, and what the next layer is given.
+There are no atomics, so the result is always the same. Statistics are in fp32. They are computed from the rounded sum,
+because the backward pass and the next layer see only that.
 
-Shapes: R rows, D their width. All tensors are contiguous RD, but MEAN and SCALE, which are [R] in fp32. Without WEIGHT
-the norm is a division by the root mean square; without NORMED (D_NORMED) there is none.
+Shapes: R rows, D their width. MEAN and SCALE are [R] in fp32, and all other tensors are contiguous RD. Without WEIGHT
+the norm is a division by the root mean square. Without NORMED (D_NORMED) there is no norm.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -21,40 +22,64 @@ import triton.language as tl
 from txl_dist.model.kernels.relative_attention import kept, sum_rows
 
 NOT_SPECIAL = ["num_rows", "threshold"]
+"""Arguments whose values are not worth a compilation each."""
 
 
 @triton.jit
 def places(row, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(offsets, mask), [rows, BLOCK_D]."""
+    """Return (offsets, mask) of these rows, [rows, BLOCK_D]."""
     column = tl.arange(0, BLOCK_D)
-    return row.to(tl.int64)[:, None] * D + column[None, :], (row < num_rows)[:, None] & (column < D)[None, :]
+    place = row.to(tl.int64)[:, None] * D + column[None, :]
+    mask = (row < num_rows)[:, None] & (column < D)[None, :]
+    return place, mask
 
 
 @triton.jit
 def gains(POINTER, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[ROWS, BLOCK_D] in fp32, the same in all rows: a single row would be loaded in numbers of two bytes."""
+    """Load gains or biases as [ROWS, BLOCK_D] in fp32, the same in all rows.
+
+    Loading a single row would move two bytes at a time.
+    """
     column = tl.arange(0, BLOCK_D)
     pointer = tl.broadcast_to((POINTER + column)[None, :], [ROWS, BLOCK_D])
-    return tl.load(pointer, mask=tl.broadcast_to((column < D)[None, :], [ROWS, BLOCK_D]), other=0.0).to(tl.float32)
+    mask = tl.broadcast_to((column < D)[None, :], [ROWS, BLOCK_D])
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def dropped(value, SEED, row, threshold, BLOCK_D: tl.constexpr):
-    """The numbers of these rows that dropout keeps, scaled up, else 0."""
+    """Apply dropout to these rows: kept numbers are scaled up, the others become 0."""
     keep = kept(tl.load(SEED), 0, 0, row, 0, threshold, BLOCK_D)
-    return tl.where(keep, value * (65536.0 / (65536 - threshold)), 0.0)
+    scale = 65536.0 / (65536 - threshold)
+    return tl.where(keep, value * scale, 0.0)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL, do_not_specialize_on_alignment=["SEED"])
-def residual_norm(RESIDUAL, UPDATE, WEIGHT, BIAS, SEED, SUM, NORMED, MEAN, SCALE, num_rows, threshold, eps,
-                  D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """sum = residual + dropout(update), and its norm. Programs: tiles of rows."""
+def residual_norm(
+    RESIDUAL,
+    UPDATE,
+    WEIGHT,
+    BIAS,
+    SEED,
+    SUM,
+    NORMED,
+    MEAN,
+    SCALE,
+    num_rows,
+    threshold,
+    eps,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute residual + dropout(update), and its norm. Programs: tiles of rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place, mask = places(row, num_rows, D, BLOCK_D)
     update = tl.load(UPDATE + place, mask=mask, other=0.0).to(tl.float32)
     if SEED is not None:
         update = dropped(update, SEED, row, threshold, BLOCK_D)
-    total = (tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32) + update).to(SUM.dtype.element_ty)
+    residual = tl.load(RESIDUAL + place, mask=mask, other=0.0).to(tl.float32)
+    total = (residual + update).to(SUM.dtype.element_ty)
     tl.store(SUM + place, total, mask=mask)
     if NORMED is not None:
         unit = total.to(tl.float32)
@@ -62,7 +87,8 @@ def residual_norm(RESIDUAL, UPDATE, WEIGHT, BIAS, SEED, SUM, NORMED, MEAN, SCALE
             mean = tl.sum(unit, 1) / D
             tl.store(MEAN + row, mean, mask=row < num_rows)
             unit = tl.where(mask, unit - mean[:, None], 0.0)
-        scale = tl.rsqrt(tl.sum(unit * unit, 1) / D + eps)
+        mean_square = tl.sum(unit * unit, 1) / D
+        scale = tl.rsqrt(mean_square + eps)
         tl.store(SCALE + row, scale, mask=row < num_rows)
         unit = unit * scale[:, None]
         if WEIGHT is not None:
@@ -71,11 +97,28 @@ def residual_norm(RESIDUAL, UPDATE, WEIGHT, BIAS, SEED, SUM, NORMED, MEAN, SCALE
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL, do_not_specialize_on_alignment=["SEED"])
-def residual_norm_gradients(D_SUM, D_NORMED, SUM, MEAN, SCALE, WEIGHT, SEED, D_RESIDUAL, D_UPDATE, PARTS,
-                            num_rows, threshold,
-                            D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """Of the residual, of the update unless it is the same, and [programs, 2, D] parts of those of WEIGHT and BIAS.
-    Programs: each has every so-many-th tile of rows."""
+def residual_norm_gradients(
+    D_SUM,
+    D_NORMED,
+    SUM,
+    MEAN,
+    SCALE,
+    WEIGHT,
+    SEED,
+    D_RESIDUAL,
+    D_UPDATE,
+    PARTS,
+    num_rows,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute the gradient of the residual, and of the update where dropout makes it another one.
+
+    Also compute partial sums [programs, 2, D] of the gradients of WEIGHT and BIAS. Program p of P covers the tiles of
+    rows p, p + P, p + 2 P ...
+    """
     d_weight = tl.zeros([ROWS, BLOCK_D], tl.float32)
     d_bias = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0)):
@@ -88,14 +131,17 @@ def residual_norm_gradients(D_SUM, D_NORMED, SUM, MEAN, SCALE, WEIGHT, SEED, D_R
             scale = tl.load(SCALE + row, mask=row < num_rows, other=0.0)
             if WEIGHT is not None:
                 mean = tl.load(MEAN + row, mask=row < num_rows, other=0.0)
-                unit = tl.where(mask, unit - mean[:, None], 0.0) * scale[:, None]
+                centred = tl.where(mask, unit - mean[:, None], 0.0)
+                unit = centred * scale[:, None]
                 d_weight += d_unit * unit
                 d_bias += d_unit
                 d_unit = d_unit * gains(WEIGHT, D, ROWS, BLOCK_D)
-                d_total -= (tl.sum(d_unit, 1) / D)[:, None]
+                d_mean = tl.sum(d_unit, 1) / D
+                d_total -= d_mean[:, None]
             else:
                 unit = unit * scale[:, None]
-            d_total += d_unit - unit * (tl.sum(d_unit * unit, 1) / D)[:, None]
+            along_unit = tl.sum(d_unit * unit, 1) / D
+            d_total += d_unit - unit * along_unit[:, None]
             d_total = d_total * scale[:, None]
         if D_SUM is not None:
             d_total += tl.load(D_SUM + place, mask=mask, other=0.0).to(tl.float32)
@@ -113,5 +159,5 @@ def residual_norm_gradients(D_SUM, D_NORMED, SUM, MEAN, SCALE, WEIGHT, SEED, D_R
 
 @triton.jit(do_not_specialize=["num_parts"])
 def sum_all(PARTS, TOTAL, num_parts, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of rows that are `length` long. Programs: tiles of columns."""
+    """Sum `num_parts` rows of `length` numbers. Programs: tiles of columns."""
     sum_rows(PARTS, TOTAL, tl.program_id(0), num_parts, length, ROWS, COLUMNS)

@@ -6,6 +6,7 @@ from the device's default generator. So nothing waits, and activation checkpoint
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ TILE_LEN = 2048
 """Numbers that a program of four warps holds at a time."""
 MAX_PARTS = 4 * NUM_MULTIPROCESSORS
 """Largest number of programs that each compute a partial sum over rows of a gradient."""
-SUM_ROWS, SUM_COLUMNS = 64, 32
-"""Rows and columns of a tile of partial sums."""
+SUM_ROWS = 64
+"""Rows of a tile of partial sums."""
+SUM_COLUMNS = 32
+"""Columns of a tile of partial sums."""
 
 
 def runs(setting: AttentionKernel, x: Tensor) -> bool:
@@ -31,8 +34,10 @@ def runs(setting: AttentionKernel, x: Tensor) -> bool:
 
 def fits(setting: AttentionKernel, x: Tensor) -> bool:
     """Whether the kernels run for rows like `x` on a device that supports them."""
+    if setting not in ("auto", "triton"):
+        return False
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    return setting in ("auto", "triton") and is_half and x.shape[-1] <= MAX_WIDTH
+    return is_half and x.shape[-1] <= MAX_WIDTH
 
 
 def draw_seeds(count: int, *, like: Tensor) -> tuple[Tensor, ...]:
@@ -43,16 +48,18 @@ def draw_seeds(count: int, *, like: Tensor) -> tuple[Tensor, ...]:
 
 def threshold_of(rate: float) -> int:
     """Return how many of `KEEP_LEVELS` numbers dropout sets to 0: never all."""
-    return min(round(rate * KEEP_LEVELS), KEEP_LEVELS - 1)
+    threshold = round(rate * KEEP_LEVELS)
+    return min(threshold, KEEP_LEVELS - 1)
 
 
 def start(name: str, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Launch the kernel of this name, of `kernels.activation` or `kernels.residual_norm`."""
+    """Launch the kernel of this name, of `kernels.activation` or `kernels.residual_norm`, on `grid` programs."""
     from txl_dist.model.kernels import activation, residual_norm
 
     module = residual_norm if hasattr(residual_norm, name) else activation
     kernel: Any = getattr(module, name)
-    kernel[grid](*arguments, **constants, num_warps=num_warps)
+    launch = kernel[grid]
+    launch(*arguments, **constants, num_warps=num_warps)
 
 
 def summed(parts: Tensor, *, dtype: torch.dtype) -> Tensor:
@@ -60,6 +67,6 @@ def summed(parts: Tensor, *, dtype: torch.dtype) -> Tensor:
     num_parts = len(parts)
     length = parts[0].numel()
     total = parts.new_empty(parts.shape[1:], dtype=dtype)
-    num_tiles = -(-length // SUM_COLUMNS)
+    num_tiles = math.ceil(length / SUM_COLUMNS)
     start("sum_all", (num_tiles,), parts, total, num_parts, length, ROWS=SUM_ROWS, COLUMNS=SUM_COLUMNS)
     return total

@@ -1,11 +1,12 @@
-"""A chunk's logits to loss and gradient in place, by one kernel; `fused_softmax` runs it, and has its twin in torch.
+"""One Triton kernel that turns a chunk's logits into losses and gradients in place. `fused_softmax` starts it.
 
-Each row is passed over twice: once for its maximum and the sum of exponentials, made online, and once to write the
-gradient where the logits were, while the cache still holds the row. That is six bytes per logit in half precision, of
-24 times that many operations over the whole chunk otherwise.
+`fused_softmax` also has the same computation in torch. The kernel reads each row twice. The first pass computes the
+row's maximum and sum of exponentials, online. The second writes the gradient over the logits while the cache still
+holds the row. That moves six bytes per logit in half precision. Separate operations would pass over the whole chunk
+24 times.
 
-No logit is written before all of its row were read, and nothing is read that another program writes. Sums are in fp32,
-and always in the same order.
+A logit is overwritten only after its whole row has been read. No program reads memory that another program writes. Sums
+are in fp32, and always in the same order.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -17,16 +18,25 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
-"""Where the running maximum begins: below all logits, but finite."""
+"""Start of the running maximum: below all logits, but finite."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def logits_to_gradient(LOGITS, BIAS, TARGETS, SHARE, LOSS, num_rows, stride,
-                       ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
-    """share * (softmax(logits + bias) - one-hot target) over the logits, and each row's loss. Programs: tiles of rows.
+def logits_to_gradient(
+    LOGITS,
+    BIAS,
+    TARGETS,
+    SHARE,
+    LOSS,
+    num_rows,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Replace logits by share * (softmax(logits + bias) - one-hot target), and write each row's loss.
 
-    Rows are `stride` apart, which is a multiple of 16. BIAS has as many numbers, in fp32: behind the last column they
-    are -inf, so that what stands there counts for nothing and becomes 0.
+    Programs: tiles of rows. Rows are `stride` numbers apart, a multiple of 16. BIAS has `stride` numbers in fp32. After
+    the last column they are -inf, so the padding of a row counts for nothing and becomes 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     known = row < num_rows
@@ -41,10 +51,14 @@ def logits_to_gradient(LOGITS, BIAS, TARGETS, SHARE, LOSS, num_rows, stride,
         column = first + tl.arange(0, COLUMNS)
         bias = tl.load(BIAS + column, mask=column < stride, other=float("-inf"))
         mask = known[:, None] & (column < stride)[None, :]
-        logit = tl.load(base + column[None, :], mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+        product = tl.load(base + column[None, :], mask=mask, other=0.0)
+        logit = product.to(tl.float32) + bias[None, :]
         higher = tl.maximum(highest, tl.max(logit, 1))
-        total = total * tl.exp2((highest - higher) * LOG2_E) + tl.sum(tl.exp2((logit - higher[:, None]) * LOG2_E), 1)
-        target_logit += tl.sum(tl.where(column[None, :] == target[:, None], logit, 0.0), 1)
+        shrunk_total = total * tl.exp2((highest - higher) * LOG2_E)
+        exponential = tl.exp2((logit - higher[:, None]) * LOG2_E)
+        total = shrunk_total + tl.sum(exponential, 1)
+        is_target = column[None, :] == target[:, None]
+        target_logit += tl.sum(tl.where(is_target, logit, 0.0), 1)
         highest = higher
     tl.store(LOSS + row, tl.log(total) + highest - target_logit, mask=known)
 
@@ -53,7 +67,9 @@ def logits_to_gradient(LOGITS, BIAS, TARGETS, SHARE, LOSS, num_rows, stride,
         column = first + tl.arange(0, COLUMNS)
         bias = tl.load(BIAS + column, mask=column < stride, other=float("-inf"))
         mask = known[:, None] & (column < stride)[None, :]
-        logit = tl.load(base + column[None, :], mask=mask, other=0.0).to(tl.float32) + bias[None, :]
+        pointer = base + column[None, :]
+        logit = tl.load(pointer, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
         gradient = tl.exp2((logit - highest[:, None]) * LOG2_E) * factor[:, None]
-        gradient -= tl.where(column[None, :] == target[:, None], share[:, None], 0.0)
-        tl.store(base + column[None, :], gradient.to(LOGITS.dtype.element_ty), mask=mask)
+        is_target = column[None, :] == target[:, None]
+        gradient -= tl.where(is_target, share[:, None], 0.0)
+        tl.store(pointer, gradient.to(LOGITS.dtype.element_ty), mask=mask)
