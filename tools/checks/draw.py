@@ -60,14 +60,29 @@ def _described(node: Definition, file: str, name: str) -> list[str]:
 
 
 def paragraphs(root: Path) -> list[str]:
-    """Every paragraph of prose in docs and README, with the page's name."""
+    """Every paragraph of prose in docs and README, with the page's name and the heading above it."""
     found = []
     for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        for paragraph in re.split(r"\n\s*\n", prose_of(page.read_text(encoding="utf-8"))):
-            text = " ".join(paragraph.split())
-            if len(text.split()) >= FEWEST_WORDS:
-                found.append(f"{page.name}: {text}")
+        for heading, content in _parts_of(page.read_text(encoding="utf-8")):
+            place = f"{page.name}, {heading}" if heading else page.name
+            for paragraph in re.split(r"\n\s*\n", prose_of(content)):
+                text = " ".join(paragraph.split())
+                if len(text.split()) >= FEWEST_WORDS:
+                    found.append(f"{place}: {text}")
     return found
+
+
+def _parts_of(page: str) -> Iterator[tuple[str, str]]:
+    """Yield (heading, text below it) of a Markdown page. Comments in blocks of code are no headings."""
+    heading, lines, is_code = "", list[str](), False
+    for line in page.splitlines():
+        is_code ^= line.startswith(("```", "~~~"))
+        if line.startswith("#") and not is_code:
+            yield heading, "\n".join(lines)
+            heading, lines = line.lstrip("# "), []
+        else:
+            lines.append(line)
+    yield heading, "\n".join(lines)
 
 
 def docstring_places(root: Path) -> list[str]:

@@ -33,6 +33,10 @@ HIGHEST_SHOWN = 999
 """Higher upper bounds only catch slips of the hand. The page does not list them."""
 FEWEST_COMMANDS = 2
 """A flag with the same text in at least this many commands is listed once."""
+TYPE_NAMES = {"integer": "Integer", "number": "Number", "string": "Text", "boolean": "Switch"}
+"""Word for each type of JSON schema."""
+BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
+"""Words for each bound of JSON schema, lower ones first."""
 SETTINGS_HEAD = f"""# Configuration reference
 
 {MADE_BY}
@@ -48,13 +52,17 @@ Hyphens may replace underscores. An unknown name is refused, and the message nam
 `txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, `--dry-run --all` prints all.
 `RUN/config.toml` holds all settings of a run.
 
-Sizes are global: they do not depend on the number of ranks. The last word of each entry says whether a resumed run may
-change the setting ([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
+Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and default. Two notes say
+what a resumed run does with another value
+([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
 
-- **frozen**: no, a change is refused.
-- **warned**: yes, with a line in the log.
-- **free**: yes.
+- **Frozen on resume.** Another value is refused.
+- **Warned on resume.** Another value is used, with a warning in the log.
+
+A setting without a note may change freely.
 """
+RESUME_NOTES = {"frozen": " Frozen on resume.", "warned": " Warned on resume.", "free": ""}
+"""Note of an entry, by the policy of its setting."""
 COMMANDS_HEAD = f"""# Command reference
 
 {MADE_BY}
@@ -84,12 +92,9 @@ def settings_page() -> str:
         schema = type(info.default).model_json_schema()
         parts.append(f"## {section}\n\n{schema['description']}\n")
         for key, field in schema["properties"].items():
-            facts = [
-                _type(field),
-                f"default {_default(field['default'])}",
-                resume_policy(f"{section}.{key}"),
-            ]
-            parts.append(f"### {section}.{key}\n\n{_escaped(field['description'])}\n\n*{', '.join(facts)}*\n")
+            note = RESUME_NOTES[resume_policy(f"{section}.{key}")]
+            facts = f"{_type(field)}. Default: {_default(field['default'])}.{note}"
+            parts.append(f"### {section}.{key}\n\n{_escaped(field['description'])}\n\n*{facts}*\n")
     return "\n".join(parts)
 
 
@@ -215,30 +220,33 @@ def help_text(command: str) -> str:
 
 
 def _type(field: dict[str, Any]) -> str:
-    """The type of a setting with its choices or bounds, in words."""
+    """Return the type of a setting in words, with its choices or bounds."""
     if "enum" in field:
-        return " / ".join(f"`{choice}`" for choice in field["enum"])
+        return "One of " + ", ".join(f"`{choice}`" for choice in field["enum"])
     if "prefixItems" in field:
-        return f"list of {len(field['prefixItems'])}: {_type(field['prefixItems'][0])}"
+        return f"List of {len(field['prefixItems'])}: {_lower_first(_type(field['prefixItems'][0]))}"
     if field["type"] == "array":
-        return f"list: {_type(field['items'])}"
-    name = {"integer": "integer", "number": "number", "string": "text", "boolean": "switch"}[field["type"]]
-    signs = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+        return f"List: {_lower_first(_type(field['items']))}"
+    return ", ".join([TYPE_NAMES[field["type"]], *_bounds(field)])
+
+
+def _bounds(field: dict[str, Any]) -> list[str]:
+    """Return the lower and the upper bound of a number in words, without very high ones."""
     bounds = []
-    for mark, sign in signs.items():
+    for mark, words in BOUNDS.items():
         if mark in field and field[mark] <= HIGHEST_SHOWN:
-            bounds.append(f"{sign}{_number(field[mark])}")
-    return " ".join([name, *bounds])
+            bounds.append(f"{words} {field[mark]:g}")
+    return bounds
+
+
+def _lower_first(text: str) -> str:
+    return text[0].lower() + text[1:]
 
 
 def _default(value: Any) -> str:
     if value in ("", []):
         return "empty"
     return f"`{json.dumps(value)}`"
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
 
 
 def _escaped(text: str) -> str:

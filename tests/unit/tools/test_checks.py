@@ -33,6 +33,7 @@ echo "code; does not count"
 - An item is a sentence
 - so is `the next`. And one more?
 """
+HEADED = "README.md, A heading; it does not count"
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -133,7 +134,7 @@ def test_a_draw_depends_on_the_seed_and_the_tree_alone(tmp_path: Path) -> None:
     write(tmp_path, {"txl_dist/a.py": source, "README.md": PAGE, "docs/b.md": "too short"})
     assert public_names(tmp_path) == ["a.py\npublic(a: int) -> str\nSay it."]
     assert messages(tmp_path) == ["txl_dist/a.py: one two three four {a} six"]
-    assert [place.split(":")[0] for place in paragraphs(tmp_path)] == ["README.md", "README.md"]
+    assert [place.split(":")[0] for place in paragraphs(tmp_path)] == [HEADED, HEADED]
 
 
 @pytest.fixture
