@@ -95,6 +95,7 @@ class Renamed(NamedTuple):
 RENAMED: tuple[Renamed, ...] = (
     Renamed("kind", "kind", (("look", "memory"),)),
     Renamed("rest", "unread"),
+    Renamed("stage", "phase"),
     Renamed("document_border", "document_mask", (("carry", False), ("mask", True))),
 )
 """Every renamed key of a JSON file or of a row of metrics.jsonl, whatever the file."""
