@@ -1,4 +1,6 @@
-"""Symbolic music: MIDI files to ids, and a trained model's ids to MIDI, by MidiTok. docs/music.md walks through it.
+"""Symbolic music: MIDI files to ids, and a trained model's ids to MIDI, by MidiTok.
+
+docs/preparing-data.md has the commands.
 
     python examples/music.py ids FOLDER --out data/music      MIDI files to ids.jsonl and names.txt: needs MidiTok
     python examples/music.py made --out data/music            the same of made-up pieces, to try it without MidiTok
@@ -124,7 +126,9 @@ def write(model: str, *, scale: str, max_tokens: int, seed: int, out: Path | Non
     lm = txl_dist.load(model)
     names = lm.tokenizer.symbols
     if "Bar_None" not in names:
-        raise ConfigError(f"{model} writes no music: Bar_None is not in its vocabulary. Name a run of docs/music.md.")
+        raise ConfigError(
+            f"{model} writes no music: Bar_None is not in its vocabulary. Name a run of docs/preparing-data.md."
+        )
     if tokenizer is not None and [*names[: lm.tokenizer.end_of_text]] != names_of(tokenizer):  # end-of-text is the last
         raise ConfigError(f"{model} was not trained on this MidiTok's names, so there is no {out}. Leave out --out.")
     allowed = [i for i, name in enumerate(names) if is_allowed(name, NOTES.index(scale))]

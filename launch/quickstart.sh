@@ -16,7 +16,7 @@ refuse_other_places() { # SETTINGS
         case $word in
             --run.dir | --run.dir=* | --data.path | --data.path=*)
                 fail "${word%%=*} is fixed here: the steps after the training read $run and $corpus." \
-                    "For other places run the commands one by one; see docs/first-file.md."
+                    "For other places run the commands one by one; see docs/getting-started.md."
                 ;;
         esac
     done

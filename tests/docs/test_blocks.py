@@ -23,7 +23,7 @@ from tests.helpers import forked
 
 pytestmark = [pytest.mark.docs, pytest.mark.dist, pytest.mark.slow]
 
-FIRST = ROOT / "docs" / "quickstart.md"
+FIRST = ROOT / "docs" / "getting-started.md"
 OTHERS = [page for page in PAGES if page != FIRST and any(block.mark == "run" for block in blocks_of(page))]
 OF_A_CHECKOUT = ("README.md", "configs", "docs", "examples", "launch", "tests", "tools")
 SOURCE = "txl_dist/model"

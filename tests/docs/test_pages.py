@@ -53,11 +53,11 @@ FLAGS_OF_OTHERS = {
 }
 """Of the `deepspeed` launcher, which `txl launch` passes on."""
 
-MOST_PAGES, MOST_WORDS = 26, 39_400
+MOST_PAGES, MOST_WORDS = 26, 38_000
 """Bounds of docs/, in words as `wc -w` counts them. They may be lowered and never raised."""
-MOST_LONG_PCT = 6.3
+MOST_LONG_PCT = 6.0
 """Sentences over 25 words in docs/ and README, in percent."""
-MOST_SEMICOLONS = 5.0
+MOST_SEMICOLONS = 3.0
 """Semicolons in 1,000 words of prose of docs/ and README."""
 
 ATTRIBUTES = {"model.config", "model.empty_memory", "optim.apply_settings"}
@@ -207,7 +207,9 @@ def test_every_shell_block_is_run_or_says_why_not(page: Path) -> None:
 def test_enough_of_the_documentation_is_run() -> None:
     marked = [block for page in PAGES for block in blocks_of(page) if block.mark == "run"]
     assert len(marked) >= 12
-    assert {"quickstart.md", "data.md", "training.md", "inference.md"} <= {block.page for block in marked}
+    assert {"getting-started.md", "preparing-data.md", "training.md", "inference.md"} <= {
+        block.page for block in marked
+    }
 
 
 def quoted_messages() -> list[str]:

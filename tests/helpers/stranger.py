@@ -1,4 +1,4 @@
-"""A reader of corpora and of training's lanes that knows nothing but docs/data.md, "For a reader of your own".
+"""A reader of corpora and of training's lanes that knows nothing but docs/corpus-format.md, "Specification".
 
 numpy, json, tarfile and hashlib; nothing of the package. It is made to be checked by eye, not to be fast: whole epochs
 are joined in memory, and a lane at a position is looked up in them. Both ways to the tokens that the page describes are

@@ -1,4 +1,4 @@
-"""A stranger who has read docs/data.md, and nothing else, reads the lanes that training reads."""
+"""A stranger who has read docs/corpus-format.md, and nothing else, reads the lanes that training reads."""
 
 from __future__ import annotations
 
