@@ -180,7 +180,7 @@ def test_an_edited_index_is_refused(corpus: Corpus) -> None:
         with pytest.raises(DataError, match=r"index\.json"):
             open_corpus(corpus.folder)
     path.unlink()
-    assert "no corpus" in verify_corpus(corpus.folder)[0]
+    assert "not a readable corpus" in verify_corpus(corpus.folder)[0]
 
 
 def test_another_tokenizer_in_the_folder_is_refused(corpus: Corpus, tmp_path: Path) -> None:
