@@ -1,9 +1,13 @@
-"""Our tokenizers as pipelines of the library `tokenizers`, which needs neither torch nor any code of ours.
+"""This package's tokenizers as pipelines of the library `tokenizers`, which needs neither torch nor this package.
 
-Each is compared with ours, on texts of random ids, before it is written. What remains different: texts of more than
-64 KiB, which ours cuts first (bpe, unigram); a byte or character that a vocabulary without `<unk>` does not know is
-left out there, and refused here; lower case of single letters such as a final sigma; and some vocabularies of others
-make their special tokens of what spells them, `</s>`, which ours takes as text.
+Before a pipeline is written, its ids and texts are compared with those of the tokenizer, on texts of random ids. These
+differences remain:
+
+    long texts            bpe and unigram divide texts of more than 64 KiB first. The library does not.
+    unknown characters    Without `<unk>` in the vocabulary, the library leaves them out. This package raises DataError.
+    lower case            The library lowers some single letters in another way, for example a final sigma.
+    special tokens        With some foreign vocabularies, the library reads `</s>` in a text as the special token. This
+                          package reads it as text.
 """
 
 from __future__ import annotations
@@ -23,12 +27,16 @@ from txl_dist.tokenizers.subwords import BpeTokenizer, UnigramTokenizer, byte_le
 from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 SAMPLES = ("Hello, world!\n  A line, and 3.14 more.\n", "def f(x):\n    return x\n", "", "\n\n", "a")
-"""Texts that are compared, besides those of random ids."""
+"""Texts that are compared, in addition to those of random ids."""
 NUM_RANDOM = 20
+"""Number of texts of random ids that are compared."""
 
 
 def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
-    """Write ours as txl_tokenizer.json, and as tokenizer.json the library's; False where there is none."""
+    """Write the bundle's tokenizer as txl_tokenizer.json, and as tokenizer.json for the library if it has an equal one.
+
+    Returns whether tokenizer.json was written.
+    """
     bundle.tokenizer.save(folder / "txl_tokenizer.json")
     library = library_tokenizer(bundle.tokenizer, begins_documents=bundle.begins_documents)
     if library is not None:
@@ -37,8 +45,10 @@ def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
 
 
 def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | None:
-    """The same tokenizer as one of the library; with an end-of-text before each text where the model begins documents.
-    None if there is none that gives the same ids and texts."""
+    """Return the library's tokenizer that gives the same ids and texts, or None if there is none.
+
+    With `begins_documents` it adds an end-of-text before each text, if the tokenizer has one.
+    """
     library = _pipeline(tokenizer)
     if library is None:
         return None
@@ -59,6 +69,7 @@ def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | 
 
 
 def _pipeline(tokenizer: Tokenizer) -> Any | None:
+    """Build the library's pipeline for a tokenizer's kind, without special tokens. None if the library has none."""
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
@@ -69,7 +80,10 @@ def _pipeline(tokenizer: Tokenizer) -> Any | None:
             library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
             library.decoder = decoders.ByteLevel()
         case BpeTokenizer():
-            merges = [(left, right) for left, right in (merge.split(" ") for merge in tokenizer.merges)]
+            merges: list[tuple[str, str]] = []
+            for merge in tokenizer.merges:
+                left, right = merge.split(" ")
+                merges.append((left, right))
             library = byte_level(models.BPE(vocab=ids, merges=merges))
             library.decoder = decoders.ByteLevel()
         case UnigramTokenizer():
@@ -79,19 +93,25 @@ def _pipeline(tokenizer: Tokenizer) -> Any | None:
             library = Library(models.BPE(vocab=ids, merges=[], unk_token=tokenizer.unknown))
             if tokenizer.lower_case:
                 library.normalizer = normalizers.Lowercase()
-            known = [] if tokenizer.unknown is None else [decoders.Replace(tokenizer.unknown, "\ufffd")]
-            library.decoder = decoders.Sequence([*known, decoders.Fuse()])
+            decoding: list[Any] = []
+            if tokenizer.unknown is not None:
+                decoding.append(decoders.Replace(tokenizer.unknown, "\ufffd"))
+            decoding.append(decoders.Fuse())
+            library.decoder = decoders.Sequence(decoding)
         case WordTokenizer(line_start=None):
             library = Library(models.WordLevel(ids, unk_token=tokenizer.unknown or ""))
-            steps = [normalizers.Lowercase()] if tokenizer.lower_case else []
-            end = tokenizer.line_end
-            marks = [] if end is None else [normalizers.Replace("\n", f" {end} ")]
-            library.normalizer = normalizers.Sequence([*steps, *marks])
+            normalizing: list[Any] = []
+            # A blank follows each word. After the end of a line, blank and mark become a newline.
+            decoding = [decoders.Replace(Regex(r"\z"), " ")]
+            if tokenizer.lower_case:
+                normalizing.append(normalizers.Lowercase())
+            if tokenizer.line_end is not None:
+                normalizing.append(normalizers.Replace("\n", f" {tokenizer.line_end} "))
+                decoding.append(decoders.Replace(f"{tokenizer.line_end} ", "\n"))
+            decoding.append(decoders.Fuse())
+            library.normalizer = normalizers.Sequence(normalizing)
             library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-            # A blank behind each word, but behind the end of a line, which becomes its newline.
-            blank = [decoders.Replace(Regex(r"\z"), " ")]
-            newline = [] if end is None else [decoders.Replace(f"{end} ", "\n")]
-            library.decoder = decoders.Sequence([*blank, *newline, decoders.Fuse()])
+            library.decoder = decoders.Sequence(decoding)
         case HuggingFaceTokenizer():
             library = Library.from_str(json.dumps(_renumbered(tokenizer)))
         case _:
@@ -100,35 +120,49 @@ def _pipeline(tokenizer: Tokenizer) -> Any | None:
 
 
 def _renumbered(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
-    """The foreign pipeline with our ids."""
+    """Return the content of the foreign tokenizer.json with this package's ids."""
     content = parse_object(tokenizer.content)
-    ours = {int(foreign): i for i, foreign in enumerate(tokenizer.foreign_ids) if foreign != ADDED}
+    own_ids = {int(foreign): i for i, foreign in enumerate(tokenizer.foreign_ids) if foreign != ADDED}
     model = content["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {symbol: ours[i] for symbol, i in model["vocab"].items()}
-    else:  # unigram: ids are places in a list, which must name added tokens too
-        scores = dict(map(tuple, model["vocab"]))
-        model["vocab"] = [[symbol, scores.get(symbol, min(scores.values()))] for symbol in tokenizer.symbols]
+    has_ids = isinstance(model["vocab"], dict)
+    if has_ids:
+        model["vocab"] = {symbol: own_ids[foreign] for symbol, foreign in model["vocab"].items()}
+    else:  # unigram: an id is an index in a list, which must contain added tokens too
+        scores = {symbol: score for symbol, score in model["vocab"]}
+        lowest = min(scores.values())
+        model["vocab"] = [[symbol, scores.get(symbol, lowest)] for symbol in tokenizer.symbols]
         model["unk_id"] = tokenizer.unknown_id
-    content["added_tokens"] = [token | {"id": ours[token["id"]]} for token in content.get("added_tokens", [])]
-    if tokenizer.foreign_ids[tokenizer.end_of_text] == ADDED and isinstance(model["vocab"], dict):
+    added_tokens: list[dict[str, Any]] = []
+    for token in content.get("added_tokens", []):
+        own_id = own_ids[token["id"]]
+        added_tokens.append({**token, "id": own_id})
+    content["added_tokens"] = added_tokens
+    is_end_added = tokenizer.foreign_ids[tokenizer.end_of_text] == ADDED
+    if is_end_added and has_ids:
         model["vocab"][END_OF_TEXT] = tokenizer.end_of_text
     if model.get("dropout") is not None:
         model["dropout"] = None
-    return content | {"truncation": None, "padding": None, "post_processor": None}
+    return {**content, "truncation": None, "padding": None, "post_processor": None}
 
 
 def _gives_the_same(library: Any, tokenizer: Tokenizer) -> bool:
-    drawn = random.Random(0)
-    others = [i for i in range(tokenizer.vocab_size) if i != tokenizer.end_of_text]
-    texts = [*SAMPLES, *(tokenizer.decode(drawn.choices(others, k=50)) for _ in range(NUM_RANDOM))]
+    """Whether both encode and decode the sample texts in the same way.
+
+    Texts that contain a special token, or characters outside the vocabulary, are left out.
+    """
+    generator = random.Random(0)
+    ordinary_ids = [i for i in range(tokenizer.vocab_size) if i != tokenizer.end_of_text]
+    texts = list(SAMPLES)
+    for _ in range(NUM_RANDOM):
+        random_ids = generator.choices(ordinary_ids, k=50)
+        texts.append(tokenizer.decode(random_ids))
     special = [token.content for token in library.get_added_tokens_decoder().values() if token.special]
     for text in texts:
         if any(symbol in text for symbol in special):
             continue
         try:
             ids = [int(i) for i in tokenizer.encode_prompt(text)]
-        except DataError:  # of characters that the vocabulary does not have
+        except DataError:  # the vocabulary does not have all characters
             continue
         if library.encode(text, add_special_tokens=False).ids != ids:
             return False

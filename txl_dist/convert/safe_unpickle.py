@@ -1,16 +1,16 @@
-"""Reads what `torch.save` and `pickle.dump` wrote, and runs no code of theirs.
+"""Reader for files of `torch.save` and `pickle.dump` that runs none of the code in them.
 
 A pickle is a program: it may name any function of any installed library and call it. The unpickler here imports
-nothing. A name in the file gives one of three things:
+nothing. A name in the file becomes one of three things:
 
-    a harmless constructor     a tensor, a dict, a set: made here anew for each file, so that a file which then
-                               alters what it was given alters nothing of ours
-    an Inert stand-in          for a class of the peers' codes, of torch.nn, and so on (PACKAGES): it keeps the state
-                               and has no behaviour
-    CheckpointError            for anything else, naming file and name
+    a harmless constructor     For a tensor, a dict, a set. Each file gets new constructors, so a file that changes them
+                               changes nothing outside itself.
+    an Inert stand-in          For a class of the peers' code bases, of torch.nn, and so on (PACKAGES). It keeps the
+                               state and has no behaviour.
+    CheckpointError            For anything else, with file and name.
 
-What it gives up: objects whose state only their own class understands (numpy scalars, patterns) stay closed. A
-hostile file can still ask for much memory.
+Limits: the content of objects whose state only their own class understands (numpy scalars, patterns) cannot be read. A
+hostile file can still request much memory.
 """
 
 from __future__ import annotations
@@ -32,30 +32,51 @@ from torch import Tensor
 from txl_dist.errors import CheckpointError
 
 ZIP_START = b"PK\x03\x04"
-"""torch.save since torch 1.6."""
+"""First bytes of a file of torch.save since torch 1.6."""
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch.save before that: a pickled number."""
+"""First bytes of a file of torch.save before that: a pickled number."""
 PACKAGES = (
-    *("mem_transformer", "data_utils", "vocabulary", "utils", "proj_adaptive_softmax", "log_uniform_sampler", "lamb"),
-    *("torch.nn", "torch.optim", "apex", "labml", "labml_nn", "labml_helpers", "sacremoses", "tokenizers"),
-    *("transformers", "pytorch_transformers", "pytorch_pretrained_bert"),
+    "mem_transformer",
+    "data_utils",
+    "vocabulary",
+    "utils",
+    "proj_adaptive_softmax",
+    "log_uniform_sampler",
+    "lamb",
+    "torch.nn",
+    "torch.optim",
+    "apex",
+    "labml",
+    "labml_nn",
+    "labml_helpers",
+    "sacremoses",
+    "tokenizers",
+    "transformers",
+    "pytorch_transformers",
+    "pytorch_pretrained_bert",
 )
 """Packages whose classes become Inert, those of their submodules too."""
 INERT = {
-    *(("argparse", "Namespace"), ("re", "_compile"), ("_regex", "compile"), ("regex._regex", "compile")),
-    *(("numpy", "dtype"), ("numpy.core.multiarray", "scalar"), ("numpy._core.multiarray", "scalar")),
+    ("argparse", "Namespace"),
+    ("re", "_compile"),
+    ("_regex", "compile"),
+    ("regex._regex", "compile"),
+    ("numpy", "dtype"),
+    ("numpy.core.multiarray", "scalar"),
+    ("numpy._core.multiarray", "scalar"),
 }
-"""Further names that become Inert."""
+"""Further (module, name) pairs that become Inert."""
 MAX_DEPTH = 100
-"""Largest depth of modules in modules."""
+"""Largest depth of nested modules."""
 CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
+"""Names in PACKAGES that are read as classes."""
 
 
 class Inert:
-    """Stands for an object of a class that was not imported: `type(it)` has that class's name and module.
+    """Stand-in for an object of a class that is not imported. `type(it)` has that class's name and module.
 
-    The object's state is its `__dict__`. What does not fit there is beside it: arguments of a call, items of a list
-    or set, pairs of a dict, and a state that is not a dict.
+    The object's state is its `__dict__`. Attributes hold everything else: arguments of a call, items of a list or set,
+    pairs of a dict, and a state that is not a dict.
     """
 
     __slots__ = ("__dict__", "inert_arguments", "inert_items", "inert_pairs", "inert_state")
@@ -66,7 +87,7 @@ class Inert:
     inert_state: Any
 
     def __new__(cls, *arguments: Any) -> Inert:
-        """Unpickling does not always call `__init__`."""
+        """Set the attributes here, because unpickling does not always call `__init__`."""
         self = super().__new__(cls)
         self.inert_arguments = arguments
         self.inert_items = []
@@ -75,10 +96,13 @@ class Inert:
         return self
 
     def __setstate__(self, state: Any) -> None:
-        # A pair is a state in two parts, the second that of slots.
-        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+        # A pair is a state in two parts, the second of which is for slots.
+        is_pair = isinstance(state, tuple) and len(state) == 2
+        parts = state if is_pair else (state,)
+        for part in parts:
             if isinstance(part, dict):
-                self.__dict__.update({name: value for name, value in part.items() if isinstance(name, str)})
+                attributes = {name: value for name, value in part.items() if isinstance(name, str)}
+                self.__dict__.update(attributes)
             elif part is not None:
                 self.inert_state = state
 
@@ -86,48 +110,51 @@ class Inert:
         self.inert_pairs[key] = value
 
     def append(self, item: Any) -> None:
-        """Called for each item of a list."""
+        """Keep an item of a list. The unpickler calls it."""
         self.inert_items.append(item)
 
     def extend(self, items: Iterable[Any]) -> None:
-        """Called with items of a list."""
+        """Keep several items of a list. The unpickler calls it."""
         self.inert_items.extend(items)
 
     def add(self, item: Any) -> None:
-        """Called for each item of a set."""
+        """Keep an item of a set. The unpickler calls it."""
         self.inert_items.append(item)
 
 
 def read_torch_file(path: Path) -> Any:
-    """Content of a file of torch.save, tensors on the CPU. Raises CheckpointError."""
+    """Read a file of torch.save, with tensors on the CPU. Raises CheckpointError."""
     with _reading(path, "a file of torch.save") as file:
         return _load_torch(file, path)
 
 
 def read_pickle_file(path: Path) -> Any:
-    """Content of a file of pickle.dump. Raises CheckpointError."""
+    """Read a file of pickle.dump. Raises CheckpointError."""
     with _reading(path, "a pickle") as file:
         return _restricted_pickle(path).load(file, encoding="utf-8")
 
 
 def read_any(path: Path) -> Any:
-    """Content of a file of torch.save or pickle.dump, whichever its first bytes tell. Raises CheckpointError."""
+    """Read a file of torch.save or pickle.dump, as its first bytes say. Raises CheckpointError."""
     with _reading(path, "a file of torch.save or a pickle") as file:
         start = file.peek(len(LEGACY_START))
-    return read_torch_file(path) if start.startswith((ZIP_START, LEGACY_START)) else read_pickle_file(path)
+    if start.startswith((ZIP_START, LEGACY_START)):
+        return read_torch_file(path)
+    return read_pickle_file(path)
 
 
 def modules_tensors(module: Inert) -> dict[str, Tensor]:
-    """The state dict of a pickled torch.nn.Module: parameters and buffers under dotted names.
+    """Return the state dict of a pickled torch.nn.Module: parameters and buffers under dotted names.
 
-    A tensor that modules share is there under each of its names. Raises CheckpointError if a module holds
-    itself, or the modules are nested too deep.
+    A tensor that modules share is in it under each of its names. Raises CheckpointError if a module contains itself, or
+    if modules are nested too deeply.
     """
     return dict(_named_tensors(module, prefix="", inside=()))
 
 
 def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> Iterator[tuple[str, Tensor]]:
-    if any(module is other for other in inside):
+    """Yield (name, tensor) of a module and its submodules. `inside` are the modules around it, outermost first."""
+    if any(module is outer for outer in inside):
         raise CheckpointError(f"the pickled module {type(inside[0]).__name__} holds itself, as {prefix[:-1]}.")
     if len(inside) > MAX_DEPTH:
         raise CheckpointError(
@@ -135,7 +162,8 @@ def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> 
         )
     state = vars(module)
     left_out = state.get("_non_persistent_buffers_set")
-    left_out = left_out if isinstance(left_out, set) else set()
+    if not isinstance(left_out, set):
+        left_out = set()
     for kind in ("_parameters", "_buffers"):
         for name, tensor in _entries(state, kind):
             if isinstance(tensor, Tensor) and name not in left_out:
@@ -146,12 +174,15 @@ def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> 
 
 
 def _entries(state: dict[str, Any], kind: str) -> list[tuple[str, Any]]:
+    """Return the (name, value) pairs of a module's dict `kind`, or none if it is not a dict."""
     entries = state.get(kind, {})
-    return [(str(name), value) for name, value in entries.items()] if isinstance(entries, dict) else []
+    if not isinstance(entries, dict):
+        return []
+    return [(str(name), value) for name, value in entries.items()]
 
 
 class _Unmapped(io.BufferedReader):
-    """A file without a number: torch.load would first try to read one that has it as an old tar archive."""
+    """A file without a descriptor. With one, torch.load would first try to read it as an old tar archive."""
 
     def fileno(self) -> int:
         raise io.UnsupportedOperation("fileno")
@@ -159,18 +190,19 @@ class _Unmapped(io.BufferedReader):
 
 @contextmanager
 def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
-    """The open file; whatever goes wrong in reading it becomes a CheckpointError that names it."""
+    """Open a file. Every error in the block becomes a CheckpointError that names the file."""
     try:
         with _Unmapped(io.FileIO(path)) as file:
             yield file
     except CheckpointError:
         raise
     except OSError as error:
-        if path.is_file() and error.errno == errno.EINVAL:  # a seek to where a whole file would go on
+        if path.is_file() and error.errno == errno.EINVAL:  # a seek beyond the end of the file
             raise CheckpointError(f"{path} is damaged or cut short. Copy it again.") from error
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}. Check the path.") from error
     except Exception as error:
-        detail = (str(error).splitlines() or [""])[0][:160]
+        lines = str(error).splitlines()
+        detail = lines[0][:160] if lines else ""
         raise CheckpointError(
             f"{path} is damaged, cut short, or not {kind} ({type(error).__name__}: {detail}). Copy it again, or name "
             "another file."
@@ -187,8 +219,9 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
     start = file.read(len(LEGACY_START))
     file.seek(0)
     if start.startswith(ZIP_START):
-        # Where torch.load's own reader sees this record, it goes on to torch.jit.load.
-        if "constants.pkl" in torch._C.PyTorchFileReader(file).get_all_records():
+        # torch.load calls torch.jit.load if the archive has this record.
+        records = torch._C.PyTorchFileReader(file).get_all_records()
+        if "constants.pkl" in records:
             raise _refusal(path, "TorchScript")
         file.seek(0)
     elif start != LEGACY_START:
@@ -197,9 +230,9 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
 
 
 def _restricted_pickle(path: Path) -> Any:
-    """In place of the module `pickle`, for one file."""
+    """Make a replacement for the module `pickle`, for one file."""
     known = _constructors()
-    # How a plain pickle holds the numbers of a tensor: bytes that are a torch file of their own.
+    # In a plain pickle, the numbers of a tensor are bytes that are a torch file themselves.
     known["torch.storage", "_load_from_bytes"] = lambda data: _load_torch(io.BytesIO(data), path)
 
     class Unpickler(pickle.Unpickler):
@@ -208,11 +241,14 @@ def _restricted_pickle(path: Path) -> Any:
             if key not in known:
                 if not _is_inert(module, name):
                     raise _refusal(path, f"{module}.{name}")
-                known[key] = type(name, (Inert,), {"__module__": module, "__slots__": ()})
+                attributes = {"__module__": module, "__slots__": ()}
+                known[key] = type(name, (Inert,), attributes)
             return known[key]
 
         def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, _without_sources(value) if name == "persistent_load" else value)
+            if name == "persistent_load":
+                value = _without_sources(value)
+            super().__setattr__(name, value)
 
     def load(file: BinaryIO, **settings: Any) -> Any:
         return Unpickler(file, **settings).load()
@@ -221,25 +257,30 @@ def _restricted_pickle(path: Path) -> Any:
 
 
 def _is_inert(module: str, name: str) -> bool:
-    is_known = any(module == package or module.startswith(f"{package}.") for package in PACKAGES)
-    return (is_known and CLASS_NAME.fullmatch(name) is not None) or (module, name) in INERT
+    """Whether a name in a file becomes an Inert class."""
+    if (module, name) in INERT:
+        return True
+    is_in_package = any(module == package or module.startswith(f"{package}.") for package in PACKAGES)
+    return is_in_package and CLASS_NAME.fullmatch(name) is not None
 
 
 def _without_sources(persistent_load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """As torch.load's own, but a class that comes with its source code is not compared with ours."""
+    """Wrap torch.load's `persistent_load`, so that it does not compare a class's saved source with installed code."""
 
     def load(saved_id: Any) -> Any:
         is_class = isinstance(saved_id, tuple) and len(saved_id) == 4 and saved_id[0] == "module"
-        return saved_id[1] if is_class else persistent_load(saved_id)
+        if is_class:
+            return saved_id[1]
+        return persistent_load(saved_id)
 
     return load
 
 
 def _constructors() -> dict[tuple[str, str], Any]:
-    """Return the callables that a file may call. They are new at each call, except types that nobody can alter."""
+    """Return the callables that a file may call. They are new at each call, except types that cannot be changed."""
 
     class Parameter:
-        """Gives a plain tensor; an empty one where the data comes later, as the state."""
+        """Constructor that returns a plain tensor, or an empty one if the data comes later as the state."""
 
         def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
             return torch.empty(0) if data is None else data
@@ -258,17 +299,24 @@ def _constructors() -> dict[tuple[str, str], Any]:
         ("collections", "defaultdict"): lambda *_: {},
         ("_codecs", "encode"): _encode,
     }
-    known |= {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-    plain = (dict, list, tuple, set, frozenset, bytes, bytearray, str, int, float, complex, bool)
-    known |= {(module, kind.__name__): kind for module in ("builtins", "__builtin__") for kind in plain}
+    for name, value in vars(torch).items():
+        if isinstance(value, torch.dtype):
+            known["torch", name] = value
+    for plain in (dict, list, tuple, set, frozenset, bytes, bytearray, str, int, float, complex, bool):
+        known["builtins", plain.__name__] = plain
+        known["__builtin__", plain.__name__] = plain
     return known
 
 
 def _tensor(storage: Any, offset: int, size: Iterable[int], stride: Iterable[int]) -> Tensor:
+    """Make a tensor on a storage. Raises UnpicklingError if it would reach beyond the storage."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise pickle.UnpicklingError("a tensor without storage")
-    size, stride = tuple(size), tuple(stride)
-    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    size = tuple(size)
+    stride = tuple(stride)
+    last = offset
+    for length, step in zip(size, stride, strict=True):
+        last += (length - 1) * step
     if 0 not in size and not 0 <= last < storage._size():
         raise pickle.UnpicklingError("a tensor that reaches beyond its storage")
     tensor: Tensor = torch._utils._rebuild_tensor(storage, offset, size, stride)
@@ -276,7 +324,7 @@ def _tensor(storage: Any, offset: int, size: Iterable[int], stride: Iterable[int
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How pickles of protocol 2 spell bytes."""
+    """Encode text as bytes, which pickles of protocol 2 need for bytes. Raises UnpicklingError except for latin1."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1")

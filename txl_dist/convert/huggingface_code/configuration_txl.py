@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 
 class TxlConfig(PreTrainedConfig):
-    """Structure of the network, and the lengths that it was trained with."""
+    """Architecture of the network, and the segment and memory lengths of its training."""
 
     model_type = "txl"
     keys_to_ignore_at_inference = ("past_key_values",)
@@ -35,11 +35,11 @@ class TxlConfig(PreTrainedConfig):
     div_value: int = 1
     """Cluster i has embeddings of width embed_width // div_value**i. 1 means one table for all."""
     tie_weights_to_embedding: bool = True
-    """Whether output weights are the input embeddings."""
+    """Whether the output weights are the input embeddings."""
     tie_projections: list | tuple = ()
-    """Per cluster: whether its output projection is its input projection. Empty means none is."""
+    """For each cluster, whether its output projection is its input projection. Empty: none is."""
     project_same_width: bool = True
-    """With div_value > 1 also embeddings as wide as the model have a projection."""
+    """With div_value > 1, whether embeddings as wide as the model have a projection too."""
     scale_embedding: bool = True
     """Multiply embeddings by sqrt(width)."""
     pre_norm: bool = False
@@ -48,34 +48,34 @@ class TxlConfig(PreTrainedConfig):
     """Layer norm on the last hidden state."""
     norm_eps: float = 1e-5
     norm: str = "layer"
-    """layer: mean and variance, with gain and bias. rms: the root mean square alone."""
+    """layer: layer norm with gain and bias. rms: a division by the root mean square."""
     activation: str = "relu"
-    """relu, gelu, relu2 (its square) or swiglu (with a third matrix)."""
+    """relu, gelu, relu2 (the square of relu) or swiglu (with a third matrix)."""
     query_key_norm: bool = False
-    """Queries, keys and encodings of distances are divided by their root mean square."""
+    """Divide queries, keys and encodings of distances by their root mean square."""
     residual_scalars: bool = False
-    """Each block is given a mixture of its input and that of the first."""
+    """The input of each block is a learned mix of the hidden state and the embedding."""
     value_residual: bool = False
-    """The values of attention are mixed with those of the first block."""
+    """The values of each block are a learned mix of its own and those of the first block."""
     value_bias: bool = False
     output_bias: bool = False
     positions: str = "relative"
     """relative: sinusoids of the distance. learned_relative: a learned vector and number per distance."""
     num_distances: int = 0
-    """Rows of the table of learned distances; larger distances share the last one."""
+    """Rows of the table of learned distances. Larger distances share the last row."""
     share_biases: bool = True
     """One pair of attention biases for all layers."""
     same_length: str = "off"
-    """Every query sees memory_len keys, itself included (memory), or memory_len + 1 (memory_and_self). off: the memory
-    and its segment up to itself."""
+    """memory: every query sees memory_len keys, with itself. memory_and_self: memory_len + 1 keys. off: the memory, and
+    its segment up to itself."""
     clamp_len: int = 0
-    """Larger distances share one encoding; 0 means no clamping."""
+    """Larger distances share one encoding. 0: no clamping."""
     segment_len: int = 64
     """Tokens that are read at a time."""
     memory_len: int = 128
     """Tokens of the past that a segment sees."""
     generation_memory_len: int = 128
-    """As `memory_len`, when texts are generated: no fewer than a token at a segment's end saw."""
+    """Like `memory_len`, for generation: at least as many as the last token of a segment saw in training."""
     document_mask: bool = False
-    """True: a token sees its own document only, which begins with eos_token_id. False: the memory runs on."""
+    """True: a token sees only its own document, which begins with eos_token_id. False: it also sees earlier ones."""
     initializer_range: float = 0.02

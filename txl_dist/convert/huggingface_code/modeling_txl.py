@@ -4,21 +4,21 @@
 # Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on
 # an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the
 # specific language governing permissions and limitations under the License.
-"""Transformer-XL (Dai et al. 2019): a language model that reads a text in segments and remembers the ones before.
+"""Transformer-XL (Dai et al. 2019): a language model that reads a text in segments and remembers earlier segments.
 
     model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
     model.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=40)
 
-What is remembered is a `TxlMemory`: the keys and values of each layer at the last M positions, so that a token costs
-the same however long its text is. A text of any length is read in segments of `config.segment_len`, as in training.
-Rows of a batch may be padded on the left: what stands there is never seen, and each row is cut into segments from its
-own first token, so it gives what it gives alone.
+The memory is a `TxlMemory`: the keys and values of each layer at the last M positions. So the cost of a token does not
+depend on the length of its text. A text of any length is read in segments of `config.segment_len`, as in training.
+Rows of a batch may be padded on the left. Padding is never seen. Each row is divided into segments from its own first
+token, so its results are those of the row alone.
 
-`logits` are log-probabilities of the whole vocabulary, in nats; with an adaptive softmax those of all its clusters.
-There is no dropout, and gradients end at the borders of segments: this code is for use, and small adaptations.
+`logits` are log-probabilities of the whole vocabulary, in nats, also with an adaptive softmax. There is no dropout, and
+no gradient flows from one segment to the one before: this code is for inference and small adaptations.
 
-Shapes: B rows, T tokens, S places of the past, K = S + T keys, N heads, H head width, D model width, V vocabulary.
+Shapes: B rows, T tokens, S positions of the past, K = S + T keys, N heads, H head width, D model width, V vocabulary.
 """
 
 import itertools
@@ -35,7 +35,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_txl import TxlConfig
 
 EMPTY = -1
-"""Document of a place that holds no token of the text."""
+"""Document of a position that holds padding."""
 
 
 class MemoryLayer(CacheLayerMixin):
@@ -44,12 +44,15 @@ class MemoryLayer(CacheLayerMixin):
     def __init__(self):
         super().__init__()
         self.distances = None
-        """(encodings [N, K, H], learned terms [N, K] or None) of the distances K-1 ... 0 as the layer sees them."""
+        """Cache of `RelativeAttention`: encodings [N, K, H] and learned terms [N, K] (or None) of the distances
+        K-1 ... 0."""
 
     def lazy_initialization(self, key_states, value_states):
         """Begin with an empty past."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.keys = key_states[:, :, :0]
+        self.values = value_states[:, :, :0]
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
@@ -60,28 +63,31 @@ class MemoryLayer(CacheLayerMixin):
         self.values = torch.cat([self.values, value_states], dim=2)
         return self.keys, self.values
 
-    def keep(self, num_places):
-        """Forget all but the last places. No gradient flows into the kept ones."""
-        first = max(0, self.keys.shape[2] - num_places)
-        self.keys, self.values = self.keys[:, :, first:].detach(), self.values[:, :, first:].detach()
+    def keep(self, num_positions):
+        """Forget all but the last positions. No gradient flows into the kept ones."""
+        first = max(0, self.keys.shape[2] - num_positions)
+        self.keys = self.keys[:, :, first:].detach()
+        self.values = self.values[:, :, first:].detach()
 
     def get_seq_length(self):
-        """Return the number of places S."""
+        """Return the number of positions S."""
         return self.keys.shape[2] if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length):
-        """Return K and the place of the first key."""
+        """Return the number of keys K and the position of the first key."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self):
-        """No limit: a text may have any length."""
+        """Return -1: the length of a text is not limited."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in the first releases of 5
 
     def reset(self):
         """Forget the whole past."""
-        self.keys = self.values = self.distances = None
+        self.keys = None
+        self.values = None
+        self.distances = None
         self.is_initialized = False
 
     def batch_repeat_interleave(self, repeats):
@@ -93,166 +99,210 @@ class MemoryLayer(CacheLayerMixin):
     def batch_select_indices(self, indices):
         """Keep the rows with these indices."""
         if self.is_initialized:
-            self.keys, self.values = self.keys[indices], self.values[indices]
+            self.keys = self.keys[indices]
+            self.values = self.values[indices]
 
 
 class TxlMemory(Cache):
-    """Memory of the rows of a batch: the last `memory_len` places of each layer, and the document of each place.
+    """Memory of the rows of a batch: the last `memory_len` positions of each layer, and the document of each position.
 
-    `memory_len` may be more than in training. None means `config.generation_memory_len`.
+    `memory_len` may be larger than in training. None means `config.generation_memory_len`. Raises ValueError for a
+    length of 0 with same_length "memory".
     """
 
     def __init__(self, config, memory_len=None):
         super().__init__(layers=[MemoryLayer() for _ in range(config.num_layers)])
-        self.memory_len = config.generation_memory_len if memory_len is None else memory_len
+        if memory_len is None:
+            memory_len = config.generation_memory_len
+        self.memory_len = memory_len
         if config.same_length == "memory" and self.memory_len < 1:
             raise ValueError("with same_length 'memory' a memory of 0 shows nothing. Choose a memory_len of 1 or more.")
         self.num_seen = 0
         self.document_BS = None
 
     def get_seq_length(self, layer_idx=0):
-        """Return the number of tokens read, padding included. It may exceed what is remembered."""
+        """Return the number of tokens read, padding included. It may exceed the length of the memory."""
         return self.num_seen
 
-    def keep(self, num_places):
-        """Forget all but the last places."""
+    def keep(self, num_positions):
+        """Forget all but the last positions."""
         for layer in self.layers:
-            layer.keep(num_places)
-        self.document_BS = self.document_BS[:, max(0, self.document_BS.shape[1] - num_places) :]
+            layer.keep(num_positions)
+        first = max(0, self.document_BS.shape[1] - num_positions)
+        self.document_BS = self.document_BS[:, first:]
 
     def reset(self):
         """Forget the whole past."""
         super().reset()
-        self.num_seen, self.document_BS = 0, None
+        self.num_seen = 0
+        self.document_BS = None
 
     def crop(self, tokens_to_remove):
-        """Refused: what fell out of the memory does not come back."""
+        """Raise NotImplementedError: positions that the memory dropped cannot come back."""
         raise NotImplementedError("a memory of fixed length cannot go back. Copy it before (copy.deepcopy).")
 
     def reorder_cache(self, beam_idx):
         """Keep the rows that continue, for beam search."""
         super().reorder_cache(beam_idx)
-        self._take(lambda document_BS: document_BS.index_select(0, beam_idx.to(document_BS.device)))
+        if self.document_BS is not None:
+            self.document_BS = self.document_BS.index_select(0, beam_idx.to(self.document_BS.device))
 
     def batch_repeat_interleave(self, repeats):
-        """Each row so many times."""
+        """Repeat each row `repeats` times."""
         super().batch_repeat_interleave(repeats)
-        self._take(lambda document_BS: document_BS.repeat_interleave(repeats, dim=0))
+        if self.document_BS is not None:
+            self.document_BS = self.document_BS.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices):
-        """Some of the rows."""
+        """Keep the rows with these indices."""
         super().batch_select_indices(indices)
-        self._take(lambda document_BS: document_BS[indices])
-
-    def _take(self, rows_of):
         if self.document_BS is not None:
-            self.document_BS = rows_of(self.document_BS)
+            self.document_BS = self.document_BS[indices]
 
 
 def cluster_edges(cutoffs, vocab_size):
-    """(first id, first id after it) of each cluster."""
-    return list(itertools.pairwise([0, *cutoffs, vocab_size]))
+    """Return (first id, first id after the last) of each cluster."""
+    edges = [0, *cutoffs, vocab_size]
+    return list(itertools.pairwise(edges))
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Ids to hidden states (Baevski and Auli 2019): one table, or with div_value > 1 one per cluster, the rarer the
-    narrower, each with a projection to the width of the model."""
+    """Embedding of token ids as hidden states (Baevski and Auli 2019).
+
+    There is one table, or with div_value > 1 one per cluster. Tables of rarer words are narrower, and each has a
+    projection to the model width.
+    """
 
     def __init__(self, config):
         super().__init__()
-        self.width, self.scale = config.width, math.sqrt(config.width) if config.scale_embedding else 1.0
-        self.edges = cluster_edges(config.cutoffs if config.div_value > 1 else (), config.vocab_size)
+        self.width = config.width
+        self.scale = math.sqrt(config.width) if config.scale_embedding else 1.0
+        cutoffs = config.cutoffs if config.div_value > 1 else ()
+        self.edges = cluster_edges(cutoffs, config.vocab_size)
         for i, (low, high) in enumerate(self.edges):
-            width = config.embed_width // config.div_value**i
-            is_projected = width != config.width or (config.div_value > 1 and config.project_same_width)
-            self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(high - low, width)))
-            projection = nn.Parameter(torch.empty(config.width, width)) if is_projected else None
+            table_width = config.embed_width // config.div_value**i
+            weight = nn.Parameter(torch.empty(high - low, table_width))
+            self.register_parameter(f"weight_{i}", weight)
+            is_projected = table_width != config.width or (config.div_value > 1 and config.project_same_width)
+            projection = None
+            if is_projected:
+                projection = nn.Parameter(torch.empty(config.width, table_width))
             self.register_parameter(f"projection_{i}", projection)
 
     def forward(self, input_ids):
-        """hidden_BTD. Raises IndexError for an id that is none."""
+        """Embed ids [B, T]. Returns hidden_BTD. Raises IndexError for an id outside the vocabulary."""
         hidden = self.weight_0.new_zeros(*input_ids.shape, self.width)
-        cluster_BT = sum((input_ids >= low).long() for low, _ in self.edges[1:]) + torch.zeros_like(input_ids)
+        cluster_BT = torch.zeros_like(input_ids)
+        for low, _ in self.edges[1:]:
+            cluster_BT += input_ids >= low
         for i, (low, _) in enumerate(self.edges):
             is_here = cluster_BT == i
+            weight = getattr(self, f"weight_{i}")
             projection = getattr(self, f"projection_{i}")
-            embedded = F.embedding(input_ids[is_here] - low, getattr(self, f"weight_{i}"))
-            hidden[is_here] = embedded if projection is None else F.linear(embedded, projection)
+            embedded = F.embedding(input_ids[is_here] - low, weight)
+            if projection is not None:
+                embedded = F.linear(embedded, projection)
+            hidden[is_here] = embedded
         return hidden * self.scale
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Hidden states to log-probabilities (Grave et al. 2017). The head holds the most frequent words and a column per
-    tail cluster; a word of a tail has the sum of its cluster's and its own inside the cluster. What is tied to the
-    embedding is not held here, but taken from there."""
+    """Softmax from hidden states to log-probabilities (Grave et al. 2017).
+
+    The head has the most frequent words and a column per tail cluster. A tail word's log-probability is that of its
+    cluster's column plus that of the word within the cluster. Weights that are tied to the embedding are parameters of
+    the embedding alone.
+    """
 
     def __init__(self, config, embedding):
         super().__init__()
         self.edges = cluster_edges(config.cutoffs, config.vocab_size)
-        self.num_tables = 1 if config.div_value == 1 else len(self.edges)
+        num_clusters = len(self.edges)
+        num_tails = len(config.cutoffs)
+        self.num_tables = 1 if config.div_value == 1 else num_clusters
         self.is_tied = config.tie_weights_to_embedding
-        self.ties = list(config.tie_projections) or [False] * len(self.edges)
+        self.ties = list(config.tie_projections) or [False] * num_clusters
         for i in range(self.num_tables):
             rows = getattr(embedding, f"weight_{i}")
             if not self.is_tied:
-                self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty_like(rows)))
-            self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(rows.shape[0])))
-        for i in range(len(self.edges)):
+                weight = nn.Parameter(torch.empty_like(rows))
+                self.register_parameter(f"weight_{i}", weight)
+            bias = nn.Parameter(torch.empty(rows.shape[0]))
+            self.register_parameter(f"bias_{i}", bias)
+        for i in range(num_clusters):
             like = getattr(embedding, f"projection_{self._table(i)}")
             if like is not None and not self.ties[i]:
-                self.register_parameter(f"projection_{i}", nn.Parameter(torch.empty_like(like)))
-        if config.cutoffs:
-            self.cluster_weight = nn.Parameter(torch.empty(len(config.cutoffs), config.embed_width))
-            self.cluster_bias = nn.Parameter(torch.empty(len(config.cutoffs)))
+                projection = nn.Parameter(torch.empty_like(like))
+                self.register_parameter(f"projection_{i}", projection)
+        if num_tails:
+            self.cluster_weight = nn.Parameter(torch.empty(num_tails, config.embed_width))
+            self.cluster_bias = nn.Parameter(torch.empty(num_tails))
 
     def _table(self, i):
+        """Return the number of the table that holds cluster i."""
         return min(i, self.num_tables - 1)
 
     def _logits(self, i, hidden_BTD, embedding):
-        """Return the logits of one cluster. Those of the head end with a column per tail cluster."""
-        table, (low, high) = self._table(i), self.edges[i]
-        weight, bias = getattr(embedding if self.is_tied else self, f"weight_{table}"), getattr(self, f"bias_{table}")
+        """Return the logits of cluster i. Those of the head, cluster 0, end with a column per tail cluster."""
+        table = self._table(i)
+        low, high = self.edges[i]
+        weight = getattr(embedding if self.is_tied else self, f"weight_{table}")
+        bias = getattr(self, f"bias_{table}")
         projection = getattr(embedding, f"projection_{table}")
         if projection is not None:
-            projection = projection if self.ties[i] else getattr(self, f"projection_{i}")
+            if not self.ties[i]:
+                projection = getattr(self, f"projection_{i}")
             hidden_BTD = F.linear(hidden_BTD, projection.t())
         if self.num_tables == 1:
-            weight, bias = weight[low:high], bias[low:high]
+            weight = weight[low:high]
+            bias = bias[low:high]
         if i == 0 and len(self.edges) > 1:
-            weight, bias = torch.cat([weight, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+            weight = torch.cat([weight, self.cluster_weight])
+            bias = torch.cat([bias, self.cluster_bias])
         return F.linear(hidden_BTD, weight, bias)
 
     def forward(self, hidden_BTD, embedding):
-        """log p of the whole vocabulary, in at least fp32, [B, T, V]."""
-        head, *tails = [self._logits(i, hidden_BTD, embedding) for i in range(len(self.edges))]
+        """Return log p of the whole vocabulary, [B, T, V], in at least fp32."""
+        head = self._logits(0, hidden_BTD, embedding)
         dtype = torch.promote_types(torch.float32, head.dtype)
-        head, size = head.log_softmax(-1, dtype=dtype), self.edges[0][1]
-        parts = [tail.log_softmax(-1, dtype=dtype) + head[..., size + i, None] for i, tail in enumerate(tails)]
-        return torch.cat([head[..., :size], *parts], dim=-1)
+        head = head.log_softmax(-1, dtype=dtype)
+        _, shortlist_size = self.edges[0]
+        parts = [head[..., :shortlist_size]]
+        for i in range(1, len(self.edges)):
+            tail = self._logits(i, hidden_BTD, embedding)
+            column = head[..., shortlist_size + i - 1, None]
+            parts.append(tail.log_softmax(-1, dtype=dtype) + column)
+        return torch.cat(parts, dim=-1)
 
 
 class SinusoidalDistances(nn.Linear):
-    """The sinusoids of distances as a layer sees them."""
+    """Projection from sinusoids of the distances to a layer's encodings."""
 
     def __init__(self, config):
         super().__init__(config.width, config.num_heads * config.head_width, bias=False)
-        self.width, self.num_heads, self.clamp_len = config.width, config.num_heads, config.clamp_len
+        self.width = config.width
+        self.num_heads = config.num_heads
+        self.clamp_len = config.clamp_len
 
     def forward(self, num_distances):
-        """Encodings [N, K, H] of the distances K-1 ... 0, and no learned term."""
-        # In fp32 and in this order, as it was trained: half precision cannot tell positions apart.
+        """Return encodings [N, K, H] of the distances K-1 ... 0, and None, because no term is learned."""
+        # In fp32 and in this order, as in training: half precision cannot represent all positions.
         dtype = torch.promote_types(torch.float32, self.weight.dtype)
         distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=self.weight.device)
         if self.clamp_len > 0:
             distance_K = distance_K.clamp(max=self.clamp_len)
-        frequency_F = 1 / 10000 ** (torch.arange(0, self.width, 2, dtype=dtype, device=distance_K.device) / self.width)
+        column_F = torch.arange(0, self.width, 2, dtype=dtype, device=distance_K.device)
+        frequency_F = 1 / 10000 ** (column_F / self.width)
         angle_KF = distance_K[:, None] * frequency_F
-        encoding_KD = torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)[:, : self.width].to(self.weight.dtype)
-        return super().forward(encoding_KD).unflatten(-1, (self.num_heads, -1)).transpose(0, 1), None
+        encoding = torch.cat([angle_KF.sin(), angle_KF.cos()], dim=1)
+        encoding_KD = encoding[:, : self.width].to(self.weight.dtype)
+        projected = super().forward(encoding_KD)
+        encoding_KNH = projected.unflatten(-1, (self.num_heads, -1))
+        return encoding_KNH.transpose(0, 1), None
 
 
 class LearnedDistances(nn.Module):
-    """A learned vector and number per distance, shortest first; larger ones share the last row that may be read."""
+    """Table with a learned vector and number per distance, shortest first. Larger distances share the last row."""
 
     def __init__(self, config):
         super().__init__()
@@ -263,13 +313,16 @@ class LearnedDistances(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.num_distances, config.num_heads))
 
     def forward(self, num_distances):
-        """Encodings [N, K, H] and learned terms [N, K] of the distances K-1 ... 0."""
-        row_K = torch.arange(num_distances - 1, -1, -1, device=self.weight.device).clamp(max=self.num_rows - 1)
-        return self.weight[row_K].transpose(0, 1), self.bias[row_K].t()
+        """Return encodings [N, K, H] and learned terms [N, K] of the distances K-1 ... 0."""
+        distance_K = torch.arange(num_distances - 1, -1, -1, device=self.weight.device)
+        row_K = distance_K.clamp(max=self.num_rows - 1)
+        encoding_NKH = self.weight[row_K].transpose(0, 1)
+        term_NK = self.bias[row_K].t()
+        return encoding_NKH, term_NK
 
 
 class KeyValue(nn.Linear):
-    """The projection to keys and values, with a bias on the values only, where the model has one."""
+    """Projection to keys and values. A bias, where the model has one, is on the values only."""
 
     def __init__(self, config):
         inner = config.num_heads * config.head_width
@@ -277,21 +330,25 @@ class KeyValue(nn.Linear):
         self.value_bias = nn.Parameter(torch.empty(inner)) if config.value_bias else None
 
     def forward(self, hidden_BTD):
-        """Keys and values, each [B, T, N * H]."""
+        """Return keys and values, each [B, T, N * H]."""
         key, value = super().forward(hidden_BTD).chunk(2, dim=-1)
-        return key, value if self.value_bias is None else value + self.value_bias
+        if self.value_bias is not None:
+            value = value + self.value_bias
+        return key, value
 
 
 class RelativeAttention(nn.Module):
-    """Scores by content and by distance (the paper, section 3.3): query i and key j, i - j apart, have
+    """Attention by content and by distance (the paper, section 3.3).
 
-    (q_i + u) . k_j  +  (q_i + v) . r_{i-j}            or, with learned distances,  ... + q_i . r_{i-j} + s_{i-j}
+    The score of query i for key j is (q_i + u) . k_j + (q_i + v) . r_{i-j}. With learned distances it is
+    (q_i + u) . k_j + q_i . r_{i-j} + s_{i-j}.
     """
 
     def __init__(self, config, *, has_biases, mixes_values):
         super().__init__()
         inner = config.num_heads * config.head_width
-        self.num_heads, self.scale = config.num_heads, config.head_width**-0.5
+        self.num_heads = config.num_heads
+        self.scale = config.head_width**-0.5
         self.norm_eps = config.norm_eps if config.query_key_norm else None
         self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
         self.query = nn.Linear(config.width, inner, bias=False)
@@ -309,22 +366,33 @@ class RelativeAttention(nn.Module):
 
         `first_value` holds the values of the first layer there. It is needed if the model mixes them in.
         """
-        key, value = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self.key_value(hidden_BTD))
+        key, value = self.key_value(hidden_BTD)
+        key = self._by_heads(key)
+        value = self._by_heads(value)
         if self.value_share is not None:
             value = torch.lerp(value, first_value, self.value_share)
         return self._normed(key), value
 
+    def _by_heads(self, x_BTI):
+        """View [B, T, N * H] as [B, N, T, H]."""
+        x_BTNH = x_BTI.unflatten(-1, (self.num_heads, -1))
+        return x_BTNH.transpose(1, 2)
+
     def _normed(self, heads, gain=1.2):
-        """Divide queries, keys or (with a gain of 1) encodings by their root mean square, if the model does so."""
-        return heads if self.norm_eps is None else gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
+        """Divide queries, keys or encodings by their root mean square, where the model does so."""
+        if self.norm_eps is None:
+            return heads
+        return gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
 
     def forward(self, hidden_BTD, memory_layer, is_seen_BTK, biases, first_value=None):
-        """The attention's output_BTD and its values at these positions; `memory_layer` then holds them too. `biases`
-        has u and v."""
+        """Attend. Returns (output_BTD, values [B, N, T, H] at these positions).
+
+        Appends keys and values to `memory_layer`. `biases` is the layer's module that has the biases u and v.
+        """
         key_BNTH, value_BNTH = self.keys_and_values(hidden_BTD, first_value)
         key_BNKH, value_BNKH = memory_layer.update(key_BNTH, value_BNTH)
-        query_BNTH = self._normed(self.query(hidden_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2))
-        (T, K), u_N1H = is_seen_BTK.shape[1:], biases.content_bias[:, None]
+        query_BNTH = self._normed(self._by_heads(self.query(hidden_BTD)))
+        _, T, K = is_seen_BTK.shape
         position_query = query_BNTH
         if hasattr(biases, "position_bias"):
             position_query = query_BNTH + biases.position_bias[:, None]
@@ -332,30 +400,41 @@ class RelativeAttention(nn.Module):
         by_distance = position_query @ encoding_NKH.transpose(1, 2)
         if term_NK is not None:
             by_distance = by_distance + term_NK[:, None]
-        # Row i is needed T-1-i cells further left. With a column put in front, that is another view of the same cells.
-        shifted = F.pad(by_distance, (1, 0)).flatten(2)[:, :, T:].unflatten(-1, (T, K))
-        scores_BNTK = ((query_BNTH + u_N1H) @ key_BNKH.transpose(2, 3) + shifted) * self.scale
+        # The relative shift: row i is needed T-1-i cells further left. With a column of zeros in front, that is another
+        # view of the same cells.
+        padded = F.pad(by_distance, (1, 0))
+        shifted = padded.flatten(2)[:, :, T:].unflatten(-1, (T, K))
+        content_query = query_BNTH + biases.content_bias[:, None]
+        by_content = content_query @ key_BNKH.transpose(2, 3)
+        scores_BNTK = (by_content + shifted) * self.scale
         scores_BNTK = scores_BNTK.masked_fill(~is_seen_BTK[:, None], float("-inf"))
         dtype = torch.promote_types(torch.float32, scores_BNTK.dtype)
         probabilities = scores_BNTK.softmax(-1, dtype=dtype).to(value_BNKH.dtype)
-        return self.output((probabilities @ value_BNKH).transpose(1, 2).flatten(2)), value_BNTH
+        context_BNTH = probabilities @ value_BNKH
+        context_BTI = context_BNTH.transpose(1, 2).flatten(2)
+        return self.output(context_BTI), value_BNTH
 
     def _distances(self, memory_layer, num_distances):
-        """Return the encodings of the distances of K keys. They are equal for all texts and kept with the memory,
-        unless gradients are wanted."""
-        known = memory_layer.distances
-        if known is None or known[0].shape[1] < num_distances or torch.is_grad_enabled():
-            more = num_distances if torch.is_grad_enabled() else 2 * num_distances
-            encoding_NKH, term_NK = self.distance(more)
-            known = self._normed(encoding_NKH, gain=1.0), term_NK
-            memory_layer.distances = None if torch.is_grad_enabled() else known
-        encoding_NKH, term_NK = known
+        """Return encodings [N, K, H] and learned terms [N, K], or None, of K distances.
+
+        They are the same for all texts. So they are cached in the memory, unless gradients are enabled.
+        """
+        needs_gradient = torch.is_grad_enabled()
+        distances = memory_layer.distances
+        if distances is None or distances[0].shape[1] < num_distances or needs_gradient:
+            num_encoded = num_distances if needs_gradient else 2 * num_distances
+            encoding_NKH, term_NK = self.distance(num_encoded)
+            distances = self._normed(encoding_NKH, gain=1.0), term_NK
+            memory_layer.distances = None if needs_gradient else distances
+        encoding_NKH, term_NK = distances
         first = encoding_NKH.shape[1] - num_distances
-        return encoding_NKH[:, first:], None if term_NK is None else term_NK[:, first:]
+        if term_NK is not None:
+            term_NK = term_NK[:, first:]
+        return encoding_NKH[:, first:], term_NK
 
 
 def build_norm(config):
-    """A norm of hidden states: layer norm, or the root mean square alone."""
+    """Build the norm of hidden states: layer norm, or a division by the root mean square."""
     if config.norm == "rms":
         return nn.RMSNorm(config.width, eps=config.norm_eps, elementwise_affine=False)
     return nn.LayerNorm(config.width, eps=config.norm_eps)
@@ -366,7 +445,8 @@ class Block(nn.Module):
 
     def __init__(self, config, *, has_biases, is_first):
         super().__init__()
-        self.pre_norm, self.activation = config.pre_norm, config.activation
+        self.pre_norm = config.pre_norm
+        self.activation = config.activation
         mixes_values = config.value_residual and not is_first
         self.attention = RelativeAttention(config, has_biases=has_biases, mixes_values=mixes_values)
         self.attention_norm = build_norm(config)
@@ -376,7 +456,7 @@ class Block(nn.Module):
         self.ff_norm = build_norm(config)
 
     def forward(self, hidden, memory_layer, is_seen_BTK, biases, first_value=None):
-        """The layer's output_BTD and its values."""
+        """Return (the layer's output_BTD, its values [B, N, T, H])."""
         normed = self.attention_norm(hidden) if self.pre_norm else hidden
         context, value = self.attention(normed, memory_layer, is_seen_BTK, biases, first_value)
         if self.pre_norm:
@@ -387,14 +467,19 @@ class Block(nn.Module):
 
     def _feed_forward(self, hidden):
         inner = self.ff_in(hidden)
-        if self.ff_gate is not None:
-            return self.ff_out(inner * F.silu(self.ff_gate(hidden)))
-        inner = F.gelu(inner) if self.activation == "gelu" else F.relu(inner)
-        return self.ff_out(inner.square() if self.activation == "relu2" else inner)
+        if self.activation == "swiglu":
+            inner = inner * F.silu(self.ff_gate(hidden))
+        elif self.activation == "gelu":
+            inner = F.gelu(inner)
+        elif self.activation == "relu2":
+            inner = F.relu(inner).square()
+        else:
+            inner = F.relu(inner)
+        return self.ff_out(inner)
 
 
 class ResidualMix(nn.Module):
-    """Weighted sum of a block's input and the first block's input."""
+    """Weighted sum of a block's input and the embedding of the tokens."""
 
     def __init__(self):
         super().__init__()
@@ -406,7 +491,7 @@ class ResidualMix(nn.Module):
 
 
 class TxlForCausalLM(PreTrainedModel, GenerationMixin):
-    """Transformer-XL with its softmax."""
+    """Transformer-XL with its softmax, for text generation."""
 
     config_class = TxlConfig
     base_model_prefix = ""
@@ -417,13 +502,14 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
     def __init__(self, config):
         super().__init__(config)
         self.embedding = AdaptiveEmbedding(config)
-        self.blocks = nn.ModuleList(
-            Block(config, has_biases=i == 0 or not config.share_biases, is_first=i == 0)
-            for i in range(config.num_layers)
-        )
-        self.residuals = nn.ModuleList(
-            ResidualMix() for _ in range(config.num_layers if config.residual_scalars else 0)
-        )
+        self.blocks = nn.ModuleList()
+        self.residuals = nn.ModuleList()
+        for i in range(config.num_layers):
+            is_first = i == 0
+            has_biases = is_first or not config.share_biases
+            self.blocks.append(Block(config, has_biases=has_biases, is_first=is_first))
+            if config.residual_scalars:
+                self.residuals.append(ResidualMix())
         self.final_norm = build_norm(config) if config.final_norm else nn.Identity()
         self.softmax = AdaptiveSoftmax(config, self.embedding)
         self.post_init()
@@ -441,44 +527,61 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch=None,
         **kwargs,
     ):
-        """Read tokens after the remembered ones.
+        """Read tokens after those in the memory.
 
-        input_ids [B, T]; `attention_mask` [B, T], or longer, of which the last T count, is 0 where padding stands;
-        `past_key_values`, a `TxlMemory`, is changed in place. Segments are counted from the first token that is given.
-        `labels` [B, T] are the ids themselves, -100 where they do not count: the loss is of each token given all before
-        it. `logits_to_keep`: log-probabilities after this many last tokens only; 0 means all.
+        `input_ids` are [B, T]. `attention_mask` is [B, T], or longer (then its last T columns count), and is 0 for
+        padding. `past_key_values` is a `TxlMemory`, which is changed in place. The first token given begins a segment.
+        `labels` [B, T] are the ids themselves, or -100 where they do not count. The loss is that of each token given
+        all earlier ones. `logits_to_keep` n returns log-probabilities only after the last n tokens. 0 returns all.
+
+        Raises ValueError without `input_ids`, or for another kind of cache.
         """
         if kwargs.get("inputs_embeds") is not None or input_ids is None:
             raise ValueError("this model takes input_ids.")
-        memory = TxlMemory(self.config, self.config.memory_len) if past_key_values is None else past_key_values
+        memory = past_key_values
+        if memory is None:
+            memory = TxlMemory(self.config, self.config.memory_len)
         if not isinstance(memory, TxlMemory):
             raise ValueError(f"past_key_values is a {type(memory).__name__}, and must be a TxlMemory of this model.")
-        (B, T), device = input_ids.shape, input_ids.device
+        B, T = input_ids.shape
+        device = input_ids.device
         if memory.document_BS is None:
             memory.document_BS = torch.empty(B, 0, dtype=torch.int64, device=device)
-        is_real_BT = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -T:].to(device)
-        first_B1 = (is_real_BT.cumsum(1) == 0).sum(1, keepdim=True)
-        document_BT = self._documents(input_ids, memory).masked_fill(is_real_BT == 0, EMPTY)
-        # Where each token's segment begins, in columns; each row has its own, from its first token on.
-        step, column_T = self.config.segment_len, torch.arange(T, device=device)
-        begin_BT = first_B1 + (column_T - first_B1).div(step, rounding_mode="floor") * step
-        # A segment of one row may lie in two steps of the loop: meanwhile its memory is longer.
-        surplus = step - 1 if attention_mask is not None and step < T else 0
-        hiddens = []
-        for start in range(0, T, step):
-            part = slice(start, start + step)
-            hiddens.append(self._read(input_ids[:, part], memory, document_BT[:, part], begin_BT[:, part] - start))
+        is_token_BT = torch.ones_like(input_ids)
+        if attention_mask is not None:
+            is_token_BT = attention_mask[:, -T:].to(device)
+        document_BT = self._documents(input_ids, memory)
+        document_BT = document_BT.masked_fill(is_token_BT == 0, EMPTY)
+        # The column where each token's segment begins. Each row has its own segments, from its first token on.
+        segment_len = self.config.segment_len
+        first_B1 = (is_token_BT.cumsum(1) == 0).sum(1, keepdim=True)
+        column_T = torch.arange(T, device=device)
+        segment_BT = (column_T - first_B1).div(segment_len, rounding_mode="floor")
+        begin_BT = first_B1 + segment_BT * segment_len
+        # With padding, a segment of a row may lie in two steps of the loop. Until its end the memory is kept longer.
+        surplus = 0
+        if attention_mask is not None and segment_len < T:
+            surplus = segment_len - 1
+        steps = []
+        for start in range(0, T, segment_len):
+            part = slice(start, start + segment_len)
+            hiddens = self._read(input_ids[:, part], memory, document_BT[:, part], begin_BT[:, part] - start)
+            steps.append(hiddens)
             memory.keep(memory.memory_len + surplus)
         memory.keep(memory.memory_len)
         memory.num_seen += T
-        layers = [torch.cat(parts, dim=1) for parts in zip(*hiddens, strict=True)]
-        kept = layers[-1][:, -logits_to_keep:] if isinstance(logits_to_keep, int) else layers[-1][:, logits_to_keep]
-        logits = self.softmax(kept, self.embedding)
+        layers = [torch.cat(parts, dim=1) for parts in zip(*steps, strict=True)]
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.softmax(layers[-1][:, kept], self.embedding)
         loss = None
         if labels is not None:
-            losses = F.nll_loss(logits[:, :-1].transpose(1, 2), labels[:, 1:].to(device), reduction="sum")
-            loss = losses / ((labels[:, 1:] != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-        use_cache = past_key_values is not None if use_cache is None else use_cache
+            targets = labels[:, 1:].to(device)
+            loss_sum = F.nll_loss(logits[:, :-1].transpose(1, 2), targets, reduction="sum")
+            if num_items_in_batch is None:
+                num_items_in_batch = (targets != -100).sum()
+            loss = loss_sum / num_items_in_batch
+        if use_cache is None:
+            use_cache = past_key_values is not None
         output = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -488,38 +591,62 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _documents(self, input_ids, memory):
-        """The document of each token, [B, T]; all 0 where the memory runs over their borders."""
+        """Return the document of each token, [B, T]: all 0 where the memory crosses document borders."""
         if not self.config.document_mask or self.config.eos_token_id is None:
             return torch.zeros_like(input_ids)
-        last_B1 = memory.document_BS[:, -1:] if memory.document_BS.shape[1] else torch.zeros_like(input_ids[:, :1])
-        return last_B1.clamp(min=0) + (input_ids == self.config.eos_token_id).cumsum(1)
+        last_B1 = torch.zeros_like(input_ids[:, :1])
+        if memory.document_BS.shape[1]:
+            last_B1 = memory.document_BS[:, -1:]
+        num_ended_BT = (input_ids == self.config.eos_token_id).cumsum(1)
+        return last_B1.clamp(min=0) + num_ended_BT
+
+    def _seen(self, memory, document_BT, document_BK, begin_BT):
+        """Return is_seen_BTK, True where a query sees a key.
+
+        `begin_BT` are the columns where the segments of the queries begin.
+        """
+        num_past = memory.document_BS.shape[1]
+        key_K = torch.arange(document_BK.shape[1], device=document_BK.device)
+        query_T = key_K[num_past:]
+        if self.config.same_length == "off":
+            oldest_BT = num_past + begin_BT - memory.memory_len
+        elif self.config.same_length == "memory":
+            oldest_BT = query_T[None] + 1 - memory.memory_len
+        else:
+            oldest_BT = query_T[None] - memory.memory_len
+        is_past_TK = key_K <= query_T[:, None]
+        is_near_BTK = key_K >= oldest_BT[:, :, None]
+        is_same_document_BTK = document_BK[:, None] == document_BT[:, :, None]
+        return is_past_TK & is_near_BTK & is_same_document_BTK
 
     def _read(self, input_ids, memory, document_BT, begin_BT):
-        """Input of each layer, and what leaves the last one, normed; the memory then holds these tokens too."""
+        """Run the layers over some tokens, and append these to the memory.
+
+        Returns the input of each layer, then the output of the last one after the final norm.
+        """
         document_BK = torch.cat([memory.document_BS, document_BT], dim=1)
-        num_past = memory.document_BS.shape[1]
-        key_K = torch.arange(document_BK.shape[1], device=input_ids.device)
-        query_T = key_K[num_past:]
-        oldest = {"off": num_past + begin_BT, "memory": query_T[None] + 1, "memory_and_self": query_T[None]}
-        oldest_BT = oldest[self.config.same_length] - memory.memory_len
-        is_seen_BTK = (key_K <= query_T[:, None]) & (key_K >= oldest_BT[:, :, None])
-        is_seen_BTK = is_seen_BTK & (document_BK[:, None] == document_BT[:, :, None])
+        is_seen_BTK = self._seen(memory, document_BT, document_BK, begin_BT)
         memory.document_BS = document_BK
-        hidden = embedded = self.embedding(input_ids)
-        hiddens, first_value = [], None
+        embedded = self.embedding(input_ids)
+        hidden = embedded
+        hiddens = []
+        first_value = None
         for i, (block, layer) in enumerate(zip(self.blocks, memory.layers, strict=True)):
             if self.config.residual_scalars:
                 hidden = self.residuals[i](hidden, embedded)
             hiddens.append(hidden)
             biases = self.blocks[0] if self.config.share_biases else block
             hidden, value = block(hidden, layer, is_seen_BTK, biases.attention, first_value)
-            first_value = value if i == 0 else first_value
+            if i == 0:
+                first_value = value
         return [*hiddens, self.final_norm(hidden)]
 
     @torch.no_grad()
     def zero_memory(self, batch_size, memory_len=None):
-        """A memory that begins with zeros that are attended, as the TensorFlow code and Hugging Face's own
-        TransfoXL began, where this model begins with nothing."""
+        """Return a memory of zeros that are attended.
+
+        The TensorFlow code and Hugging Face's TransfoXL begin with it. This model begins with an empty memory.
+        """
         memory = TxlMemory(self.config, memory_len)
         hidden = self.blocks[0].ff_in.weight.new_zeros(batch_size, memory.memory_len, self.config.width)
         first_value = None
@@ -527,26 +654,36 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
             normed = block.attention_norm(hidden) if self.config.pre_norm else hidden
             key, value = block.attention.keys_and_values(normed, first_value)
             layer.update(key, value)
-            first_value = value if first_value is None else first_value
+            if first_value is None:
+                first_value = value
         memory.document_BS = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         return memory
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        """`generate` gives no cache: `prepare_inputs_for_generation` makes a memory."""
+        """Return False: `prepare_inputs_for_generation` makes a memory instead of transformers' own cache."""
         return False
 
     def prepare_inputs_for_generation(
         self, input_ids, past_key_values=None, attention_mask=None, use_cache=True, **kwargs
     ):
-        """The next token to run. Whatever lies before it and was not read yet is read here, segment by segment: so the
-        first new token sees as much of the past as those after it."""
-        memory = TxlMemory(self.config) if past_key_values is None and use_cache else past_key_values
+        """Return the model's inputs for the next token.
+
+        Tokens before it that the memory does not hold are read here, segment by segment. So the first new token sees as
+        much of the past as later ones. Raises ValueError for padding on the right.
+        """
+        memory = past_key_values
+        if memory is None and use_cache:
+            memory = TxlMemory(self.config)
         inputs = super().prepare_inputs_for_generation(
             input_ids, past_key_values=memory, attention_mask=attention_mask, use_cache=use_cache, **kwargs
         )
-        if attention_mask is not None and bool((attention_mask[:, 1:] < attention_mask[:, :-1]).any()):
-            raise ValueError("padding must come before a text that is continued. Set tokenizer.padding_side = 'left'.")
+        if attention_mask is not None:
+            is_padded_after = attention_mask[:, 1:] < attention_mask[:, :-1]
+            if bool(is_padded_after.any()):
+                raise ValueError(
+                    "padding must come before a text that is continued. Set tokenizer.padding_side = 'left'."
+                )
         token_ids = inputs["input_ids"]
         if memory is not None and token_ids.shape[1] > 1:
             mask = None if attention_mask is None else attention_mask[:, :-1]
@@ -556,7 +693,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        """Initialize the weights of a module that is not loaded."""
+        """Initialize the parameters of a module whose weights are not loaded."""
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.LayerNorm) and name == "weight":
                 init.ones_(parameter)
