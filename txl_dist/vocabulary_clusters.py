@@ -91,8 +91,10 @@ def partition_by_cluster(
 
 def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, ...]:
     """Return the number of ids in each cluster."""
-    clusters = np.searchsorted(edges[1:-1], np.asarray(ids).reshape(-1), side="right")
-    return tuple(np.bincount(clusters, minlength=len(edges) - 1).tolist())
+    flat = np.asarray(ids).reshape(-1)
+    clusters = np.searchsorted(edges[1:-1], flat, side="right")
+    counts = np.bincount(clusters, minlength=len(edges) - 1)
+    return tuple(counts.tolist())
 
 
 def _pad_cluster(flat: npt.NDArray[Any], positions: npt.NDArray[np.intp], *, first_id: int, size: int) -> ClusterRows:
@@ -111,25 +113,30 @@ def size_ladder(edges: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...],
     The first cluster always has room for all tokens, which is little more than it needs. Let a tail have m tokens if
     words have `typical_shares`. Then it has g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
     """
-    means = [LOWEST_SHARE * num_tokens * share for share in typical_shares(edges)[1:]]
+    _, *tail_shares = typical_shares(edges)
+    means = [LOWEST_SHARE * num_tokens * share for share in tail_shares]
     rungs: list[tuple[int, ...]] = []
     while not rungs or min(rungs[-1]) < num_tokens:
         rows = [_round_to_rung_rows(num_tokens)]
         for mean in means:
-            rows.append(_round_to_rung_rows(min(num_tokens, mean + SPREAD * math.sqrt(mean))))
+            size = mean + SPREAD * math.sqrt(mean)
+            rows.append(_round_to_rung_rows(min(num_tokens, size)))
         rungs.append(tuple(rows))
         means = [RUNG_GROWTH * mean for mean in means]
     return tuple(rungs)
 
 
 def _round_to_rung_rows(size: float) -> int:
-    return math.ceil(size / RUNG_ROWS) * RUNG_ROWS
+    """Round up to a multiple of RUNG_ROWS."""
+    num_tiles = math.ceil(size / RUNG_ROWS)
+    return num_tiles * RUNG_ROWS
 
 
 def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int) -> tuple[int, ...]:
     """Return the lowest rung with room for these numbers of tokens in the clusters."""
     for rung in size_ladder(tuple(edges), num_tokens):
-        if all(count <= size for count, size in zip(counts, rung, strict=False)):
+        has_room = [count <= size for count, size in zip(counts, rung, strict=False)]
+        if all(has_room):
             return rung
     raise AssertionError("the highest rung has room for all tokens in each cluster")
 
@@ -192,12 +199,14 @@ def best_cutoffs(
             f"div_value={div_value}: each needs an id and a width. Ask for fewer clusters."
         )
     if vocab_size > GRID_LEN:
-        edges_G = np.unique(np.geomspace(1, vocab_size, num=GRID_LEN).astype(np.int64))
+        progression = np.geomspace(1, vocab_size, num=GRID_LEN)
+        edges_G = np.unique(progression.astype(np.int64))
     else:
         edges_G = np.arange(1, vocab_size + 1)
     shares_G = below[edges_G]
     smallest_share = multiple / step_len
-    shares_GG = np.maximum(shares_G[None, :] - shares_G[:, None], smallest_share)
+    shares_GG = shares_G[None, :] - shares_G[:, None]
+    shares_GG = np.maximum(shares_GG, smallest_share)
     sizes_GG = edges_G[None, :] - edges_G[:, None]
     # cost_G[g] is the lowest cost of all ids below edges_G[g], with the clusters so far, and last_cutoffs has the last
     # edge of each. The head's columns that stand for clusters are left out: they cost the same for any cutoffs.
@@ -206,7 +215,8 @@ def best_cutoffs(
     for i in range(1, num_clusters):
         cluster_width = width // div_value**i
         tail_GG = shares_GG * cluster_width * (sizes_GG + 2 * model_width)
-        total_GG = cost_G[:, None] + np.where(sizes_GG > 0, tail_GG, np.inf)
+        tail_GG = np.where(sizes_GG > 0, tail_GG, np.inf)
+        total_GG = cost_G[:, None] + tail_GG
         last_cutoffs.append(total_GG.argmin(axis=0))
         cost_G = total_GG.min(axis=0)
     cutoffs = []
@@ -220,8 +230,10 @@ def best_cutoffs(
 
 def _shares_below(counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """Return, for each id and the number of ids, the share of the tokens with a smaller id, [V + 1]."""
-    sums = np.concatenate([[0], np.cumsum(np.asarray(counts, dtype=np.int64))])
-    if sums[-1] <= 0:
+    running_sums = np.cumsum(np.asarray(counts, dtype=np.int64))
+    sums = np.concatenate([[0], running_sums])
+    total = sums[-1]
+    if total <= 0:
         raise DataError("there are no tokens to count. Check that the corpus is not empty.")
-    shares: npt.NDArray[np.float64] = sums / sums[-1]
+    shares: npt.NDArray[np.float64] = sums / total
     return shares

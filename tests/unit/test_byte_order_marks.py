@@ -65,7 +65,7 @@ FILES: dict[str, tuple[str, str, Callable[[Path], Any]]] = {  # kind: (name, tex
         lambda p: read_vocabulary(p, vocab_size=3).symbols,
     ),
     "a vocabulary in JSON": ("v.json", '{"a": 0, "\u00e9": 1}', lambda p: read_vocabulary(p, vocab_size=2).symbols),
-    "names of ready ids": ("names.txt", "a\r\n\u00e9\r\nb\r\n", read_names),
+    "names of token ids": ("names.txt", "a\r\n\u00e9\r\nb\r\n", read_names),
     "settings of a model": ("s.json", '{"n_layer": 3, "name": "\u00e9"}', read_peer_settings),
     "a prompt": ("p.txt", "caf\u00e9 the\r\n", lambda path: "".join(read_lines(path))),
     "prompts in JSON lines": ("p.jsonl", '{"prompt": "caf\u00e9"}\n\n{"tokens": [3]}\n', prompts_of),

@@ -51,7 +51,7 @@ def tokens_at(plan: LanePlan, lane: Int64s, position: Int64s) -> tuple[Int64s, I
     """(epoch, token in its order, tokens of the piece from it on) as `LanePlan.token_at` finds them, all at once."""
     is_first = position < plan.first_stripe_len
     in_rest = plan.token_in_rest(lane, np.minimum(position, max(plan.first_stripe_len - 1, 0)))
-    behind = plan.token_behind_rest(lane, np.maximum(position, plan.first_stripe_len))
+    behind = plan.token_after_rest(lane, np.maximum(position, plan.first_stripe_len))
     epoch, token, _, left = (np.where(is_first, *values) for values in zip(in_rest, behind, strict=True))
     return epoch, token, left
 

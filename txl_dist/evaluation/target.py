@@ -58,7 +58,7 @@ class Target(NamedTuple):
         if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
             raise DataError(
                 f"{path} was prepared with another tokenizer than {self.path} was trained with. "
-                f"Prepare the text with --tokenizer-file and the tokenizer.json of {self.path}, ready ids with its "
+                f"Prepare the text with --tokenizer-file and the tokenizer.json of {self.path}, token ids with its "
                 "--vocab-list."
             )
         return corpus

@@ -127,7 +127,7 @@ class Service:
             raise APIError(
                 400,
                 f"the prompt has {counted(num_tokens, 'token')}; this server takes {self.serving.max_prompt_len:,}. "
-                "Shorten it, or give its beginning to POST /v1/memories, and go on from there.",
+                "Shorten it, or send its beginning to POST /v1/memories and continue from that memory.",
                 param="prompt",
                 code="context_length_exceeded",
             )

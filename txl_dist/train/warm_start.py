@@ -34,7 +34,7 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than the bundle {config.run.init} has. "
-            f"Prepare the text with --tokenizer-file {config.run.init}/tokenizer.json, ready ids with its --vocab-list."
+            f"Prepare the text with --tokenizer-file {config.run.init}/tokenizer.json, token ids with its --vocab-list."
         )
     return {name: parameter.detach().float() for name, parameter in bundle.model.named_parameters()}
 

@@ -38,16 +38,20 @@ def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
     opened = open_all(data)
     train = tuple(corpus.split(data.train_split) for corpus in opened)
     evaluated: list[Split] = []
-    if data.eval_split and not lacks_eval_split(data, opened[0]):
-        further = [corpus for corpus in opened[1:] if data.eval_split in corpus.split_names]
-        evaluated = [corpus.split(data.eval_split) for corpus in (opened[0], *further)]
+    first, *others = opened
+    if data.eval_split and not lacks_eval_split(data, first):
+        evaluated.append(first.split(data.eval_split))
+        for corpus in others:
+            if data.eval_split in corpus.split_names:
+                evaluated.append(corpus.split(data.eval_split))
     begin = first_stream(train, data, num_lanes=num_lanes, seed=seed)
     return Corpora(opened, train, eval=tuple(evaluated), begin=begin)
 
 
 def first_stream(splits: tuple[Split, ...], data: DataSection, *, num_lanes: int, seed: int) -> StreamState:
     """Return where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
-    return first_state(splits, weights=data.weights, num_lanes=num_lanes, seed=derive_seed(seed, "documents"))
+    document_seed = derive_seed(seed, "documents")
+    return first_state(splits, weights=data.weights, num_lanes=num_lanes, seed=document_seed)
 
 
 def open_all(data: DataSection) -> tuple[Corpus, ...]:
@@ -56,17 +60,20 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
     Raises DataError if one cannot be read, ConfigError if they do not fit together.
     """
     opened = tuple(open_corpus(path, data) for path in data.paths)
-    for corpus in opened[1:]:
-        if corpus.tokenizer_sha256 != opened[0].tokenizer_sha256:
+    first, *others = opened
+    for corpus in others:
+        if corpus.tokenizer_sha256 != first.tokenizer_sha256:
             raise ConfigError(
-                f"{corpus.location} and {opened[0].location} were prepared with different tokenizers. Prepare one "
+                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one "
                 "with `--tokenizer-file` and the tokenizer.json of the other."
             )
-    if len({corpus.fingerprint for corpus in opened}) < len(opened):
+    fingerprints = {corpus.fingerprint for corpus in opened}
+    if len(fingerprints) < len(opened):
         raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
     return opened
 
 
 def lacks_eval_split(data: DataSection, corpus: Corpus) -> bool:
     """Return whether the settings name no evaluation split and the corpus lacks the default one."""
-    return data.eval_split == DataSection().eval_split and data.eval_split not in corpus.split_names
+    default_split = DataSection().eval_split
+    return data.eval_split == default_split and data.eval_split not in corpus.split_names

@@ -367,9 +367,9 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         splits = {name: SplitInfo.from_dict(values) for name, values in index["splits"].items()}
         is_known = _has_valid_values(index)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{name} has not the form of an index ({error!r}). {REMEDY}") from error
+        raise DataError(f"{name} is not a valid index ({error!r}). {REMEDY}") from error
     if not is_known:
-        raise DataError(f"{name} has not the form of an index: dtype, vocab_size or other keys are wrong. {REMEDY}")
+        raise DataError(f"{name} is not a valid index: dtype, vocab_size or other keys are wrong. {REMEDY}")
     files = list(splits)
     for split in splits.values():
         files.extend(shard.name for shard in split.shards)

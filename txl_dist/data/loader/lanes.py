@@ -43,8 +43,14 @@ from txl_dist.errors import ConfigError, DataError
 
 Int64s = npt.NDArray[np.int64]
 
-SHARD_ORDER, _DOCUMENT_ORDER, _LANE_ORDER = 1, 2, 3
+SHARD_ORDER = 1
+"""Key of the hash that orders shards."""
+_DOCUMENT_ORDER = 2
+"""Key of the hash that orders documents."""
+_LANE_ORDER = 3
+"""Key of the hash that orders lanes."""
 _MASK = (1 << 64) - 1
+"""Mask of 64 bits."""
 
 
 class TokenSlice(NamedTuple):
@@ -90,16 +96,20 @@ def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
     with np.errstate(over="ignore"):
         for key in keys:
             word = key.astype(np.uint64) if isinstance(key, np.ndarray) else np.uint64(key & _MASK)
-            value = (value ^ word) + np.uint64(0x9E3779B97F4A7C15)
-            value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            value = value ^ word
+            value = value + np.uint64(0x9E3779B97F4A7C15)
+            value = value ^ (value >> np.uint64(30))
+            value = value * np.uint64(0xBF58476D1CE4E5B9)
+            value = value ^ (value >> np.uint64(27))
+            value = value * np.uint64(0x94D049BB133111EB)
             value = value ^ (value >> np.uint64(31))
     return value
 
 
 def hashed_order(count: int, *keys: int) -> Int64s:
     """Return a permutation of range(count) that depends only on its arguments."""
-    return np.argsort(hash64(*keys, np.arange(count)), kind="stable")
+    items = np.arange(count)
+    return np.argsort(hash64(*keys, items), kind="stable")
 
 
 def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
@@ -110,7 +120,8 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
             "Choose train.num_lanes divisible by the number of ranks."
         )
     share = num_lanes // world_size
-    return range(rank * share, (rank + 1) * share)
+    first = rank * share
+    return range(first, first + share)
 
 
 def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str] = ()) -> tuple[int, ...]:
@@ -144,8 +155,10 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
     Returns ([lanes] index of each lane's corpus, [lanes] the lane's number among the lanes of that corpus). A frozen
     hash spreads the corpora over the lanes, and so over ranks. The lanes of one corpus are numbered in order.
     """
-    in_order = np.repeat(np.arange(len(allotted)), allotted)
-    owners: Int64s = in_order[hashed_order(len(in_order), seed, 0, _LANE_ORDER)]
+    corpora = np.arange(len(allotted))
+    in_order = np.repeat(corpora, allotted)
+    order = hashed_order(len(in_order), seed, 0, _LANE_ORDER)
+    owners: Int64s = in_order[order]
     numbers = np.empty_like(owners)
     for corpus, count in enumerate(allotted):
         numbers[owners == corpus] = np.arange(count)
@@ -155,12 +168,15 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
 def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
     """Return how often a corpus of `num_tokens` tokens has been read when its lanes are at `position`."""
     num_unread = sum(end - first for first, end in cut.unread) or num_tokens
-    first_stripe_len = num_unread // max(cut.num_lanes, 1)
+    num_lanes = max(cut.num_lanes, 1)
+    first_stripe_len = num_unread // num_lanes
     if position < first_stripe_len:
-        num_read = num_tokens - num_unread + position * cut.num_lanes
+        num_read_before = num_tokens - num_unread
+        num_read = num_read_before + position * cut.num_lanes
         return cut.epoch + num_read / num_tokens
-    stripe_len = num_tokens // max(cut.num_lanes, 1)
-    return cut.epoch + 1 + (position - first_stripe_len) / stripe_len
+    stripe_len = num_tokens // num_lanes
+    later_epochs = (position - first_stripe_len) / stripe_len
+    return cut.epoch + 1 + later_epochs
 
 
 class LanePlan:
@@ -191,11 +207,17 @@ class LanePlan:
                 "Prepare more text or lower train.num_lanes."
             )
         self.cut = cut
-        unread = np.array(cut.unread or ((0, self.num_tokens),), dtype=np.int64)
-        lengths = unread[:, 1] - unread[:, 0]
-        self._unread_firsts = unread[:, 0]  # in the epoch; the next two: in the joined unread ranges
+        whole_epoch = ((0, self.num_tokens),)
+        unread = np.array(cut.unread or whole_epoch, dtype=np.int64)
+        firsts = unread[:, 0]
+        ends = unread[:, 1]
+        lengths = ends - firsts
+        self._unread_firsts = firsts
+        """First token of each unread range, counted in the epoch."""
         self._unread_ends = np.cumsum(lengths)
+        """End of each unread range, counted in the joined ranges."""
         self._unread_starts = self._unread_ends - lengths
+        """Start of each unread range, counted in the joined ranges."""
         self.stripe_len = self.num_tokens // cut.num_lanes
         """Number of tokens that a lane reads in a whole epoch."""
         self.first_stripe_len = int(self._unread_ends[-1]) // cut.num_lanes
@@ -229,24 +251,31 @@ class LanePlan:
         if position < self.first_stripe_len:
             place = self.token_in_rest(lane, position)
         else:
-            place = self.token_behind_rest(lane, position)
+            place = self.token_after_rest(lane, position)
         epoch, token, before, left = place
         return int(epoch), int(token), int(before), int(left)
 
     def token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
         """Do the same as `token_at` in the first partitioned epoch, for integers or for arrays that broadcast."""
         joined = lane * self.first_stripe_len + position
-        piece = np.minimum(self._unread_ends.searchsorted(joined, side="right"), len(self._unread_ends) - 1)
+        last_piece = len(self._unread_ends) - 1
+        piece = self._unread_ends.searchsorted(joined, side="right")
+        piece = np.minimum(piece, last_piece)
         in_piece = joined - self._unread_starts[piece]
+        token = self._unread_firsts[piece] + in_piece
         before = np.minimum(in_piece, position)
-        left = np.minimum(self._unread_ends[piece] - joined, self.first_stripe_len - position)
-        return self.cut.epoch, self._unread_firsts[piece] + in_piece, before, left
+        left_in_piece = self._unread_ends[piece] - joined
+        left_in_stripe = self.first_stripe_len - position
+        left = np.minimum(left_in_piece, left_in_stripe)
+        return self.cut.epoch, token, before, left
 
-    def token_behind_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
+    def token_after_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
         """Do the same as `token_in_rest` in the whole epochs after the first partitioned one."""
         epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
+        epoch = self.cut.epoch + 1 + epochs
         token = lane * self.stripe_len + in_stripe
-        return self.cut.epoch + 1 + epochs, token, in_stripe, self.stripe_len - in_stripe
+        left = self.stripe_len - in_stripe
+        return epoch, token, in_stripe, left
 
     def rest_of_epoch(self, position: int, skips: Ranges = ()) -> tuple[int, Ranges]:
         """List the token ranges that no lane has read when all lanes are at `position`, which is in no skip.
@@ -271,7 +300,9 @@ class LanePlan:
         for lane in range(self.cut.num_lanes):
             start = lane * stripe_len - begin
             unread.extend((start + first, start + end) for first, end in kept)
-        unread.append((self.cut.num_lanes * stripe_len, total))  # the tokens that no stripe holds
+        # The tokens that no stripe holds.
+        num_in_stripes = self.cut.num_lanes * stripe_len
+        unread.append((num_in_stripes, total))
         if is_first:
             unread = list(self._ranges_in_epoch(unread))
         joined = merged(unread)
@@ -322,7 +353,8 @@ class LanePlan:
             return cached
         epoch, _ = key
         order = hashed_order(len(tokens), self._seed, epoch, *hash_keys)
-        starts = np.cumsum(tokens[order]) - tokens[order]
+        tokens_in_order = tokens[order]
+        starts = np.cumsum(tokens_in_order) - tokens_in_order
         self._orders[key] = order, starts
         if len(self._orders) > self._num_cached:
             self._orders.popitem(last=False)
@@ -334,14 +366,16 @@ def _find(token: int, order: Int64s, starts: Int64s, tokens: Int64s) -> tuple[in
     place = int(starts.searchsorted(token, side="right")) - 1
     item = int(order[place])
     before = token - int(starts[place])
-    return item, before, int(tokens[item]) - before
+    after = int(tokens[item]) - before
+    return item, before, after
 
 
 def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
     """Yield the ranges of [first, end) that lie in no skip, ascending."""
     for skip_first, skip_end in skips:
-        if first < min(skip_first, end):
-            yield first, min(skip_first, end)
+        stop = min(skip_first, end)
+        if first < stop:
+            yield first, stop
         first = max(first, skip_end)
     if first < end:
         yield first, end

@@ -9,6 +9,7 @@ What they give up: they score fewer tokens than there are. Our own evaluation in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -57,7 +58,7 @@ class PeerRows:
     def __len__(self) -> int:
         """Return the number of forward passes, equal on all ranks."""
         num_inputs = self._num_warm + self._row_len - 1
-        return -(-num_inputs // self.segment_len)
+        return math.ceil(num_inputs / self.segment_len)
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments of this rank's rows in order."""
@@ -69,8 +70,11 @@ class PeerRows:
             end = min(start + self.segment_len + 1, self._row_len)
             places_LT = first_L1 + np.arange(start, end)
             # A row's warm-up ends where the row begins. The token before the first row's first token is the last one.
-            segment = _segment(tokens.take(places_LT, mode="wrap"), is_row_L1)
-            yield segment._replace(scored=segment.scored & (start >= 0))
+            tokens_LT = tokens.take(places_LT, mode="wrap")
+            segment = _segment(tokens_LT, is_row_L1)
+            is_warm = start < 0
+            scored = np.zeros_like(segment.scored) if is_warm else segment.scored
+            yield segment._replace(scored=scored)
 
 
 class RandomCrops:
@@ -107,13 +111,16 @@ class RandomCrops:
         steps = np.arange(self.segment_len + 1)
         is_row_L1 = lanes[:, None] < self._num_lanes
         for _ in range(self._num_batches):
-            starts = generator.integers(0, len(tokens) - self.segment_len, self._num_lanes)
+            num_starts = len(tokens) - self.segment_len
+            starts = generator.integers(0, num_starts, self._num_lanes)
             local_starts_L1 = starts.take(lanes, mode="clip")[:, None]
-            yield _segment(tokens[local_starts_L1 + steps], is_row_L1)
+            places_LT = local_starts_L1 + steps
+            yield _segment(tokens[places_LT], is_row_L1)
 
 
 def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+    """Round up to a multiple."""
+    return math.ceil(count / multiple) * multiple
 
 
 def _segment(tokens: npt.NDArray[np.unsignedinteger], is_row_L1: npt.NDArray[np.bool_]) -> Segment:
@@ -121,5 +128,7 @@ def _segment(tokens: npt.NDArray[np.unsignedinteger], is_row_L1: npt.NDArray[np.
 
     Lanes that are no row, which give every rank equally many, hold zeros and are not scored.
     """
-    segment = plain_segment(np.where(is_row_L1, tokens, 0).astype(np.int64))
-    return segment._replace(scored=segment.scored & is_row_L1)
+    row_tokens = np.where(is_row_L1, tokens, 0)
+    segment = plain_segment(row_tokens.astype(np.int64))
+    scored = segment.scored & is_row_L1
+    return segment._replace(scored=scored)

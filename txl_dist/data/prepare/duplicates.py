@@ -23,6 +23,7 @@ Memory is bounded by `_SLICE` entries. More entries are first spread over files 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -45,7 +46,9 @@ _NUM_BINS = NUM_BANDS * NUM_ROWS
 _RUN_LEN = {"byte": 24, "char": 24}
 """Number of tokens in a run, by the kind of tokenizer, where tokens are shorter than words."""
 _DEFAULT_RUN_LEN = 5
+"""Number of tokens in a run with other tokenizers."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+"""Base of the polynomial hash of a run."""
 _MIXERS = (
     (np.uint64(32), np.uint64(0x94D049BB133111EB)),
     (np.uint64(29), np.uint64(0xBF58476D1CE4E5B9)),
@@ -54,15 +57,19 @@ _MIXERS = (
 _TO_BIN = np.uint64(58)
 """Shift that leaves the highest 6 bits of a hash, the number of its bin."""
 _HALF_BITS = np.uint64(32)
+"""Half the number of bits of a hash."""
 _CHUNK = 1 << 15
 """Number of runs that are hashed at once."""
 _SLICE = 1 << 23
 """Number of entries that are sorted in memory at once."""
 _MAX_FILES = 256
+"""Maximum number of temporary files."""
 _EMPTY = np.uint64(2**64 - 1)
 """Value of a bin without a hash."""
 _EXACT = np.dtype([("value", "<u8"), ("rest", "<u8"), ("ordinal", "<u8"), ("is_train", "<u8")])
+"""Entry of a document: the two halves of its hash, its number in the preparation, and whether it is of train."""
 _BAND = np.dtype([("value", "<u8"), ("ordinal", "<u8")])
+"""Entry of one band of a document."""
 
 
 class Equals(NamedTuple):
@@ -103,19 +110,22 @@ def _smallest_hashes(documents: Sequence[npt.NDArray[Any]], lengths: npt.NDArray
     no_ids = np.empty(0, np.int32)
     ids = np.concatenate([*documents, no_ids])
     document_numbers = np.arange(len(documents), dtype=np.int32)
-    owners = np.repeat(document_numbers, lengths)  # [ids] the document of each id
+    # [ids] the document of each id
+    owners = np.repeat(document_numbers, lengths)
     smallest = np.full((len(documents), _NUM_BINS), _EMPTY)
     flat = smallest.reshape(-1)
     num_runs = len(ids) - run_len + 1
     for begin in range(0, num_runs, _CHUNK):
         end = min(begin + _CHUNK, num_runs)
-        chunk = ids[begin : end + run_len - 1]
-        runs = _hash_runs(chunk, run_len=run_len)
-        first_owner = owners[begin:end]
-        last_owner = owners[begin + run_len - 1 : end + run_len - 1]
+        last_begin = begin + run_len - 1
+        last_end = end + run_len - 1
+        runs = _hash_runs(ids[begin:last_end], run_len=run_len)
         bin_in_document = (runs >> _TO_BIN).astype(np.int64)
+        # A run counts if its first and its last id are in one document.
+        first_owner = owners[begin:end]
+        last_owner = owners[last_begin:last_end]
+        is_whole = first_owner == last_owner
         bins = first_owner * _NUM_BINS + bin_in_document
-        is_whole = first_owner == last_owner  # the run is in one document
         np.minimum.at(flat, bins[is_whole], runs[is_whole])
     return smallest
 
@@ -139,9 +149,11 @@ def _fill_empty_bins(smallest: UInt64s) -> None:
     num_bins = smallest.shape[1]
     for _ in range(2):
         for column in reversed(range(num_bins)):
-            following = smallest[:, (column + 1) % num_bins]
+            next_column = (column + 1) % num_bins
+            following = smallest[:, next_column]
             is_empty = smallest[:, column] == _EMPTY
-            borrows = is_empty & (following != _EMPTY)
+            has_lender = following != _EMPTY
+            borrows = is_empty & has_lender
             smallest[borrows, column] = hash64(following[borrows])
 
 
@@ -159,15 +171,20 @@ def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, f
         # lexsort takes the most important key last
         order = np.lexsort((part["ordinal"], part["is_train"], part["rest"], part["value"]))
         table = part[order]
-        is_equal = _equals_previous(table["value"]) & _equals_previous(table["rest"])
+        has_equal_value = _equals_previous(table["value"])
+        has_equal_rest = _equals_previous(table["rest"])
+        is_equal = has_equal_value & has_equal_rest
         stays = ~is_equal
+        is_train = table["is_train"] == 1
+        # Each group of equal documents begins with the one that stays.
         group_of_row = np.cumsum(stays) - 1
         first_rows = np.flatnonzero(stays)
-        stays_in_train = table["is_train"][first_rows] == 1  # for each group of equal documents
-        is_leak = (table["is_train"] == 1) & ~stays_in_train[group_of_row]
+        stays_in_train = is_train[first_rows]
+        is_leak = is_train & ~stays_in_train[group_of_row]
         num_held_out += int(is_leak.sum())
         ordinals.append(table["ordinal"][is_equal])
-    return Equals(np.sort(np.concatenate(ordinals)), num_held_out)
+    all_ordinals = np.concatenate(ordinals)
+    return Equals(np.sort(all_ordinals), num_held_out)
 
 
 def _exact_entries(tables: Iterable[tuple[npt.NDArray[Any], bool]]) -> Iterator[npt.NDArray[Any]]:
@@ -207,7 +224,8 @@ def _band_entries(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equ
     """Yield a table of `_BAND` for each table of records: one entry per band of each document that is compared."""
     for records, bands in tables:
         is_long_enough = bands[:, 0] != 0
-        is_compared = is_long_enough & ~contains(equal.ordinals, records["ordinal"])
+        is_dropped = contains(equal.ordinals, records["ordinal"])
+        is_compared = is_long_enough & ~is_dropped
         ordinals = records["ordinal"][is_compared]
         table = np.empty(len(ordinals) * NUM_BANDS, dtype=_BAND)
         table["value"] = bands[is_compared].ravel()
@@ -220,14 +238,15 @@ def contains(ordinals: UInt64s, wanted: npt.NDArray[Any]) -> npt.NDArray[np.bool
     if not len(ordinals):
         return np.zeros(len(wanted), dtype=bool)
     last = len(ordinals) - 1
-    places = np.minimum(ordinals.searchsorted(wanted), last)
+    places = ordinals.searchsorted(wanted)
+    places = np.minimum(places, last)
     is_among: npt.NDArray[np.bool_] = ordinals[places] == wanted
     return is_among
 
 
 def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) -> Iterator[npt.NDArray[Any]]:
     """Yield all `count` entries in a few arrays. Entries of equal `value` are in one array."""
-    num_files = min(-(-count // _SLICE), _MAX_FILES)
+    num_files = min(math.ceil(count / _SLICE), _MAX_FILES)
     if num_files <= 1:
         yield np.concatenate(list(entries))
         return
@@ -237,9 +256,11 @@ def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) ->
         files = [stack.enter_context(open_new(path)) for path in paths]
         for table in entries:
             high_bits = table["value"] >> _HALF_BITS
-            file_numbers = high_bits * np.uint64(num_files) >> _HALF_BITS
+            scaled = high_bits * np.uint64(num_files)
+            file_numbers = scaled >> _HALF_BITS
             order = np.argsort(file_numbers, kind="stable")
-            borders = np.searchsorted(file_numbers[order], later_files)
+            sorted_numbers = file_numbers[order]
+            borders = np.searchsorted(sorted_numbers, later_files)
             pieces = np.split(table[order], borders)
             for file, piece in zip(files, pieces, strict=True):
                 file.write(piece.tobytes())

@@ -183,9 +183,9 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
     num_rows = 1 if array.ndim == 1 else len(array)
     for row in range(first_row, num_rows, _ROWS):
         rows = array if array.ndim == 1 else array[row : row + _ROWS]
-        sink = io.BytesIO()
-        np.save(sink, rows)
-        yield sink.getvalue(), min(_ROWS, num_rows - row)
+        buffer = io.BytesIO()
+        np.save(buffer, rows)
+        yield buffer.getvalue(), min(_ROWS, num_rows - row)
 
 
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
@@ -254,8 +254,8 @@ def _as_stream(column: Any) -> bytes:
     if pyarrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     batch = pyarrow.record_batch([column.cast(pyarrow.large_binary())], names=["text"])
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+    buffer = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(buffer, batch.schema) as writer:
         writer.write_batch(batch)
-    raw: bytes = sink.getvalue().to_pybytes()
+    raw: bytes = buffer.getvalue().to_pybytes()
     return raw

@@ -198,10 +198,10 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
     if content.kind == "npy":
         if is_ids:
             return "npy"
-        raise DataError(f"{file.path} holds ready ids. Name their vocabulary with --vocab-list FILE, one name a line.")
+        raise DataError(f"{file.path} holds token ids. Name their vocabulary with --vocab-list FILE, one name a line.")
     if content.kind == "parquet":
         if is_ids:
-            raise DataError(f"{file.path} is parquet. Ready ids (--vocab-list) come as .npy or JSON lines.")
+            raise DataError(f"{file.path} is parquet. Token ids (--vocab-list) must be .npy or JSON lines.")
         return "parquet"
     is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
     is_no_record = content.kind == "json" and file.form == "jsonl"

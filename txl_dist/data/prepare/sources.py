@@ -232,15 +232,15 @@ def plugin_source(given: str) -> TextSource | None:
 
 
 def _stream_form(given: str, settings: PrepareSettings) -> Form:
-    """Return the form of stdin, a command or a plugin's source. Raises ConfigError for ready ids not in JSON lines."""
+    """Return the form of stdin, a command or a plugin's source. Raises ConfigError for token ids not in JSON lines."""
     if plugin_source(given) is not None:
         if settings.vocab_list is not None:
-            raise ConfigError(f"{given} gives text, not ready ids. Leave --vocab-list out.")
+            raise ConfigError(f"{given} gives text, not token ids. Leave --vocab-list out.")
         return "jsonl"
     if settings.vocab_list is None:
         return "jsonl" if settings.stdin_format == "jsonl" else settings.documents
     if settings.stdin_format == "text":
-        raise ConfigError(f"ready ids come from {given} as JSON lines only. Say so with --stdin-format jsonl.")
+        raise ConfigError(f"token ids from {given} must be JSON lines. Set --stdin-format jsonl.")
     return "ids"
 
 
@@ -253,12 +253,12 @@ def _form(path: str, settings: PrepareSettings) -> Form:
     if settings.vocab_list is not None:
         if suffix not in ID_SUFFIXES:
             raise ConfigError(
-                f"{path}: ready ids (--vocab-list) are files named {' '.join(sorted(ID_SUFFIXES))}, as they are or "
+                f"{path}: token ids (--vocab-list) are files named {' '.join(sorted(ID_SUFFIXES))}, as they are or "
                 "compressed. Leave the list out to prepare text."
             )
         return "npy" if suffix == ".npy" else "ids"
     if suffix == ".npy":
-        raise ConfigError(f"{path} holds ready ids. Name their vocabulary with --vocab-list FILE, one name a line.")
+        raise ConfigError(f"{path} holds token ids. Name their vocabulary with --vocab-list FILE, one name a line.")
     if suffix == ".parquet":
         return "parquet"
     return "jsonl" if suffix in JSONL_SUFFIXES or suffix == ".json" else settings.documents

@@ -36,23 +36,37 @@ def order0_and_bigram(
     """
     if min(len(train_ids), len(valid_ids)) < 2:
         raise DataError(f"baselines need two tokens or more; train has {len(train_ids)}, validation {len(valid_ids)}.")
+    # p(b) of each validation target.
     unigrams = np.bincount(train_ids, minlength=vocab_size)
     probabilities = (unigrams + 1) / (len(train_ids) + vocab_size)
-    order0 = probabilities[valid_ids[1:]]
-    pairs, pair_counts = np.unique(_pairs(train_ids, vocab_size), return_counts=True)
-    wanted = _pairs(valid_ids, vocab_size)
-    places = np.minimum(pairs.searchsorted(wanted), len(pairs) - 1)
-    is_seen = pairs[places] == wanted
-    seen = np.where(is_seen, pair_counts[places], 0)
-    # The last token of the train split precedes nothing.
+    targets = valid_ids[1:]
+    order0 = probabilities[targets]
+
+    # c_ab of each validation target b and the token a before it.
+    train_pairs = _pairs(train_ids, vocab_size)
+    known_pairs, counts = np.unique(train_pairs, return_counts=True)
+    valid_pairs = _pairs(valid_ids, vocab_size)
+    places = known_pairs.searchsorted(valid_pairs)
+    places = np.minimum(places, len(known_pairs) - 1)
+    is_known = known_pairs[places] == valid_pairs
+    pair_counts = np.where(is_known, counts[places], 0)
+
+    # c_a of each. The last token of the train split precedes nothing.
     contexts = np.bincount(train_ids[:-1], minlength=vocab_size)
-    before = contexts[valid_ids[:-1]]
+    previous = valid_ids[:-1]
+    context_counts = contexts[previous]
+
     scores = []
     for k in ks:
-        smoothed = (seen + k * order0) / (before + k)
+        smoothed = (pair_counts + k * order0) / (context_counts + k)
         scores.append((_nats(smoothed), float(k)))
     bigram, best_k = min(scores)
-    return Baselines(order0=_nats(order0), bigram=bigram, best_k=best_k, num_targets=len(wanted))
+    return Baselines(
+        order0=_nats(order0),
+        bigram=bigram,
+        best_k=best_k,
+        num_targets=len(targets),
+    )
 
 
 def _pairs(ids: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
@@ -63,4 +77,6 @@ def _pairs(ids: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
 
 
 def _nats(probabilities: npt.NDArray[np.float64]) -> float:
-    return float(-np.log(probabilities).mean())
+    """Return the mean of -log p."""
+    losses = -np.log(probabilities)
+    return float(losses.mean())

@@ -1,14 +1,14 @@
-// A conversation with the server that serves this page: each turn goes on from the memory that the last one left, so
-// it costs its own tokens only. Everything shown is put in as text, never as markup.
+// A conversation with the server that serves this page. Each turn continues from the memory of the turn before, so the
+// server computes only the new tokens. Everything is inserted as text, never as markup.
 
-const LIKELIEST = 5; // tokens told in each one's place
-const MOST_BITS = 10; // of surprise, which have the full colour
+const LIKELIEST = 5; // alternatives that are requested for each token
+const MOST_BITS = 10; // surprise in bits from which on a token has the full colour
 
 const find = (id) => document.getElementById(id);
 const [talk, state, likeliest] = ["talk", "state", "likeliest"].map(find);
 let model = null; // its name
-let memory = null; // handle of what was read and written so far
-let request = null; // AbortController of the turn in work
+let memory = null; // handle of the memory of the conversation so far
+let request = null; // AbortController of the running turn
 
 function headers() {
   const key = find("ask").elements.key.value;
@@ -52,7 +52,7 @@ function factsOf({ parameters, num_layers, width, num_heads, memory_len, vocab_s
   ].join(", ");
 }
 
-// The JSON objects of a stream of server-sent events.
+// Yields the JSON objects of a stream of server-sent events.
 async function* eventsOf(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
@@ -129,7 +129,7 @@ function spanOf(text, name) {
   return span;
 }
 
-// A piece of text: a token each where its tokens are its text, else all in one, as when several make one character.
+// Shows a piece of text: one element per token, or one for all if several tokens make one character.
 function show({ text, logprobs }) {
   const tokens = logprobs?.tokens ?? [];
   const places = tokens.map((token, place) => placeOf(logprobs, place));

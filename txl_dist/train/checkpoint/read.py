@@ -191,7 +191,7 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
             f"({theirs[:12]} and {ours[:12]}). "
-            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (ready ids with the same "
+            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (token ids with the same "
             "--vocab-list), or use another --run.dir."
         )
     remarks = refuse_frozen_changes(config, context.config, made=str(folder))

@@ -1,4 +1,4 @@
-"""Ready ids with a vocabulary list are prepared as they are, and what is none is refused by file and place."""
+"""Token ids with a vocabulary list are prepared as they are, and what is none is refused by file and place."""
 
 from __future__ import annotations
 
@@ -333,7 +333,7 @@ def test_settings_of_text_are_refused_beside_a_list(tmp_path: Path, names: Path,
 def test_ids_without_a_list_and_text_with_one_are_refused(tmp_path: Path, names: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(ConfigError, match=r"a\.npy holds ready ids\. Name their vocabulary with --vocab-list"):
+    with pytest.raises(ConfigError, match=r"a\.npy holds token ids\. Name their vocabulary with --vocab-list"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.npy"])
-    assert_refused(tmp_path, names, tmp_path / "a.txt", "a.txt: ready ids (--vocab-list) are files named")
+    assert_refused(tmp_path, names, tmp_path / "a.txt", "a.txt: token ids (--vocab-list) are files named")
     assert_refused(tmp_path, names, Path("-"), "--stdin-format jsonl", stdin_format="text")
