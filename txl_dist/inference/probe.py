@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, and the probe: tokens whose losses prove that weights are the trained ones.
 
-The training engine computes the losses with its live weights at every checkpoint; whoever loads exported weights
-computes them again. The tokens run as two segments, so that the memory is probed as well.
+The training engine computes the losses with its weights at every checkpoint. Code that loads exported weights computes
+them again. The tokens run as two segments, so that the memory is tested as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def log_probabilities(
     zero_memory: bool = False,
     document_BS: Tensor | None = None,
 ) -> Tensor:
-    """log p in nats of tokens 1 ... S-1 of each row, given all before them; [B, S - 1], at least fp32.
+    """Return log p in nats of tokens 1 ... S-1 of each row, given all tokens before; [B, S - 1], at least fp32.
 
     `segment_len` tokens are run at a time over a memory of `memory_len`. With a memory as long as the text the
     result does not depend on `segment_len`. `zero_memory` begins with a memory of zeros that is attended, as Hugging
@@ -33,31 +33,40 @@ def log_probabilities(
     The model must be in evaluation mode.
     """
     assert not model.training
-    memory = model.empty_memory(num_lanes=tokens_BS.shape[0], memory_len=memory_len)
-    memory = attended(memory) if zero_memory else memory
-    parts = [torch.empty(tokens_BS.shape[0], 0, device=tokens_BS.device)]  # fewer than two tokens have no scores
-    for start in range(0, tokens_BS.shape[1] - 1, segment_len):
-        stop = min(start + segment_len, tokens_BS.shape[1] - 1)
-        document_BT = None if document_BS is None else document_BS[:, start:stop]
-        hidden_BTD, memory = model(tokens_BS[:, start:stop], memory, document_BT=document_BT)
-        parts.append(-model.softmax(hidden_BTD, tokens_BS[:, start + 1 : stop + 1]))
+    num_rows, num_tokens = tokens_BS.shape
+    memory = model.empty_memory(num_lanes=num_rows, memory_len=memory_len)
+    if zero_memory:
+        memory = attended(memory)
+    parts = [torch.empty(num_rows, 0, device=tokens_BS.device)]  # fewer than two tokens have no scores
+    num_scored = num_tokens - 1
+    for start in range(0, num_scored, segment_len):
+        stop = min(start + segment_len, num_scored)
+        inputs_BT = tokens_BS[:, start:stop]
+        targets_BT = tokens_BS[:, start + 1 : stop + 1]
+        document_BT = None
+        if document_BS is not None:
+            document_BT = document_BS[:, start:stop]
+        hidden_BTD, memory = model(inputs_BT, memory, document_BT=document_BT)
+        nll_BT = model.softmax(hidden_BTD, targets_BT)
+        parts.append(-nll_BT)
     return torch.cat(parts, dim=1)
 
 
 def probe_tokens(vocab_size: int) -> Tensor:
-    """[1, 2 * PROBE_LEN + 1] ids spread over the whole vocabulary: a segment, a second one, the last target."""
+    """Return [1, 2 * PROBE_LEN + 1] ids spread over the whole vocabulary: two segments and the last target."""
     position = torch.arange(2 * PROBE_LEN + 1, dtype=torch.int64)
-    return ((position * 7919 + 1) % vocab_size)[None, :]
+    ids = (position * 7919 + 1) % vocab_size
+    return ids[None, :]
 
 
 def probe_of(model: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
-    """A probe that weights make themselves: it proves what is written and loaded, not where they came from."""
+    """Make a probe with the model itself. It proves that weights are written and loaded well, not their source."""
     tokens = probe_tokens(model.vocab_size)
     losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len)
     return {"tokens": tokens, "losses": losses}
 
 
 def probe_error(model: TransformerXL, probe: dict[str, Tensor], *, memory_len: int) -> float:
-    """Largest absolute difference in nats between the engine's `losses` on the probe's `tokens` and this model's."""
+    """Return the largest difference in nats between the probe's `losses` and those of this model on its `tokens`."""
     ours = log_probabilities(model, probe["tokens"], segment_len=PROBE_LEN, memory_len=memory_len)
     return float((ours + probe["losses"]).abs().max())

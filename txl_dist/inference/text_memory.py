@@ -1,10 +1,12 @@
-"""What a model remembers of a text, as a value and as a file: a conversation or a shared prefix goes on from it without
-being read again.
+"""Memory of a text, as a value and as a file: generation continues from it without reading the text again.
 
-The file is safetensors: `key_value` [L, 2, N, S, H] (`key_value.0` [2, N, S_0, H], `key_value.1` ... where the layers
-remember differently) and `document` [S] of the last S positions but one, oldest first,
-`last`, the id of the token that follows them and is not read yet; in its metadata the fingerprints of the model and of
-these tensors.
+The file is safetensors. Its tensors are
+
+    key_value   [L, 2, N, S, H]; key_value.0 [2, N, S_0, H], key_value.1 ... if the layers remember different lengths
+    document    [S] of the last S positions, oldest first
+    last        id of the token after them, which has not been read yet
+
+Its metadata hold the fingerprints of the model and of these tensors.
 """
 
 from __future__ import annotations
@@ -30,55 +32,67 @@ FORMAT_VERSION = "1"
 
 @dataclass(frozen=True)
 class TextMemory:
-    """What is remembered of a text: all but its last token, and that one."""
+    """Memory of a text: keys and values of all but its last token, and that token."""
 
     past: CacheState
     last: int
+    """Id of the last token."""
     model: str
-    """Fingerprint of the model whose it is (`fingerprint_of`)."""
+    """Fingerprint of the model that made it (`fingerprint_of`)."""
 
     def __len__(self) -> int:
-        """Tokens that are remembered."""
+        """Return the number of tokens that are remembered."""
         return self.past.document_S.shape[0] + 1
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
-        return sum(one.nbytes for one in self.past.key_values) + self.past.document_S.nbytes
+        """Size of the tensors in bytes."""
+        size = self.past.document_S.nbytes
+        for key_value in self.past.key_values:
+            size += key_value.nbytes
+        return size
 
     def save(self, path: str | Path) -> None:
-        """Write the file; an older one is replaced, whole. Raises ConfigError if it cannot be written.
+        """Write the file, or replace an older one as a whole.
 
-        So a device or a pipe of that name would be replaced too, and is refused.
+        Raises ConfigError if it cannot be written, or if the path is a device or a pipe, which would be replaced too.
         """
-        if path_of(path).exists() and not path_of(path).is_file():
+        target = path_of(path)
+        if target.exists() and not target.is_file():
             raise ConfigError(f"{path} is not a file that a memory could be written to. Choose another one.")
         with translate_errors(ConfigError, f"cannot write {path}", "Choose another file."):
-            atomic_replace(path_of(path), self.to_bytes())
+            atomic_replace(target, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """What the file holds."""
-        tensors = {
-            **_stored([one.cpu() for one in self.past.key_values]),
-            "document": self.past.document_S.cpu().contiguous(),
-            "last": torch.tensor([self.last]),
+        """Return the content of the file."""
+        key_values = [key_value.cpu() for key_value in self.past.key_values]
+        tensors = _stored(key_values)
+        tensors["document"] = self.past.document_S.cpu().contiguous()
+        tensors["last"] = torch.tensor([self.last])
+        metadata = {
+            "format_version": FORMAT_VERSION,
+            "model": self.model,
+            "content": _digest(tensors),
         }
-        metadata = {"format_version": FORMAT_VERSION, "model": self.model, "content": _digest(tensors)}
         return save(tensors, metadata=metadata)
 
 
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:
-    """A memory that this model made. Raises CheckpointError if the file is none, is damaged or is of another model."""
+    """Read a memory that this model made.
+
+    Raises CheckpointError if the file is not a memory, is damaged, or was made by another model.
+    """
     with translate_errors(CheckpointError, f"{path} cannot be read as a memory of a text", _AGAIN):
         data = Path(path).read_bytes()
     return read_memory(data, model, fingerprint=fingerprint, called=str(path))
 
 
 def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: str) -> TextMemory:
-    """As `load_memory`, of the content of a file, which messages call so."""
+    """Read a memory from the content of a file, as `load_memory` does. Messages name it `called`."""
     try:
         tensors = load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        header_len = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + header_len])
         metadata = header.get("__metadata__") or {}
     except (SafetensorError, ValueError, KeyError) as error:  # the last: a type of numbers that torch does not have
         raise CheckpointError(f"{called} cannot be read as a memory of a text: {error}. {_AGAIN}") from error
@@ -98,52 +112,65 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
 
 
 _AGAIN = "Make it again from its text, with --save-memory or by a server."
+_OTHER_NAMES = {"document", "last"}
 
 
 def _stored(key_values: Sequence[Tensor]) -> dict[str, Tensor]:
-    """As one tensor where they are alike."""
-    if len({one.shape for one in key_values}) == 1:
+    """Return the tensors to store: one if all layers have the same shape, else one per layer."""
+    shapes = {key_value.shape for key_value in key_values}
+    if len(shapes) == 1:
         return {"key_value": torch.stack(list(key_values))}
-    return {f"key_value.{layer}": one.contiguous() for layer, one in enumerate(key_values)}
+    return {f"key_value.{layer}": key_value.contiguous() for layer, key_value in enumerate(key_values)}
 
 
 def _layers_of(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """key_value_2NSH of each layer, of a file's tensors."""
+    """Return key_value_2NSH of each layer, from a file's tensors."""
     if "key_value" in tensors:
         return list(tensors["key_value"])
-    return [tensors[name] for layer in range(len(tensors)) if (name := f"key_value.{layer}") in tensors]
+    layers = []
+    for layer in range(len(tensors)):
+        key_value = tensors.get(f"key_value.{layer}")
+        if key_value is not None:
+            layers.append(key_value)
+    return layers
 
 
 def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
-    """Whether these are the tensors of a memory of this model: a file may come from anybody, digests and all."""
-    num_layers, num_heads, head_width = model.section.num_layers, model.section.num_heads, model.section.head_width
-    per_layer = {f"key_value.{layer}" for layer in range(num_layers)}
-    if not {"document", "last"} <= tensors.keys() or tensors.keys() - {"document", "last"} not in (
-        {"key_value"},
-        per_layer,
-    ):
+    """Return whether these can be the tensors of a memory of this model.
+
+    The digests do not prove it, because anybody can write a file with matching digests.
+    """
+    section = model.section
+    names = tensors.keys() - _OTHER_NAMES
+    names_per_layer = {f"key_value.{layer}" for layer in range(section.num_layers)}
+    if not tensors.keys() >= _OTHER_NAMES or names not in ({"key_value"}, names_per_layer):
         return False
     if "key_value" in tensors and tensors["key_value"].dim() != 5:
         return False
-    document, last, key_values = tensors["document"], tensors["last"], _layers_of(tensors)
-    num_positions = document.shape[0] if document.dim() == 1 else -1
+    document = tensors["document"]
+    last = tensors["last"]
+    if document.dtype != torch.int64 or document.dim() != 1:
+        return False
+    if last.dtype != torch.int64 or last.shape != (1,) or not 0 <= int(last) < model.vocab_size:
+        return False
+    key_values = _layers_of(tensors)
     dtype = model.embedding.weight(0).dtype
-    return (
-        len(key_values) == num_layers
-        and all(one.dim() == 4 and one.shape[2] <= num_positions for one in key_values)
-        and all(one.shape == (2, num_heads, one.shape[2], head_width) for one in key_values)
-        and max(one.shape[2] for one in key_values) == num_positions
-        and all(one.dtype == dtype and bool(one.isfinite().all()) for one in key_values)
-        and document.dtype == last.dtype == torch.int64
-        and last.shape == (1,)
-        and 0 <= int(last) < model.vocab_size
-    )
+    lens = []
+    for key_value in key_values:
+        if key_value.dim() != 4 or key_value.dtype != dtype or not bool(key_value.isfinite().all()):
+            return False
+        layer_len = key_value.shape[2]
+        if key_value.shape != (2, section.num_heads, layer_len, section.head_width):
+            return False
+        lens.append(layer_len)
+    return len(key_values) == section.num_layers and max(lens) == document.shape[0]
 
 
 def fingerprint_of(model: TransformerXL) -> str:
-    """sha256 of a model's settings and weights. It reads all of them: a second for some hundred million."""
+    """Return the sha256 of a model's settings and weights. It takes a second for some hundred million weights."""
+    weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     digest = hashlib.sha256(model.section.model_dump_json().encode())
-    digest.update(_digest({name: parameter.detach().cpu() for name, parameter in model.named_parameters()}).encode())
+    digest.update(_digest(weights).encode())
     return digest.hexdigest()
 
 
@@ -151,7 +178,8 @@ def _digest(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        header = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        digest.update(header.encode())
         if tensor.numel():
             digest.update(tensor.view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,11 +1,11 @@
 """Weights that need not be in memory: read, rounded and written some rows at a time.
 
-A tensor is known by its shape and gives its rows by slices. `Tensor` is such a thing; so is `Rows`, which reads from a
-file what is asked for. Whoever goes through weights by `pieces` needs a few MiB, however large they are.
+`Sliced` is a tensor with a shape, whose rows are taken by slices: a `Tensor`, or `Rows`, which reads them from a file.
+Code that goes through weights by `pieces` needs a few MiB of memory, however large they are.
 
-int8 is a way to store matrices: per row (per output of a matrix, per entry of a table) 127 steps to each side of zero,
-as long as the scale beside them says. Scales are bf16, so that a narrow table is not half made of them; a value is off
-by at most half a step. Norms, biases, u and v stay fp32. `stored_weights` gives such rows back in fp32.
+int8 is a type for storing matrices. Each row (an output of a matrix, an entry of a table) has 127 steps to each side of
+zero, and a scale that says how long a step is. Scales are bf16, so that they are a small part of narrow tables. A value
+is wrong by at most half a step. Norms, biases, u and v stay fp32. `stored_weights` returns such rows in fp32.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from txl_dist.io.tensor_files import Stream, TensorFile, write_streams
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 """Types of weights in a file."""
 SCALE = ".scale"
-"""What the name of a tensor's scales ends with."""
+"""Suffix of the name of a tensor's scales."""
 _PIECE_VALUES = 1 << 18
+"""Number of values that are read at a time."""
 _STEPS = 127
+"""Steps of int8 to each side of zero."""
 
 
 class Sliced(Protocol):
-    """A tensor, or what gives its rows."""
+    """Tensor, or an object that returns its rows."""
 
     @property
     def shape(self) -> torch.Size:
-        """At least one axis."""
+        """Shape of the whole tensor, with at least one axis."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """Some rows, on the host or wherever they are."""
+        """Return some rows, on the device where they are."""
 
 
 Weights = Mapping[str, Sliced]
@@ -45,22 +47,25 @@ Weights = Mapping[str, Sliced]
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor whose rows are read when they are asked for."""
+    """Tensor whose rows are read when they are taken."""
 
     shape: torch.Size
     read: Callable[[int, int], Tensor]
-    """Rows start ... stop - 1."""
+    """Function that returns the rows from its first argument up to, but not including, its second."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """Raises what reading raises."""
+        """Read and return some rows. Raises the errors of `read`."""
         start, stop, _ = rows.indices(self.shape[0])
         return self.read(start, stop)
 
 
 def pieces(shape: torch.Size) -> Iterator[slice]:
-    """Consecutive rows, a MiB in fp32 at a time unless one row has more."""
-    step = max(1, _PIECE_VALUES // max(1, shape[1:].numel()))
-    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
+    """Yield consecutive ranges of rows of 1 MiB in fp32 each, or of one row if it is larger."""
+    num_rows = shape[0]
+    row_len = max(1, shape[1:].numel())
+    step = max(1, _PIECE_VALUES // row_len)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 @torch.no_grad()
@@ -77,56 +82,70 @@ def is_quantized(name: str, shape: torch.Size) -> bool:
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 codes, a bf16 scale per row) of rows in fp32. Of what was read back so it gives the same again."""
+    """Return (int8 codes, a bf16 scale per row) of rows in fp32.
+
+    Rows that were quantized and read back are quantized to the same codes and scales.
+    """
     flat = rows.flatten(1)
     scale = (flat.abs().amax(1) / _STEPS).bfloat16()
-    step = scale.float().clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    return (flat / step).round_().clamp_(-_STEPS, _STEPS).to(torch.int8).view(rows.shape), scale
+    tiniest = torch.finfo(torch.float32).tiny
+    step = scale.float().clamp(min=tiniest)[:, None]
+    codes = (flat / step).round_().clamp_(-_STEPS, _STEPS).to(torch.int8)
+    return codes.view(rows.shape), scale
 
 
 def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
     """Write tensors to a new file in this type, some rows at a time.
 
-    Raises CheckpointError where a number is not finite in it, OSError, and what reading the weights raises.
+    Raises CheckpointError if a number is not finite in this type, OSError, and the errors of reading the weights.
     """
     streams: dict[str, Stream] = {}
+    other_dtype = "fp32" if dtype == "int8" else dtype
     for name, weight in weights.items():
         if dtype == "int8" and is_quantized(name, weight.shape):
             streams[name] = _stream(name, weight, dtype, lambda rows: quantized(rows)[0])
             scales = _stream(name, weight, "bf16", lambda rows: quantized(rows)[1])
             streams[name + SCALE] = scales._replace(shape=weight.shape[:1])
         else:
-            streams[name] = _stream(name, weight, "fp32" if dtype == "int8" else dtype, lambda rows: rows)
+            streams[name] = _stream(name, weight, other_dtype, lambda rows: rows)
     write_streams(path, streams)
 
 
 def stored_weights(path: Path) -> dict[str, Sliced]:
-    """What `write_weights` wrote, each tensor under its name. Raises OSError, ValueError or SafetensorError."""
+    """Open the weights that `write_weights` wrote, by name. Raises OSError, ValueError or SafetensorError."""
     file = TensorFile(path)
-    return {name: _stored(file, name) for name in file.shapes if not name.endswith(SCALE)}
+    weights: dict[str, Sliced] = {}
+    for name in file.shapes:
+        if not name.endswith(SCALE):
+            weights[name] = _stored(file, name)
+    return weights
 
 
 def _stored(file: TensorFile, name: str) -> Rows:
     shape = file.shapes[name]
+    width = shape[1:].numel()
+    shape_of_scales = [1] * len(shape)
+    shape_of_scales[0] = -1
 
     def read(start: int, stop: int) -> Tensor:
-        width = shape[1:].numel()
-        values = file.read(name, start * width, stop * width).view(stop - start, *shape[1:])
+        flat = file.read(name, start * width, stop * width)
+        values = flat.view(stop - start, *shape[1:])
         if values.dtype != torch.int8:
             return values
         scale = file.read(name + SCALE, start, stop).float()
-        return values.float().mul_(scale.view(-1, *(1 for _ in shape[1:])))
+        return values.float().mul_(scale.view(shape_of_scales))
 
     return Rows(shape, read)
 
 
 def _stream(name: str, weight: Sliced, dtype: str, convert: Callable[[Tensor], Tensor]) -> Stream:
-    """`convert` gets rows in fp32, and gives what they are in a file of this type."""
+    """Make a stream of a weight. `convert` maps rows in fp32 to the rows in the file, of this type."""
 
     @torch.no_grad()
     def converted() -> Iterator[Tensor]:
         for rows in pieces(weight.shape):
-            piece = convert(weight[rows].float()).to(STORED[dtype])
+            rows_fp32 = weight[rows].float()
+            piece = convert(rows_fp32).to(STORED[dtype])
             if not bool(piece.isfinite().all()):
                 raise CheckpointError(f"{name} holds numbers that are not finite in {dtype}. Choose another --dtype.")
             yield piece.contiguous().cpu()
