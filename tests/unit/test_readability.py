@@ -23,8 +23,6 @@ KERNELS = "model/kernels/"
 """Triton kernels are formulas: they are exempt."""
 STILL_DENSE: frozenset[str] = frozenset(
     {
-        "inference/dynamic_evaluation.py",
-        "inference/weights.py",
         "report/inspect_run.py",
     }
 )

@@ -39,7 +39,9 @@ def _flags(arguments: Sequence[Argument]) -> list[Argument]:
 
 def _spelling(name: str) -> str:
     """Return a flag as the shell offers it: a setting with underscores."""
-    return name.replace("-", "_").replace("__", "--", 1) if "." in name else name
+    if "." in name:
+        return name.replace("-", "_").replace("__", "--", 1)
+    return name
 
 
 def _values(argument: Argument) -> str:
@@ -48,13 +50,17 @@ def _values(argument: Argument) -> str:
         return " ".join(argument.choices)
     if argument.metavar.startswith("{") and argument.metavar.endswith("}"):  # a plugin may add to these
         return argument.metavar.strip("{}").replace(",", " ")
-    return "@file" if argument.takes != "nothing" and argument.value_kind == "text" else ""
+    if argument.takes != "nothing" and argument.value_kind == "text":
+        return "@file"
+    return ""
 
 
 def _first_sentence(text: str) -> str:
     """Return the beginning of a help text, short enough for a list."""
     sentence = text.partition(". ")[0].rstrip(".")
-    return sentence if len(sentence) <= 70 else sentence[:67].rsplit(" ", 1)[0] + " ..."
+    if len(sentence) <= 70:
+        return sentence
+    return sentence[:67].rsplit(" ", 1)[0] + " ..."
 
 
 _BASH_HEAD = """\
@@ -212,15 +218,29 @@ def _zsh(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator[
 def _zsh_specs(argument: Argument) -> Iterator[str]:
     """Yield specifications of `_arguments`, one for each spelling of a flag."""
     values = _values(argument)
-    action = "_files" if values == "@file" else f"({values})" if values else " "
+    if values == "@file":
+        action = "_files"
+    elif values:
+        action = f"({values})"
+    else:
+        action = " "
     meaning = _zsh_escaped(_first_sentence(argument.help))
     if not argument.names:
-        many = "*" if argument.takes == "many" else ""
+        if argument.takes == "many":
+            many = "*"
+        else:
+            many = ""
         yield _zsh_quoted(f"{many}:{meaning}:{action}")
     for name in argument.names:
-        value = "" if argument.takes == "nothing" else f":value:{action}"
+        if argument.takes == "nothing":
+            value = ""
+        else:
+            value = f":value:{action}"
         # A list takes one value here: a pattern for its end would hide the flags after it.
-        repeats = "*" if argument.takes == "many" else ""
+        if argument.takes == "many":
+            repeats = "*"
+        else:
+            repeats = ""
         yield _zsh_quoted(f"{repeats}{_spelling(name)}[{meaning}]{value}")
 
 
@@ -273,11 +293,22 @@ def _fish_lines(argument: Argument, *, condition: str) -> Iterator[str]:
     values = _values(argument)
     meaning = _fish_quoted(_first_sentence(argument.help))
     if not argument.names:
-        what = "-F" if values == "@file" else f"-a {_fish_quoted(values)}"
+        if values == "@file":
+            what = "-F"
+        else:
+            what = f"-a {_fish_quoted(values)}"
         yield f"complete -c txl -n {condition} {what}"
     for name in argument.names:
-        takes = "-r -F" if values == "@file" else f"-x -a {_fish_quoted(values)}" if values else "-x"
-        takes = "" if argument.takes == "nothing" else f" {takes}"
+        if values == "@file":
+            takes = "-r -F"
+        elif values:
+            takes = f"-x -a {_fish_quoted(values)}"
+        else:
+            takes = "-x"
+        if argument.takes == "nothing":
+            takes = ""
+        else:
+            takes = f" {takes}"
         yield f"complete -c txl -n {condition} -l {_spelling(name).removeprefix('--')} -d {meaning}{takes}"
 
 

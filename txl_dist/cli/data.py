@@ -125,7 +125,8 @@ def verify(
     """
     from txl_dist.config.schema import DataSection
 
-    path = str(local_source(path)) if address_of(path) else path
+    if address_of(path):
+        path = str(local_source(path))
     no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
     instead = {ArtifactKind.HUGGINGFACE: no_manifest + "--format huggingface`."}
     kind = require(
@@ -145,7 +146,10 @@ def verify(
     else:
         from txl_dist.train.checkpoint.validate import checkpoint_problems, run_problems  # brings torch
 
-        problems = run_problems(Path(path)) if kind is ArtifactKind.RUN else checkpoint_problems(Path(path))
+        if kind is ArtifactKind.RUN:
+            problems = run_problems(Path(path))
+        else:
+            problems = checkpoint_problems(Path(path))
     num_problems = 0
     for problem in problems:
         echo(problem, flush=True)

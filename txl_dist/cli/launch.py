@@ -270,7 +270,10 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
     counts = Counter(flag.partition("=")[0] for flag in flags if flag.startswith("-"))
     for flag, count in counts.items():
         if count > 1:
-            remedy = " Join machines by @: worker-1@worker-2:0,1." if flag in ("--include", "--exclude") else ""
+            if flag in ("--include", "--exclude"):
+                remedy = " Join machines by @: worker-1@worker-2:0,1."
+            else:
+                remedy = ""
             raise ConfigError(f"{flag} is given {count} times, and the launcher takes it once.{remedy}")
     for flag, (least, most) in NUMBERS.items():
         value = _value_of(asked, flag)
@@ -333,7 +336,10 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
         value = _value_of(asked, flag)
         if value is None:
             continue
-        compared = value.lower() if flag == "--launcher" else value
+        if flag == "--launcher":
+            compared = value.lower()
+        else:
+            compared = value
         if compared not in choices:
             raise ConfigError(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
     if not has_hosts and int(asked.num_nodes or 1) != 1:
@@ -375,7 +381,10 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
     value = asked.include or asked.exclude
     if not value:
         return every
-    flag = "--include" if asked.include else "--exclude"
+    if asked.include:
+        flag = "--include"
+    else:
+        flag = "--exclude"
     named: dict[str, set[int]] = {}
     for part in value.split("@"):
         host, has_slots, numbers = part.partition(":")
@@ -388,11 +397,20 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
                 f"{host} alone means all."
             )
         available = set(every[host])
-        chosen = {int(number) for number in numbers.split(",")} if has_slots else available
+        if has_slots:
+            chosen = {int(number) for number in numbers.split(",")}
+        else:
+            chosen = available
         lacking = sorted(chosen - available)
         if lacking:
-            existing = f"slots 0 to {len(available) - 1}" if len(available) > 1 else "slot 0 alone"
-            remedy = " On a CPU choose the number of ranks by --num_accelerators N." if host == "localhost" else ""
+            if len(available) > 1:
+                existing = f"slots 0 to {len(available) - 1}"
+            else:
+                existing = "slot 0 alone"
+            if host == "localhost":
+                remedy = " On a CPU choose the number of ranks by --num_accelerators N."
+            else:
+                remedy = ""
             raise ConfigError(f"{flag} {value}: {host} has no slot {lacking[0]}, but {existing}.{remedy}")
         named.setdefault(host, set()).update(chosen)
     if asked.include:

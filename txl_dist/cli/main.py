@@ -101,9 +101,15 @@ def train(argv: Sequence[str]) -> int:
     from txl_dist.train.report.profile import parse_steps
     from txl_dist.train.start import pretrain
 
-    max_time_s = parse_duration(arguments.max_time) if arguments.max_time else 0.0
+    if arguments.max_time:
+        max_time_s = parse_duration(arguments.max_time)
+    else:
+        max_time_s = 0.0
     max_steps = arguments.settings.train.max_steps
-    traced = parse_steps(arguments.profile, max_steps=max_steps) if arguments.profile else range(0)
+    if arguments.profile:
+        traced = parse_steps(arguments.profile, max_steps=max_steps)
+    else:
+        traced = range(0)
     result = pretrain(arguments.settings, resume=arguments.resume, max_time_s=max_time_s, profile=traced)
     return result.exit_code
 
@@ -165,11 +171,17 @@ def sweep(argv: Sequence[str]) -> int:
 def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
     """Read the words of `txl train`, or of a command that takes its settings. Raises ConfigError."""
     argv = complete_switches(argv)
-    file = argv[0] if argv and not argv[0].startswith("-") else None
+    if argv and not argv[0].startswith("-"):
+        file = argv[0]
+    else:
+        file = None
     if file is not None:
         check_config_file(file)
     load_plugins(_values_of_flag("--run.plugins", argv))
-    settings = load_config(file, imports_plugins=True) if file else Config()
+    if file:
+        settings = load_config(file, imports_plugins=True)
+    else:
+        settings = Config()
     default = TrainArguments(config=Path(file or "CONFIG"), settings=settings)
     flags = [field.name for field in fields(TrainArguments) if field.name not in ("config", "settings")]
     check_typos(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
@@ -340,7 +352,10 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
             raise ConfigError("a path is empty. Is a shell variable unset?")
         is_a_path = previous in _PATH_FLAGS or not previous.startswith("--")
         if not word and is_a_path:
-            where = f" after {previous}" if previous else ""
+            if previous:
+                where = f" after {previous}"
+            else:
+                where = ""
             raise ConfigError(f"a path is empty{where}. Is a shell variable unset?")
         previous = word
 
@@ -382,7 +397,10 @@ def _code_of_main() -> int:
         return main()
     except KeyboardInterrupt:
         if _is_speaker():
-            hint = "; the same command continues from what is kept" if sys.argv[1:2] == ["prepare"] else ""
+            if sys.argv[1:2] == ["prepare"]:
+                hint = "; the same command continues from what is kept"
+            else:
+                hint = ""
             echo(f"txl: interrupted{hint}", to=sys.stderr)
         return 130
     except (LostOutputError, BrokenPipeError):

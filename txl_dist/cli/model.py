@@ -142,7 +142,10 @@ def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: Weigh
             echo("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
         return
     made = export_bundle(source, out, dtype=dtype, use_ema=ema, stated=stated)
-    share = "" if dtype == "fp32" else f", {made.share:.3f} of fp32"
+    if dtype == "fp32":
+        share = ""
+    else:
+        share = f", {made.share:.3f} of fp32"
     echo(
         f"{out}: written from {made.source}; largest difference to its source on the probe {made.error:.2e} nats; "
         f"weights {format_bytes(made.num_bytes)} in {dtype}{share}"

@@ -146,7 +146,10 @@ def check_typos(words: Sequence[str], known: Sequence[str], *, prog: str) -> Non
         if name and name not in known:
             problems.append(unknown_flag(flag, known, prog=prog))
             continue
-        choices = choices_of(name) if is_setting else ()
+        if is_setting:
+            choices = choices_of(name)
+        else:
+            choices = ()
         has_value = value[:1] not in ("", "-")
         if choices and has_value and value not in choices:
             problems.append(_impossible_choice(f"{flag} {value}", value, choices))
@@ -206,7 +209,9 @@ def _switched_off(name: str, known: Sequence[str]) -> str:
     for setting in known:
         if "." in setting and setting in positive_names:
             is_switch = choices_of(setting) == _SWITCH_CHOICES
-            return setting if is_switch else ""
+            if is_switch:
+                return setting
+            return ""
     return ""
 
 
@@ -215,7 +220,10 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
     name, is_joined, value = word.lstrip("-").partition("=")
     plain = name.replace("-", "_")
     if plain in known:
-        ending = f" {value}" if is_joined else ""
+        if is_joined:
+            ending = f" {value}"
+        else:
+            ending = ""
         return f"{word} lacks its dashes. Write {_as_flag(plain)}{ending}."
     if is_joined:
         hint = did_you_mean(plain, known, spell=_spelling)
@@ -223,7 +231,10 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
         if counterpart:
             hint = counterpart.hint(spell=_spelling)
         return f"{word} is not a flag.{hint or _see_help(prog)}"
-    reason = "the flag before it takes no further value" if has_flag else "it takes no further words"
+    if has_flag:
+        reason = "the flag before it takes no further value"
+    else:
+        reason = "it takes no further words"
     remedy = _FURTHER_WORDS.get(prog, "Leave it out.")
     return f"{prog} cannot use {word!r}: {reason}. {remedy} See {prog} --help."
 
@@ -282,7 +293,10 @@ def _unknown_words(
     flags_with_choice = [argument.names[0] for argument in arguments if argument.names and word in argument.choices]
     if len(flags_with_choice) == 1:
         return f"{prog} cannot use {word!r}: it takes no further words. Did you mean {flags_with_choice[0]} {word}?"
-    index = words.index(word) if word in words else 0
+    if word in words:
+        index = words.index(word)
+    else:
+        index = 0
     has_flag = index > 0 and words[index - 1].startswith("--")
     return _stray_word(word, known, prog=prog, has_flag=has_flag)
 
@@ -325,7 +339,10 @@ def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) ->
 
 def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
     """Return the message for a flag whose value is missing, or of a wrong type."""
-    flag = argument.names[0] if argument.names else argument.metavar
+    if argument.names:
+        flag = argument.names[0]
+    else:
+        flag = argument.metavar
     values = _values_of(flag, words)
     if _name(flag) in setting_names():
         return explain_flag(_name(flag), values)

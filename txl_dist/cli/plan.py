@@ -55,7 +55,8 @@ def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Co
         if word.startswith("--") and "." not in word:
             raise ConfigError(unknown_flag(word, [*plan_flags, *setting_names()], prog="txl plan"))
     config = read_settings([str(arguments.config), *words])
-    vocab_size, corpus_tokens = arguments.vocab_size, 0
+    vocab_size = arguments.vocab_size
+    corpus_tokens = 0
     if not vocab_size:
         vocab_size, corpus_tokens = _read_corpus(config)
     echo(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)

@@ -61,7 +61,10 @@ def generate_texts(
     start_logging()
     with _translate_write_errors(), ExitStack() as stack:
         model = load(source, device=device)
-        memory = None if load_memory is None else model.load_memory(load_memory)
+        if load_memory is None:
+            memory = None
+        else:
+            memory = model.load_memory(load_memory)
         active: dict[int, tuple[PromptInput, Prompt]] = {}
         problems: list[ConfigError] = []
         started = _start_prompts(prompts, model, memory, active, problems)
@@ -146,7 +149,10 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             raise ConfigError(f"{place}nested too deeply to be written back with its texts. Remove it.") from error
         except ValueError as error:
             raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
-        values = record if isinstance(record, Record) else Record()
+        if isinstance(record, Record):
+            values = record
+        else:
+            values = Record()
         if values.repeated:
             raise ConfigError(f"{place}{', '.join(sorted(values.repeated))}: twice in the record. Remove one.")
         texts = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None]
@@ -235,7 +241,8 @@ def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator
     """Yield the last chunk and the text of each sample, in the order of prompts and samples, whichever ends first."""
     texts: dict[tuple[int, int], str] = {}
     last_chunks: dict[tuple[int, int], OutputChunk] = {}
-    prompt, sample = 0, 0
+    prompt = 0
+    sample = 0
     for chunk in chunks:
         key = chunk.prompt, chunk.sample
         texts[key] = texts.get(key, "") + chunk.text
@@ -245,7 +252,8 @@ def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator
             yield last_chunks.pop((prompt, sample)), texts.pop((prompt, sample))
             sample += 1
             if sample == num_samples:
-                prompt, sample = prompt + 1, 0
+                prompt = prompt + 1
+                sample = 0
 
 
 @contextmanager

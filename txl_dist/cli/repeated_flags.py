@@ -21,7 +21,10 @@ def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[st
     `target` and `default` are what tyro reads the words for. Raises ConfigError if one of several occurrences
     has no value: it may be an unset variable of the shell.
     """
-    end = words.index("--") if "--" in words else len(words)
+    if "--" in words:
+        end = words.index("--")
+    else:
+        end = len(words)
     groups = _groups(words[:end])
     counts = Counter(_name(group[0]) for group in groups)
     if max(counts.values(), default=0) < 2:

@@ -102,4 +102,6 @@ def _devices() -> list[str]:
     if not uses_gpu():
         return []
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(number) for number in range(torch.cuda.device_count())]
+    if named:
+        return named.split(",")
+    return [str(number) for number in range(torch.cuda.device_count())]

@@ -77,7 +77,10 @@ def check_config_file(file: str) -> None:
     if os.path.isdir(file):
         kind = detect_artifact(file)
         remedy = _REMEDIES[kind].format(file=file)
-        name = "a folder" if kind is ArtifactKind.NOTHING else kind.value
+        if kind is ArtifactKind.NOTHING:
+            name = "a folder"
+        else:
+            name = kind.value
         raise ConfigError(f"{file} is {name}, not a configuration file. {remedy}")
     if not os.path.lexists(file):
         recipes = {path.stem: path for path in find_recipes()}

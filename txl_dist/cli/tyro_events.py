@@ -51,7 +51,9 @@ class Argument(NamedTuple):
     def value_kind(self) -> Literal["whole number", "number", "text"]:
         """Type as which each value is read."""
         word = re.search(r"INT|FLOAT", self.metavar)
-        return _VALUE_KINDS[word[0]] if word else "text"
+        if word:
+            return _VALUE_KINDS[word[0]]
+        return "text"
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,10 @@ def _fitted_help(words: Sequence[str]) -> Iterator[None]:
     finally:
         text = captured.text()
         found = _FIRST_BOX.search(text)
-        box_at = found.start() if found else len(text)
+        if found:
+            box_at = found.start()
+        else:
+            box_at = len(text)
         head = fitted(text[:box_at])
         sys.stdout.write(f"{head}\n{text[box_at:]}" if head else text)
 
@@ -200,15 +205,20 @@ def _raise_refusal(event: _errors.ParseErrorEvent) -> None:
 
 
 def _argument(definition: ArgumentDefinition) -> Argument:
-    lowered, text = definition.lowered, definition.field.helptext
-    text = text() if callable(text) else text
+    lowered = definition.lowered
+    text = definition.field.helptext
+    if callable(text):
+        text = text()
     names = () if definition.is_positional() else lowered.name_or_flags
     is_switch = lowered.action in ("store_true", "store_false", "boolean_optional_action", "count")
     takes_several = lowered.nargs == "*" or (isinstance(lowered.nargs, int) and lowered.nargs > 1)
     is_many = takes_several or lowered.action == "append"
     if lowered.action == "boolean_optional_action":
         names = (*names, *(name.replace("--", "--no-", 1) for name in names))
-    metavar = "" if is_switch else (lowered.metavar or "").removeprefix(_METAVAR_OF_NONE)
+    if is_switch:
+        metavar = ""
+    else:
+        metavar = (lowered.metavar or "").removeprefix(_METAVAR_OF_NONE)
     listed = _LISTED_VALUES.fullmatch(metavar)  # also of a flag that takes the names of plugins too
     choices = lowered.choices or (listed[1].split(",") if listed else ())
     return Argument(

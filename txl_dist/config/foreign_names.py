@@ -33,7 +33,10 @@ class Counterpart(NamedTuple):
 
     def hint(self, *, spell: Callable[[str, str], str]) -> str:
         """The end of a message, beginning with a blank. `spell`: how to write a name and its value, or ""."""
-        question = f" Did you mean {spell(self.here, self.value)}?" if self.here else ""
+        if self.here:
+            question = f" Did you mean {spell(self.here, self.value)}?"
+        else:
+            question = ""
         return question + (f" {self.note}" if self.note else "")
 
 
@@ -534,7 +537,9 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
     if near := nearest(_plain(key), by_name, least_alike=SURE):
         return by_name[near[0]]
     is_our_section = any(other.startswith(f"{section}.") for other in known)
-    return None if is_our_section else by_name.get(_plain(section.partition(".")[0]))
+    if is_our_section:
+        return None
+    return by_name.get(_plain(section.partition(".")[0]))
 
 
 def find_command(word: str, commands: Collection[str]) -> str:

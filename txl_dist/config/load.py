@@ -96,7 +96,9 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
 def check_config(config: Config) -> None:
     """Refuse settings that contradict each other. Raises ConfigError naming section.key, value and rule."""
     position_rules = _position_rules(config)
-    model, engine, optim = config.model, config.engine, config.optim
+    model = config.model
+    engine = config.engine
+    optim = config.optim
     cutoffs = model.cutoffs
     rules: list[tuple[bool, str]] = [
         (
@@ -155,10 +157,16 @@ def check_config(config: Config) -> None:
 
 
 def _position_rules(config: Config) -> list[tuple[bool, str]]:
-    model, train, evaluation = config.model, config.train, config.eval
+    model = config.model
+    train = config.train
+    evaluation = config.eval
     tabled = " and ".join(repr(name) for name, scheme in SCHEMES.items() if scheme.has_table)
-    longest, lens = train.segment_len + train.memory_len, train.memory_lens
-    eval_memory_len = train.memory_len if evaluation.memory_len < 0 else evaluation.memory_len
+    longest = train.segment_len + train.memory_len
+    lens = train.memory_lens
+    if evaluation.memory_len < 0:
+        eval_memory_len = train.memory_len
+    else:
+        eval_memory_len = evaluation.memory_len
     return [
         (
             len(lens) in (0, model.num_layers),
@@ -243,7 +251,10 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
     try:
         values = parse_toml(text)
     except ValueError as error:
-        hint = " TOML writes true and false small." if re.search(r"=\s*(True|False)\b", text) else ""
+        if re.search(r"=\s*(True|False)\b", text):
+            hint = " TOML writes true and false small."
+        else:
+            hint = ""
         if Path(path).suffix != ".toml":
             hint = f" If it is a text to train on: `txl prepare {path} --out DIR`, then name DIR with --data.path."
         raise ConfigError(f"{path} is not valid TOML: {error}. Correct that line.{hint}") from error
@@ -256,8 +267,13 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
 def _plugins_in(values: Mapping[str, Any]) -> list[str]:
     """`run.plugins` of values that are not validated yet; none where they are no list of texts."""
     run = values.get("run")
-    names = run.get("plugins") if isinstance(run, Mapping) else None
-    return [name for name in names if isinstance(name, str)] if isinstance(names, list | tuple) else []
+    if isinstance(run, Mapping):
+        names = run.get("plugins")
+    else:
+        names = None
+    if isinstance(names, list | tuple):
+        return [name for name in names if isinstance(name, str)]
+    return []
 
 
 def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
@@ -305,7 +321,10 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
     proposes the nearest name, as for a file.
     """
     load_plugins(_plugins_in(sections))
-    values = {} if path is None else load_config(path_of(path), imports_plugins=True).model_dump(mode="json")
+    if path is None:
+        values = {}
+    else:
+        values = load_config(path_of(path), imports_plugins=True).model_dump(mode="json")
     for section, settings in sections.items():
         if section not in _sections():
             raise ConfigError(f"configure: {unknown_setting(section)}")
@@ -389,7 +408,9 @@ def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
     """Return whether a setting (`section.key`) may change when a run is resumed. See `Resume`."""
     section, key = name.split(".")
     marks = [mark for mark in _sections()[section].model_fields[key].metadata if isinstance(mark, Resume)]
-    return marks[0].policy if marks else "frozen"
+    if marks:
+        return marks[0].policy
+    return "frozen"
 
 
 def _explain(error: ValidationError, source: str) -> Iterator[str]:
@@ -407,7 +428,8 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
 def value_of(name: str, words: Sequence[str]) -> Any:
     """Read a setting (`section.key`) from words of a command line. Raises ConfigError, in one line, for impossible
     words."""
-    flag, info = "--" + name.replace("_", "-"), _field(name)
+    flag = "--" + name.replace("_", "-")
+    info = _field(name)
     is_many = get_origin(info.annotation) is tuple
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
     try:
@@ -430,10 +452,12 @@ def explain_flag(name: str, words: Sequence[str]) -> str:
 
 def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
     """Describe the values that a setting can have, its unit, and the value that was probably meant."""
-    info, hint = _field(name), ""
+    info = _field(name)
+    hint = ""
     unit = lower(re.split(r"\.(?:\s|$)", info.description or "")[0].replace("\n", " "))
     if choices := choices_of(name):
-        choices = choices if on_flag else tuple(word.lower() if word in ("True", "False") else word for word in choices)
+        if not on_flag:
+            choices = tuple(word.lower() if word in ("True", "False") else word for word in choices)
         hint = did_you_mean(str(problem["input"]), choices)
         if not hint and info.annotation is bool and not on_flag:
             hint = " Write true or false, without quotes."
@@ -443,7 +467,9 @@ def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
 
 def lower(text: str) -> str:
     """A sentence as a part of another: its first letter small, unless the word is a name."""
-    return text[:1].lower() + text[1:] if text[1:2].islower() else text
+    if text[1:2].islower():
+        return text[:1].lower() + text[1:]
+    return text
 
 
 _FAR = 1000
@@ -459,29 +485,51 @@ _KINDS = {
 def _range(info: FieldInfo, *, is_too_large: bool) -> str:
     """The values that a setting can take: `a whole number, 1 or more`. A bound that keeps the absurd out is named only
     where it is met."""
-    kind, rules = info.annotation, list(info.metadata)
+    kind = info.annotation
+    rules = list(info.metadata)
     if parts := get_args(kind):  # a tuple, whose bounds are those of its entries
-        kind, *marks = get_args(parts[0]) if get_origin(parts[0]) is Annotated else parts[:1]
+        if get_origin(parts[0]) is Annotated:
+            kind, *marks = get_args(parts[0])
+        else:
+            kind, *marks = parts[:1]
         rules = [rule for mark in marks for rule in mark.metadata]
     one, many = _KINDS[kind]  # type: ignore[index]  # every setting that has no choices is of these
-    what = one if not parts else f"a list of {many}" if Ellipsis in parts else f"{len(parts)} {many}"
+    if not parts:
+        what = one
+    elif Ellipsis in parts:
+        what = f"a list of {many}"
+    else:
+        what = f"{len(parts)} {many}"
     least, above, below, most = (
         next((getattr(rule, name) for rule in rules if hasattr(rule, name)), None) for name in ("ge", "gt", "lt", "le")
     )
     if kind is int and above is not None:
-        least, above = above + 1, None
+        least = above + 1
+        above = None
     if most is not None and most > _FAR and not is_too_large:
         most = None
-    low = "" if least is None else f"{least:g} or more"
-    low = low if above is None else f"above {above:g}"
-    high = f"below {below:g}" if below is not None else f"at most {most:,}" if most is not None else ""
+    if least is None:
+        low = ""
+    else:
+        low = f"{least:g} or more"
+    if above is not None:
+        low = f"above {above:g}"
+    if below is not None:
+        high = f"below {below:g}"
+    elif most is not None:
+        high = f"at most {most:,}"
+    else:
+        high = ""
     words = " and ".join(filter(None, (low, high)))
-    return f"{what}, {words}" if words else what
+    if words:
+        return f"{what}, {words}"
+    return what
 
 
 def unknown_setting(name: str, *, is_section: bool = False) -> str:
     """Return the message for a section or a `section.key` that does not exist."""
-    settings, sections = setting_names(), list(_sections())
+    settings = setting_names()
+    sections = list(_sections())
     if new_name := name_since(name):
         return f"unknown setting {name}. {new_name}"
     if is_section:
@@ -495,19 +543,23 @@ def unknown_setting(name: str, *, is_section: bool = False) -> str:
         return f"unknown setting {name}.{counterpart.hint(spell=_in_file)}"
     section, _, key = name.partition(".")
     if section in sections and key:
-        hint, known = (
-            did_you_mean(name, settings),
-            [f"{section}.{other}" for other in _sections()[section].model_fields],
-        )
+        hint = did_you_mean(name, settings)
+        known = [f"{section}.{other}" for other in _sections()[section].model_fields]
     else:
-        hint, known = did_you_mean(name, [*sections, *settings]), sections
+        hint = did_you_mean(name, [*sections, *settings])
+        known = sections
     return f"unknown setting {name}." + (hint or f" Known: {', '.join(known)}.")
 
 
 def _in_file(name: str, value: str) -> str:
     """A setting as a file writes it, with the value that it should have, if any."""
-    written = value.lower() if value in ("True", "False") else f'"{value}"'
-    return f"{name} = {written}" if value else name
+    if value in ("True", "False"):
+        written = value.lower()
+    else:
+        written = f'"{value}"'
+    if value:
+        return f"{name} = {written}"
+    return name
 
 
 def choices_of(name: str) -> tuple[str, ...]:
@@ -516,9 +568,9 @@ def choices_of(name: str) -> tuple[str, ...]:
     kind = field.annotation
     if tables := [mark.table for mark in field.metadata if isinstance(mark, OneOf)]:
         return tuple(tables[0])
-    return (
-        ("True", "False") if kind is bool else tuple(str(value) for value in get_args(kind) if isinstance(value, str))
-    )
+    if kind is bool:
+        return ("True", "False")
+    return tuple(str(value) for value in get_args(kind) if isinstance(value, str))
 
 
 def _field(name: str) -> FieldInfo:

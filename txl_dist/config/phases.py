@@ -176,9 +176,15 @@ def _parsed(text: str, last: Phase) -> Phase:
                 f'train.phases: "{text}": {name} is not part of a phase.{hint} Write "{_FORM} memory_len=32".'
             )
         try:
-            values[name] = float(value) if name == "until" else int(value)
+            if name == "until":
+                values[name] = float(value)
+            else:
+                values[name] = int(value)
         except ValueError as error:
-            kind = "a share of the run" if name == "until" else "a whole number"
+            if name == "until":
+                kind = "a share of the run"
+            else:
+                kind = "a whole number"
             raise ConfigError(f'train.phases: "{text}": {name}={value} is not {kind}. Write "{_FORM}".') from error
     if "until" not in values:
         raise ConfigError(f'train.phases: "{text}" does not say when it ends. Write "{_FORM} memory_len=32".')

@@ -164,7 +164,10 @@ def not_loaded(names: Iterable[str]) -> list[str]:
 
 
 def _shown(plugin: Mapping[str, str]) -> str:
-    version = f" {plugin['version']}" if plugin["version"] else ""
+    if plugin["version"]:
+        version = f" {plugin['version']}"
+    else:
+        version = ""
     return f"the plugin {plugin['name']}{version} (sha256 {plugin['sha256'][:12]})"
 
 
@@ -190,7 +193,10 @@ def _why_not(name: str, error: BaseException) -> str:
             f"the plugin {name} is not installed for {sys.executable}: there is no module {error.name}. Install its "
             "package (pip install), or put the folder that holds it into PYTHONPATH."
         )
-    reason = str(error).rstrip(".") if isinstance(error, TxlError) else in_one_line(error)
+    if isinstance(error, TxlError):
+        reason = str(error).rstrip(".")
+    else:
+        reason = in_one_line(error)
     return f"the plugin {name} cannot be imported: {reason}{_place(error)}. Correct it, or leave it out."
 
 
@@ -201,7 +207,9 @@ def _place(error: BaseException) -> str:
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))
     ]
     frames = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if frames:
+        return f" ({frames[-1].filename}:{frames[-1].lineno})"
+    return ""
 
 
 def _version_of(module: Any) -> str:

@@ -159,7 +159,10 @@ def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[
             raise ConfigError(_both(renamed, "the command line"))
         _, is_joined, value = word.partition("=")
         flag = _flag(renamed.new)
-        new_word = f"{flag}={_flag_value(renamed, value)}" if is_joined else flag
+        if is_joined:
+            new_word = f"{flag}={_flag_value(renamed, value)}"
+        else:
+            new_word = flag
         _warn(f"{word.partition('=')[0]}: {_since(renamed)} Write: {flag}")
         result.append(new_word)
     return result
@@ -168,7 +171,9 @@ def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[
 def new_keyword(name: str, *, command: str) -> str:
     """Return the new name of a keyword argument, without a warning; a name that is not renamed stays."""
     by_old = _flags_by_old(command)
-    return by_old[name].new if name in by_old else name
+    if name in by_old:
+        return by_old[name].new
+    return name
 
 
 def keywords_in_old_names(keywords: Mapping[str, Any], *, command: str) -> dict[str, Any]:
@@ -189,7 +194,9 @@ def new_flag_of_similar(name: str, known: Collection[str]) -> str:
             new_names[renamed.old] = renamed.new
     possible = {old: new for old, new in new_names.items() if new in known}
     similar = nearest(name, possible, least_alike=_LEAST_ALIKE)
-    return possible[similar[0]] if similar else ""
+    if similar:
+        return possible[similar[0]]
+    return ""
 
 
 def rename_variables() -> None:
@@ -216,7 +223,9 @@ def warn_of_old_method(name: str) -> None:
 
 def name_since(name: str) -> str:
     """Say how a setting of an old name is named now; nothing for another name."""
-    return _since(_BY_OLD[name]) if name in _BY_OLD else ""
+    if name in _BY_OLD:
+        return _since(_BY_OLD[name])
+    return ""
 
 
 def flat_in_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,7 +268,10 @@ def _with_new_keys(values: Mapping[str, Any], table: Iterable[Renamed]) -> dict[
 
 def _flags_by_old(command: str) -> dict[str, Renamed]:
     """Return the renamed flags of a command by their old names, with the `no_` forms of switches."""
-    by_old = dict(_BY_OLD) if command in COMMANDS_WITH_SETTINGS else {}
+    if command in COMMANDS_WITH_SETTINGS:
+        by_old = dict(_BY_OLD)
+    else:
+        by_old = {}
     for renamed in RENAMED_FLAGS.get(command, ()):
         by_old[renamed.old] = renamed
         by_old[f"no_{renamed.old}"] = renamed._replace(old=f"no_{renamed.old}", new=f"no_{renamed.new}")

@@ -231,7 +231,9 @@ class ModelSection(Section):
     @property
     def num_ff_matrices(self) -> int:
         """Number of matrices of the feed-forward layer."""
-        return 3 if self.activation == "swiglu" else 2
+        if self.activation == "swiglu":
+            return 3
+        return 2
 
     def embed_width_or_default(self) -> int:
         """Return the width of the widest embeddings."""
@@ -239,7 +241,9 @@ class ModelSection(Section):
 
     def rate(self, own: float) -> float:
         """Return the dropout of a place: its own rate, or `dropout` if that is negative."""
-        return self.dropout if own < 0 else own
+        if own < 0:
+            return self.dropout
+        return own
 
 
 class OptimizerKind(NamedTuple):
@@ -322,7 +326,10 @@ class OptimSection(Section):
 
         An average of the weights counts. Some optimizers keep less for the matrices of blocks (`of_matrices`).
         """
-        own = self.kind.matrix_state_bytes if of_matrices else None
+        if of_matrices:
+            own = self.kind.matrix_state_bytes
+        else:
+            own = None
         return (self.kind.state_bytes(self) if own is None else own) + (4 if self.ema_decay else 0)
 
 
@@ -357,7 +364,9 @@ class TrainSection(Section):
     @property
     def scored_len(self) -> int:
         """Number of targets per segment whose loss counts in training: the last ones."""
-        return self.segment_len - self.segment_len // 2 if self.half_loss else self.segment_len
+        if self.half_loss:
+            return self.segment_len - self.segment_len // 2
+        return self.segment_len
 
     def memory_per_layer(self, num_layers: int) -> tuple[int, ...]:
         """Return the tokens of memory of each layer."""
@@ -374,7 +383,9 @@ def memory_of_layers(memory_len: int, memory_lens: Sequence[int], *, num_layers:
 
 def _word_of(value: Any) -> Any:
     """Return on or off for true or false, which files of earlier versions hold."""
-    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return {True: "on", False: "off"}.get(value, value)
+    return value
 
 
 class EngineSection(Section):
@@ -427,7 +438,9 @@ class EngineSection(Section):
     @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         """Type in which the model stores numbers while it computes."""
-        return "fp32" if self.precision == "tf32" else self.precision
+        if self.precision == "tf32":
+            return "fp32"
+        return self.precision
 
 
 class EvalSection(Section):

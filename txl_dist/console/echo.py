@@ -33,8 +33,14 @@ def guard_streams() -> None:
     to standard error is dropped: a lost message never changes what a command does.
     """
     # Python has None for a stream that was closed before it started.
-    sys.stdout = _nowhere() if sys.stdout is None else _reopened(sys.stdout, _StandardOutput)
-    sys.stderr = _nowhere() if sys.stderr is None else _reopened(sys.stderr, _StandardError)
+    if sys.stdout is None:
+        sys.stdout = _nowhere()
+    else:
+        sys.stdout = _reopened(sys.stdout, _StandardOutput)
+    if sys.stderr is None:
+        sys.stderr = _nowhere()
+    else:
+        sys.stderr = _reopened(sys.stderr, _StandardError)
 
 
 def flush_output() -> None:
@@ -109,7 +115,10 @@ def fitted(text: str, *, width: int = 0) -> str:
 
 def echo(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
     """Print lines for people, by default on standard output."""
-    stream = sys.stdout if to is None else to
+    if to is None:
+        stream = sys.stdout
+    else:
+        stream = to
     print(_encodable(escaped(text), stream), file=stream, flush=flush)
 
 

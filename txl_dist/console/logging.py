@@ -68,7 +68,8 @@ class GrowingFile:
 
     def _open(self) -> None:
         self._descriptor = open_to_append(self.path)
-        size, end = os.fstat(self._descriptor).st_size, len(self._separator)
+        size = os.fstat(self._descriptor).st_size
+        end = len(self._separator)
         if end and size and os.pread(self._descriptor, end, max(size - end, 0)) != self._separator:
             self._write(self._separator)
 
@@ -106,8 +107,11 @@ class _StandardError(logging.StreamHandler[Any]):
             fields = record.__dict__ | {"msg": "", "args": None}
             before = len(super().format(logging.makeLogRecord(fields)))
             record = logging.makeLogRecord(fields | {"msg": fit(_width(self.stream) - before)})
-        line, colour = super().format(record), _COLOURS.get(record.levelno)
-        return f"\x1b[{colour}m{line}\x1b[0m" if colour and not os.environ.get("NO_COLOR") else line
+        line = super().format(record)
+        colour = _COLOURS.get(record.levelno)
+        if colour and not os.environ.get("NO_COLOR"):
+            return f"\x1b[{colour}m{line}\x1b[0m"
+        return line
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Ignore a stream that is gone (OSError) or closed (ValueError). Any other error is a defect of ours."""
@@ -151,7 +155,8 @@ class _LogFile(logging.Handler):
                 logger.warning("%s cannot be written, and lacks lines until it can: %s", self._file.path, error)
             return
         if self._num_lost:
-            num_lost, self._num_lost = self._num_lost, 0
+            num_lost = self._num_lost
+            self._num_lost = 0
             logger.warning("%s is written again; it lacks %s", self._file.path, counted(num_lost, "line"))
 
     @override
@@ -162,7 +167,10 @@ class _LogFile(logging.Handler):
 
 def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
     """Set up the package's logger for this process; it may be called again, for instance once the file is known."""
-    prefix = "" if rank == 0 else f"[rank {rank}] "
+    if rank == 0:
+        prefix = ""
+    else:
+        prefix = f"[rank {rank}] "
     formatter = _Formatter(f"%(asctime)s %(levelname).1s {prefix}%(message)s", datefmt="%H:%M:%S")
     handlers: list[logging.Handler] = [_StandardError()]
     if file is not None:

@@ -37,7 +37,8 @@ class Progress:
         self._total = total
         self._first = self._done = done
         self._every_s = every_s
-        self._unit, self._scale = unit, _MB if unit == "MB" else 1.0
+        self._unit = unit
+        self._scale = _MB if unit == "MB" else 1.0
         self._clock = clock
         self._begin = self._last = clock()
         self._bar: Any = None
@@ -69,10 +70,14 @@ class Progress:
     def line(self) -> str:
         """Return a line such as `encoding: 1,204 of 4,500 MB, 27 %, 8.3 MB/s, 0:06:37 left`."""
         rate = (self._done - self._first) / max(self._clock() - self._begin, 1e-9)
-        done, speed = f"{self._done / self._scale:,.0f}", f"{rate / self._scale:,.1f} {self._unit}/s"
+        done = f"{self._done / self._scale:,.0f}"
+        speed = f"{rate / self._scale:,.1f} {self._unit}/s"
         if not self._total:
             return f"{self._what}: {done} {self._unit}, {speed}"
-        left = clock(round((self._total - self._done) / rate)) if rate else "?"
+        if rate:
+            left = clock(round((self._total - self._done) / rate))
+        else:
+            left = "?"
         return (
             f"{self._what}: {done} of {self._total / self._scale:,.0f} {self._unit}, "
             f"{100 * self._done / self._total:.0f} %, {speed}, {left} left"

@@ -149,7 +149,10 @@ def run_on_all_ranks(action: Callable[[], T]) -> T:
     except Exception as problem:  # noqa: BLE001  the other ranks must learn of any error
         error = problem
         rank = torch_dist.get_rank()
-        report = problem if isinstance(problem, TxlError) else TxlError(f"rank {rank} failed: {problem!r}.")
+        if isinstance(problem, TxlError):
+            report = problem
+        else:
+            report = TxlError(f"rank {rank} failed: {problem!r}.")
         report.rank = rank
     for other in gather_objects(report):
         if other is None:
@@ -198,7 +201,9 @@ def uses_gpu() -> bool:
 def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
     """Wait for all ranks, and make the process group. Raises ConfigError."""
     place = read_rank_environment(os.environ)
-    rank, world_size, local_rank = place.rank, place.world_size, place.local_rank
+    rank = place.rank
+    world_size = place.world_size
+    local_rank = place.local_rank
     # DeepSpeed reads these from the environment, also in a job of one rank.
     defaults = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "MASTER_ADDR": "127.0.0.1"}
     if "MASTER_PORT" not in os.environ:

@@ -46,7 +46,10 @@ def process_id(pid: int = 0) -> ProcessId:
     """Return the identity of a process that is visible here; pid 0 means this process."""
     pid = pid or os.getpid()
     status = _status(pid)
-    start_ticks = status.start_ticks if status else 0
+    if status:
+        start_ticks = status.start_ticks
+    else:
+        start_ticks = 0
     host, place = _here()
     return ProcessId(host, place, pid, start_ticks)
 
@@ -54,7 +57,9 @@ def process_id(pid: int = 0) -> ProcessId:
 def parent_of(pid: int) -> int:
     """Return the pid of a process's parent; 0 if it has none, has ended or cannot be seen."""
     status = _status(pid)
-    return status.parent if status else 0
+    if status:
+        return status.parent
+    return 0
 
 
 def command_of(pid: int) -> list[str]:

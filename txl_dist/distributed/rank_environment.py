@@ -40,7 +40,8 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
                 f"the variable {name}={text!r} must be an integer. Fix the launcher. {RUN_ALONE}"
             ) from None
 
-    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+    rank = number("RANK", 0)
+    world_size = number("WORLD_SIZE", 1)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(
             f"the variables RANK={rank} and WORLD_SIZE={world_size} contradict each other: ranks count from 0. "
@@ -75,5 +76,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
     texts = []
     for first, *others in ranges:
         texts.append(f"{first}-{others[-1]}" if others else str(first))
-    noun = "rank" if len(ranks) == 1 else "ranks"
+    if len(ranks) == 1:
+        noun = "rank"
+    else:
+        noun = "ranks"
     return f"{noun} {', '.join(texts)}"

@@ -237,7 +237,8 @@ def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
 
     Raises CheckpointError, and ConfigError for a device that is not there.
     """
-    folder, device = local_model(path), check_device(device)
+    folder = local_model(path)
+    device = check_device(device)
     package, dtype = read_bundle(folder)
     with _readable(folder):
         bundle = package.open(dtype, device=device, where=str(folder))
@@ -292,7 +293,10 @@ def _readable(where: Path | str) -> Iterator[None]:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        file = CARD if error.title == Card.__name__ else "config.json"
+        if error.title == Card.__name__:
+            file = CARD
+        else:
+            file = "config.json"
         raise CheckpointError(
             f"{where} cannot be read: {file}, {place:.80}: {first['msg']}. Export it again."
         ) from error

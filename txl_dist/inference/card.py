@@ -143,10 +143,14 @@ class Score(_Fact):
     @property
     def protocol(self) -> str:
         """How the score was measured, for people."""
-        overlap = (
-            f", {counted(self.overlap_len, 'token')} of each segment run again as context" if self.overlap_len else ""
-        )
-        precision = f", in {self.precision}" if self.precision else ""
+        if self.overlap_len:
+            overlap = f", {counted(self.overlap_len, 'token')} of each segment run again as context"
+        else:
+            overlap = ""
+        if self.precision:
+            precision = f", in {self.precision}"
+        else:
+            precision = ""
         return (
             f"evaluated at the end of this training step on {counted(self.num_lanes, 'lane')}, segments of "
             f"{counted(self.segment_len, 'token')}, memory of {counted(self.memory_len, 'token')}{overlap}{precision}"
@@ -226,7 +230,10 @@ class Model:
     def origin(self) -> str:
         """Run and step, or the file that was imported, for people."""
         if "step" in self.source:
-            average = ", average of the weights" if self.source.get("average") else ""
+            if self.source.get("average"):
+                average = ", average of the weights"
+            else:
+                average = ""
             return f"step {_count(self.source['step'])} of the run {self.source.get('run', NOT_STATED)}{average}"
         if "imported" in self.source:
             return f"imported from {self.source.get('file', NOT_STATED)} ({self.source['imported']})"
@@ -309,7 +316,10 @@ def training_rows(model: Model) -> Rows:
     card = model.card
     tokens = NOT_STATED
     if card.tokens_seen:
-        epochs = "" if card.epochs is None else f", {format_count(card.epochs)} passes over the training text"
+        if card.epochs is None:
+            epochs = ""
+        else:
+            epochs = f", {format_count(card.epochs)} passes over the training text"
         tokens = f"{card.tokens_seen:,}{epochs}"
     began = {"": NOT_STATED, "fresh": "random weights"}.get(card.began_with, card.began_with)
     rows = [
@@ -332,7 +342,10 @@ def score_rows(scores: Sequence[Score]) -> list[list[str]]:
     """A table of held-out scores, its first row the head."""
     rows = [["corpus", "split", "nats per token", "perplexity", "bits per byte", "tokens"]]
     for score in scores:
-        bits = "-" if score.bits_per_byte is None else bounded(score.bits_per_byte)
+        if score.bits_per_byte is None:
+            bits = "-"
+        else:
+            bits = bounded(score.bits_per_byte)
         names = [printable(score.corpus), printable(score.split) or "-"]
         ppl = format_count(score.ppl, digits=4) + (" per word" if score.token == "word" else "")
         rows.append([*names, bounded(score.loss), ppl, bits, f"{score.tokens:,}"])
@@ -348,8 +361,14 @@ def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]
     """How a folder of this kind is loaded, asked and served; `address` is its path or its hf:// address."""
     quoted = shlex.quote(address)
     takes_text = model.tokenizer in TAKE_ANY_TEXT
-    asked = json.dumps(PROMPT) if takes_text else str(PROMPT_IDS)
-    flags = f"--prompt {json.dumps(PROMPT)}" if takes_text else f"--tokens {' '.join(map(str, PROMPT_IDS))}"
+    if takes_text:
+        asked = json.dumps(PROMPT)
+    else:
+        asked = str(PROMPT_IDS)
+    if takes_text:
+        flags = f"--prompt {json.dumps(PROMPT)}"
+    else:
+        flags = f"--tokens {' '.join(map(str, PROMPT_IDS))}"
     if kind is ArtifactKind.BUNDLE:
         load = (
             f"import txl_dist\n\nlm = txl_dist.load({json.dumps(address)})\n"
@@ -415,7 +434,9 @@ def license_fields(license: str) -> dict[str, str]:
 def _otherwise_spelt(license: str) -> str:
     """The identifier of the Hub that differs from a license only in spelling: apache-2.0 for Apache2; else empty."""
     found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
-    return found[0] if len(found) == 1 else ""
+    if len(found) == 1:
+        return found[0]
+    return ""
 
 
 def _spelling(license: str) -> str:
@@ -471,7 +492,10 @@ def _sample(sample: Sample | None) -> str:
     if sample is None:
         return f"{NOT_STATED.capitalize()}.\n"
     text = printable(sample.prompt + sample.text, keep="\n\t")
-    prompt = f"after the prompt {json.dumps(printable(sample.prompt), ensure_ascii=False)}" if sample.prompt else ""
+    if sample.prompt:
+        prompt = f"after the prompt {json.dumps(printable(sample.prompt), ensure_ascii=False)}"
+    else:
+        prompt = ""
     how = ", ".join(part for part in (sample.how, prompt) if part)
     return f"{_plain(how[:1].upper() + how[1:])}:\n\n{_fenced(text, 'text')}"
 
@@ -487,7 +511,10 @@ def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> st
     """A table, its first row the head. Columns after the first `num_names` hold numbers and stand to the right."""
     head, *body = ["| " + " | ".join(map(_plain, row)) + " |" for row in rows]
     num_columns = len(rows[0])
-    names = num_columns if num_names is None else num_names
+    if num_names is None:
+        names = num_columns
+    else:
+        names = num_names
     return "\n".join([head, "|" + "---|" * names + "---:|" * (num_columns - names), *body, ""])
 
 
@@ -505,4 +532,6 @@ def _unprintable(text: str) -> str:
 
 
 def _count(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)

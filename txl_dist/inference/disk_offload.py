@@ -72,7 +72,10 @@ def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtyp
             values = dict(build(model).named_buffers())
             for name, buffer in list(layer.named_buffers()):
                 place, _, leaf = name.rpartition(".")
-                value = values[name].to(dtype) if buffer.is_floating_point() else values[name]
+                if buffer.is_floating_point():
+                    value = values[name].to(dtype)
+                else:
+                    value = values[name]
                 layer.get_submodule(place)._buffers[leaf] = value
     for name, buffer in network.named_buffers():
         if buffer.is_meta:
@@ -111,7 +114,8 @@ class _Part(nn.Module):
 
     def __init__(self, part: nn.Module, reader: _Reader) -> None:
         super().__init__()
-        self.part, self.reader = part, reader
+        self.part = part
+        self.reader = reader
 
     def forward(self, *inputs: Any) -> Any:
         weights = {name: self.reader.whole(parameter) for name, parameter in self.part.named_parameters()}
@@ -127,8 +131,11 @@ class _Embedding(AdaptiveEmbedding):
 
     def _embed(self, i: int, ids: Tensor, *, sparse: bool = False) -> Tensor:
         rows = [self.reader.rows(self.weight(i), slice(id, id + 1)) for id in ids.flatten().tolist()]
-        embedded, projection = torch.cat(rows).view(*ids.shape, -1), self.projection(i)
-        return embedded if projection is None else F.linear(embedded, self.reader.whole(projection))
+        embedded = torch.cat(rows).view(*ids.shape, -1)
+        projection = self.projection(i)
+        if projection is None:
+            return embedded
+        return F.linear(embedded, self.reader.whole(projection))
 
 
 class _Softmax(AdaptiveSoftmax):
@@ -166,11 +173,13 @@ class _Table(NamedTuple):
 
     def _logits(self, hidden_rE: Tensor) -> Tensor:
         num_columns = sum(columns.high - columns.low for columns in self.columns)
-        logits_rV, start = hidden_rE.new_empty(len(hidden_rE), num_columns), 0
+        logits_rV = hidden_rE.new_empty(len(hidden_rE), num_columns)
+        start = 0
         for weight_VE, bias_V, low, high in self.columns:
             for piece in pieces(torch.Size((high - low, weight_VE.shape[1]))):
                 rows = slice(low + piece.start, low + piece.stop)
-                weight_vE, bias_v = self.reader.rows(weight_VE, rows), self.reader.rows(bias_V, rows)
+                weight_vE = self.reader.rows(weight_VE, rows)
+                bias_v = self.reader.rows(bias_V, rows)
                 # In place: small results between large buffers that come and go would keep the heap from shrinking.
                 logits_rV[:, start : start + len(bias_v)] = F.linear(hidden_rE, weight_vE, bias_v)
                 start += len(bias_v)

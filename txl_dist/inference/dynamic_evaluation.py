@@ -158,7 +158,10 @@ def cache_losses(
     window = cache.word_BW.shape[1]
     segment = segment._replace(hidden_BWD=segment.hidden_BWD.to(cache.hidden_BWD.dtype))
     known = cache.joined(segment)
-    log_share = math.log(share) if share > 0 else -math.inf
+    if share > 0:
+        log_share = math.log(share)
+    else:
+        log_share = -math.inf
     step = MOST_SCORES // (2 * window * max(1, num_lanes))
     step = max(1, min(window, step))
     parts = []

@@ -112,10 +112,16 @@ class Decoder:
     """
 
     def __init__(self, model: TransformerXL | FrozenModel, *, memory_len: int, segment_len: int) -> None:
-        network = model.model if isinstance(model, FrozenModel) else model
+        if isinstance(model, FrozenModel):
+            network = model.model
+        else:
+            network = model
         self._rows: _CachedRows | _WindowRows
         if network.section.scheme.uses_memory:
-            frozen = model if isinstance(model, FrozenModel) else FrozenModel(network)
+            if isinstance(model, FrozenModel):
+                frozen = model
+            else:
+                frozen = FrozenModel(network)
             self._rows = _CachedRows(frozen, memory_len=memory_len, segment_len=segment_len)
         else:
             self._rows = _WindowRows(network, segment_len=segment_len)
@@ -202,7 +208,10 @@ class Decoder:
         uniform_B2 = torch.from_numpy(numbers).to(self._device)
         seen_BV = None
         if sampling.repetition_penalty != 1 and self._seen_BV is not None:
-            seen_BV = self._seen_BV if len(group) == len(self._texts) else self._seen_BV[rows]
+            if len(group) == len(self._texts):
+                seen_BV = self._seen_BV
+            else:
+                seen_BV = self._seen_BV[rows]
         ids_B = choose(log_p_BV, uniform_B2, sampling, seen_BV=seen_BV)
         if seen_BV is not None and self._seen_BV is not None:
             self._seen_BV[rows, ids_B] = True
@@ -253,9 +262,15 @@ def read_by_chunks(
 
     `targets`, the tokens that follow each of `ids`, are scored, if given.
     """
-    past_len = 0 if past is None else past.document_S.shape[0]
+    if past is None:
+        past_len = 0
+    else:
+        past_len = past.document_S.shape[0]
     most = len(ids) + past_len  # a longer ring would hold no more
-    memory_len = max(1, min(memory_len, most)) if memory_len else 0
+    if memory_len:
+        memory_len = max(1, min(memory_len, most))
+    else:
+        memory_len = 0
     ring = frozen.ring(
         num_rows=1,
         memory_len=memory_len,
@@ -269,7 +284,10 @@ def read_by_chunks(
         chunk_1T = torch.tensor([list(ids[start:stop])], dtype=torch.int64, device=ring.key_values[0].device)
         hidden_1TD = frozen.run(chunk_1T, ring)
         scored: list[Scored] = []
-        scored_stop = stop if targets else start
+        if targets:
+            scored_stop = stop
+        else:
+            scored_stop = start
         for first in range(start, scored_stop, _SCORED_AT_A_TIME):
             last = min(first + _SCORED_AT_A_TIME, stop)
             log_p_SV = frozen.log_probabilities(hidden_1TD[0, first - start : last - start])
@@ -335,7 +353,10 @@ class _CachedRows:
         ids = request.ids[request.num_read : -1]
         if not ids and request.past is not None:
             return request.past
-        targets = request.ids[request.num_read + 1 :] if with_scores else ()
+        if with_scores:
+            targets = request.ids[request.num_read + 1 :]
+        else:
+            targets = ()
         past = yield from read_by_chunks(
             self._frozen,
             ids,

@@ -172,13 +172,19 @@ class KVCache:
         Up to `chunk_len` positions can be dropped so without loss. For more, the oldest positions are missing if the
         memory was full.
         """
-        limit = self.memory_len if most is None else most
+        if most is None:
+            limit = self.memory_len
+        else:
+            limit = most
         length = int(np.clip(self.num_known[row] - without_last, 0, limit))
         key_values = []
         for buffer, memory_len, known_B in zip(self.key_values, self.memory_lens, self._known_LB, strict=True):
             size = memory_len + self.chunk_len
             stop = self._position % size + size - without_last
-            layer_limit = memory_len if most is None else most
+            if most is None:
+                layer_limit = memory_len
+            else:
+                layer_limit = most
             num_known = int(np.clip(known_B[row] - without_last, 0, layer_limit))
             layer_len = min(length, num_known)
             key_values.append(buffer[:, :, row, stop - layer_len : stop].clone())
@@ -329,7 +335,10 @@ def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
     if isinstance(module, RmsNorm):
         return partial(rms_norm, eps=module.eps)
     assert isinstance(module, nn.LayerNorm)
-    shape, weight, bias, eps = tuple(module.normalized_shape), module.weight, module.bias, module.eps
+    shape = tuple(module.normalized_shape)
+    weight = module.weight
+    bias = module.bias
+    eps = module.eps
     return lambda x: torch.layer_norm(x, shape, weight, bias, eps)
 
 
@@ -344,7 +353,10 @@ class _Parts(NamedTuple):
     @classmethod
     def of(cls, num_heads: int, num_rows: int, num_tokens: int, *, num_keys: int, like: Tensor) -> _Parts:
         """Divide a chunk of more than one token into parts."""
-        kind = "cuda" if like.is_cuda else "cpu"
+        if like.is_cuda:
+            kind = "cuda"
+        else:
+            kind = "cpu"
         most = MOST_SCORES[kind]
         queries = min(num_tokens, BLOCK_LEN[kind])
         num_scores = queries * (num_keys + queries - 1)  # of one head and row
@@ -383,10 +395,16 @@ class FrozenModel:
             if position is None:
                 position = torch.zeros_like(content)
             value_bias = attention.key_value.value_bias
-            bias = None if value_bias is None else F.pad(value_bias, (2 * value_bias.numel(), 0))
+            if value_bias is None:
+                bias = None
+            else:
+                bias = F.pad(value_bias, (2 * value_bias.numel(), 0))
             biases = torch.stack([content, position])
             # Normed queries are scaled after the norm.
-            query_scale = 1.0 if section.query_key_norm else scale
+            if section.query_key_norm:
+                query_scale = 1.0
+            else:
+                query_scale = scale
             weight = torch.cat([attention.query.weight * query_scale, attention.key_value.weight])
             self.layers.append(
                 _Layer(
@@ -440,7 +458,10 @@ class FrozenModel:
         """Convert a memory of hidden states to keys and values, one `CacheState` per lane."""
         key_values: list[Tensor] = []
         for layer, hidden_BMD in zip(self.layers, memory.hidden, strict=True):
-            first_value = key_values[0].select(-3, 1) if key_values else None
+            if key_values:
+                first_value = key_values[0].select(-3, 1)
+            else:
+                first_value = None
             key_values.append(layer.block.project_key_value(hidden_BMD, first_value))
         pasts = []
         for lane, document_M in enumerate(memory.document_BM):
@@ -496,18 +517,28 @@ class FrozenModel:
             if section.residual_scalars:
                 hidden_SD = self.model.residuals[index](hidden_SD, embedded_SD)
             hiddens.append(hidden_SD.view_as(embedded_BTD))
-            normed = layer.attention_norm(hidden_SD) if section.pre_norm else hidden_SD
+            if section.pre_norm:
+                normed = layer.attention_norm(hidden_SD)
+            else:
+                normed = hidden_SD
             projected = F.linear(normed, layer.weight, layer.bias)
             projected_3NBTH = projected.view(*shape_BT3NH).permute(2, 3, 0, 1, 4)
-            query_NBTH, key_value_2NBTH = projected_3NBTH[0], projected_3NBTH[1:]
+            query_NBTH = projected_3NBTH[0]
+            key_value_2NBTH = projected_3NBTH[1:]
             if self._prepares_qkv:
                 query_NBTH, key_value_2NBTH = layer.prepare_qkv(projected_3NBTH, first_value)
                 if index == 0:
                     first_value = key_value_2NBTH[1]
             key_NBKH, value_NBKH = ring.write(index, key_value_2NBTH, past_len=past_len)
             query_2NBTH = query_NBTH + layer.query_bias_2N11H
-            window = num_keys if self._window is None else ring.memory_lens[index] + self._window
-            mask = None if mask_BTK is None else mask_BTK[:, :, num_keys - key_NBKH.shape[2] :]
+            if self._window is None:
+                window = num_keys
+            else:
+                window = ring.memory_lens[index] + self._window
+            if mask_BTK is None:
+                mask = None
+            else:
+                mask = mask_BTK[:, :, num_keys - key_NBKH.shape[2] :]
             context_NBTH = attend(query_2NBTH, key_NBKH, value_NBKH, distances, mask, window=window)
             context_SI = context_NBTH.permute(1, 2, 0, 3).reshape(hidden_SD.shape[0], -1)
             hidden_SD = layer.finish(hidden_SD, context_SI)
@@ -523,7 +554,10 @@ class FrozenModel:
         """Compute nll_BT in nats of the targets, at least fp32. Without a partition, tokens are taken in parts."""
         softmax = self.model.softmax
         num_tokens = targets_BT.numel()
-        most = num_tokens if partition is not None else max(1, MOST_LOGITS // self.model.vocab_size)
+        if partition is not None:
+            most = num_tokens
+        else:
+            most = max(1, MOST_LOGITS // self.model.vocab_size)
         if num_tokens <= most:
             return softmax.losses(hidden_BTD, targets_BT, partition=partition, tables=self.tables)
         hidden_parts = hidden_BTD.flatten(0, 1)[None].split(most, dim=1)
@@ -601,14 +635,17 @@ class FrozenModel:
         distance_NHS, bias_NS = distances
         K = min(key_NBKH.shape[2], window)
         if window < key_NBKH.shape[2]:
-            key_NBKH, value_NBKH = key_NBKH[:, :, -K:], value_NBKH[:, :, -K:]
+            key_NBKH = key_NBKH[:, :, -K:]
+            value_NBKH = value_NBKH[:, :, -K:]
         content_query, position_query = query_2NB1H.unbind(0)
         scores_NBK = torch.bmm(position_query.squeeze(2), distance_NHS.narrow(2, distance_NHS.shape[2] - K, K))
         if bias_NS is not None:
             scores_NBK += bias_NS[:, None, -K:]
         if mask_B1K is not None:
             scores_NBK.masked_fill_(~mask_B1K[:, 0, -K:], float("-inf"))
-        query, key, value = content_query.reshape(N * B, 1, H), key_NBKH.flatten(0, 1), value_NBKH.flatten(0, 1)
+        query = content_query.reshape(N * B, 1, H)
+        key = key_NBKH.flatten(0, 1)
+        value = value_NBKH.flatten(0, 1)
         scores = torch.baddbmm(scores_NBK.view(N * B, 1, K), query, key.transpose(1, 2))
         probabilities = scores.softmax(-1, dtype=at_least_fp32(scores.dtype)).to(scores.dtype)
         return torch.bmm(probabilities, value).view(N, B, 1, H)
@@ -628,7 +665,10 @@ class FrozenModel:
             for layer in self.layers:
                 distances = layer.block.attention.distances(num_distances, encoding_KD=encoding_KD)
                 assert distances is not None
-                bias_NS = None if distances.bias_KN is None else distances.bias_KN.t().contiguous() * scale
+                if distances.bias_KN is None:
+                    bias_NS = None
+                else:
+                    bias_NS = distances.bias_KN.t().contiguous() * scale
                 self._distances.append((distances.key_KNH.permute(1, 2, 0).contiguous(), bias_NS))
         return self._distances
 

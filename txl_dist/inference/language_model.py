@@ -108,7 +108,10 @@ class LanguageModel:
         """
         versions = []
         for parameter in self.network.parameters():
-            version = 0 if parameter.is_inference() else parameter._version
+            if parameter.is_inference():
+                version = 0
+            else:
+                version = parameter._version
             versions.append((parameter.data_ptr(), version))
         if versions != self._versions:
             for name in ("_frozen", "_fingerprint"):
@@ -235,7 +238,10 @@ class LanguageModel:
         ids = [token.id for token in ending.tokens]
         memory = None
         if ending.past is not None:
-            last = ids[-1] if ids else prompt.ids[-1]
+            if ids:
+                last = ids[-1]
+            else:
+                last = prompt.ids[-1]
             memory = TextMemory(ending.past, last, self.fingerprint)
         log_probs = [token.log_p for token in ending.tokens]
         top = [token.top for token in ending.tokens]
@@ -301,7 +307,10 @@ class LanguageModel:
         if is_tokens:
             check_ids(inputs.flatten().tolist(), vocab_size=self.network.vocab_size, what="inputs")
         with torch.inference_mode():
-            vectors_BTD = self.network.embedding(inputs) if is_tokens else inputs
+            if is_tokens:
+                vectors_BTD = self.network.embedding(inputs)
+            else:
+                vectors_BTD = inputs
             hiddens_BTD = self.frozen.run_embedded(vectors_BTD, memory, document_BT=document_BT)
         return torch.stack(hiddens_BTD), memory  # outside inference mode, so that callers may train on them
 
@@ -360,7 +369,10 @@ class LanguageModel:
             prompt = prompt._replace(ids=prompt.ids[last:], past=None, num_led=0)
         if not prompt.ids:
             has_mark = self.tokenizer.end_of_text is not None
-            why = "was not trained on first tokens" if has_mark else "has no end-of-text in its vocabulary"
+            if has_mark:
+                why = "was not trained on first tokens"
+            else:
+                why = "has no end-of-text in its vocabulary"
             raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
         return prompt
 
@@ -383,7 +395,10 @@ class LanguageModel:
             leading_ids = [memory.last]
         elif end_of_text is not None and can_begin and (isinstance(text, str) or not ids):
             leading_ids = [end_of_text]
-        past = None if memory is None else memory.past
+        if memory is None:
+            past = None
+        else:
+            past = memory.past
         joint = self.tokenizer.joint(decoded)
         return Prompt((*leading_ids, *ids), past, joint, num_led=len(leading_ids))
 
@@ -431,7 +446,10 @@ class LanguageModel:
         parts = [torch.empty(len(rows), 0, device=self.device)]  # fewer than two tokens have no scores
         for start in range(0, tokens_BS.shape[1] - 1, segment_len):
             stop = min(start + segment_len, tokens_BS.shape[1] - 1)
-            document_BT = None if document_BS is None else document_BS[:, start:stop]
+            if document_BS is None:
+                document_BT = None
+            else:
+                document_BT = document_BS[:, start:stop]
             hidden_BTD = self.frozen.run(tokens_BS[:, start:stop], ring, document_BT=document_BT)
             parts.append(-self.frozen.losses(hidden_BTD, tokens_BS[:, start + 1 : stop + 1]))
         log_p_BS = torch.cat(parts, dim=1)

@@ -196,7 +196,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         num_likeliest_B = torch.zeros(len(rows), dtype=torch.int64)
         num_positions = max(1, _MOST_LOGITS // self.lm.network.vocab_size)
         softmax = self.lm.network.softmax
-        tables = self.lm.frozen.tables if self.uses_memory else None
+        if self.uses_memory:
+            tables = self.lm.frozen.tables
+        else:
+            tables = None
         for start, hidden_BTD in self._hidden(tokens_BS.to(self.lm.device)):
             is_target_BT = is_scored_BS[:, start + 1 : start + 1 + hidden_BTD.shape[1]]
             for places_R2 in is_target_BT.nonzero().split(num_positions):

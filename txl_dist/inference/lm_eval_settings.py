@@ -66,7 +66,10 @@ def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSetti
     for name, value in settings.items():
         if name in OF_OTHER_BACKENDS or value in CHANGES_NOTHING.get(name, ()):
             continue
-        instead = "; one text is made, of the likeliest or drawn tokens" if name == "num_beams" else ""
+        if name == "num_beams":
+            instead = "; one text is made, of the likeliest or drawn tokens"
+        else:
+            instead = ""
         unused.append(f"{name}={value!r:.80} is not used{instead}")
     return GenerationSettings(values, unused)
 
@@ -96,7 +99,10 @@ def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
     found: list[str] = []
     for name in STOPS:
         value = settings.pop(name, ())
-        several = value if isinstance(value, list | tuple | set | frozenset) else [value]
+        if isinstance(value, list | tuple | set | frozenset):
+            several = value
+        else:
+            several = [value]
         found += [str(stop) for stop in several if stop is not None and str(stop)]
     return tuple(dict.fromkeys(found))
 
@@ -166,4 +172,6 @@ def _number(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    if math.isfinite(number):
+        return number
+    return None

@@ -79,7 +79,10 @@ class SamplingParams(Sampling):
         for name in values:
             if name not in names:
                 counterpart = find_counterpart(name, names)
-                hint = counterpart.hint(spell=_spelt) if counterpart else did_you_mean(name, names)
+                if counterpart:
+                    hint = counterpart.hint(spell=_spelt)
+                else:
+                    hint = did_you_mean(name, names)
                 raise ConfigError(f"unknown setting {name!r}.{hint} There are {', '.join(sorted(names))}.")
         plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
         if isinstance(plain.get("stop"), str):
@@ -122,7 +125,8 @@ _LISTS = {"allowed": "a list of ids", "stop": "a string, or a list of strings"}
 
 def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
     """They, of a list, an array or a tensor. Raises ConfigError for what is none, and outside the vocabulary."""
-    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | Mapping | Set) or not isinstance(ids, Iterable):
         raise ConfigError(f"{what}: {ids!r:.200} is not a list of ids, which are whole numbers. Correct it.")
     found = []
@@ -142,7 +146,10 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
 def check_count(value: Any, *, least: int, what: str) -> None:
     """Raises ConfigError for what is not a whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        hint = "; -1 is as trained" if least < 0 else ""
+        if least < 0:
+            hint = "; -1 is as trained"
+        else:
+            hint = ""
         raise ConfigError(f"{what}={value!r:.200}: it must be a whole number, {max(0, least)} or more{hint}.")
 
 
@@ -157,7 +164,9 @@ def check_text(text: str) -> None:
 
 
 def _spelt(name: str, value: str) -> str:
-    return f"{name}={value}" if value else name
+    if value:
+        return f"{name}={value}"
+    return name
 
 
 def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:

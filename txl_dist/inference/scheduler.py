@@ -87,7 +87,10 @@ class Scheduler:
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._num_rows = num_rows
-        self._read_len = math.inf if read_len is None else read_len
+        if read_len is None:
+            self._read_len = math.inf
+        else:
+            self._read_len = read_len
         self._to_read: deque[_Job] = deque()  # they take turns
         self._to_write: deque[tuple[_Job, int]] = deque()  # samples for which there is no row yet
         self._works: dict[Hashable, _Work] = {}
@@ -129,7 +132,10 @@ class Scheduler:
             num_spare=writing.num_spare if keeps_memory else 0,
         )
         is_read = writing.max_tokens > 0 or keeps_memory or scores_prompt
-        reading = self._decoder.reading(request, with_scores=scores_prompt) if is_read else None
+        if is_read:
+            reading = self._decoder.reading(request, with_scores=scores_prompt)
+        else:
+            reading = None
         self._to_read.append(_Job(key, prompt, writing, request, reading, keeps_memory))
 
     def remove(self, key: int) -> None:
@@ -213,7 +219,10 @@ class Scheduler:
 
     def _generate(self) -> Iterator[OutputChunk]:
         """Generate one token of each text that has a row."""
-        tokens = self._decoder.step() if self._works else []
+        if self._works:
+            tokens = self._decoder.step()
+        else:
+            tokens = []
         for token in tokens:
             work = self._works.get(token.key)
             if work is None:  # another text of its prompt has just failed
@@ -321,8 +330,14 @@ class _Work:
             self._pending = self._pending[: min(stop_places)]
             self.finish = "stop"
         elif token.is_last:
-            self.finish = "end_of_text" if is_end else "length"
-        num_held = 0 if self.finish else self._num_suspect()
+            if is_end:
+                self.finish = "end_of_text"
+            else:
+                self.finish = "length"
+        if self.finish:
+            num_held = 0
+        else:
+            num_held = self._num_suspect()
         return self._show(len(self._pending) - num_held)
 
     def cut(self) -> str:
@@ -358,7 +373,9 @@ class _Work:
         if not num_reached:
             return 0
         reached = self._lengths[num_reached - 1]
-        return bisect_left(self._lengths, reached) + 1 if reached else 0
+        if reached:
+            return bisect_left(self._lengths, reached) + 1
+        return 0
 
     def _show(self, length: int) -> str:
         """Take the first `length` characters of the pending text."""

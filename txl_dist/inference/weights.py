@@ -100,7 +100,10 @@ def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
     Raises CheckpointError if a number is not finite in this type, OSError, and the errors of reading the weights.
     """
     streams: dict[str, Stream] = {}
-    other_dtype = "fp32" if dtype == "int8" else dtype
+    if dtype == "int8":
+        other_dtype = "fp32"
+    else:
+        other_dtype = dtype
     for name, weight in weights.items():
         if dtype == "int8" and is_quantized(name, weight.shape):
             streams[name] = _stream(name, weight, dtype, lambda rows: quantized(rows)[0])

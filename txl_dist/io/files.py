@@ -221,7 +221,10 @@ def read_json(path: Path) -> Any:
 
 def parse_json(content: bytes | str) -> Any:
     """Parse JSON. Raises ValueError for anything else, and if it is nested too deeply."""
-    text = decode_text(content) if isinstance(content, bytes) else content
+    if isinstance(content, bytes):
+        text = decode_text(content)
+    else:
+        text = content
     try:
         values = json.loads(text)
     except RecursionError:
@@ -267,7 +270,9 @@ def _as_record(members: list[tuple[str, Any]]) -> Record:
 
 
 def _as_int(digits: str) -> int | LongNumber:
-    return int(digits) if len(digits) <= _MOST_DIGITS else LongNumber(digits)
+    if len(digits) <= _MOST_DIGITS:
+        return int(digits)
+    return LongNumber(digits)
 
 
 def _shallow(line: str) -> Any:
@@ -333,7 +338,10 @@ def _shown(value: object) -> str:
 
 def parse_toml(content: bytes | str) -> dict[str, Any]:
     """Parse TOML. Raises ValueError for anything else, and if it is nested too deeply."""
-    text = decode_text(content) if isinstance(content, bytes) else content
+    if isinstance(content, bytes):
+        text = decode_text(content)
+    else:
+        text = content
     try:
         values = tomllib.loads(text)
         repr(values)  # raises ValueError for a hexadecimal number with more digits than Python prints
@@ -345,7 +353,10 @@ def parse_toml(content: bytes | str) -> dict[str, Any]:
 
 def _check_depth(values: Any) -> None:
     """Raise ValueError if values are nested too deeply. Level by level, so without recursion."""
-    level = [values] if isinstance(values, dict | list) else []
+    if isinstance(values, dict | list):
+        level = [values]
+    else:
+        level = []
     for _ in range(MAX_DEPTH):
         next_level: list[Any] = []
         for container in level:
@@ -374,7 +385,9 @@ def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     `nested` allows names with /. A snapshot in huggingface_hub's cache holds links to the blobs of its repository,
     which count as inside. Raises ValueError for an invalid name, or one that leads out of the folder.
     """
-    parts = name.split("/") if nested and isinstance(name, str) else [name]
+    parts: list[object] = [name]
+    if nested and isinstance(name, str):
+        parts = [*name.split("/")]
     if not all(map(is_file_name, parts)):
         raise ValueError(f"{_shown(name)} is not a name of a file in this folder")
     path = folder

@@ -39,7 +39,10 @@ class Address(NamedTuple):
     """Branch, tag or commit; None means the default branch."""
 
     def __str__(self) -> str:
-        suffix = f"@{self.revision}" if self.revision else ""
+        if self.revision:
+            suffix = f"@{self.revision}"
+        else:
+            suffix = ""
         return f"hf://{self.repository}{suffix}"
 
     @property
@@ -170,4 +173,6 @@ def _reason(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    if lines:
+        return lines[0].rstrip(".")
+    return type(error).__name__

@@ -73,13 +73,22 @@ class APIError(Exception):
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         """Return the JSON object that OpenAI's clients expect."""
-        default_type = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status < 500:
+            default_type = "invalid_request_error"
+        else:
+            default_type = "server_error"
         message = escaped(self.message)[:_MAX_MESSAGE_LEN]
-        param = None if self.param is None else escaped(self.param)[:_MAX_MESSAGE_LEN]
+        if self.param is None:
+            param = None
+        else:
+            param = escaped(self.param)[:_MAX_MESSAGE_LEN]
         return {
             "error": {
                 "message": message,
@@ -115,7 +124,10 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
         else:
             message = _unknown_field(param, known=sorted(fields))
         return APIError(400, message, param=param, code="unknown_parameter")
-    description = (fields[param].description or "") if param in fields else ""
+    if param in fields:
+        description = fields[param].description or ""
+    else:
+        description = ""
     reason = _reason(problem)
     if description.startswith("Not supported"):
         reason = f"n{description[1:]} Leave it out"
@@ -137,7 +149,10 @@ def _unknown_field(name: str, *, known: list[str]) -> str:
             "and give the text as `prompt`."
         )
     field = FOREIGN_FIELDS.get(name)
-    hint = f" Its name here is {field}." if field in known else did_you_mean(name, known)
+    if field in known:
+        hint = f" Its name here is {field}."
+    else:
+        hint = did_you_mean(name, known)
     return f"unknown field {name!r}.{hint} There are {', '.join(known)}."
 
 

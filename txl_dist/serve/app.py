@@ -94,7 +94,10 @@ async def _completions(request: Request) -> Response:
     completion = await _read(request, CompletionRequest)
     service.check_name(completion.model)
     _check_limits(completion, service)
-    memory = service.memory(completion.memory).memory if completion.memory else None
+    if completion.memory:
+        memory = service.memory(completion.memory).memory
+    else:
+        memory = None
     texts = _texts_of(completion)
     prompts = [await service.prompt(text, memory) for text in texts]
     _check_num_log_probs(completion, num_prompt_tokens=sum(len(prepared.prompt.ids) for prepared in prompts))
@@ -138,7 +141,10 @@ async def _make_memory(request: Request) -> Response:
         return await _store_uploaded_memory(request, service)
     memory_request = await _read(request, MemoryRequest)
     service.check_name(memory_request.model)
-    memory = service.memory(memory_request.memory).memory if memory_request.memory else None
+    if memory_request.memory:
+        memory = service.memory(memory_request.memory).memory
+    else:
+        memory = None
     prepared = await service.prompt(memory_request.prompt, memory)
     service.metrics.prompt_tokens.inc(num_tokens_of(prepared.prompt))
     job = {"prompt": prepared.prompt, "writing": SamplingParams(max_tokens=0), "keeps_memory": True}
@@ -328,7 +334,10 @@ def _check_content_type(request: Request, body: bytes) -> None:
     is_from_page = "origin" in request.headers or "sec-fetch-site" in request.headers
     if content_type in UNNAMED_TYPES and body.lstrip().startswith(b"{") and not is_from_page:
         return
-    received = f"not {content_type}" if content_type else "and none is given"
+    if content_type:
+        received = f"not {content_type}"
+    else:
+        received = "and none is given"
     remedy = "Send JSON, and the header `Content-Type: application/json`."
     raise APIError(415, f"the content type must be application/json, {received}. {remedy}")
 
@@ -379,7 +388,10 @@ def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: in
     """
     if completion.logprobs is None:
         return
-    num_scored = num_prompt_tokens if completion.echo else 0
+    if completion.echo:
+        num_scored = num_prompt_tokens
+    else:
+        num_scored = 0
     num_generated = len(_texts_of(completion)) * completion.max_tokens
     num_log_probs = completion.n * (num_scored + num_generated) * (1 + completion.logprobs)
     if num_log_probs > MAX_LOG_PROBS:
@@ -404,8 +416,14 @@ def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) ->
 def _sampling_params(completion: CompletionRequest) -> SamplingParams:
     """Return how one prompt is continued. Called once per prompt: without a seed each gets a random one."""
     stop = (completion.stop,) if isinstance(completion.stop, str) else tuple(completion.stop)
-    seed = secrets.randbits(63) if completion.seed is None else completion.seed
-    num_log_probs = -1 if completion.logprobs is None else completion.logprobs
+    if completion.seed is None:
+        seed = secrets.randbits(63)
+    else:
+        seed = completion.seed
+    if completion.logprobs is None:
+        num_log_probs = -1
+    else:
+        num_log_probs = completion.logprobs
     return SamplingParams(
         max_tokens=completion.max_tokens,
         temperature=completion.temperature,
@@ -423,7 +441,9 @@ def _sampling_params(completion: CompletionRequest) -> SamplingParams:
 
 def _model_of(service: Service) -> dict[str, Any]:
     """Return the facts of the served model: OpenAI's, vLLM's `max_model_len`, and our own."""
-    serving, model, section = service.serving, service.model, service.model.network.section
+    serving = service.serving
+    model = service.model
+    section = service.model.network.section
     return {
         "id": service.name,
         "object": "model",
@@ -450,7 +470,8 @@ class _EventStream(Response):
     def __init__(self, events: AsyncIterator[bytes], work: AsyncExitStack) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._work = events, work
+        self._events = events
+        self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._work:

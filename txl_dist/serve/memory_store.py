@@ -29,7 +29,9 @@ class MemoryStore:
     """Store of memories that removes the least recently used one when it is full."""
 
     def __init__(self, *, most: int, most_bytes: int, most_age_s: float) -> None:
-        self._most, self._most_bytes, self._most_age_s = most, most_bytes, most_age_s
+        self._most = most
+        self._most_bytes = most_bytes
+        self._most_age_s = most_age_s
         self._by_id: OrderedDict[str, StoredMemory] = OrderedDict()  # the most recently used one is last
         self.num_bytes = 0
         """Size in bytes of all stored memories together."""

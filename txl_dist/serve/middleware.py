@@ -43,9 +43,12 @@ class Gate:
     """Wrapper of an ASGI application. A body has at most `max_body` bytes, a memory's file those of a full memory."""
 
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
-        self._app, self._service, self._key = app, service, key.encode()
+        self._app = app
+        self._service = service
+        self._key = key.encode()
         serving = service.serving
-        self._max_body, self._max_upload = serving.max_body_bytes, service.largest_memory + HEADER_BYTES
+        self._max_body = serving.max_body_bytes
+        self._max_upload = service.largest_memory + HEADER_BYTES
         self._max_requests = serving.max_num_seqs + serving.max_queue + SPARE_REQUESTS
         self.num_active = 0
         """Number of requests in work, without those for open paths."""
@@ -65,7 +68,10 @@ class Gate:
             body = b""  # not read for an open path, to which anybody may send one
             if not is_open:
                 self._admit(scope)
-                limit = self._max_upload if is_upload else self._max_body
+                if is_upload:
+                    limit = self._max_upload
+                else:
+                    limit = self._max_body
                 body = await self._read_body(scope, incoming, limit=limit)
             await self._app(scope, _replay(body, receive), response.send)
         except APIError as refusal:
@@ -166,7 +172,8 @@ class _Response:
     """Response to a request, as it is sent. `status` is None until it begins."""
 
     def __init__(self, send: Send, incoming: _RequestBody) -> None:
-        self._send, self._incoming = send, incoming
+        self._send = send
+        self._incoming = incoming
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
@@ -198,6 +205,8 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
+        if messages:
+            return messages.pop()
+        return await receive()
 
     return receive_again

@@ -70,7 +70,8 @@ class OutputQueue:
         """Wait for a chunk, and return all that have come, each with its prompt's number. Raises as `ready`."""
         await self.ready()
         self._has_news.clear()
-        chunks, self._chunks = self._chunks, []
+        chunks = self._chunks
+        self._chunks = []
         return chunks
 
 
@@ -132,8 +133,12 @@ class Answer:
         keep: Callable[[Completion, Prompt], dict[str, Any]],
         metrics: Metrics,
     ) -> None:
-        self._request, self._prompts, self._outputs = request, prompts, outputs
-        self._tokenizer, self._keep, self._metrics = tokenizer, keep, metrics
+        self._request = request
+        self._prompts = prompts
+        self._outputs = outputs
+        self._tokenizer = tokenizer
+        self._keep = keep
+        self._metrics = metrics
         self._received_at = time.monotonic()
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
@@ -165,7 +170,10 @@ class Answer:
         make_event = _event
         if options is not None and options.include_obfuscation:
             make_event = _padded_event
-        no_usage = {"usage": None} if wants_usage else {}
+        if wants_usage:
+            no_usage = {"usage": None}
+        else:
+            no_usage = {}
         try:
             while not self._has_ended:
                 changed: dict[int, _Choice] = {}  # by index, in the order of their first chunk
@@ -177,7 +185,8 @@ class Answer:
                     has_log_probs = choice.logprobs is not None and bool(choice.logprobs["tokens"])
                     if choice.text or choice.finish_reason or has_log_probs:
                         events.append(make_event({**self._head, "choices": [choice.payload()], **no_usage}))
-                    choice.text, choice.logprobs = "", None
+                    choice.text = ""
+                    choice.logprobs = None
                 if events:
                     yield b"".join(events)
             if wants_usage:
@@ -198,7 +207,10 @@ class Answer:
             choice.logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if not choice.has_begun:
             choice.has_begun = True
-            choice.text = prepared.text if self._request.echo else ""
+            if self._request.echo:
+                choice.text = prepared.text
+            else:
+                choice.text = ""
             choice.start = len(choice.text) + len(chunk.text)  # the first chunk's text joins prompt and continuation
             if self._request.echo and choice.logprobs is not None:
                 self._add_prompt(choice.logprobs, prepared, chunk.scored)
@@ -210,7 +222,10 @@ class Answer:
                 self._add_token(choice.logprobs, token, offset=choice.start + choice.end)
             choice.end = end
         if chunk.ending is not None:
-            choice.finish_reason = "length" if chunk.ending.finish == "length" else "stop"
+            if chunk.ending.finish == "length":
+                choice.finish_reason = "length"
+            else:
+                choice.finish_reason = "stop"
             if chunk.ending.past is not None:
                 choice.memory = self._keep(chunk.ending, prepared.prompt)
         return choice
@@ -230,7 +245,8 @@ class Answer:
 
     def _add_prompt(self, logprobs: dict[str, list[Any]], prepared: PreparedPrompt, scored: Sequence[Scored]) -> None:
         """Add an echoed prompt's tokens. The first one has no log-probability if no token was put before the text."""
-        prompt, decoder = prepared.prompt, self._tokenizer.decoder()
+        prompt = prepared.prompt
+        decoder = self._tokenizer.decoder()
         offset = 0
         if not prompt.num_led:
             logprobs["tokens"].append(self._token_text(prompt.ids[0]))

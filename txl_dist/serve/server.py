@@ -35,7 +35,8 @@ class Server:
     """HTTP server of one model on a listening socket."""
 
     def __init__(self, model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
-        self.url, self._listening = url_of(listening), listening
+        self.url = url_of(listening)
+        self._listening = listening
         self.service = Service(model, serving, name=name)
         self._gate = Gate(create_app(self.service), self.service, key=serving.key())
         config = uvicorn.Config(

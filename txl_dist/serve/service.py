@@ -37,14 +37,17 @@ class Service:
     """A served model, with the state that all its requests share."""
 
     def __init__(self, model: LanguageModel, serving: Serving, *, name: str) -> None:
-        self.model, self.serving, self.name = model, serving, name
+        self.model = model
+        self.serving = serving
+        self.name = name
         self.worker = Worker(
             model, num_rows=serving.max_num_seqs, max_queue=serving.max_queue, memory_len=serving.memory_len
         )
         self.memories = MemoryStore(
             most=serving.memories, most_bytes=serving.memory_bytes, most_age_s=serving.memory_ttl
         )
-        self.metrics, self.created = Metrics(), int(time.time())
+        self.metrics = Metrics()
+        self.created = int(time.time())
         self.is_draining = False
         _ = model.fingerprint  # computed now and cached, because it reads all weights
         self.memory_len = model.window(serving.memory_len)
@@ -107,7 +110,10 @@ class Service:
         """Tokenize a prompt. Raises APIError if it is too long, or if the model cannot begin with it."""
 
         def prepare() -> PreparedPrompt:
-            shown_text = text if isinstance(text, str) else self.model.decode(text)
+            if isinstance(text, str):
+                shown_text = text
+            else:
+                shown_text = self.model.decode(text)
             return PreparedPrompt(self.model.prompt(text, memory), shown_text)
 
         if not isinstance(text, str):

@@ -72,7 +72,9 @@ class Worker:
     """Thread that generates texts, from `start` to `stop`."""
 
     def __init__(self, model: LanguageModel, *, num_rows: int, max_queue: int, memory_len: int = -1) -> None:
-        self._model, self._num_rows, self._memory_len = model, num_rows, memory_len
+        self._model = model
+        self._num_rows = num_rows
+        self._memory_len = memory_len
         self._max_queue = max_queue
         self._changed = threading.Condition()  # guards the next three attributes
         self._waiting: deque[GenerationRequest] = deque()
@@ -104,7 +106,8 @@ class Worker:
 
         A failure for good is one after which no new scheduler can be made, for lack of GPU memory for instance.
         """
-        self._loop, self._on_failure = loop, on_failure
+        self._loop = loop
+        self._on_failure = on_failure
         self._thread.start()
 
     def stop(self) -> None:
@@ -157,7 +160,10 @@ class Worker:
 
     def _fail_jobs(self, error: Exception) -> None:
         """Deliver an error to every running prompt."""
-        failure = error if isinstance(error, TxlError) else DefectError("the server failed; its log says why.")
+        if isinstance(error, TxlError):
+            failure = error
+        else:
+            failure = DefectError("the server failed; its log says why.")
         self._deliver_or_collect([OutputChunk(key, 0, "", None, error=failure) for key in self._jobs])
 
     def _fail_for_good(self, error: Exception) -> None:
@@ -174,7 +180,8 @@ class Worker:
         """Wait for work, drop cancelled prompts, and start queued ones. Returns False when the thread must stop."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._jobs or self._cancelled)
-            cancelled, self._cancelled = self._cancelled, set()
+            cancelled = self._cancelled
+            self._cancelled = set()
             if cancelled:
                 self._waiting = deque(job for job in self._waiting if job.key not in cancelled)
             if self._is_stopped:
@@ -196,7 +203,9 @@ class Worker:
 
     def _pop_waiting(self) -> GenerationRequest | None:
         with self._changed:
-            return self._waiting.popleft() if self._waiting else None
+            if self._waiting:
+                return self._waiting.popleft()
+            return None
 
     def _end_late_jobs(self) -> list[OutputChunk]:
         """End the prompts past their deadline: with the text they have, or with an error if nothing was delivered."""
@@ -239,7 +248,8 @@ class Worker:
         if self._undelivered and is_due:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(_deliver, self._undelivered)
-            self._undelivered, self._delivered_at = [], now
+            self._undelivered = []
+            self._delivered_at = now
 
 
 def _deliver(chunks: list[tuple[Callable[[OutputChunk], None], OutputChunk]]) -> None:

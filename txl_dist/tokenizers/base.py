@@ -184,7 +184,8 @@ class SpelledTokenizer(Tokenizer):
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
         """Build a tokenizer from the values in its file. Raises ValueError or KeyError if they are inconsistent."""
-        symbols, end_of_text = values["symbols"], values["end_of_text"]
+        symbols = values["symbols"]
+        end_of_text = values["end_of_text"]
         if end_of_text is not None and (symbols[end_of_text] != END_OF_TEXT or end_of_text < 0):
             raise ValueError(f"id {end_of_text} is not {END_OF_TEXT}")
         if len(set(symbols)) != len(symbols):
@@ -224,7 +225,8 @@ def batches(
         num_characters += len(text_of(item))
         if num_characters >= most_characters or len(batch) >= most_items:
             yield batch
-            batch, num_characters = [], 0
+            batch = []
+            num_characters = 0
     if batch:
         yield batch
 

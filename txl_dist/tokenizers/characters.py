@@ -79,11 +79,17 @@ class CharTokenizer(SpelledTokenizer):
         self.unknown = unknown
         self.lower_case = lower_case
         super().__init__(symbols, end_of_text=end_of_text)
-        self.unknown_id = None if unknown is None else self._ids[unknown]
+        if unknown is None:
+            self.unknown_id = None
+        else:
+            self.unknown_id = self._ids[unknown]
         ids_by_point = {ord(symbol): i for symbol, i in self._ids.items() if symbol != unknown}
         # The last entry, one past the highest known code point, stands for all code points above it.
         table_len = max(ids_by_point, default=0) + 2
-        unknown_value = REFUSED if self.unknown_id is None else self.unknown_id
+        if self.unknown_id is None:
+            unknown_value = REFUSED
+        else:
+            unknown_value = self.unknown_id
         self._id_of_point = np.full(table_len, unknown_value, dtype=np.int32)
         self._id_of_point[list(ids_by_point)] = list(ids_by_point.values())
 
@@ -109,5 +115,8 @@ class CharTokenizer(SpelledTokenizer):
         return ids
 
     def _spell(self, symbol: str) -> bytes:
-        shown = "\ufffd" if symbol == self.unknown else symbol
+        if symbol == self.unknown:
+            shown = "\ufffd"
+        else:
+            shown = symbol
         return shown.encode("utf-8")

@@ -196,10 +196,13 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     def _unknown(self) -> int | None:
         model = parse_object(self.content)["model"]
-        name, unknown = model.get("unk_token"), model.get("unk_id")
+        name = model.get("unk_token")
+        unknown = model.get("unk_id")
         if isinstance(name, str):
             unknown = self._library.token_to_id(name)
-        return None if unknown is None else int(unknown)
+        if unknown is None:
+            return None
+        return int(unknown)
 
     def _cut(self, text: str) -> list[str]:
         if not self._can_be_cut:
@@ -330,7 +333,8 @@ class _NeighbourDecoder:
     def push(self, i: int) -> str:
         if i == self._tokenizer.end_of_text:
             last_piece = self.close()
-            self._ids, self._num_shown = [], 0
+            self._ids = []
+            self._num_shown = 0
             return last_piece + END_OF_TEXT
         self._ids.append(i)
         text = self._tokenizer.decode(self._ids)

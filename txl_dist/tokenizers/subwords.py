@@ -100,7 +100,10 @@ class UnigramTokenizer(ByteLevelTokenizer):
         if missing:
             raise ValueError(f"{len(missing)} bytes have no symbol")
         without_score = [i for i, score in enumerate(self.scores) if score is None]
-        may_lack_score = [] if end_of_text is None else [end_of_text]
+        if end_of_text is None:
+            may_lack_score = []
+        else:
+            may_lack_score = [end_of_text]
         if without_score != may_lack_score:
             raise ValueError("a symbol has no score, or end-of-text has one")
         lowest = min(score for score in self.scores if score is not None)

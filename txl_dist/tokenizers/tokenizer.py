@@ -57,7 +57,10 @@ def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
     """
     path = Path(path)
     with translate_errors(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
-        content = tokenizer_of_folder(path) if path.is_dir() else read_bytes(path)
+        if path.is_dir():
+            content = tokenizer_of_folder(path)
+        else:
+            content = read_bytes(path)
         if has_mark(content):
             return decode_text(content).encode()
         return content

@@ -53,10 +53,18 @@ def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
     """
     learning = Learning(**settings)
     learning.check_kind(kind)
-    only_seen, end_of_text, min_frequency = learning.observed_symbols, learning.end_of_text, learning.min_frequency
-    marks = SENTENCE_MARKS if learning.double_eos else PLAIN_MARKS
+    only_seen = learning.observed_symbols
+    end_of_text = learning.end_of_text
+    min_frequency = learning.min_frequency
+    if learning.double_eos:
+        marks = SENTENCE_MARKS
+    else:
+        marks = PLAIN_MARKS
     num_marks = learning.num_marks(kind)
-    max_size = learning.vocab_size - num_marks if learning.vocab_size else 0
+    if learning.vocab_size:
+        max_size = learning.vocab_size - num_marks
+    else:
+        max_size = 0
     num_subwords = max_size or DEFAULT_SUBWORDS - num_marks
     documents = CountedTexts(texts, lower_case=learning.lower_case)
     learn = LEARNT_KINDS[kind].learn
@@ -67,8 +75,14 @@ def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
     if kind == "byte":
         counts = _count_bytes(documents, only_seen=only_seen)
     elif kind == "char":
-        values["unknown"] = None if only_seen else UNKNOWN
-        counts = {} if only_seen else {UNKNOWN: 0}
+        if only_seen:
+            values["unknown"] = None
+        else:
+            values["unknown"] = UNKNOWN
+        if only_seen:
+            counts = {}
+        else:
+            counts = {UNKNOWN: 0}
         counts |= Counter(chain.from_iterable(documents))
     elif kind == "word":
         # A text's own spellings of these symbols are not words: they count as unknown.
@@ -152,7 +166,8 @@ def _count_words(
     texts: Iterable[str], marks: dict[str, Any], not_words: set[str], *, max_size: int, min_frequency: int
 ) -> dict[str, int]:
     """Count line marks, words and unknown words: all words that are rare, beyond `max_size`, or in `not_words`."""
-    start, end = marks["line_start"], marks["line_end"]
+    start = marks["line_start"]
+    end = marks["line_end"]
     words: Counter[str] = Counter()
     for text in texts:
         words.update(split_words(text, line_start=start, line_end=end))

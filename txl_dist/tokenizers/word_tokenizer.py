@@ -47,7 +47,10 @@ class WordTokenizer(SpelledTokenizer):
         self.unknown = unknown
         self.lower_case = lower_case
         super().__init__(symbols, end_of_text=end_of_text)
-        self.unknown_id = None if unknown is None else self._ids[unknown]
+        if unknown is None:
+            self.unknown_id = None
+        else:
+            self.unknown_id = self._ids[unknown]
         missing = {line_start, line_end} - {None} - self._ids.keys()
         if missing:
             raise ValueError(f"the marks of lines {sorted(map(str, missing))} are not among the symbols")
@@ -55,7 +58,10 @@ class WordTokenizer(SpelledTokenizer):
     def encode(self, text: str) -> Ids:
         """Return one id per word and line mark. Raises DataError for an unknown word, if there is no `unknown`."""
         id_of = self._ids.get
-        unknown_id = REFUSED if self.unknown_id is None else self.unknown_id
+        if self.unknown_id is None:
+            unknown_id = REFUSED
+        else:
+            unknown_id = self.unknown_id
         ids = np.fromiter((id_of(word, unknown_id) for word in self._split(text)), dtype=np.int32)
         if self.unknown is None and (ids == REFUSED).any():
             first_unknown = next(word for word in self._split(text) if word not in self._ids)
@@ -66,11 +72,15 @@ class WordTokenizer(SpelledTokenizer):
         """Return the ids without the mark that `encode` puts after a last line that has no newline."""
         ids = self.encode(text)
         has_added_mark = self.line_end is not None and text != "" and not text.endswith("\n")
-        return ids[:-1] if has_added_mark else ids
+        if has_added_mark:
+            return ids[:-1]
+        return ids
 
     def joint(self, text: str) -> str:
         """Return a blank, or nothing for a prompt that is empty or ends in white space."""
-        return " " if text and not text[-1].isspace() else ""
+        if text and not text[-1].isspace():
+            return " "
+        return ""
 
     def _split(self, text: str) -> Iterator[str]:
         if self.lower_case:

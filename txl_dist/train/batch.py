@@ -79,7 +79,10 @@ class BatchMaker(NamedTuple):
         if self.half_loss:
             segment_len = is_scored.shape[1]
             is_scored = is_scored & (np.arange(segment_len) >= segment_len // 2)
-        sizes = self._sizes(tokens, targets) if not self.rows_multiple else ()
+        if not self.rows_multiple:
+            sizes = self._sizes(tokens, targets)
+        else:
+            sizes = ()
         return Batch(
             tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
             targets_BT=torch.from_numpy(np.ascontiguousarray(targets)),
@@ -111,8 +114,14 @@ def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool 
 
     Ids out of range raise DataError when a batch is made, not here.
     """
-    kind = "cpu" if model.embedding.weight(0).device.type == "cpu" else "cuda"
-    rows_multiple = 0 if for_graphs else ROWS_MULTIPLE[kind]
+    if model.embedding.weight(0).device.type == "cpu":
+        kind = "cpu"
+    else:
+        kind = "cuda"
+    if for_graphs:
+        rows_multiple = 0
+    else:
+        rows_multiple = ROWS_MULTIPLE[kind]
     return BatchMaker(tuple(model.embedding.edges), tuple(model.softmax.edges), mask_documents, rows_multiple)
 
 
@@ -186,7 +195,8 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
     Each batch has all lanes; the first one is that of the first step. Raises DataError if the corpus of `data.path`
     cannot be read.
     """
-    train, mask_documents = config.train, config.data.document_mask
+    train = config.train
+    mask_documents = config.data.document_mask
     corpora = open_corpora(config.data, num_lanes=train.num_lanes, seed=config.run.seed)
     stream = LaneStream(
         corpora.train,

@@ -54,7 +54,9 @@ class RunResult(NamedTuple):
     @property
     def exit_code(self) -> int:
         """Exit code of `txl train`: 0 after the last step, 75 if the same command is to be started again."""
-        return 0 if self.ended == "done" else REQUEUE
+        if self.ended == "done":
+            return 0
+        return REQUEUE
 
 
 class TrainStart(NamedTuple):
@@ -322,7 +324,10 @@ def _check_callback(callback: object) -> None:
     for name in dir(callback):
         if name.startswith("on_") and name not in EVENTS and callable(getattr(callback, name, None)):
             meant = FOREIGN.get(name)
-            hint = f" Did you mean {meant}?" if meant else did_you_mean(name, EVENTS)
+            if meant:
+                hint = f" Did you mean {meant}?"
+            else:
+                hint = did_you_mean(name, EVENTS)
             raise ConfigError(
                 f"callbacks: {_name(callback)} has a method {name}, which is never called.{hint} Events are "
                 f"{', '.join(EVENTS)}."
@@ -373,9 +378,15 @@ def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
 @contextmanager
 def _untouched() -> Iterator[None]:
     """Put back what the block changes of random generators and of torch's global settings."""
-    python_state, numpy_state, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    gpu_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    dtype, num_threads = torch.get_default_dtype(), torch.get_num_threads()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
+    if torch.cuda.is_initialized():
+        gpu_state = torch.cuda.get_rng_state()
+    else:
+        gpu_state = None
+    dtype = torch.get_default_dtype()
+    num_threads = torch.get_num_threads()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     is_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     try:
@@ -397,5 +408,8 @@ def _untouched() -> Iterator[None]:
 def _described(error: BaseException) -> str:
     """Describe an error in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    if frames:
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})"
+    else:
+        where = ""
     return in_one_line(error) + where

@@ -29,7 +29,8 @@ class Guard:
     """Guard of one run, by the section `guard` of its settings."""
 
     def __init__(self, context: RunContext, reporter: MetricReporter) -> None:
-        self._context, self._reporter = context, reporter
+        self._context = context
+        self._reporter = reporter
         self._settings = context.config.guard
 
     def should_rewind(self, health: Health) -> bool:
@@ -106,7 +107,10 @@ class Guard:
         guilty = [rank for rank, (is_guilty, _) in enumerate(parts) if is_guilty]
         shown = [parts[rank][1] for rank in guilty[:2]] or [lines for _, lines in parts[:2]]
         documents = "; ".join(line for lines in shown for line in lines)
-        ranks = f" on {format_ranks(guilty[:8])}" if guilty else ""
+        if guilty:
+            ranks = f" on {format_ranks(guilty[:8])}"
+        else:
+            ranks = ""
         return (
             f"{reason}. The run stops before saving it; step {before.step + 1}{ranks} read {documents}. Continue from "
             "the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."

@@ -75,7 +75,9 @@ class Start(NamedTuple):
     @property
     def step(self) -> int:
         """Number of finished optimizer steps."""
-        return self.saved.step if self.saved else 0
+        if self.saved:
+            return self.saved.step
+        return 0
 
 
 class TrainingRun:
@@ -91,7 +93,11 @@ class TrainingRun:
         callbacks: Callbacks,
     ) -> None:
         config = context.config
-        self.context, self.start, self.engine, self.watch, self.profile = context, start, engine, watch, profile
+        self.context = context
+        self.start = start
+        self.engine = engine
+        self.watch = watch
+        self.profile = profile
         self.callbacks = callbacks
         self.loss: float | None = None
         """Training loss of the last step that was made here, in nats per token."""
@@ -162,7 +168,9 @@ class TrainingRun:
         """Return the name of the event that ends this phase: stopped, done or phase."""
         if self.stopped:
             return "stopped"
-        return "done" if state.step >= self.max_steps else "phase"
+        if state.step >= self.max_steps:
+            return "done"
+        return "phase"
 
     def _first_state(self) -> TrainState:
         """Return the state of the checkpoint to resume from, or that of a new run."""
@@ -189,7 +197,8 @@ class TrainingRun:
         """Call `on_train_start` of the callbacks."""
         if not self.callbacks.handles("on_train_start"):
             return
-        context, ranks = self.context, self.context.ranks
+        context = self.context
+        ranks = self.context.ranks
         self.watch.beat("callbacks")
         num_parameters = sum(math.prod(shape) for shape in self.engine.shapes.values())
         self.callbacks.start(
@@ -225,7 +234,8 @@ class TrainingRun:
 
     def _train_from(self, state: TrainState) -> TrainState:
         """Make steps until the end of the stage, a stop request or a rewind. Returns the state after the last one."""
-        context, config = self.context, self.context.config
+        context = self.context
+        config = self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
         depth = config.data.prefetch_depth
         step_inputs = read_inputs(
@@ -321,7 +331,10 @@ class TrainingRun:
         )
         self.loss = decision.loss
         self.clipping.add(decision.grad_norm)
-        new_tokens = 0 if skipped else self.context.plan.tokens_per_step
+        if skipped:
+            new_tokens = 0
+        else:
+            new_tokens = self.context.plan.tokens_per_step
         after = TrainState(
             step=step,
             tokens_seen=state.tokens_seen + new_tokens,
@@ -371,7 +384,9 @@ class TrainingRun:
 
     def _report_start(self, state: TrainState) -> None:
         """Write the record of the start: hardware, versions and the text that is read."""
-        context, corpora, config = self.context, self.context.corpora, self.context.config
+        context = self.context
+        corpora = self.context.corpora
+        config = self.context.config
         facts = run_on_all_ranks(
             lambda: text_facts(
                 corpora.train,
@@ -394,7 +409,8 @@ class TrainingRun:
             num_skipped=self.damage.num_skipped,
         )
         values |= self.stragglers(values["rank_ms"], step=state.step)
-        context, config = self.context, self.context.config
+        context = self.context
+        config = self.context.config
         flops_per_token = sum(context.flops.values())
         values |= mfu(values["tokens_per_s"], flops_per_token=flops_per_token, peak_flops=context.peak_flops)
         values |= self.saving.seconds()

@@ -80,7 +80,8 @@ class StageWarnings(NamedTuple):
 
 def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings:
     """Return the sentences that the user should read before a stage."""
-    config, splits = context.config, context.corpora.train
+    config = context.config
+    splits = context.corpora.train
     return StageWarnings(
         cache=warnings_on_cache(config, splits, lanes_per_rank=context.plan.lanes_per_rank),
         evaluation=warnings_on_evaluation(config, context.corpora.first),
@@ -93,7 +94,10 @@ def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
     """Return a warning if the corpus has no validation split, though evaluation is not switched off."""
     if not lacks_eval_split(config.data, corpus):
         return []
-    without = " and checkpoint.keep_best without effect" if config.checkpoint.keep_best else ""
+    if config.checkpoint.keep_best:
+        without = " and checkpoint.keep_best without effect"
+    else:
+        without = ""
     return [
         f"{corpus.location} has no split {config.data.eval_split!r} (it has {', '.join(corpus.split_names)}): "
         f"training goes without evaluation{without}. `txl prepare` makes a validation split with --valid PATH or a "
@@ -125,7 +129,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
     if config.engine.cuda_graph == "on" and device.type == "cpu":
         raise ConfigError("engine.cuda_graph=on needs a GPU. Leave it out on a CPU, or let it be auto.")
     if config.engine.attention == "triton":
-        model, dtype = config.model, DTYPES[config.engine.dtype]
+        model = config.model
+        dtype = DTYPES[config.engine.dtype]
         reason = unsupported_shape_reason(
             dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
         )
@@ -154,7 +159,8 @@ def drivers_of_gpus() -> list[str]:
 
 def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
     """Return warnings on settings without effect, and on gradients that are summed in bf16; one sentence each."""
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     warnings: list[str] = []
     if any(model.tie_projections) and not has_projections(model):
         warnings.append("model.tie_projections has no effect: embeddings as wide as the model need no projection")
@@ -235,8 +241,10 @@ def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank
 
 def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]:
     """Yield the lines of the log on the batch and the model, at the start of a stage."""
-    config, plan = context.config, context.plan
-    train, engine = config.train, config.engine
+    config = context.config
+    plan = context.plan
+    train = config.train
+    engine = config.engine
     yield (
         f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.segment_len, 'token')} = "
         f"{plan.tokens_per_step:,} tokens per step; "
@@ -253,17 +261,21 @@ def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]
 
 def _attention(config: Config) -> str:
     """Return the name of the attention implementation; on a GPU with the reason why it is not the Triton kernels."""
-    model, chosen = config.model, config.engine.attention
+    model = config.model
+    chosen = config.engine.attention
     if not model.scheme.has_distance_terms:
         return "by torch"
     if chosen != "auto":
         return chosen
-    shape, device = (1, 1, model.num_heads, model.head_width), torch.device("cuda" if uses_gpu() else "cpu")
+    shape = (1, 1, model.num_heads, model.head_width)
+    device = torch.device("cuda" if uses_gpu() else "cpu")
     query = torch.empty(shape, dtype=DTYPES[config.engine.dtype], device=device)
     reason = unsupported_reason(query, has_position_bias=model.scheme.has_position_bias)
     if reason is None:
         return "triton"
-    return f"fused (not by Triton: {reason})" if query.is_cuda else "fused"
+    if query.is_cuda:
+        return f"fused (not by Triton: {reason})"
+    return "fused"
 
 
 def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) -> Iterator[str]:

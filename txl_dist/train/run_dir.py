@@ -65,7 +65,10 @@ def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str)
         require(local_model(init), ArtifactKind.BUNDLE, what="--init", remedies=instead)
     if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # rank 0 refuses a missing one for all ranks
         checkpoints = list_checkpoints(Path(resume))
-        name = f"Name a checkpoint of it: {checkpoints[-1]}." if checkpoints else "It has no checkpoint."
+        if checkpoints:
+            name = f"Name a checkpoint of it: {checkpoints[-1]}."
+        else:
+            name = "It has no checkpoint."
         begin = "Begin a run with its weights by --init {path}."
         require(
             resume,
@@ -124,7 +127,10 @@ def next_commands(run_dir: Path, plugins: Sequence[str]) -> str:
     """Return a line with the commands to type after training. Evaluation and export also need the run's plugins."""
     run = shlex.quote(str(run_dir))
     bundle = shlex.quote(f"bundles/{run_dir.resolve().name}")
-    flag = f" --plugins {shlex.join(plugins)}" if plugins else ""
+    if plugins:
+        flag = f" --plugins {shlex.join(plugins)}"
+    else:
+        flag = ""
     return f"next: txl report {run}   txl evaluate {run}{flag}   txl export {run} {bundle}{flag}"
 
 

@@ -62,7 +62,10 @@ def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
     settings = saved_settings(config)
     contexts: list[RunContext] = []
     for steps, stage_config in phases:
-        opened = contexts[0].corpora if contexts else None
+        if contexts:
+            opened = contexts[0].corpora
+        else:
+            opened = None
         contexts.append(_plan_stage(stage_config, settings, ranks, steps, opened))
     num_parameters = count_parameters(config.model, vocab_size=contexts[0].vocab_size)
     stages = tuple(Stage(context, warnings_on_stage(context, num_parameters)) for context in contexts)
@@ -76,7 +79,9 @@ def _plan_stage(
 
     Raises TxlError as `plan_run`.
     """
-    data, train, metrics = config.data, config.train, config.metrics
+    data = config.data
+    train = config.train
+    metrics = config.metrics
     check_config(config)
     check_hardware(config, device=ranks.device)
     check_sinks(metrics)
@@ -87,7 +92,10 @@ def _plan_stage(
         begin = first_stream(opened.train, data, num_lanes=train.num_lanes, seed=config.run.seed)
         corpora = opened._replace(begin=begin)
     check_vocabulary(config.model, vocab_size=corpora.first.vocab_size)
-    prompt = metrics.sample_prompt if metrics.sample_every_steps else None
+    if metrics.sample_every_steps:
+        prompt = metrics.sample_prompt
+    else:
+        prompt = None
     check_text(corpora, segment_len=train.segment_len, sample_prompt=prompt)
     return stage_context(config, settings, plan, ranks, corpora, steps=steps)
 
@@ -96,7 +104,8 @@ def stage_context(
     config: Config, settings: SavedSettings, plan: BatchPlan, ranks: RankInfo, corpora: Corpora, *, steps: range
 ) -> RunContext:
     """Derive the context of one stage from its settings, which are checked already."""
-    train, vocab_size = config.train, corpora.first.vocab_size
+    train = config.train
+    vocab_size = corpora.first.vocab_size
     evaluation = evaluation_plan(config)
     return RunContext(
         config=config,
@@ -127,13 +136,17 @@ def _peak_flops(ranks: RankInfo, *, precision: str, tflops: float) -> float:
     Returns 0 if the peak is not known.
     """
     on_gpu = ranks.device.type == "cuda"
-    name = torch.cuda.get_device_name(ranks.device) if on_gpu else ranks.device.type
+    if on_gpu:
+        name = torch.cuda.get_device_name(ranks.device)
+    else:
+        name = ranks.device.type
     return ranks.world_size * (tflops or peak_tflops(name, precision=precision)) * 1e12
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
     """Derive the lengths of an evaluation, which are those of training where the settings name no others."""
-    train, evaluation = config.train, config.eval
+    train = config.train
+    evaluation = config.eval
     return EvaluationPlan(
         num_lanes=evaluation.num_lanes,
         segment_len=evaluation.segment_len or train.segment_len,

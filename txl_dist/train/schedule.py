@@ -22,7 +22,9 @@ def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
                            lr + (min - lr) y, y the share of these steps done
         constant           lr
     """
-    lr, min_lr, warmup_steps = optim.lr, optim.min_lr, optim.warmup_steps
+    lr = optim.lr
+    min_lr = optim.min_lr
+    warmup_steps = optim.warmup_steps
     if step < warmup_steps:
         return lr * (step + 1) / warmup_steps
     match optim.schedule:

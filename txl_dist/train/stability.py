@@ -108,7 +108,10 @@ def after_step(
     measured = (("loss", loss, health.losses), ("grad_norm", grad_norm, health.grad_norms))
     candidates = [_spike(step, what, value, window, guard=guard) for what, value, window in measured]
     spikes = [spike for spike in candidates if spike is not None]
-    in_row = health.spikes_in_row + 1 if spikes else 0
+    if spikes:
+        in_row = health.spikes_in_row + 1
+    else:
+        in_row = 0
     if in_row > guard.spike_patience:
         spikes = []
     losses, grad_norms = (
@@ -173,4 +176,6 @@ def _spike(step: int, what: str, value: float, window: tuple[float, ...], *, gua
         return None
     distance = sorted(abs(math.log(earlier / median)) for earlier in window)[len(window) // 2]
     sigmas = excess / max(MAD_TO_SIGMA * distance, MIN_SIGMA)
-    return Spike(step, what, value, median, sigmas) if sigmas > guard.spike_sigma else None
+    if sigmas > guard.spike_sigma:
+        return Spike(step, what, value, median, sigmas)
+    return None

@@ -263,7 +263,8 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
 
     Returns how the run starts. Raises TxlError.
     """
-    context, saved = stage.context, choice.saved
+    context = stage.context
+    saved = choice.saved
     corpora = context.corpora
     warnings = _check_shards(corpora, skips_damage=context.config.data.on_corrupt != "raise")
     tokenizer_json = corpora.first.tokenizer.to_json()
@@ -277,7 +278,8 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
         warnings += check_checkpoint(saved, context)
         stream, lane_warnings = continued_stream(saved, stream, corpora.train)
         warnings += lane_warnings
-    last_step, segment_len = context.steps.stop, context.config.train.segment_len
+    last_step = context.steps.stop
+    segment_len = context.config.train.segment_len
     end = stream.advanced((last_step - step) * segment_len)
     warnings += warnings_on_repetition(corpora.train, end, segment_len=segment_len, last_step=last_step)
     warnings += stage.warnings.size
@@ -305,7 +307,10 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
 def _open_run(plan: RunPlan, start: Start) -> None:
     """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError."""
     run_dir = plan.run_dir
-    checkpoint = start.saved.folder if start.saved else None
+    if start.saved:
+        checkpoint = start.saved.folder
+    else:
+        checkpoint = None
     open_run_dir(run_dir, plan.saved_settings.toml)
     if checkpoint is not None and checkpoint.parent == run_dir / CHECKPOINTS:
         # Newer checkpoints are damaged and were skipped: they must not count among the checkpoints to keep.

@@ -57,8 +57,13 @@ class Stepper:
         The caller starts `clock` before it asks for the data of a step. `seed` is that of the run, and `first_lane` the
         global id of this rank's first lane. `scored_len`: scored targets of each lane and step; None if they vary.
         """
-        self._engine, self._clock, self._ranks, self._plan = engine, clock, ranks, plan
-        self._seed, self._first_lane, self._scored_len = seed, first_lane, scored_len
+        self._engine = engine
+        self._clock = clock
+        self._ranks = ranks
+        self._plan = plan
+        self._seed = seed
+        self._first_lane = first_lane
+        self._scored_len = scored_len
 
     def __call__(
         self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags

@@ -23,7 +23,8 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     DataError if the corpus was prepared with another tokenizer.
     """
     bundle = load_bundle(config.run.init)
-    ours, theirs = architecture(config.model), architecture(bundle.model.section)
+    ours = architecture(config.model)
+    theirs = architecture(bundle.model.section)
     different = [f"  model.{name}: {theirs[name]} -> {value}" for name, value in ours.items() if theirs[name] != value]
     if different:
         raise ConfigError(
@@ -42,5 +43,8 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
 def architecture(model: ModelSection) -> dict[str, Any]:
     """Return the settings that the weights depend on. They are equal for models with the same architecture."""
     values = model.model_dump(exclude={name for name in ModelSection.model_fields if "dropout" in name} | FREE)
-    ties = model.tie_projections if any(model.tie_projections) else ()
+    if any(model.tie_projections):
+        ties = model.tie_projections
+    else:
+        ties = ()
     return values | {"embed_width": model.embed_width_or_default(), "tie_projections": ties}

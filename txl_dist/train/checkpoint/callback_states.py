@@ -119,7 +119,10 @@ def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
 
 def _unfit(name: str, where: str, value: object, remedy: str) -> TrainingError:
     """Return the error for a value that a checkpoint cannot keep. `where` names its place in the state."""
-    place = f", {where}," if where else ""
+    if where:
+        place = f", {where},"
+    else:
+        place = ""
     return TrainingError(
         f"callback {name}: state_dict(){place} holds a {type(value).__name__}, which a checkpoint cannot keep. "
         f"{remedy[0].upper()}{remedy[1:]}."

@@ -38,10 +38,12 @@ def make_probe(
     ranks call it together, since parameters may be sharded. It computes in fp32 even if training uses tf32, so that any
     device can reproduce it.
     """
-    tokens = probe_tokens(engine.model.vocab_size) if tokens is None else tokens
+    if tokens is None:
+        tokens = probe_tokens(engine.model.vocab_size)
     model = engine.model
     memory = empty_memory(memory_lens, num_lanes=1, width=model.section.width, like=model.embedding.weight(0))
-    losses, matmul_precision = [], torch.get_float32_matmul_precision()
+    losses = []
+    matmul_precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
         for start in (0, PROBE_LEN):
@@ -105,7 +107,8 @@ def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
     damage = (OSError, RuntimeError, SafetensorError, KeyError)
     with translate_errors(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=damage):
         probe = load_file(path)
-        tokens, losses = probe["tokens"], probe["losses"]
+        tokens = probe["tokens"]
+        losses = probe["losses"]
         is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
         if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
             return probe

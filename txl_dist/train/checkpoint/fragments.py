@@ -71,7 +71,9 @@ class FragmentFiles:
 
         Raises CheckpointError if the files together lack some of them.
         """
-        values, num_read, index = torch.empty(length), 0, 0
+        values = torch.empty(length)
+        num_read = 0
+        index = 0
         while num_read < length:
             if index == len(self._opened) and not self._open_next():
                 raise CheckpointError(
@@ -79,7 +81,8 @@ class FragmentFiles:
                     f"{start + num_read} on. It belongs to another model; use another checkpoint."
                 )
             copied = self._opened[index].copy_into(values[num_read:], kind, parameter, start=start + num_read)
-            num_read, index = num_read + copied, 0 if copied else index + 1
+            num_read = num_read + copied
+            index = 0 if copied else index + 1
         return values
 
     def kinds_of(self, parameter: str) -> list[str]:

@@ -58,12 +58,20 @@ class CheckpointManager:
         `newest` is the checkpoint that it resumed. `evaluated` has the validation loss by step, and grows during the
         run. `clock_s` measures the minutes between checkpoints.
         """
-        self._saver, self._engine, self._maker, self._reporter = saver, engine, maker, reporter
-        self._context, self._watch, self._run_dir = saver.context, saver.watch, saver.context.run_dir
-        self._newest, self._evaluated, self._callbacks = newest, evaluated, callbacks
+        self._saver = saver
+        self._engine = engine
+        self._maker = maker
+        self._reporter = reporter
+        self._context = saver.context
+        self._watch = saver.watch
+        self._run_dir = saver.context.run_dir
+        self._newest = newest
+        self._evaluated = evaluated
+        self._callbacks = callbacks
         self._buffers = {name: buffer.clone() for name, buffer in _buffers_of(engine)}
         self._retry_at = 0
-        self._clock_s, self._counts_from_s = clock_s, clock_s()
+        self._clock_s = clock_s
+        self._counts_from_s = clock_s()
         self._stall_s = self._waited_s = 0.0
         self._removal: threading.Thread | None = None
         self._obeyed_stops: int | None = None
@@ -80,8 +88,11 @@ class CheckpointManager:
 
     def seconds(self) -> dict[str, float]:
         """Return `save_s`, the seconds that steps waited for checkpoints committed since the last call, if any."""
-        waited_s, self._waited_s = self._waited_s, 0.0
-        return {"save_s": waited_s} if waited_s else {}
+        waited_s = self._waited_s
+        self._waited_s = 0.0
+        if waited_s:
+            return {"save_s": waited_s}
+        return {}
 
     def is_due(self, step: int) -> bool:
         """Whether a save is due by the interval, or because one has failed."""
@@ -169,11 +180,17 @@ class CheckpointManager:
         A stop request in that time leads to one last try at once; if the run was `stopped` already, a second request
         does. Raises CheckpointError on every rank if the state cannot be saved, or if the run directory is gone.
         """
-        self._obeyed_stops = None if stopped else 0
+        if stopped:
+            self._obeyed_stops = None
+        else:
+            self._obeyed_stops = 0
         is_saved = self._save(state)
         is_asked = False
         # These requests have led here, or the launcher has repeated them; only further ones count.
-        self._obeyed_stops = self._watch.stops.count if stopped else 0
+        if stopped:
+            self._obeyed_stops = self._watch.stops.count
+        else:
+            self._obeyed_stops = 0
         for number, delay_s in enumerate(_retry_delays(patience_s)):
             if is_saved or is_asked:
                 break
@@ -185,7 +202,10 @@ class CheckpointManager:
             self._wait_for_removal()
             return
         reasons = dict.fromkeys(reason for reason in gather_objects(self._watch.stops.reason) if reason)
-        when = f"before {', '.join(reasons)} ended the attempts" if is_asked else f"in {patience_s:g} s"
+        if is_asked:
+            when = f"before {', '.join(reasons)} ended the attempts"
+        else:
+            when = f"in {patience_s:g} s"
         if self._context.ranks.is_rank0:
             with suppress(OSError):
                 self._watch.stops.clear()  # the request was obeyed
@@ -205,8 +225,14 @@ class CheckpointManager:
 
     def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
         """Log that the final save has failed, for how long it is retried, and how to leave earlier."""
-        limit = f"{patience_s / 60:g} min" if patience_s >= 60 else f"{patience_s:g} s"
-        how = "a second SIGTERM or Ctrl-C" if stopped else f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
+        if patience_s >= 60:
+            limit = f"{patience_s / 60:g} min"
+        else:
+            limit = f"{patience_s:g} s"
+        if stopped:
+            how = "a second SIGTERM or Ctrl-C"
+        else:
+            how = f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
         warn_for_all(
             "step %d, the last, is not saved yet: the run tries again for up to %s. To leave earlier: %s; it then "
             "tries once more. If that fails, the same command %s.",
@@ -215,7 +241,9 @@ class CheckpointManager:
 
     def _resume_hint(self) -> str:
         """Say from where the same command continues."""
-        return f"continues from {self._newest.name}" if self._newest is not None else "starts from step 0"
+        if self._newest is not None:
+            return f"continues from {self._newest.name}"
+        return "starts from step 0"
 
     def _wait(self, seconds: float) -> bool:
         """Wait equally long on all ranks. Returns whether any rank was asked to leave (`_is_asked_to_leave`)."""
@@ -255,7 +283,10 @@ class CheckpointManager:
             return
         try:
             steps = [step_of(path) for path in list_checkpoints(self._run_dir)]
-            best = self._best_step(steps) if checkpoint.keep_best else set()
+            if checkpoint.keep_best:
+                best = self._best_step(steps)
+            else:
+                best = set()
             keep = steps_to_keep(steps, keep_last=checkpoint.keep_last, keep_every=checkpoint.keep_every, best=best)
             leaving = prune_checkpoints(self._run_dir, keep=keep, newest=newest)
         except OSError as error:
@@ -268,7 +299,9 @@ class CheckpointManager:
     def _best_step(self, steps: list[int]) -> set[int]:
         """Return the step, of these, with the lowest validation loss; an empty set if none was evaluated."""
         losses = {step: loss for step, loss in self._evaluated.items() if step in steps}
-        return {min(losses, key=losses.__getitem__)} if losses else set()
+        if losses:
+            return {min(losses, key=losses.__getitem__)}
+        return set()
 
 
 def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:

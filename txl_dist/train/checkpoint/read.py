@@ -108,7 +108,8 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     if the run has checkpoints and `resume` is never, or if PATH is an older checkpoint of this same run. In that case
     its newer checkpoints would be mixed with those of the new branch.
     """
-    existing, remarks = list_checkpoints(run_dir), []
+    existing = list_checkpoints(run_dir)
+    remarks = []
     folder = Path(resume)
     is_path = resume not in ("auto", "must", "never")
     if is_path and existing and folder.resolve().parent != existing[-1].resolve().parent:
@@ -140,7 +141,10 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
         reasons = "; ".join(rejected[:3])
         what = "it holds no checkpoint"
         if existing:
-            which = "its one checkpoint is not" if len(existing) == 1 else f"none of its {len(existing)} checkpoints is"
+            if len(existing) == 1:
+                which = "its one checkpoint is not"
+            else:
+                which = f"none of its {len(existing)} checkpoints is"
             what = f"{which} whole ({reasons})"
         raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start a new run in another --run.dir.")
     if newest is not None and saved is None:
@@ -185,8 +189,10 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     Raises CheckpointError if the tokenizer differs, or if losses before and after would count different tokens. Raises
     ConfigError if a frozen setting differs.
     """
-    folder, config = saved.folder, load_config(saved.folder / SETTINGS)
-    theirs, ours = saved.values["tokenizer_fingerprint"], context.corpora.first.tokenizer.fingerprint
+    folder = saved.folder
+    config = load_config(saved.folder / SETTINGS)
+    theirs = saved.values["tokenizer_fingerprint"]
+    ours = context.corpora.first.tokenizer.fingerprint
     if theirs != ours:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
@@ -202,7 +208,8 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
             "losses before and after would count different tokens. Continue with the program that wrote it, or begin a "
             f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
         )
-    before, now = saved.values["world_size"], context.ranks.world_size
+    before = saved.values["world_size"]
+    now = context.ranks.world_size
     if before != now:
         remarks.append(
             f"resuming a checkpoint of {counted(before, 'rank')} on {counted(now, 'rank')}: results are equal up to "
@@ -237,7 +244,8 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
     `choose_checkpoint` and `check_checkpoint` have accepted it. `stream` is the result of `continued_stream`. If its
     lanes were cut again, the memories are those of a new run.
     """
-    folder, state = saved.folder, saved.values
+    folder = saved.folder
+    state = saved.values
     failpoint("load", step=step_of(folder))
     files = run_on_all_ranks(lambda: FragmentFiles(folder / "engine", near=context.ranks.rank))
     engine.load(files, loss_scale=state["loss_scale"])
@@ -257,7 +265,8 @@ def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Ro
     The values are read from the files when they are used. It needs neither ranks nor DeepSpeed. Raises CheckpointError,
     as may reading the values.
     """
-    files, kind = FragmentFiles(folder / "engine"), AVERAGE if use_ema else WEIGHT
+    files = FragmentFiles(folder / "engine")
+    kind = AVERAGE if use_ema else WEIGHT
     if kind not in files.kinds:
         raise CheckpointError(f"{folder} holds no average of its weights: it was trained with optim.ema_decay=0.")
 
@@ -309,6 +318,9 @@ def require_corpus(checkpoint: Path, config: Config) -> str:
     if detect_artifact(path) is ArtifactKind.CORPUS:
         return path
     saved_paths = read_state(checkpoint).values.get("corpora")
-    kept_path = saved_paths[0] if saved_paths else os.path.abspath(path)
+    if saved_paths:
+        kept_path = saved_paths[0]
+    else:
+        kept_path = os.path.abspath(path)
     places = " or ".join(dict.fromkeys([kept_path, os.path.abspath(path)]))
     raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")

@@ -71,7 +71,9 @@ class _Corpus(_Section):
     @classmethod
     def _in_new_names(cls, values: Any) -> Any:
         """Rename the keys of an earlier version."""
-        return keys_in_new_names(values, of="stream") if isinstance(values, dict) else values
+        if isinstance(values, dict):
+            return keys_in_new_names(values, of="stream")
+        return values
 
 
 class _Stream(_Section):
@@ -145,7 +147,8 @@ def read_state(folder: Path) -> SavedState:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path} is damaged: {place}: {first['msg']}. Use another checkpoint.") from error
-    stream, health = StreamState.from_dict(state["stream"]), Health.from_dict(state["health"])
+    stream = StreamState.from_dict(state["stream"])
+    health = Health.from_dict(state["health"])
     return SavedState(folder, state["step"], stream, health, state)
 
 
@@ -202,7 +205,8 @@ def run_problems(run_dir: Path) -> Iterator[str]:
 
 def _contradictions(saved: SavedState) -> Iterator[str]:
     """Yield the ways in which a checkpoint's files contradict its state.json, one line each."""
-    folder, state = saved.folder, saved.values
+    folder = saved.folder
+    state = saved.values
     if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
         yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
     if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / SETTINGS)):
@@ -233,9 +237,11 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
     """Yield the problems of the files of memories, which together must hold each of the lanes once."""
-    next_lane, forms = 0, set()
+    next_lane = 0
+    forms = set()
     for header in headers:
-        lanes, shapes = lanes_of(header.path), header.shapes
+        lanes = lanes_of(header.path)
+        shapes = header.shapes
         form = memory_form(shapes)
         if not lanes or form is None:
             yield f"lanes/{header.path.name} is not a file of memories"
@@ -304,7 +310,9 @@ def lane_files(folder: Path) -> list[Path]:
 def lanes_of(path: Path) -> range:
     """Return the global lanes of a file of memories by its name; an empty range for another name."""
     match = _LANES.fullmatch(path.name)
-    return range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if match:
+        return range(int(match[1]), int(match[2]) + 1)
+    return range(0)
 
 
 def settings_hash(data: bytes) -> str:

@@ -65,10 +65,13 @@ class AsyncWriter:
     """Writer of one run's checkpoints, one at a time. All ranks call its methods together, except `is_written`."""
 
     def __init__(self, context: RunContext, watch: Watch) -> None:
-        self.context, self.watch = context, watch
+        self.context = context
+        self.watch = watch
         on_gpu = context.ranks.device.type == "cuda"
         # A GPU's state must be copied anyway before it can be written.
-        self._host = HostCopy(pin=on_gpu) if context.config.checkpoint.asynchronous or on_gpu else None
+        self._host: HostCopy | None = None
+        if context.config.checkpoint.asynchronous or on_gpu:
+            self._host = HostCopy(pin=on_gpu)
         self._thread: threading.Thread | None = None
         self._step = -1
         self._needed = 0
@@ -92,9 +95,15 @@ class AsyncWriter:
         """Copy the state and start to write it; `callbacks` are their states, on rank 0. No save may be in flight."""
         assert not self.in_flight
         failpoint("save-begin", step=state.step)
-        self._step, self._written, self._num_bytes, self._error = state.step, {}, 0, None
+        self._step = state.step
+        self._written = {}
+        self._num_bytes = 0
+        self._error = None
         tensors = self._tensors(state, engine, probe)
-        local_files = self._local_files(state, engine) if self.context.ranks.is_rank0 else {}
+        if self.context.ranks.is_rank0:
+            local_files = self._local_files(state, engine)
+        else:
+            local_files = {}
         # All files of this save name its state.json, so that none is ever taken for one of another save.
         saved_with = {STATE_KEY: broadcast_object(sha256_of_bytes(local_files.get(STATE, b"")))}
         if callbacks is not None:
@@ -121,9 +130,15 @@ class AsyncWriter:
     def finish(self) -> SaveResult:
         """Wait until all ranks have written, and commit. A failure of the file system is returned, not raised."""
         self._wait()
-        step, self._step, self._thread = self._step, -1, None
-        final, temporary = checkpoint_folder(self.context.run_dir, step), self._temporary(step)
-        local_reason = None if self._error is None else _explained(self._error, temporary, needed=self._needed)
+        step = self._step
+        self._step = -1
+        self._thread = None
+        final = checkpoint_folder(self.context.run_dir, step)
+        temporary = self._temporary(step)
+        if self._error is None:
+            local_reason = None
+        else:
+            local_reason = _explained(self._error, temporary, needed=self._needed)
         parts = gather_objects((self._written, local_reason))
         reasons = [reason for _, reason in parts if reason is not None]
         facts_by_file = {name: facts for written, _ in parts for name, facts in written.items()}
@@ -172,7 +187,8 @@ class AsyncWriter:
     def _tensors(self, state: TrainState, engine: Engine, probe: dict[str, Tensor]) -> dict[str, Content]:
         """Return (tensors, metadata) of each file of this rank, as views where possible."""
         memories = memory_tensors(state.memories)
-        ranks, lanes = self.context.ranks, f"{self.context.lanes.start:05d}-{self.context.lanes.stop - 1:05d}"
+        ranks = self.context.ranks
+        lanes = f"{self.context.lanes.start:05d}-{self.context.lanes.stop - 1:05d}"
         files: dict[str, Content] = {f"lanes/{lanes}.safetensors": (memories, {LANES_KEY: lanes})}
         # At stage 0 all ranks hold the same weights and state.
         if self.context.config.engine.zero_stage > 0 or ranks.is_rank0:
@@ -192,7 +208,8 @@ class AsyncWriter:
 
     def _local_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
         """Return the content of the files that rank 0 writes in addition to tensors."""
-        config, corpus = self.context.config, self.context.corpora.first
+        config = self.context.config
+        corpus = self.context.corpora.first
         settings = self.context.saved_settings.toml.encode()
         content = {
             "format_version": FORMAT_VERSION,
@@ -247,7 +264,8 @@ class AsyncWriter:
 
     def _write(self, files: dict[str, Write]) -> None:
         """Write all files of this rank, in the thread. An error is kept for `finish`."""
-        temporary, step = self._temporary(self._step), self._step
+        temporary = self._temporary(self._step)
+        step = self._step
         try:
             for name, write in files.items():
                 path = temporary / name

@@ -53,8 +53,12 @@ class GraphedModule(nn.Module):
         super().__init__()
         self.module = module
         # One pool of memory is enough: recordings run one after the other, and their results are kept.
-        pool = torch.cuda.graph_pool_handle() if torch.cuda.is_available() else None
-        self._scale, self._record = scale, record or functools.partial(record_on_gpu, pool=pool)
+        if torch.cuda.is_available():
+            pool = torch.cuda.graph_pool_handle()
+        else:
+            pool = None
+        self._scale = scale
+        self._record = record or functools.partial(record_on_gpu, pool=pool)
         self._is_full = False
         self._graphs: dict[Any, _Graph] = {}
         self._inputs: dict[Any, Tensor] = {}
@@ -120,7 +124,10 @@ class GraphedModule(nn.Module):
             _copy([shared for shared, _ in copied], [value for _, value in copied])
             specs[:] = [result_spec]
 
-        devices = [scale.device] if scale.device.type == "cuda" else []
+        if scale.device.type == "cuda":
+            devices = [scale.device]
+        else:
+            devices = []
         with torch.random.fork_rng(devices):  # later draws are as if nothing had been recorded
             replay = self._record(micro_step)
         self._outputs |= dict(zip(_places(outputs), outputs, strict=True))
@@ -156,7 +163,9 @@ def _ran_out_of_memory(error: BaseException | None) -> bool:
 
 def _signature(value: Any) -> Any:
     """Return (shape, type) of a tensor, or another value itself: graphs are looked up by it."""
-    return (value.shape, value.dtype) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return (value.shape, value.dtype)
+    return value
 
 
 def _places(values: Sequence[Tensor]) -> list[Any]:

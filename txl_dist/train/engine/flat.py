@@ -127,7 +127,10 @@ def _groups(names: Iterable[str], *, prefix: str, matrices: Collection[str]) -> 
         if not is_decayed(name):
             groups.setdefault("kept", []).append(name)
         elif block is not None:
-            kind = "_matrices" if short_name in matrices else ""
+            if short_name in matrices:
+                kind = "_matrices"
+            else:
+                kind = ""
             groups.setdefault(f"block_{block[1]}{kind}", []).append(name)
     return groups
 
@@ -144,7 +147,8 @@ def _owners(module: nn.Module) -> dict[int, list[Owner]]:
 
 def _flattened(members: list[nn.Parameter], names: list[str]) -> tuple[nn.Parameter, tuple[Slot, ...]]:
     """Copy parameters into a new flat one. Returns it, and the place of each in it."""
-    slots, size = [], 0
+    slots = []
+    size = 0
     for name, member in zip(names, members, strict=True):
         slots.append(Slot(name, size, member.shape))
         size = -(-slots[-1].stop // ALIGNMENT) * ALIGNMENT
@@ -159,12 +163,15 @@ class _Unflatten(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, slots: tuple[Slot, ...]) -> tuple[Tensor, ...]:
-        ctx.slots, ctx.size = slots, flat.numel()
+        ctx.slots = slots
+        ctx.size = flat.numel()
         return tuple(flat[slot.start : slot.stop].view(slot.shape) for slot in slots)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        pieces, end, gap = [], 0, gradients[0].new_zeros(ALIGNMENT)
+        pieces = []
+        end = 0
+        gap = gradients[0].new_zeros(ALIGNMENT)
         for slot, gradient in zip(ctx.slots, gradients, strict=True):
             pieces += [gap[: slot.start - end], gradient.reshape(-1)]
             end = slot.stop

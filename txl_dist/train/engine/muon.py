@@ -67,7 +67,8 @@ def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
         return []
     layer = name.split(".")[-2]
     count = STACKED.get(layer, 1)
-    rows, columns = shape[0] // count, shape[1]
+    rows = shape[0] // count
+    columns = shape[1]
     return [Matrix(name, index * rows * columns, rows, columns) for index in range(count)]
 
 
@@ -162,7 +163,10 @@ class MatrixAssignment:
             wide_results = newton_schulz(torch.stack(wide_updates).to(dtype)).to(wide_updates[0].dtype)
             for index, wide_result in zip(indices, wide_results, strict=True):
                 matrix = self.matrices[index]
-                result = wide_result.t() if matrix.rows > matrix.columns else wide_result
+                if matrix.rows > matrix.columns:
+                    result = wide_result.t()
+                else:
+                    result = wide_result
                 results[index] = result.reshape(-1)
         return results
 
@@ -209,7 +213,8 @@ class Muon(torch.optim.Optimizer):
 
     def _step_matrices(self, tensors: list[Tensor], group: dict[str, Any]) -> None:
         """Make Muon's step for tensors that hold matrices."""
-        lr, momentum = group["lr"], group["muon_momentum"]
+        lr = group["lr"]
+        momentum = group["muon_momentum"]
         if self._assignments is None:  # DeepSpeed makes a step of zeros when it wraps half precision at stage 0
             assert lr == 0.0
             return
@@ -307,7 +312,9 @@ def _values_of_results(results: dict[int, Tensor], ranges_by_rank: list[list[Ran
 def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
     """Join the parts of a matrix, given with their start, in order."""
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
-    return ordered[0] if len(ordered) == 1 else torch.cat(ordered)
+    if len(ordered) == 1:
+        return ordered[0]
+    return torch.cat(ordered)
 
 
 def _exchange(send_values: list[list[Tensor]], recv_ranges: list[list[Range]], *, like: Tensor) -> list[Tensor]:

@@ -62,11 +62,11 @@ def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[P
     """Return the partitions of this rank. `optimizer` is the one that `deepspeed.initialize` made for `stored`."""
     slots = {id(parameter.tensor): parameter.slots for parameter in stored}
     if stage == 0:
-        pairs = (
-            zip(_flat(optimizer.fp16_groups), _flat(optimizer.fp32_groups), strict=True)
-            if hasattr(optimizer, "fp32_groups")
-            else ((p, p) for group in optimizer.param_groups for p in group["params"])
-        )
+        pairs: Iterable[tuple[Tensor, Tensor]]
+        if hasattr(optimizer, "fp32_groups"):
+            pairs = zip(_flat(optimizer.fp16_groups), _flat(optimizer.fp32_groups), strict=True)
+        else:
+            pairs = ((p, p) for group in optimizer.param_groups for p in group["params"])
         return [Partition(master, list(_pieces(slots[id(p)], 0, p.numel(), offset=0))) for p, master in pairs]
     if stage == 3:
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
@@ -83,7 +83,8 @@ def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
 def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) -> Iterator[PartitionPiece]:
     """Yield the pieces in the values [start, start + length) of a tensor, which begin at `offset` of a partition."""
     for slot in slots:
-        begin, end = max(start, slot.start), min(start + length, slot.stop)
+        begin = max(start, slot.start)
+        end = min(start + length, slot.stop)
         if begin < end:
             yield PartitionPiece(slot.name, begin - slot.start, offset + begin - start, end - begin)
 
@@ -93,13 +94,15 @@ def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
     for parameter in group:
         link = parameter._hp_mapping
         if link is not None:
-            there, here = link.lp_fragment_address, link.hp_fragment_address
+            there = link.lp_fragment_address
+            here = link.hp_fragment_address
             yield from _pieces(slots[id(parameter)], there.start, here.numel, offset=here.start)
 
 
 def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
     """Yield the pieces at stage 3, where each rank has an equally long slice of each parameter, padded at the end."""
-    offset, rank = 0, torch.distributed.get_rank()
+    offset = 0
+    rank = torch.distributed.get_rank()
     for parameter in group:
         slice_len = parameter.partition_numel()
         length = min(slice_len, parameter.ds_numel - rank * slice_len)
@@ -171,7 +174,9 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
     `with_average` says whether the run averages weights, so that a saved average is loaded too.
     """
     counts_per_tensor = not type(optimizer).__module__.startswith("pytorch_optimizer.")
-    unwanted = (WEIGHT,) if with_average else (WEIGHT, AVERAGE)
+    unwanted = {WEIGHT}
+    if not with_average:
+        unwanted.add(AVERAGE)
     for tensor, pieces in partitions:
         if not pieces:
             continue
@@ -183,7 +188,10 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
                 values = source.read(kind, piece.parameter, start=piece.start, length=piece.length)
                 _view(target, piece).copy_(values)
         if moments:
-            count = {"step": torch.tensor(step, dtype=torch.float32, device=tensor.device)} if counts_per_tensor else {}
+            if counts_per_tensor:
+                count = {"step": torch.tensor(step, dtype=torch.float32, device=tensor.device)}
+            else:
+                count = {}
             optimizer.state[tensor] = count | state
         for group in [] if counts_per_tensor else optimizer.param_groups:
             group["step"] = int(step)
@@ -238,7 +246,8 @@ def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tup
     for part in parts:
         end = begin + part.numel()
         for piece in pieces:
-            first, stop = max(begin, piece.offset), min(end, piece.offset + piece.length)
+            first = max(begin, piece.offset)
+            stop = min(end, piece.offset + piece.length)
             if first < stop:
                 yield piece.parameter, part[first - begin : stop - begin]
         begin = end
@@ -247,7 +256,8 @@ def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tup
 def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer, *, decay: float) -> None:
     """Set each average to decay * average + (1 - decay) * weight, after an update; at first to the weight."""
     for tensor, _ in partitions:
-        weight, state = tensor.detach(), optimizer.state[tensor]
+        weight = tensor.detach()
+        state = optimizer.state[tensor]
         if AVERAGE in state:
             state[AVERAGE].lerp_(weight, 1 - decay)
         else:

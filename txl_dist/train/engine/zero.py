@@ -88,13 +88,19 @@ class ZeroEngine(Engine):
         self._offloads = config.engine.offload_optimizer
         self._clip_norm = config.optim.clip_norm
         self._decay = config.optim.ema_decay
-        self._plugin_optimizer = config.optim.name if config.optim.kind.build is not None else ""
+        if config.optim.kind.build is not None:
+            self._plugin_optimizer = config.optim.name
+        else:
+            self._plugin_optimizer = ""
         # This is about products of fp32 alone. Containers for GPUs may allow TF32 though nobody has asked for it.
         torch.set_float32_matmul_precision("high" if config.engine.precision == "tf32" else "highest")
         self.model = _build_model(config, vocab_size=vocab_size, weights=weights)
         self.shapes = {name: list(parameter.shape) for name, parameter in self.model.named_parameters()}
         matrices = [matrix for name, shape in self.shapes.items() for matrix in matrices_of(name, shape)]
-        matrix_names = {matrix.parameter for matrix in matrices} if config.optim.kind.orthogonalizes else set()
+        if config.optim.kind.orthogonalizes:
+            matrix_names = {matrix.parameter for matrix in matrices}
+        else:
+            matrix_names = set()
         block_len = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
         module = self._store_parameters(config, matrix_names)
         if config.engine.replays(on_gpu=on_gpu):
@@ -149,7 +155,10 @@ class ZeroEngine(Engine):
             pieces = [piece for partitions in pieces_by_rank for piece in partitions[index]]
             if any(parameter in names for parameter, *_ in pieces):
                 with_matrices.append(index)
-        groups = [with_matrices] if self._stage == 0 else [[index] for index in with_matrices]
+        if self._stage == 0:
+            groups = [with_matrices]
+        else:
+            groups = [[index] for index in with_matrices]
         assignments = {}
         for group in groups:
             group_pieces = []
@@ -283,9 +292,13 @@ class ZeroEngine(Engine):
             parameter = tensor
             if hasattr(optimizer, "fp32_groups"):
                 parameter = next(parameter for master, parameter in _masters(optimizer) if master is tensor)
-            return [] if parameter.grad is None else [parameter.grad.view(-1)]
+            if parameter.grad is None:
+                return []
+            return [parameter.grad.view(-1)]
         if self._offloads:
-            return [] if tensor.grad is None else [tensor.grad.view(-1)]
+            if tensor.grad is None:
+                return []
+            return [tensor.grad.view(-1)]
         return [part.view(-1) for part in optimizer.averaged_gradients[index]]
 
     @override
@@ -294,7 +307,10 @@ class ZeroEngine(Engine):
             group["lr"] = lr
         # A number on the host, so that no check of DeepSpeed's waits for the device again.
         self._given_norm = grad_norm * self._scale()
-        clip = max(1.0, (grad_norm + 1e-6) / self._clip_norm) if self._clip_norm else 1.0
+        if self._clip_norm:
+            clip = max(1.0, (grad_norm + 1e-6) / self._clip_norm)
+        else:
+            clip = 1.0
         self._divide_gradients(clip * self._scale())
         if self._optimizer is self._base_optimizer:  # stage 0 in fp32
             if math.isfinite(grad_norm):
@@ -331,7 +347,10 @@ class ZeroEngine(Engine):
         torch's fused optimizers divide as they read the gradients, which saves a pass over them.
         """
         if self._update_divides:
-            scale = None if divisor == 1.0 else torch.full((), divisor, dtype=torch.float32, device=self._device)
+            if divisor == 1.0:
+                scale = None
+            else:
+                scale = torch.full((), divisor, dtype=torch.float32, device=self._device)
             self._base_optimizer.grad_scale = scale
             self._factor = 1.0
         else:
@@ -496,7 +515,9 @@ def _loss_scaler(optimizer: Any) -> Any:
     """Return the object that adapts the loss scale in fp16, else None. ZeRO and stage 0 name it differently."""
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
-    return scaler if is_dynamic else None
+    if is_dynamic:
+        return scaler
+    return None
 
 
 def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

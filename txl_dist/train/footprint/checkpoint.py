@@ -41,7 +41,9 @@ class CheckpointSize(NamedTuple):
 
 def checkpoint_size(config: Config, *, vocab_size: int) -> CheckpointSize:
     """Count the bytes of a checkpoint of this run."""
-    model, train, optim = config.model, config.train, config.optim
+    model = config.model
+    train = config.train
+    optim = config.optim
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
     lengths = {name: parameter.numel() for name, parameter in network.named_parameters()}

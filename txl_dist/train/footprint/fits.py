@@ -44,7 +44,10 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
     on_gpu = device.type == "cuda"
     room = room_bytes(device)
     sure = SURE[device.type]
-    num_sharing = 1 if on_gpu else min(local_world_size(plan.world_size), plan.world_size)
+    if on_gpu:
+        num_sharing = 1
+    else:
+        num_sharing = min(local_world_size(plan.world_size), plan.world_size)
     bound = bound_bytes(config, plan=plan, num_parameters=num_parameters, vocab_size=vocab_size, on_gpu=on_gpu)
     if num_sharing * bound <= room:
         return
@@ -66,7 +69,10 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
     if size * sure <= room:
         return
     remedies = [_as_flags(change) for change in _changes_that_fit(config, plan, fits, on_gpu=on_gpu)]
-    machines = "" if on_gpu else f", {num_sharing} on each machine"
+    if on_gpu:
+        machines = ""
+    else:
+        machines = f", {num_sharing} on each machine"
     remedies += _ranks_that_fit(config, plan, fits, machines=machines)
     remedy = ", or with ".join(remedies)
     predicted = f"{size / 2**30:.1f} GiB"
@@ -88,22 +94,35 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
 
     It assumes no sharding and no recomputation, keeps every score and activation, and adds the heap's waste.
     """
-    model, train = config.model, config.train
+    model = config.model
+    train = config.train
     size = DTYPES[config.engine.dtype].itemsize
     lanes = plan.microbatch_lanes
     keys = train.segment_len + train.memory_len
     inner = model.num_heads * model.head_width
     rows = lanes * keys
-    copies = 5 if config.engine.replays(on_gpu=on_gpu) else 3
+    if config.engine.replays(on_gpu=on_gpu):
+        copies = 5
+    else:
+        copies = 3
     memories = copies * sum(train.memory_per_layer(model.num_layers)) * model.width * plan.lanes_per_rank
     per_layer = rows * (24 * model.width + 10 * inner + 5 * model.ff_width) + keys * 6 * inner
-    num_kept = 7 if config.engine.attention == "plain" or not model.scheme.has_distance_terms else 3
+    if config.engine.attention == "plain" or not model.scheme.has_distance_terms:
+        num_kept = 7
+    else:
+        num_kept = 3
     scores = num_kept * lanes * model.num_heads * train.segment_len * keys
-    kind = "cuda" if on_gpu else "cpu"
+    if on_gpu:
+        kind = "cuda"
+    else:
+        kind = "cpu"
     chunk = max(CHUNK_LOGITS[kind], CHUNK_ROWS[kind] * (vocab_size + 16 * 8))
     logits = 4 * chunk + 16 * lanes * train.segment_len * model.width
     values = memories + 2 * (model.num_layers * (per_layer + scores) + logits)
-    fixed = 6.0 * BUCKET_LEN * size if on_gpu else LIBRARY_BYTES["partitioned"]
+    if on_gpu:
+        fixed = 6.0 * BUCKET_LEN * size
+    else:
+        fixed = LIBRARY_BYTES["partitioned"]
     return 64.0 * num_parameters + 4.0 * values + fixed
 
 
@@ -122,7 +141,10 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
         if plan.lanes_per_rank % size == 0:
             smaller.append({"train.microbatch_lanes": size})
     sharded: list[Change] = [{"engine.zero_stage": stage} for stage in range(engine.zero_stage + 1, 4)]
-    offloaded = _offloading_changes(engine, sharded) if on_gpu else []
+    if on_gpu:
+        offloaded = _offloading_changes(engine, sharded)
+    else:
+        offloaded = []
 
     found: list[Change] = []
     if smaller and fits(smaller[0]):
@@ -135,7 +157,9 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
         return found
     least = (smaller[0] if smaller else {}) | recomputed
     combined = _first_that_fits((least | more for more in ({}, *sharded, *offloaded)), fits)
-    return [combined] if combined else []
+    if combined:
+        return [combined]
+    return []
 
 
 def _offloading_changes(engine: EngineSection, sharded: list[Change]) -> list[Change]:
@@ -165,6 +189,9 @@ def _ranks_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], 
             continue
         size = math.gcd(lanes // ranks, plan.microbatch_lanes)
         if fits({"train.microbatch_lanes": size}, ranks):
-            flag = "" if size == plan.microbatch_lanes else f", and --train.microbatch_lanes {size}"
+            if size == plan.microbatch_lanes:
+                flag = ""
+            else:
+                flag = f", and --train.microbatch_lanes {size}"
             return [f"{counted(ranks, 'rank')}{machines}{flag}"]
     return []

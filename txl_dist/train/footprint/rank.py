@@ -43,20 +43,28 @@ def bytes_per_rank(
     With offload the optimizer is left out. Temporary copies of gradients and weights are counted as activations. So is
     the start, if it is fuller than any step.
     """
-    engine, stage, world = config.engine, config.engine.zero_stage, plan.world_size
+    engine = config.engine
+    stage = config.engine.zero_stage
+    world = plan.world_size
     size = DTYPES[engine.dtype].itemsize
     shapes = _parameter_shapes(config, vocab_size=vocab_size)
     lengths = [shape.numel() for shape in shapes.values()]
     parameters = sum(lengths)
     matrices = sum(shape.numel() for name, shape in shapes.items() if is_matrix(name, shape))
-    owners = world if stage >= 1 else 1
+    if stage >= 1:
+        owners = world
+    else:
+        owners = 1
     local = parameters / owners
     gradients = gradient_size(engine) * (local if stage >= 2 else parameters)
     has_masters = stage >= 1 or engine.dtype != "fp32"
     lane_memory = sum(config.train.memory_per_layer(config.model.num_layers)) * config.model.width * size
     moments_of_others = config.optim.state_bytes() * (parameters - matrices)
     moments_of_matrices = config.optim.state_bytes(of_matrices=True) * matrices
-    masters = 4 * local if has_masters else 0
+    if has_masters:
+        masters = 4 * local
+    else:
+        masters = 0
     state = (moments_of_others + moments_of_matrices) / owners + masters
     held = {
         "weights": size * (local if stage == 3 else parameters),
@@ -68,7 +76,10 @@ def bytes_per_rank(
     }
     if not on_gpu:
         if config.checkpoint.asynchronous:
-            weights = 0 if has_masters else 4 * parameters
+            if has_masters:
+                weights = 0
+            else:
+                weights = 4 * parameters
             held["checkpoint copy"] = weights + state + lane_memory * plan.lanes_per_rank
         held["libraries"] = float(LIBRARY_BYTES["partitioned" if stage else "replicated"])
     peak = _micro_step_peak(config, plan=plan, vocab_size=vocab_size, cluster_shares=cluster_shares, on_gpu=on_gpu)
@@ -79,9 +90,15 @@ def bytes_per_rank(
         if stage == 2:  # the largest copy, and the bucket's flat copy
             copies = size * (max(lengths) + min(BUCKET_LEN, parameters))
         else:
-            copies = size * parameters if plan.num_microbatches == 1 else 0
+            if plan.num_microbatches == 1:
+                copies = size * parameters
+            else:
+                copies = 0
         peak = peak._replace(alive=copies, large=copies, small=0.0)
-    in_update = _orthogonalizing(matrices, world=world, stage=stage) if config.optim.kind.orthogonalizes else 0.0
+    if config.optim.kind.orthogonalizes:
+        in_update = _orthogonalizing(matrices, world=world, stage=stage)
+    else:
+        in_update = 0.0
     in_step = recorded + _fullest_phase(
         plan, peak, lengths, engine=engine, buckets=held["buckets"], in_update=in_update, on_gpu=on_gpu
     )
@@ -102,7 +119,9 @@ def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
     """
     if not on_gpu:
         return min(BUCKET_LEN, parameters)
-    return 2 * BUCKET_LEN if world > 1 else BUCKET_LEN
+    if world > 1:
+        return 2 * BUCKET_LEN
+    return BUCKET_LEN
 
 
 def sums_in_fp32(engine: EngineSection) -> bool:
@@ -112,7 +131,9 @@ def sums_in_fp32(engine: EngineSection) -> bool:
 
 def gradient_size(engine: EngineSection) -> int:
     """Return the bytes of one value of the gradients that a rank keeps."""
-    return 4 if sums_in_fp32(engine) else DTYPES[engine.dtype].itemsize
+    if sums_in_fp32(engine):
+        return 4
+    return DTYPES[engine.dtype].itemsize
 
 
 def _fullest_phase(
@@ -133,28 +154,55 @@ def _fullest_phase(
     size = DTYPES[engine.dtype].itemsize
     kept_size = gradient_size(engine)
     # A CPU's heap returns neither what small storages had nor what lies between them.
-    heap = 0.0 if on_gpu else HEAP_FACTOR * peak.small
-    micro_step = peak.alive if on_gpu else peak.large + heap
+    if on_gpu:
+        heap = 0.0
+    else:
+        heap = HEAP_FACTOR * peak.small
+    if on_gpu:
+        micro_step = peak.alive
+    else:
+        micro_step = peak.large + heap
     accumulates = plan.num_microbatches > 1
     gradients = size * sum(lengths)
-    accumulated = gradients if accumulates else 0
+    if accumulates:
+        accumulated = gradients
+    else:
+        accumulated = 0
     if stage == 0:  # the exchange takes a flat copy, the update of half precision one in fp32
-        copied = 4 * sum(lengths) if plan.world_size > 1 or size < 4 else 0
-        updated = in_update + copied if size < 4 else in_update
+        if plan.world_size > 1 or size < 4:
+            copied = 4 * sum(lengths)
+        else:
+            copied = 0
+        if size < 4:
+            updated = in_update + copied
+        else:
+            updated = in_update
         return max(micro_step + accumulated, heap + gradients + max(copied, updated))
     local = sum(lengths) / plan.world_size
-    standing_buckets = buckets if stage == 3 or on_gpu else 0.0
+    if stage == 3 or on_gpu:
+        standing_buckets = buckets
+    else:
+        standing_buckets = 0.0
     # For the norm DeepSpeed copies a gradient in fp32, or in fp64 if it is in fp32. On a GPU nothing is copied.
-    norm = 0.0 if on_gpu else 2 * kept_size * min(max(lengths), local)
+    if on_gpu:
+        norm = 0.0
+    else:
+        norm = 2 * kept_size * min(max(lengths), local)
     # The update takes a flat copy in fp32. At stage 2 there are flat sums in fp32 from the first micro-batch on.
     is_flat = stage == 2 and sums_in_fp32(engine)
-    copy_size = 4 + kept_size if kept_size < 4 else 4
+    if kept_size < 4:
+        copy_size = 4 + kept_size
+    else:
+        copy_size = 4
     if is_flat:
         copy_size = 0
     after = heap + standing_buckets + kept_size * local + max(norm, copy_size * local + in_update)
     if stage == 1:  # gradients move into the buckets, which are exchanged as a flat copy
         return max(micro_step + accumulated + standing_buckets, heap + gradients + buckets, after)
-    before = kept_size * local if stage == 3 or accumulates or is_flat else 0.0
+    if stage == 3 or accumulates or is_flat:
+        before = kept_size * local
+    else:
+        before = 0.0
     return max(micro_step + before + buckets, after)
 
 
@@ -162,7 +210,9 @@ def _micro_step_peak(
     config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
 ) -> Peak:
     """Return the peak of forward and backward of one micro-batch, with the gradients that its stage keeps."""
-    train, engine, stage = config.train, config.engine, config.engine.zero_stage
+    train = config.train
+    engine = config.engine
+    stage = config.engine.zero_stage
     step = MicroStep(
         model=config.model,
         vocab_size=vocab_size,
@@ -189,8 +239,12 @@ def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exc
     if engine.zero_stage == 3:
         return "gathered"
     if engine.zero_stage == 2:
-        return "added" if sums_in_fp32(engine) else "sharded"
-    return "dropped" if plan.num_microbatches > 1 else "stays"
+        if sums_in_fp32(engine):
+            return "added"
+        return "sharded"
+    if plan.num_microbatches > 1:
+        return "dropped"
+    return "stays"
 
 
 def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:

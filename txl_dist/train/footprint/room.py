@@ -36,7 +36,10 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
     for line in lines:
         _, controllers, place = line.split(":", maxsplit=2)
         if not controllers or controller in controllers.split(","):
-            root = GROUPS / controller if controllers else GROUPS
+            if controllers:
+                root = GROUPS / controller
+            else:
+                root = GROUPS
             folder = root / place.lstrip("/")
             for parent in (folder, *folder.parents):
                 if parent.is_relative_to(root):
@@ -45,13 +48,21 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 def _left_bytes(group: Path, *, is_v2: bool) -> float:
     """Return the bytes that a control group leaves, cached files counted as free; infinite if it sets no limit."""
-    names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    prefix = "" if is_v2 else "total_"
+    if is_v2:
+        names = ("memory.max", "memory.current")
+    else:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    if is_v2:
+        prefix = ""
+    else:
+        prefix = "total_"
     try:
         limit, used = ((group / name).read_text(encoding="ascii").strip() for name in names)
         stat_lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
         stat = dict(line.split() for line in stat_lines)
         cached = int(stat.get(f"{prefix}active_file", 0)) + int(stat.get(f"{prefix}inactive_file", 0))
-        return int(limit) - int(used) + cached if limit.isdigit() else float("inf")
+        if limit.isdigit():
+            return int(limit) - int(used) + cached
+        return float("inf")
     except (OSError, ValueError):
         return float("inf")

@@ -184,8 +184,14 @@ def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
     if exchange == "gathered":
         live.add(trace.gathered_bytes)
     # gloo's reduce-scatter, which stage 3 calls, copies its input; its reduce does not.
-    num_copies = 2 if exchange == "gathered" and not trace.on_gpu else 1
-    local_left = trace.num_values / num_owners if exchange == "sharded" else 0.0
+    if exchange == "gathered" and not trace.on_gpu:
+        num_copies = 2
+    else:
+        num_copies = 1
+    if exchange == "sharded":
+        local_left = trace.num_values / num_owners
+    else:
+        local_left = 0.0
     filled = 0
 
     def flush() -> None:
@@ -235,7 +241,8 @@ class _Sum:
         if size > 0:
             alive, scores, large, small = self.peak
             if self.large + self.small > alive:
-                alive, scores = self.large + self.small, self.scores
+                alive = self.large + self.small
+                scores = self.scores
             self.peak = Peak(alive, scores, max(large, self.large), max(small, self.small))
 
 
@@ -290,7 +297,8 @@ class _Events(TorchDispatchMode):
         parameter.grad = None
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        place, key = storage._cdata, self._next_key
+        place = storage._cdata
+        key = self._next_key
         self._next_key += 1
         self._keys[place] = key
         self.noted.append(Made(key, storage.nbytes(), self._makes_scores))

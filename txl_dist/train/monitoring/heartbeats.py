@@ -158,7 +158,8 @@ class Spoke:
 
     def __init__(self, *, rank: int, key: str, port: int) -> None:
         self.seen: dict[int, Seen] = {}
-        self._rank, self._key = rank, key
+        self._rank = rank
+        self._key = key
         self._address = (os.environ["MASTER_ADDR"], port)
         self._connection: Connection | None = None
         self._selector = selectors.DefaultSelector()

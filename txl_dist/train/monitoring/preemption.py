@@ -44,7 +44,8 @@ class PreemptionRequests:
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
-        self._stop_file, self._max_time_s = stop_file, max_time_s
+        self._stop_file = stop_file
+        self._max_time_s = max_time_s
         self._reason = ""
         self._signals: list[int] = []
         self._others: list[str] = []  # reasons besides signals
@@ -149,7 +150,10 @@ def parse_duration(text: str) -> float:
     match = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text) or re.fullmatch(
         r"()(\d{1,9}):([0-5]\d):([0-5]\d)", text
     )
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
+    if match:
+        days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    else:
+        days, hours, minutes, seconds = (0, 0, 0, 0)
     duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if not duration_s:
         raise ConfigError(f"{text!r} is not a duration above 0. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
@@ -159,7 +163,10 @@ def parse_duration(text: str) -> float:
 def launchers() -> list[ProcessId]:
     """Return the launchers that this process descends from."""
     launcher = os.environ.get(LAUNCHED_BY)
-    processes = [process_of(parse_json(launcher))] if launcher else []
+    if launcher:
+        processes = [process_of(parse_json(launcher))]
+    else:
+        processes = []
     pid = os.getppid()
     while pid > 1:
         if _is_launcher(command_of(pid)):
@@ -186,4 +193,6 @@ def _is_launcher(command: list[str]) -> bool:
 def _age_s() -> float:
     """Return the seconds since this process started; 0 if that cannot be known."""
     start_ticks = process_id().start_ticks
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK") if start_ticks else 0.0
+    if start_ticks:
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0

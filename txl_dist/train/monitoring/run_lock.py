@@ -55,7 +55,8 @@ class RunLock:
 
     def __init__(self, path: Path, *, nonce: str, content: bytes) -> None:
         self.nonce = nonce
-        self._path, self._content = path, content
+        self._path = path
+        self._content = content
         self._is_lost = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="run lock", daemon=True)
@@ -63,7 +64,8 @@ class RunLock:
     @staticmethod
     def acquire(run_dir: Path, *, stale_after_s: float = STALE_AFTER_S) -> RunLock:
         """Lock the directory, which is created if missing. Raises ConfigError if another job has locked it."""
-        nonce, head = secrets.token_hex(8), run_dir / LOCK
+        nonce = secrets.token_hex(8)
+        head = run_dir / LOCK
         values = {"process": process_id(), "nonce": nonce, "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         content = json.dumps(values).encode()
         try:
@@ -149,10 +151,16 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
 
     def see(nodes: dict[int, str]) -> None:
         end_s = time.monotonic() + seen_within_s
-        wanted = nodes if ranks.is_rank0 else {0: nodes[0]}
+        if ranks.is_rank0:
+            wanted = nodes
+        else:
+            wanted = {0: nodes[0]}
         while missing := [rank for rank in wanted if not os.path.exists(proof(rank))]:
             if time.monotonic() > end_s:
-                host = nodes[missing[0]] if ranks.is_rank0 else nodes[ranks.rank]
+                if ranks.is_rank0:
+                    host = nodes[missing[0]]
+                else:
+                    host = nodes[ranks.rank]
                 raise ConfigError(
                     f"{host} has another folder as {run_dir} than {nodes[0]}, where rank 0 runs: neither sees what "
                     "the other writes. All nodes need the same shared folder as --run.dir."
@@ -171,11 +179,15 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
 
 def _end_of_chain(head: Path) -> tuple[Holder | None, Path]:
     """Return (the present holder of the lock, or None; the file that its successor has to create)."""
-    holder, successor = None, head
+    holder = None
+    successor = head
     passed: set[str] = set()
     while (next_holder := _read(successor)) is not None:
         # A chain that leads back to itself has no valid holder, and is taken over like any other.
-        holder = _nobody(successor.stat()) if next_holder.nonce in passed else next_holder
+        if next_holder.nonce in passed:
+            holder = _nobody(successor.stat())
+        else:
+            holder = next_holder
         passed.add(holder.nonce)
         successor = _successor(head, holder.nonce)
     return holder, successor
@@ -200,12 +212,14 @@ def _read(path: Path) -> Holder | None:
     """
     try:
         with open_regular(path) as stream:
-            facts, content = os.fstat(stream.fileno()), stream.read(_MAX_BYTES)
+            facts = os.fstat(stream.fileno())
+            content = stream.read(_MAX_BYTES)
     except FileNotFoundError:
         return _nobody(path.lstat()) if path.is_symlink() else None  # a broken link still blocks the name
     try:
         values = parse_object(content)
-        nonce, started = str(values["nonce"]), f"{values['started']:.40}"
+        nonce = str(values["nonce"])
+        started = f"{values['started']:.40}"
         if nonce.isascii() and nonce.isalnum() and len(nonce) <= _MAX_NONCE:
             return Holder(process_of(values["process"]), nonce, started, facts.st_mtime_ns)
     except (ValueError, KeyError, TypeError):

@@ -74,7 +74,9 @@ def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:
     """Return a 64-bit number for the bits of each parameter. Waits for the device, once."""
     with torch.no_grad():
         hashes = [_hash(values) for values in parameters]
-        return torch.stack(hashes).tolist() if hashes else []
+        if hashes:
+            return torch.stack(hashes).tolist()
+        return []
 
 
 def _hash(values: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ class StepClock:
 
     def begin(self) -> None:
         """Start the clock, before the step asks for its data."""
-        self._begin_s, self._local_s = time.perf_counter(), 0.0
+        self._begin_s = time.perf_counter()
+        self._local_s = 0.0
 
     def elapsed_s(self) -> float:
         """Return the seconds since the clock was started."""
@@ -66,7 +67,10 @@ class StepClock:
 
     def local_ms(self) -> float:
         """Return the milliseconds of the step's local part. Call it after the step has waited for the device."""
-        device_ms = self._events[0].elapsed_time(self._events[1]) if self._events else 0.0
+        if self._events:
+            device_ms = float(self._events[0].elapsed_time(self._events[1]))
+        else:
+            device_ms = 0.0
         return 1000 * self._local_s + device_ms
 
 
@@ -85,7 +89,9 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
     last = [slowest(rank_ms) for rank_ms in reports[-NUM_REPORTS:] if len(rank_ms) > 1]
     if len(last) < NUM_REPORTS or len({rank for rank, _ in last}) > 1:
         return None
-    return last[-1][0] if all(pct > 100 * (SLOWER_THAN - 1) for _, pct in last) else None
+    if all(pct > 100 * (SLOWER_THAN - 1) for _, pct in last):
+        return last[-1][0]
+    return None
 
 
 class StragglerWatch:
@@ -93,7 +99,8 @@ class StragglerWatch:
 
     def __init__(self, reporter: MetricReporter) -> None:
         """Gather the host names of all ranks, which make and call this object together."""
-        self._hosts, self._reporter = gather_objects(socket.gethostname()), reporter
+        self._hosts = gather_objects(socket.gethostname())
+        self._reporter = reporter
         self._reports: list[list[float]] = []
         self._named: int | None = None
 

@@ -75,7 +75,8 @@ class Watchdog:
     """
 
     def __init__(self, ranks: RankInfo, *, limit_s: float, stacks: Path | None = None) -> None:
-        self._ranks, self._limit_s = ranks, limit_s
+        self._ranks = ranks
+        self._limit_s = limit_s
         self._main = threading.get_ident()
         self._last = (time.monotonic(), 0, "start")
         self._process = process_id()
@@ -87,7 +88,10 @@ class Watchdog:
         self._asked = threading.Event()
         self._answered = threading.Event()
         self._closing = threading.Event()
-        hub = Hub() if ranks.is_rank0 else None
+        if ranks.is_rank0:
+            hub = Hub()
+        else:
+            hub = None
         key, port = broadcast_object((hub.key, hub.port) if hub else ("", 0))
         self._link: Hub | Spoke = hub or Spoke(rank=ranks.rank, key=key, port=port)
         self.write_stacks_to(stacks)
@@ -225,7 +229,10 @@ class Watchdog:
 
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
         """Name ranks that do not answer, the first of them for `silence_s`."""
-        have = "have" if len(silent) > 1 else "has"
+        if len(silent) > 1:
+            have = "have"
+        else:
+            have = "has"
         where = f"{self._position(seen[silent[0]].beat)}; its process or host is frozen, or the link to it is cut"
         line = self._hang_line(silent, f"{have} not answered for {silence_s:.0f} s: {where}")
         return Verdict("hang", silent, line, [seen[rank].beat.process for rank in silent])
@@ -235,13 +242,19 @@ class Watchdog:
         idle_beats = {rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle}
         culprits = ranks_waited_for(idle_beats)
         first = seen[culprits[0]].beat
-        have = "have" if len(culprits) > 1 else "has"
+        if len(culprits) > 1:
+            have = "have"
+        else:
+            have = "has"
         how = f"{have} made no progress for {self._limit_s:g} s: {self._position(first)}, at {first.where}"
         return Verdict("hang", culprits, self._hang_line(culprits, how), [])
 
     def _hang_line(self, culprits: list[int], how: str) -> str:
         """Make the message of a hang: which ranks, how they hang, where stacks are, and the remedy."""
-        stacks = f" Stacks of all ranks: {self._stacks.parent}." if self._stacks else ""
+        if self._stacks:
+            stacks = f" Stacks of all ranks: {self._stacks.parent}."
+        else:
+            stacks = ""
         return (
             f"{self._name(culprits)} {how}.{stacks} The same command continues from the last checkpoint; if a step may "
             "take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
@@ -264,7 +277,8 @@ class Watchdog:
         """
         _, step, phase = self._last
         if step <= beat.step:
-            step, phase = beat.step, beat.phase
+            step = beat.step
+            phase = beat.phase
         return f"step {step}, in phase `{phase}`"
 
     def _pass_on(self, verdict: Verdict) -> None:
@@ -322,7 +336,10 @@ def _is_lost(seen: Seen, now_s: float) -> bool:
     if seen.closed_s is None:
         return False
     is_dead = seen.beat.process.lives() is False
-    limit_s = DEAD_AFTER_S if is_dead else LOST_AFTER_S
+    if is_dead:
+        limit_s = DEAD_AFTER_S
+    else:
+        limit_s = LOST_AFTER_S
     return now_s - seen.closed_s > limit_s
 
 

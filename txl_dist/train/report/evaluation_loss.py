@@ -77,8 +77,12 @@ class Evaluation(NamedTuple):
 
         Bits per byte and per character are among them only if the scored tokens are the whole text.
         """
-        loss, tokens = self.means.loss, self.means.tokens
-        accuracy = {} if self.means.accuracy is None else {"accuracy_pct": 100 * self.means.accuracy}
+        loss = self.means.loss
+        tokens = self.means.tokens
+        if self.means.accuracy is None:
+            accuracy = {}
+        else:
+            accuracy = {"accuracy_pct": 100 * self.means.accuracy}
         return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds, **accuracy} | self.units.metrics(loss)
 
     def record(self, step: int) -> Record:
@@ -97,7 +101,8 @@ class LossSums:
     """Sums of losses in nats, and of scored targets: in total, by position in the segment, by cluster of the target."""
 
     def __init__(self, *, segment_len: int, edges: Sequence[int], device: torch.device) -> None:
-        self._segment_len, self._edges = segment_len, edges
+        self._segment_len = segment_len
+        self._edges = edges
         self._total_2X = torch.zeros(2, 1 + segment_len + len(edges) - 1, dtype=torch.float64, device=device)
         self._num_correct: Tensor | None = None
 
@@ -109,7 +114,10 @@ class LossSums:
         """
         if correct_BT is not None:
             num_correct = (correct_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
-            self._num_correct = num_correct if self._num_correct is None else self._num_correct + num_correct
+            if self._num_correct is None:
+                self._num_correct = num_correct
+            else:
+                self._num_correct = self._num_correct + num_correct
         nll_BT, scored_BT, targets_BT = (
             values[:, -self._segment_len :] for values in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
         )
@@ -124,8 +132,12 @@ class LossSums:
     def means(self) -> Means:
         """Return the means over all ranks, which call it together."""
         nats_X, counts_X = all_reduce_sum(self._total_2X).cpu().numpy()
-        position, cluster = slice(1, 1 + self._segment_len), slice(1 + self._segment_len, None)
-        num_correct = None if self._num_correct is None else float(all_reduce_sum(self._num_correct))
+        position = slice(1, 1 + self._segment_len)
+        cluster = slice(1 + self._segment_len, None)
+        if self._num_correct is None:
+            num_correct = None
+        else:
+            num_correct = float(all_reduce_sum(self._num_correct))
         edges = np.linspace(0, self._segment_len, min(POSITION_BINS, self._segment_len) + 1).astype(int)
         by_position = (np.add.reduceat(sums_X[position], edges[:-1]) for sums_X in (nats_X, counts_X))
         return Means(
@@ -173,7 +185,10 @@ def evaluate_stream(
             before_segment()
             batch = to_device(maker.batch(segment), ranks.device)
             scores, last = losses(batch, last)
-            nll_BT, correct_BT = scores if scores.dim() == 3 else (scores, None)
+            if scores.dim() == 3:
+                nll_BT, correct_BT = scores
+            else:
+                nll_BT, correct_BT = (scores, None)
             sums.add(nll_BT, batch, correct_BT=correct_BT)
             after_segment(batch, nll_BT)
 

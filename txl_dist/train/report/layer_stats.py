@@ -53,10 +53,14 @@ def measure_layer_stats(
     `accuracy_every` and `norms_every` are intervals in steps; 0 means never. All ranks call it together, between
     `grad_norm` and `step` of the engine.
     """
-    with_top1_correct, with_norms = _is_due(step, accuracy_every), _is_due(step, norms_every)
+    with_top1_correct = _is_due(step, accuracy_every)
+    with_norms = _is_due(step, norms_every)
     if not with_top1_correct and not with_norms:
         return NOTHING
-    watch = _ActivationWatch(engine.model.blocks) if with_norms else None
+    if with_norms:
+        watch = _ActivationWatch(engine.model.blocks)
+    else:
+        watch = None
     sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
     for on_host, memory in zip(batches, memories, strict=True):
         batch = to_device(on_host, device)
@@ -64,8 +68,14 @@ def measure_layer_stats(
             scores, _ = engine.losses(batch, memory, with_top1_correct=with_top1_correct)
         if with_top1_correct:
             sums_2 += torch.stack([(scores[1] * batch.scored_BT).sum(), batch.scored_BT.sum()])
-    num_correct, scored = all_reduce_sum(sums_2).tolist() if with_top1_correct else (0.0, 0.0)
-    layers = {"step": step, **_norms(engine), "activation_rms": watch.rms()} if watch is not None else None
+    if with_top1_correct:
+        num_correct, scored = all_reduce_sum(sums_2).tolist()
+    else:
+        num_correct, scored = (0.0, 0.0)
+    if watch is not None:
+        layers = {"step": step, **_norms(engine), "activation_rms": watch.rms()}
+    else:
+        layers = None
     return LayerStats(num_correct / scored if scored else None, layers)
 
 
@@ -91,7 +101,9 @@ def _norms(engine: Engine) -> Record:
 def _part_of(name: str) -> str:
     """Return the number of a parameter's layer, or the name of its part of the model, from the parameter's name."""
     layer = re.match(r"(?:blocks|residuals)\.(\d+)\.", name)
-    return layer[1] if layer else name.split(".")[0]
+    if layer:
+        return layer[1]
+    return name.split(".")[0]
 
 
 class _ActivationWatch:

@@ -60,12 +60,15 @@ class MetricReporter:
     """Reporter that passes records to all loggers of a run. Other ranks than 0 have none. It never ends a run."""
 
     def __init__(self, context: RunContext, *, start_step: int) -> None:
-        config, run_dir, metrics = context.config, context.run_dir, context.config.metrics
+        config = context.config
+        run_dir = context.run_dir
+        metrics = context.config.metrics
         self._sinks: list[MetricLogger] = []
         if context.ranks.is_rank0:
             self._sinks += [Console(max_steps=config.train.max_steps), JsonLines(run_dir / RECORDS)]
             if metrics.tensorboard:
-                folder, settings = run_dir / TENSORBOARD, dict(flat(config))
+                folder = run_dir / TENSORBOARD
+                settings = dict(flat(config))
                 self._sinks.append(TensorBoard(folder, start_step=start_step, settings=settings))
             if metrics.wandb:
                 self._sinks.append(WeightsAndBiases(run_dir, metrics, config=config.model_dump(mode="json")))
@@ -158,7 +161,9 @@ def _finite(value: Any) -> Any:
     """Replace numbers that are not finite by null, since JSON has no NaN. Norms overflow in half precision."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 class TensorBoard(MetricLogger):
@@ -170,8 +175,10 @@ class TensorBoard(MetricLogger):
     def __init__(self, folder: Path, *, start_step: int, settings: Mapping[str, Any]) -> None:
         """`settings` are shown next to the final metrics, to compare runs."""
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._folder, self._file = folder, GrowingFile(folder / name)
-        self._step, self._settings = start_step, settings
+        self._folder = folder
+        self._file = GrowingFile(folder / name)
+        self._step = start_step
+        self._settings = settings
         self._again_from = start_step + 1
 
     @override
@@ -220,7 +227,8 @@ def _summary(kind: str, record: Record) -> Any:
         values = [_text(f"event/{record['event']}", facts)]
     shapes = {metric.name: metric.tensorboard for metric in METRICS.values()}
     for name, value in record.items() if not values else ():
-        tag, shape = f"{kind}/{name}", shapes.get(name, "scalar")
+        tag = f"{kind}/{name}"
+        shape = shapes.get(name, "scalar")
         if shape == "histogram":
             values.append(_histogram(tag, value))
         elif isinstance(value, list) and len(value) <= _MAX_SCALARS:
@@ -268,7 +276,9 @@ class WeightsAndBiases(MetricLogger):
     """
 
     def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record) -> None:
-        self._run_dir, self._metrics, self._config = run_dir, metrics, config
+        self._run_dir = run_dir
+        self._metrics = metrics
+        self._config = config
         self._run: Any = None
         self._next_try_s = 0.0
 
@@ -288,7 +298,8 @@ class WeightsAndBiases(MetricLogger):
         """Start or resume the run at Weights & Biases. May raise any error of that library."""
         import wandb
 
-        metrics, run_dir = self._metrics, self._run_dir.resolve()
+        metrics = self._metrics
+        run_dir = self._run_dir.resolve()
         run = wandb.init(
             project=metrics.wandb,
             entity=metrics.wandb_entity or None,

@@ -67,7 +67,9 @@ def measure_memory(
     with_memory, without = (
         LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device) for _ in range(2)
     )
-    memory, squares, attended = empty, list[Tensor](), _AttentionWatch()
+    memory = empty
+    squares = list[Tensor]()
+    attended = _AttentionWatch()
     for index, segment in zip(range(num_before + NUM_SEGMENTS), stream, strict=False):
         before_segment()
         batch = to_device(maker.batch(segment), ranks.device)
@@ -80,7 +82,8 @@ def measure_memory(
         with_memory.add(nll_BT, batch)
         without.add(engine.losses(batch, empty)[0], batch)
         memory = after
-    remembering, forgetting = with_memory.means(), without.means()
+    remembering = with_memory.means()
+    forgetting = without.means()
     counts_L, squares_L = all_reduce_sum(torch.stack(squares).sum(0)).tolist()
     num_seen, *shares_L = all_reduce_sum(attended.sums()).tolist()
     if not any(counts_L):
@@ -106,7 +109,8 @@ def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
     Only lanes that score a token in this segment count.
     """
     is_filled_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
-    counts, squares = [], []
+    counts = []
+    squares = []
     for hidden_BMD in memory.hidden:
         layer_filled_BM = is_filled_BM[:, memory.memory_len - hidden_BMD.shape[1] :]
         counts.append(layer_filled_BM.sum().double())

@@ -52,8 +52,14 @@ class Metric:
 
     def text(self, value: Any) -> str:
         """Return the number with its label and unit, for the console."""
-        number = clock(value) if self.form == "clock" else bounded(value, self.form)
-        gap = " " if self.unit and self.unit != "%" else ""
+        if self.form == "clock":
+            number = clock(value)
+        else:
+            number = bounded(value, self.form)
+        if self.unit and self.unit != "%":
+            gap = " "
+        else:
+            gap = ""
         return f"{self.label} {number}{gap}{self.unit}".lstrip()
 
 

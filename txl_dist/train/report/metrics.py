@@ -38,7 +38,8 @@ class Interval:
 
     def __init__(self, *, clip_norm: float = 0.0) -> None:
         """`clip_norm` is the gradient norm above which steps are clipped; 0 means no clipping."""
-        self._start_s, self._clip_norm = time.perf_counter(), clip_norm
+        self._start_s = time.perf_counter()
+        self._clip_norm = clip_norm
         self._wait_s = self._loss = self._grad_norm = self._lr = self._local_ms = 0.0
         self._num_steps = self._num_skipped = self._num_scored = self._num_clipped = 0
         self._accuracies: list[float] = []
@@ -62,12 +63,15 @@ class Interval:
         """
         if accuracy is not None:
             self._accuracies.append(accuracy)
-        self._num_steps, self._num_scored, self._lr = self._num_steps + 1, self._num_scored + num_scored, lr
+        self._num_steps = self._num_steps + 1
+        self._num_scored = self._num_scored + num_scored
+        self._lr = lr
         self._local_ms += local_ms
         if skipped:
             self._num_skipped += 1
         else:
-            self._loss, self._grad_norm = self._loss + loss, self._grad_norm + grad_norm
+            self._loss = self._loss + loss
+            self._grad_norm = self._grad_norm + grad_norm
             self._num_clipped += grad_norm > self._clip_norm
 
     def wait(self, seconds: float) -> None:
@@ -91,7 +95,8 @@ class Interval:
         Loss and gradient norm are NaN if every step was skipped. All ranks call it together. Raises TrainingError on
         all ranks if no token was scored.
         """
-        span_s, steps = time.perf_counter() - self._start_s, max(1, self._num_steps)
+        span_s = time.perf_counter() - self._start_s
+        steps = max(1, self._num_steps)
         local_ms = round(self._local_ms / steps, 3)
         parts = gather_objects((self._wait_s, num_skipped, self._num_scored, peak_memory_bytes(), local_ms))
         if not any(num_scored for _, _, num_scored, *_ in parts):
@@ -105,7 +110,10 @@ class Interval:
             )
         made = self._num_steps - self._num_skipped
         loss, grad_norm = (total / made if made else math.nan for total in (self._loss, self._grad_norm))
-        clipped = {"clipped_pct": 100 * self._num_clipped / made} if self._clip_norm and made else {}
+        if self._clip_norm and made:
+            clipped = {"clipped_pct": 100 * self._num_clipped / made}
+        else:
+            clipped = {}
         accuracies = self._accuracies
         return {
             "loss": loss,
@@ -133,8 +141,13 @@ class Clipping:
 
     def __init__(self, clip_norm: float, *, is_default: bool) -> None:
         """`clip_norm` is the setting. `is_default` says that no file or flag has set it."""
-        self._norm = clip_norm if is_default else 0.0
-        self._num_made, self._num_clipped, self._sum = 0, 0, 0.0
+        if is_default:
+            self._norm = clip_norm
+        else:
+            self._norm = 0.0
+        self._num_made = 0
+        self._num_clipped = 0
+        self._sum = 0.0
 
     def add(self, grad_norm: float) -> None:
         """Add the gradient norm of one step; a skipped step's is not finite, and does not count."""
@@ -163,7 +176,9 @@ def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> di
     The speed and `peak_flops`, in operations per second, are those of all ranks together. Nothing is returned if the
     peak is not known, which is 0.
     """
-    return {"mfu_pct": 100 * flops_per_token * tokens_per_s / peak_flops} if peak_flops else {}
+    if peak_flops:
+        return {"mfu_pct": 100 * flops_per_token * tokens_per_s / peak_flops}
+    return {}
 
 
 def peak_memory_bytes() -> int:
@@ -226,7 +241,10 @@ def train_record(
 def start_facts(engine: Engine, ranks: RankInfo) -> Record:
     """Return hardware, versions, command and commit, for the record of a start. All ranks call it together."""
     hosts = gather_objects(socket.gethostname())
-    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else platform.machine()
+    if ranks.device.type == "cuda":
+        name = torch.cuda.get_device_name(ranks.device)
+    else:
+        name = platform.machine()
     return {
         "ranks": ranks.world_size,
         "threads_per_rank": ranks.num_threads,

@@ -40,7 +40,10 @@ def parse_steps(text: str, *, max_steps: int) -> range:
     Raises ConfigError for another form, or for steps that the run does not have.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
-    first, last = (int(number) for number in match.groups()) if match else (0, 0)
+    if match:
+        first, last = (int(number) for number in match.groups())
+    else:
+        first, last = (0, 0)
     if not 1 <= first <= last <= max_steps:
         raise ConfigError(
             f"--profile {text} names no steps of this run. Write FIRST:LAST, both included, with "
@@ -55,7 +58,8 @@ class StepProfile:
 
     def __init__(self, steps: range, *, folder: Path) -> None:
         """`folder` is created when the trace is written. With an empty range nothing is traced, at no cost."""
-        self._steps, self._folder = steps, folder
+        self._steps = steps
+        self._folder = folder
         self._profiler: profile | None = None
 
     def on_step(self, step: int) -> None:
@@ -74,7 +78,8 @@ class StepProfile:
         if self._profiler is None:
             return
         name = f"steps_{self._steps[0]}_{self._steps[-1]}_rank0"
-        trace, snapshot = self._folder / f"{name}.pt.trace.json.gz", self._folder / f"{name}_memory.pickle"
+        trace = self._folder / f"{name}.pt.trace.json.gz"
+        snapshot = self._folder / f"{name}_memory.pickle"
         self._profiler.stop()
         written = f"{trace}; it has memory as a counter, a memory snapshot needs a GPU"
         try:
@@ -89,7 +94,8 @@ class StepProfile:
         finally:
             if uses_gpu():
                 torch.cuda.memory._record_memory_history(enabled=None)
-            self._profiler, self._steps = None, range(0)
+            self._profiler = None
+            self._steps = range(0)
 
     def _begin(self) -> None:
         """Start the profiler, and on a GPU the recording of allocations."""

@@ -26,8 +26,12 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, config: Config, *, device:
 
     The text ends earlier at the end of the document, or at probabilities that are not numbers.
     """
-    prompt, end_of_text = config.metrics.sample_prompt, tokenizer.end_of_text
-    start = [end_of_text] if end_of_text is not None else []
+    prompt = config.metrics.sample_prompt
+    end_of_text = tokenizer.end_of_text
+    if end_of_text is not None:
+        start = [end_of_text]
+    else:
+        start = []
     prompt_ids = [int(token) for token in tokenizer.encode_prompt(prompt)]
     ids = start + prompt_ids or [0]
     written = _continue(engine, ids, config, device=device, seed=seed)

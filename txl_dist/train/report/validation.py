@@ -43,9 +43,15 @@ class Validator:
         `evaluated` has the losses of the first validation split by step, in nats per token. New losses are added to it.
         `before_segment` is called with the step before each forward pass, and may raise StopAskedError on all ranks.
         """
-        self._context, self._engine, self._maker, self._reporter = context, engine, maker, reporter
-        self._config, self._ranks, self._splits = context.config, context.ranks, context.corpora.eval
-        self._evaluated, self._before_segment = evaluated, before_segment
+        self._context = context
+        self._engine = engine
+        self._maker = maker
+        self._reporter = reporter
+        self._config = context.config
+        self._ranks = context.ranks
+        self._splits = context.corpora.eval
+        self._evaluated = evaluated
+        self._before_segment = before_segment
 
     def should_evaluate(self, step: int) -> bool:
         """Whether an evaluation is due after a step: at the interval, and after the last step."""
@@ -137,7 +143,10 @@ def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
     if number == 0:
         return word
     names = [other.corpus.name for other in splits]
-    suffix = f"_{number}" if names.count(names[number]) > 1 else ""
+    if names.count(names[number]) > 1:
+        suffix = f"_{number}"
+    else:
+        suffix = ""
     return f"{word}_{names[number]}{suffix}"
 
 
