@@ -146,7 +146,10 @@ def require(
     kind = detect_artifact(path)
     if kind in wanted:
         return kind
-    where = f"{what} {path}" if what else f"{path}"
+    if what:
+        where = f"{what} {path}"
+    else:
+        where = f"{path}"
     remedy_of_kind = {**_USES, **(remedies or {})}
     if kind not in remedy_of_kind:  # NOTHING, and the caller has no remedy for it
         raise ConfigError(_why_nothing(Path(path), where, wanted))
@@ -175,7 +178,10 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
     if similar_names:
         similar_paths = [path.with_name(name) for name in similar_names]
         return f"{where} does not exist. Did you mean {_listed(similar_paths)}?"
-    hint = f"{path.parent} has {_listed(siblings)}" if siblings else makers
+    if siblings:
+        hint = f"{path.parent} has {_listed(siblings)}"
+    else:
+        hint = makers
     return f"{where} does not exist. Name {_either(wanted)}: {hint}."
 
 

@@ -123,5 +123,8 @@ def translate_errors(
             reason = error.strerror or ""
         if not reason:
             reason = " ".join(str(error).split())
-        ending = f". {remedy}" if remedy else ""
+        if remedy:
+            ending = f". {remedy}"
+        else:
+            ending = ""
         raise kind(f"{what}: {reason}{ending}") from error

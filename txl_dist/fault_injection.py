@@ -79,7 +79,8 @@ def parse_faults(text: str) -> list[Fault]:
                 f"TXL_FAILPOINTS: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."
             )
         rank, step = where[:2]
-        phase, nth = "step", ""
+        phase = "step"
+        nth = ""
         if len(where) == 3:
             phase, _, nth = where[2].partition("#")
         faults.append(Fault(kind, rank, step, phase, int(nth or 1)))
@@ -122,7 +123,9 @@ def _inject(kind: str) -> str:
         _hold_the_interpreter()
     elif kind == "slow":
         time.sleep(2)
-    return kind if kind in ACTED_ON_BY_CALLER else ""
+    if kind in ACTED_ON_BY_CALLER:
+        return kind
+    return ""
 
 
 def _hold_the_interpreter() -> None:

@@ -52,7 +52,10 @@ def core_of(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
     """Build the core for the lanes of a cut. `with_zeros` begins with a memory of zeros that is attended to."""
-    begin = _cached if model.section.scheme.uses_memory else _plain
+    if model.section.scheme.uses_memory:
+        begin = _cached
+    else:
+        begin = _plain
     return begin(model, cut, memory_len=memory_len, with_documents=with_documents, with_zeros=with_zeros)
 
 
@@ -61,7 +64,8 @@ def _cached(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
     """Build a core that keeps keys and values of the past."""
-    frozen, num_rows = FrozenModel(model), len(cut.lanes)
+    frozen = FrozenModel(model)
+    num_rows = len(cut.lanes)
     ring = frozen.ring(
         num_rows=num_rows,
         memory_len=memory_len,
@@ -124,14 +128,18 @@ def with_cache(
     core: Core, model: TransformerXL, cut: EvaluationText, adaptation: AdaptationOptions
 ) -> tuple[Losses, Any]:
     """Score with a neural cache of each lane. It holds the scored positions, not the tokens that are run again."""
-    like, width = model.embedding.weight(0), model.section.width
+    like = model.embedding.weight(0)
+    width = model.section.width
     cache = empty_cache(num_lanes=len(cut.lanes), window=adaptation.cache_window, width=width, like=like)
 
     def losses(batch: Batch, state: tuple[Any, NeuralCache]) -> tuple[Tensor, tuple[Any, NeuralCache]]:
         memory, cache = state
         hidden_BTD, memory = core.hidden(batch, memory)
         nll_BT = core.losses(hidden_BTD, batch)
-        documents_BT = torch.zeros_like(batch.targets_BT) if batch.document_BT is None else batch.document_BT
+        if batch.document_BT is None:
+            documents_BT = torch.zeros_like(batch.targets_BT)
+        else:
+            documents_BT = batch.document_BT
         documents_BT = torch.where(batch.scored_BT > 0, documents_BT, EMPTY)
         new = slice(-cut.segment_len, None)
         segment = NeuralCache(hidden_BTD[:, new], batch.targets_BT[:, new], documents_BT[:, new])
@@ -159,8 +167,10 @@ def dynamic(
     The model's weights are left as they are. What scores raises ConfigError where a loss is not a number.
     """
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
-    memory = attended(memory) if with_zeros else memory
-    module, device = SegmentLoss(model), memory.document_BM.device
+    if with_zeros:
+        memory = attended(memory)
+    module = SegmentLoss(model)
+    device = memory.document_BM.device
 
     def batches() -> Iterator[Batch]:
         for segment in itertools.islice(train, adaptation.adapt_batches):

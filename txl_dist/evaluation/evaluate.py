@@ -57,7 +57,10 @@ def evaluate_trained(
     config = rows[0].config
     split = target.held_out(config)
     units = _units(split, overrides, mask_documents=config.data.document_mask)
-    train = target.train_text(adaptation.adapt_train, config) if adaptation.adapt == "dynamic" else None
+    if adaptation.adapt == "dynamic":
+        train = target.train_text(adaptation.adapt_train, config)
+    else:
+        train = None
     scores = score_model(target, split, rows, overrides, adaptation, outputs, train=train, units=units)
     if get_rank() > 0:
         return []  # rank 0 writes and prints
@@ -89,7 +92,10 @@ def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextU
 
 def _add_words(results: dict[str, Result], split: Split, units: TextUnits) -> None:
     """Add the perplexity per word to each result, or the reason why it has no bits per byte."""
-    num_words = 0 if units.problem else word_count(split)
+    if units.problem:
+        num_words = 0
+    else:
+        num_words = word_count(split)
     for values in results.values():
         if units.problem:
             values["no_bits"] = units.problem

@@ -292,7 +292,10 @@ def _flag(name: str) -> str:
 
 def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens") -> None:
     """Raise ConfigError for a number outside of its range. -1 means as trained."""
-    hint = "" if least > 0 else " Leave it out for as trained."
+    if least > 0:
+        hint = ""
+    else:
+        hint = " Leave it out for as trained."
     if value < least:
         raise ConfigError(f"{flag} {value}: it must be {max(0, least)} or more {unit}.{hint}")
     if value > _MOST:

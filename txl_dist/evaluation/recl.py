@@ -116,7 +116,8 @@ def compare_contexts(
     losses_NCS = _losses(targets, split, starts, settings, outputs)
     if get_rank() > 0:
         return []  # rank 0 speaks
-    names, contexts = [str(path) for path in paths], settings.contexts
+    names = [str(path) for path in paths]
+    contexts = settings.contexts
     found = []
     for index in range(len(targets)):
         found.append([compute_recl(losses_NCS, contexts, model=index, r=r) for r in settings.r])
@@ -200,7 +201,9 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
 def _memory_len(target: Target, settings: ReclSettings) -> int:
     if not target.config.model.takes_memory:
         return 0
-    return target.config.train.memory_len if settings.memory_len < 0 else settings.memory_len
+    if settings.memory_len < 0:
+        return target.config.train.memory_len
+    return settings.memory_len
 
 
 def _losses(
@@ -211,7 +214,9 @@ def _losses(
     outputs: ReclOutputs,
 ) -> Losses:
     """Return losses_NCS of every model after every context, on every rank."""
-    contexts, target_S, engine = settings.contexts, starts + settings.max_context, targets[0].config.engine
+    contexts = settings.contexts
+    target_S = starts + settings.max_context
+    engine = targets[0].config.engine
     with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
         run_on_rank0(outputs.check_files)
         require_same(targets)
@@ -249,7 +254,8 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
 
         @torch.no_grad()
         def plain(piece_BX: Tensor) -> Tensor:
-            piece_BX = piece_BX if memory_len else piece_BX[:, -segment_len - 1 :]
+            if not memory_len:
+                piece_BX = piece_BX[:, -segment_len - 1 :]
             memory = model.empty_memory(num_lanes=len(piece_BX), memory_len=memory_len)
             for here in _segments(piece_BX.shape[1] - 1, segment_len):
                 hidden_BTD, memory = model(piece_BX[:, here], memory)
@@ -259,7 +265,8 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
     frozen = FrozenModel(model)
 
     def recurrent(piece_BX: Tensor) -> Tensor:
-        num_rows, context = len(piece_BX), piece_BX.shape[1] - 1
+        num_rows = len(piece_BX)
+        context = piece_BX.shape[1] - 1
         ring = frozen.ring(num_rows=num_rows, memory_len=min(memory_len, context), chunk_len=segment_len)
         for here in _segments(context, segment_len):
             hidden_BTD = frozen.run(piece_BX[:, here], ring)

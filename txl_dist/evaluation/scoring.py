@@ -116,14 +116,22 @@ def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> st
         )
     if overrides.same_length != "trained":
         return overrides.same_length
-    return peer.same_length if memory_len else "off"
+    if memory_len:
+        return peer.same_length
+    return "off"
 
 
 def _eval_values(config: Config, overrides: Overrides, *, memory_len: int, segment_len: int) -> dict[str, Any]:
     """Return the settings of section eval that an evaluation changes."""
     peer = overrides.peer
-    num_lanes = config.eval.num_lanes if peer is None else peer.num_lanes
-    overlap_len = 0 if memory_len or peer is not None else config.eval.overlap_len
+    if peer is None:
+        num_lanes = config.eval.num_lanes
+    else:
+        num_lanes = peer.num_lanes
+    if memory_len or peer is not None:
+        overlap_len = 0
+    else:
+        overlap_len = config.eval.overlap_len
     return {
         "memory_len": memory_len,
         "segment_len": segment_len or config.eval.segment_len,
@@ -224,7 +232,10 @@ def score_model(
                     with_zeros=overrides.zero_memory,
                 )
         results_by_name = {plan.name: dict(results[plan.lengths]) for plan in plans}
-        log_p_N = None if log_probs is None else log_probs.joined()
+        if log_probs is None:
+            log_p_N = None
+        else:
+            log_p_N = log_probs.joined()
         return Scores(results_by_name, log_p_N)
 
 
@@ -265,7 +276,10 @@ def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, trai
     if len(overrides.clamp_len) > 1:
         words.append(f"clamp {row.config.model.clamp_len}")
     name = row.name or ", ".join(words) or "model"
-    train_stream = train_cut(train, cut) if row.adapts and train is not None else None
+    if row.adapts and train is not None:
+        train_stream = train_cut(train, cut)
+    else:
+        train_stream = None
     return _Plan(name, row.config, memory_len, cut, row.adapts, train_stream)
 
 
@@ -307,7 +321,10 @@ class _ModelOpener:
     def open(self, plan: _Plan) -> TransformerXL:
         """Return the model for a plan. Layers keep the settings they were built with, so others need a new model."""
         # Weights that follow the text are fp32: half precision would round their steps away.
-        dtype = "fp32" if plan.train is not None else self._target.bundle.dtype
+        if plan.train is not None:
+            dtype = "fp32"
+        else:
+            dtype = self._target.bundle.dtype
         section = plan.config.model
         if section != self._model.section or dtype != self._dtype:
             bundle = dataclasses.replace(self._target.bundle, section=section)
@@ -486,7 +503,10 @@ def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -
     if segment_len in overrides.segment_len and segment_len > cut.segment_len:
         yield f"a lane of split {split_name!r} has {lane_tokens}: --segment-len {segment_len:,} is cut to that"
     if row.memory_len > _largest_memory_len(cut, overrides):
-        longer = " --num-lanes 1 makes it longer." if cut.num_lanes > 1 else ""
+        if cut.num_lanes > 1:
+            longer = " --num-lanes 1 makes it longer."
+        else:
+            longer = ""
         yield (
             f"a lane of split {split_name!r} has {lane_tokens}, and a memory of {row.memory_len:,} never holds more: "
             f"it is cut to that.{longer}"

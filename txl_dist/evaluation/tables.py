@@ -84,6 +84,9 @@ def _merged(parts: Sequence[Result]) -> list[Result]:
         group = [parts[index] for index in indices.tolist()]
         tokens = sum(part["tokens"] for part in group)
         nats = sum((part["loss"] or 0.0) * part["tokens"] for part in group)
-        loss = nats / tokens if tokens else None
+        if tokens:
+            loss = nats / tokens
+        else:
+            loss = None
         merged.append({"first": group[0]["first"], "last": group[-1]["last"], "loss": loss, "tokens": tokens})
     return merged

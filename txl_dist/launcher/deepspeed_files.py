@@ -31,7 +31,8 @@ class LauncherFiles(NamedTuple):
 def files_for_launcher(hostfile: Path) -> Iterator[LauncherFiles]:
     """Copy the hostfile and the files of variables where they have a mark. Raises ConfigError for what is not text."""
     with tempfile.TemporaryDirectory(prefix="txl-launch-") as folder:
-        flags, environment = [], {}
+        flags = []
+        environment = {}
         hosts = _text_without_mark([hostfile])
         if hosts is not None:
             copy = Path(folder, "hostfile")
@@ -54,7 +55,8 @@ def environment_files() -> list[Path]:
 
 def _text_without_mark(files: list[Path]) -> str | None:
     """Return the files as one text without marks; None if no file has a mark."""
-    texts, is_marked = [], False
+    texts = []
+    is_marked = False
     for path in files:
         with translate_errors(
             ConfigError, f"cannot read {path}", "Save it as UTF-8.", of=(OSError, UnicodeDecodeError)
@@ -62,4 +64,6 @@ def _text_without_mark(files: list[Path]) -> str | None:
             content = read_bytes(path)
             is_marked |= has_mark(content)
             texts.append(decode_text(content).removesuffix("\n") + "\n")
-    return "".join(texts) if is_marked else None
+    if is_marked:
+        return "".join(texts)
+    return None

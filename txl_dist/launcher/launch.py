@@ -59,7 +59,10 @@ def launch_ranks(
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
     done_before = _stamp(run_dir / DONE)
     wants_hostfile = any(flag.startswith(("-H", "--hostfile")) for flag in launcher_flags)
-    strained = None if verbose else Strained(pattern_of_chatter(wants_hostfile=wants_hostfile))
+    if verbose:
+        strained = None
+    else:
+        strained = Strained(pattern_of_chatter(wants_hostfile=wants_hostfile))
     # What a person has set comes first: ssh takes the first value of an option.
     ssh_arguments = f"{os.environ.get(SSH_ARGUMENTS, '')} {SSH_KEEP_ALIVE}".strip()
     launcher = subprocess.Popen(
@@ -115,7 +118,9 @@ def signal_of(code: int) -> int:
         number = 256 - code
     else:
         number = -code
-    return number if 0 < number < 65 else 0
+    if 0 < number < 65:
+        return number
+    return 0
 
 
 def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
@@ -129,10 +134,19 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
         log = run_dir / LOG
         return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
     if number := signal_of(launcher_code):
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        hint = "; when memory runs out the system does that, see `dmesg`" if number == signal.SIGKILL else ""
+        if number in set(signal.Signals):
+            name = signal.Signals(number).name
+        else:
+            name = f"signal {number}"
+        if number == signal.SIGKILL:
+            hint = "; when memory runs out the system does that, see `dmesg`"
+        else:
+            hint = ""
         return f"a rank died of {name}{hint}; {remedy} from the last checkpoint"
-    lost = "a rank hung or was lost" if launcher_code == HANG else "the launcher ended before the run was done"
+    if launcher_code == HANG:
+        lost = "a rank hung or was lost"
+    else:
+        lost = "the launcher ended before the run was done"
     return f"{lost}; {remedy} from the last checkpoint"
 
 
@@ -143,7 +157,9 @@ class _Forwarding:
         self.sent: set[int] = set()
         self.ended_launcher = False
         """True if the launcher itself was stopped, before there was a run."""
-        self._group, self._stop_file, self._made_stop_file = group, stop_file, False
+        self._group = group
+        self._stop_file = stop_file
+        self._made_stop_file = False
         self._acknowledged: set[int] = set()
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
         self._before = {number: signal.signal(number, self._forward) for number in numbers}

@@ -48,7 +48,10 @@ _LONGEST_LINE = 1 << 16
 
 def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
     """Return a pattern of the whole lines, without their end, that are removed."""
-    patterns = _CHATTER if wants_hostfile else [*_CHATTER, _NO_HOSTFILE]
+    if wants_hostfile:
+        patterns = _CHATTER
+    else:
+        patterns = [*_CHATTER, _NO_HOSTFILE]
     return re.compile(f"{_OF_A_NODE}(?:{'|'.join(patterns)})".encode(), re.DOTALL)
 
 
@@ -73,7 +76,8 @@ class LineFilter:
 
     def flush(self) -> bytes:
         """Return the bytes that are kept, although their line has not ended."""
-        held, self._held = self._held, b""
+        held = self._held
+        self._held = b""
         self.is_inside = self.is_inside or bool(held)
         return held
 
@@ -83,8 +87,14 @@ class Strained:
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         output, self.stdout = os.pipe()
-        error, self.stderr = _terminal_like(2) if os.isatty(2) else os.pipe()
-        self._width_before = signal.signal(signal.SIGWINCH, self._resize) if os.isatty(2) else None
+        if os.isatty(2):
+            error, self.stderr = _terminal_like(2)
+        else:
+            error, self.stderr = os.pipe()
+        if os.isatty(2):
+            self._width_before = signal.signal(signal.SIGWINCH, self._resize)
+        else:
+            self._width_before = None
         self._streams = {output: (1, LineFilter(chatter)), error: (2, LineFilter(chatter))}
         self._ends_at_s = float("inf")
         self._thread = threading.Thread(target=self._carry, daemon=True)

@@ -173,7 +173,10 @@ def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) 
 
 def _file_name_part(value: Any) -> str:
     """Write a value as a part of a file name."""
-    text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        text = "+".join(map(str, value))
+    else:
+        text = str(value)
     return re.sub(r"[^\w.+-]", "_", text)
 
 
@@ -357,7 +360,10 @@ def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], 
             problems.append("no validation loss is on record")
         else:
             losses.append(loss)
-    problem = problems[0] if problems else ""
+    if problems:
+        problem = problems[0]
+    else:
+        problem = ""
     return PointScore(point, values, tuple(losses), problem)
 
 
@@ -393,7 +399,10 @@ def _margin(best: PointScore, second: PointScore) -> str:
     spread = f"{bounded(deviation)} over {counted(num_seeds, 'seed')}"
     if margin < DECISIVE * deviation:
         return f"{text}: within {DECISIVE:g} deviations of a run ({spread}), it may be chance"
-    times = f"{margin / deviation:.1f} times " if deviation else "beyond "
+    if deviation:
+        times = f"{margin / deviation:.1f} times "
+    else:
+        times = "beyond "
     return f"{text}: {times}the deviation of a run ({spread})"
 
 
@@ -401,8 +410,14 @@ def table_of(scores: Sequence[PointScore]) -> list[str]:
     """Return a table with one line per point, the best first. A point that is not ranked says why."""
     rows = [["settings", "validation", "deviation", "seeds", ""]]
     for score in scores:
-        mean = bounded(score.mean) if score.losses else "-"
-        deviation = bounded(score.deviation) if len(score.losses) > 1 else "-"
+        if score.losses:
+            mean = bounded(score.mean)
+        else:
+            mean = "-"
+        if len(score.losses) > 1:
+            deviation = bounded(score.deviation)
+        else:
+            deviation = "-"
         num_seeds = str(len(score.losses))
         rows.append([score.point or "as they are", mean, deviation, num_seeds, score.problem])
     return format_table(rows)
@@ -452,7 +467,10 @@ def train_grid(
     num_done = sum(trial.is_done for trial in trials)
     num_trials = counted(len(trials), "run")
     echo(f"txl sweep: {num_trials} in {out}, {num_done} of them done, {jobs} at a time", to=sys.stderr)
-    gpus = devices() if num_done < len(trials) else ()
+    if num_done < len(trials):
+        gpus = devices()
+    else:
+        gpus = ()
     problems, was_stopped = run_trials(trials, jobs=jobs, devices=gpus)
     outcomes = outcomes_of(trials, problems)
     runs = [outcome.run for outcome in outcomes if outcome.run]
@@ -472,7 +490,10 @@ def train_grid(
 def _summary_lines(outcomes: Sequence[Outcome], axes: Sequence[Axis], *, page: Path) -> list[str]:
     """Return the table and what it means, and write the page with the curves of the best runs."""
     runs = [outcome.run for outcome in outcomes if outcome.run]
-    unit = unit_of(runs) if runs else None
+    if runs:
+        unit = unit_of(runs)
+    else:
+        unit = None
     if unit is not None and not unit.column:
         return [unit.sentence]
     scores = scores_of(outcomes, column=unit.column if unit else "loss")

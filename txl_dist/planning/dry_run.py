@@ -40,7 +40,9 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     warnings = list(first_stage.warnings.evaluation)
     stream = corpora.begin
     for context, stage_warnings in plan.stages:
-        steps, splits, segment_len = context.steps, context.corpora.train, context.config.train.segment_len
+        steps = context.steps
+        splits = context.corpora.train
+        segment_len = context.config.train.segment_len
         if config.train.phases:
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
         if steps.start:
@@ -59,7 +61,8 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
 
 def describe_cost(context: RunContext) -> Iterator[str]:
     """Yield the operations of a stage, the predicted bytes per rank, and the size of a checkpoint."""
-    config, vocab_size = context.config, context.vocab_size
+    config = context.config
+    vocab_size = context.vocab_size
     device = context.ranks.device
     on_gpu = device.type == "cuda"
     step_flops = sum(context.flops.values()) * context.plan.tokens_per_step
@@ -70,6 +73,9 @@ def describe_cost(context: RunContext) -> Iterator[str]:
     total_mib = sum(needed.values()) / 2**20
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in needed_mib.items())
     yield f"memory per rank, estimated: {total_mib:,.1f} MiB in addition to the program ({listed})"
-    owner = "a GPU" if on_gpu else "this machine, left for all its ranks"
+    if on_gpu:
+        owner = "a GPU"
+    else:
+        owner = "this machine, left for all its ranks"
     yield f"memory of {owner}: {room_bytes(device) / 2**20:,.1f} MiB"
     yield f"checkpoint: {checkpoint_size(config, vocab_size=vocab_size)}"

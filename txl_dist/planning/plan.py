@@ -212,7 +212,10 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
     if used == gpus:
         return used, []
     above = next((count for count in range(gpus + 1, num_lanes + 1) if num_lanes % count == 0), None)
-    more = f" the next number above is {above}," if above else ""
+    if above:
+        more = f" the next number above is {above},"
+    else:
+        more = ""
     lanes = gpus * max(1, round(num_lanes / gpus))
     return used, [
         f"train.num_lanes={num_lanes} does not divide among {counted(gpus, 'GPU')}: planned for {used};{more} "
@@ -222,21 +225,27 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
     """How attention will be computed on such a GPU, by engine.attention."""
-    model, dtype = config.model, DTYPES[config.engine.dtype]
+    model = config.model
+    dtype = DTYPES[config.engine.dtype]
     shape_reason = unsupported_shape_reason(
         dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
     )
     if config.engine.attention == "plain":
         return "plain"
     has_kernels = config.engine.attention in ("auto", "triton") and shape_reason is None and gpu.has_bf16
-    return "kernels" if has_kernels else "fused"
+    if has_kernels:
+        return "kernels"
+    return "fused"
 
 
 class _Planner:
     """One question about one configuration."""
 
     def __init__(self, config: Config, question: PlanOptions, gpus: int) -> None:
-        self.given, self.question, self.gpus, self.gpu = config, question, gpus, question.cluster.gpu
+        self.given = config
+        self.question = question
+        self.gpus = gpus
+        self.gpu = question.cluster.gpu
         self.shares = typical_shares(cluster_edges(config.model.cutoffs, vocab_size=question.vocab_size))
         self.parameters = count_parameters(config.model, vocab_size=question.vocab_size)
         self.flops = flops_by_part(
@@ -248,13 +257,20 @@ class _Planner:
         )
         precision = config.engine.precision
         if config.engine.dtype == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
-            precision = "bf16" if self.gpu.has_bf16 else "fp16"
-        graphs = "auto" if config.engine.cuda_graph == "auto" else "off"
+            if self.gpu.has_bf16:
+                precision = "bf16"
+            else:
+                precision = "fp16"
+        if config.engine.cuda_graph == "auto":
+            graphs = "auto"
+        else:
+            graphs = "off"
         self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
 
     def work(self, config: Config) -> Work:
         """Return the work of a rank with these settings. Raises ConfigError if the lanes do not divide."""
-        train, engine = config.train, config.engine
+        train = config.train
+        engine = config.engine
         plan = plan_batch(train, world_size=self.gpus)
         return Work(
             model=config.model,
@@ -319,17 +335,22 @@ class _Planner:
     def _row(self, configs: list[Config]) -> list[Option]:
         """Return the options of increasing micro-batches. Bytes are counted at both ends and interpolated, as they are
         convex."""
-        sizes, engine = [config.train.microbatch_lanes for config in configs], configs[-1].engine
+        sizes = [config.train.microbatch_lanes for config in configs]
+        engine = configs[-1].engine
         first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
         # All but the last accumulate gradients, which up to stage 1 are held twice then.
-        twice_bytes = self.parameters * DTYPES[engine.dtype].itemsize if engine.zero_stage < 2 else 0
+        if engine.zero_stage < 2:
+            twice_bytes = self.parameters * DTYPES[engine.dtype].itemsize
+        else:
+            twice_bytes = 0
         rise = max(0.0, last + twice_bytes - first)
         between = [first + rise * (size - sizes[0]) / (sizes[-1] - sizes[0]) for size in sizes[1:-1]]
         return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
 
     def needed(self, config: Config) -> dict[str, float]:
         """Return the bytes per rank, by purpose."""
-        kind, in_fp32 = attention_kind(config, gpu=self.gpu), DTYPES[config.engine.dtype].itemsize == 4
+        kind = attention_kind(config, gpu=self.gpu)
+        in_fp32 = DTYPES[config.engine.dtype].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
         # where it replaces the kernels its probabilities are counted here, and in fp32 plain attention is the bound.
         followed = changed(config, {"engine.attention": "plain" if kind == "plain" or in_fp32 else "auto"})
@@ -361,7 +382,8 @@ class _Planner:
         """Yield the prediction for each phase with these settings. Raises ConfigError if the lanes of one do not
         divide."""
         for steps, staged in each_phase(config):
-            option, train = self.option(staged), staged.train
+            option = self.option(staged)
+            train = staged.train
             yield PhasePlan(
                 first_step=steps.start + 1,
                 last_step=steps.stop,
@@ -376,10 +398,15 @@ class _Planner:
             )
 
     def _details(self, config: Config) -> PlannedOption:
-        needed, work, question = self.needed(config), self.work(config), self.question
+        needed = self.needed(config)
+        work = self.work(config)
+        question = self.question
         option = self.option(config, sum(needed.values()))
         tokens = question.budget_tokens or self.given.train.max_steps * work.tokens_per_step
-        stages = list(self.stages(config)) if config.train.phases else []
+        if config.train.phases:
+            stages = list(self.stages(config))
+        else:
+            stages = []
         shares = [(one.last_step - one.first_step + 1) / config.train.max_steps / one.tokens_per_s for one in stages]
         length_s = tokens * (sum(shares) or 1 / option.tokens_per_s)
         peak = self.gpu.flops(work.precision) * self.gpus
@@ -432,11 +459,16 @@ class _Planner:
 
 def _kept_scores_bytes(config: Config) -> float:
     """Probabilities that fused attention keeps for the backward pass, and the numbers of its buffer, thrice."""
-    model, train, size = config.model, config.train, DTYPES[config.engine.dtype].itemsize
+    model = config.model
+    train = config.train
+    size = DTYPES[config.engine.dtype].itemsize
     each = size + (1 if model.attention_dropout else 0)
     rows = train.microbatch_lanes * model.num_heads * train.segment_len
     pairs = [rows * (length + (train.segment_len + 1) / 2) for length in train.memory_per_layer(model.num_layers)]
-    kept = max(pairs) if config.engine.activation_checkpointing else sum(pairs)
+    if config.engine.activation_checkpointing:
+        kept = max(pairs)
+    else:
+        kept = sum(pairs)
     return kept * each + 3 * size * min(FUSED_BUFFER_LEN, max(pairs))
 
 

@@ -98,7 +98,8 @@ def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, tit
     figure = Figure(figsize=(7, 4.6), layout="constrained")
     axes = figure.subplots()
     for name, points in (("strong", strong_points), ("weak", weak_points)):
-        gpus, shares = [point.gpus for point in points], [100 * point.efficiency for point in points]
+        gpus = [point.gpus for point in points]
+        shares = [100 * point.efficiency for point in points]
         (line,) = axes.plot(gpus, shares, marker="o", markersize=3, label=f"{name} scaling")
         if broken := breaking_point(points):
             share = 100 * broken.efficiency

@@ -19,10 +19,14 @@ SHORT_S = 600.0
 
 def plan_lines(plan: Plan) -> Iterator[str]:
     """Yield all lines of a plan, for people."""
-    question, chosen = plan.question, plan.chosen
+    question = plan.question
+    chosen = plan.chosen
     cluster = question.cluster
     # A model that is nothing to such a GPU: what would be said of its use and of scaling is of the host.
-    host_share = chosen.step.host / chosen.step.total_s if chosen else 0.0
+    if chosen:
+        host_share = chosen.step.host / chosen.step.total_s
+    else:
+        host_share = 0.0
     is_small = host_share > 0.5 and max(option.needed_gib for option in plan.options) < SMALL_SHARE * plan.usable_gib
     yield f"plan for {plan.gpus_used} x {cluster.gpu.device}: predicted, not measured (docs/planning.md says from what)"
     yield (
@@ -72,16 +76,21 @@ def per_token(flops_by_part: Mapping[str, float]) -> str:
 
 
 def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
-    full, usable = plan.question.cluster.gpu.memory_gib, plan.usable_gib
+    full = plan.question.cluster.gpu.memory_gib
+    usable = plan.usable_gib
     sizes = sorted({option.lanes for option in plan.options})
     stages = sorted({option.engine.zero_stage for option in plan.options})
     if is_small:
-        most, listed = max(option.needed_gib for option in plan.options), ", ".join(map(str, stages))
+        most = max(option.needed_gib for option in plan.options)
+        listed = ", ".join(map(str, stages))
         fits = f"lanes fits at ZeRO {listed}, in {most:.2f} GiB at most of {usable:.1f}"
         yield f"memory: every micro-batch of {sizes[0]:,} to {sizes[-1]:,} {fits}"
     else:
         is_auto = plan.options[0].engine.cuda_graph == "auto"
-        graphs = "" if is_auto else " (without CUDA graphs, which the choice below may have)"
+        if is_auto:
+            graphs = ""
+        else:
+            graphs = " (without CUDA graphs, which the choice below may have)"
         yield (
             f"memory: {full:.1f} GiB, less {CONTEXT_GIB:.1f} for CUDA and its libraries and "
             f"{full - CONTEXT_GIB - usable:.1f} for fragments: {usable:.1f} GiB. "
@@ -90,7 +99,10 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
         table: dict[str, list[str]] = {}
         for option in plan.options:  # by stage, and in it by size
             name = f"ZeRO {option.engine.zero_stage}{', recomputed' if option.engine.activation_checkpointing else ''}"
-            speed = f"{option.tokens_per_s:,.0f}" if option.fits else "too large"
+            if option.fits:
+                speed = f"{option.tokens_per_s:,.0f}"
+            else:
+                speed = "too large"
             table.setdefault(name, [name]).append(f"{option.needed_gib:.1f} {speed}")
         head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
         yield from (f"  {line}" for line in format_table([head, *table.values()]))
@@ -120,8 +132,14 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
         yield f"  as configured it cannot run: {given}"
     elif chosen.flags:
         # There fused attention is counted as plain attention, which needs more.
-        bound = "at most " if given.attention == "fused" and given.engine.dtype == "fp32" else ""
-        fits = "" if given.fits else ", more than there is"
+        if given.attention == "fused" and given.engine.dtype == "fp32":
+            bound = "at most "
+        else:
+            bound = ""
+        if given.fits:
+            fits = ""
+        else:
+            fits = ", more than there is"
         needs = f"{bound}{given.needed_gib:.2f} GiB per GPU{fits}"
         yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"
 
@@ -131,11 +149,20 @@ def _time(chosen: PlannedOption, *, is_small: bool, is_short: bool) -> Iterator[
     parts = [
         f"{name} {1e3 * part:.1f} ({100 * part / total:.0f}%)" for name, part in asdict(chosen.step).items() if part
     ]
-    mfu = "" if is_small else f", MFU {chosen.mfu_pct:.0f}%"
+    if is_small:
+        mfu = ""
+    else:
+        mfu = f", MFU {chosen.mfu_pct:.0f}%"
     yield f"step: {1e3 * total:.1f} ms, {chosen.tokens_per_s:,.0f} tokens/s{mfu}"
     yield f"  ms: {', '.join(parts)}"
-    epochs = "" if chosen.epochs is None else f" ({chosen.epochs:.1f} epochs)"
-    hours = "" if is_short else f", {chosen.gpu_hours:,.0f} GPU-hours"
+    if chosen.epochs is None:
+        epochs = ""
+    else:
+        epochs = f" ({chosen.epochs:.1f} epochs)"
+    if is_short:
+        hours = ""
+    else:
+        hours = f", {chosen.gpu_hours:,.0f} GPU-hours"
     yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {format_duration(chosen.length_s)}{hours}"
     if chosen.epochs is not None and chosen.epochs > MANY_EPOCHS:
         yield (
@@ -179,6 +206,9 @@ def _scaling(curve: Sequence[Point]) -> str:
     if broken := breaking_point(curve):
         pct = math.floor(1000 * broken.efficiency) / 10  # rounded it might be the 50 that it is not
         return f"under 50% from {counted(broken.gpus, 'GPU')} on ({pct:.1f}%): {REASONS[broken.limited_by]}"
-    most = "" if last.gpus == MOST_GPUS else ", the most among which the lanes divide"
+    if last.gpus == MOST_GPUS:
+        most = ""
+    else:
+        most = ", the most among which the lanes divide"
     why = REASONS.get(last.limited_by, "nothing")
     return f"still {100 * last.efficiency:.0f}% at {counted(last.gpus, 'GPU')}{most}; what takes most there: {why}"

@@ -127,7 +127,9 @@ class Work:
     @property
     def num_bytes(self) -> int:
         """Bytes of one number."""
-        return 2 if self.precision in ("bf16", "fp16") else 4
+        if self.precision in ("bf16", "fp16"):
+            return 2
+        return 4
 
     @property
     def tokens(self) -> int:
@@ -176,11 +178,14 @@ class Product(NamedTuple):
 
 def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepTime:
     """Return the time of one step of one rank. All ranks are alike."""
-    gpu, model, times = cluster.gpu, work.model, work.num_microbatches
+    gpu = cluster.gpu
+    model = work.model
+    times = work.num_microbatches
     again = 1 + work.recomputed / 3
     products = again * sum(product.seconds(gpu, work) for product in _layer_products(work, program))
     attention = again * _attention_s(work, gpu, program)
-    inner, passes = model.num_heads * model.head_width, program
+    inner = model.num_heads * model.head_width
+    passes = program
     numbers = passes.width_passes * model.width + passes.ff_passes * model.ff_width + passes.inner_passes * inner
     elementwise = again * model.num_layers * work.tokens * numbers * work.num_bytes / _bandwidth(gpu)
     vocabulary = _vocabulary_s(work, gpu, program)
@@ -205,10 +210,16 @@ def exchange_bytes(work: Work) -> float:
     an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon sends matrices to the ranks that make
     their steps, and the steps back.
     """
-    stage, times = work.zero_stage, work.num_microbatches
+    stage = work.zero_stage
+    times = work.num_microbatches
     others = (work.world_size - 1) / work.world_size
     once = work.parameters * work.num_bytes * others
-    reduced = 2 if stage == 0 else (times if stage >= 2 else 1)
+    if stage == 0:
+        reduced = 2
+    elif stage >= 2:
+        reduced = times
+    else:
+        reduced = 1
     sent = once * (reduced + GATHERS[stage] * (times if stage == 3 else 1))
     if work.orthogonalizes:  # in fp32: at stage 0 what it makes goes to all, else to its owners, as what it is made of
         values = sum(rows * columns for rows, columns in _matrix_shapes(work.model)) * others
@@ -242,8 +253,11 @@ def _bandwidth(gpu: Gpu) -> float:
 
 def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     """Yield the products of all blocks except the scores: forward, and backward for weights and inputs."""
-    model, rows = work.model, float(work.tokens)
-    layers, width, inner = model.num_layers, model.width, model.num_heads * model.head_width
+    model = work.model
+    rows = float(work.tokens)
+    layers = model.num_layers
+    width = model.width
+    inner = model.num_heads * model.head_width
     num_projections, num_passes = program.memory_products
     yield Product(rows, width, 3 * inner, 3 * layers)
     for memory_len, count in Counter(work.memory_lens).items():
@@ -263,10 +277,14 @@ def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
 
 
 def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) -> float:
-    model, queries = work.model, work.segment_len
+    model = work.model
+    queries = work.segment_len
     keys = memory_len + queries
     heads = work.microbatch_lanes * model.num_heads
-    seen = memory_len + (queries + 1) / 2 if program.skips_masked else float(keys)
+    if program.skips_masked:
+        seen = memory_len + (queries + 1) / 2
+    else:
+        seen = float(keys)
     if model.same_length != "off" and program.skips_masked:
         seen = min(seen, memory_len + 1.0)
     num_scores = 3 if model.scheme.has_distance_terms else 2  # products: keys, distances, values
@@ -279,18 +297,23 @@ def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) 
 
 
 def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
-    model, edges = work.model, (0, *work.model.cutoffs, work.vocab_size)
+    model = work.model
+    edges = (0, *work.model.cutoffs, work.vocab_size)
     embed_width = model.embed_width_or_default()
     seconds = table_numbers = logits = 0.0
     for index, share in enumerate(work.shares):
-        table_width, size = embed_width // model.div_value**index, edges[index + 1] - edges[index]
+        table_width = embed_width // model.div_value**index
+        size = edges[index + 1] - edges[index]
         rows = work.tokens * (1.0 if index == 0 else share)
         seconds += Product(rows, table_width, size, 3).seconds(gpu, work)
         if model.div_value > 1 or embed_width != model.width:
             seconds += Product(rows + work.tokens * share, model.width, table_width, 3).seconds(gpu, work)
         table_numbers += size * table_width
         logits += rows * size
-    cuts = len(work.shares) if program.cuts_tables and model.div_value == 1 else 1
+    if program.cuts_tables and model.div_value == 1:
+        cuts = len(work.shares)
+    else:
+        cuts = 1
     numbers = logits * program.logit_passes + table_numbers * program.table_passes * cuts
     return seconds + numbers * work.num_bytes / _bandwidth(gpu)
 
@@ -300,13 +323,17 @@ def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
     moved = program.state_bytes[work.num_bytes == 2]
     if work.needs_whole_tensors and program is OURS:
         moved += NORMS_EXTRA_BYTES
-    products = _newton_schulz_flops(work.model) / work.world_size if work.orthogonalizes else 0.0
+    if work.orthogonalizes:
+        products = _newton_schulz_flops(work.model) / work.world_size
+    else:
+        products = 0.0
     return own * moved / _bandwidth(gpu) + products / (gpu.matmul_share * gpu.flops(work.precision))
 
 
 def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
     """Return the shapes of the matrices that Muon orthogonalizes."""
-    width, inner = model.width, model.num_heads * model.head_width
+    width = model.width
+    inner = model.num_heads * model.head_width
     num_projections = 5 if model.scheme.sinusoids == "distances" else 4  # queries, keys, values, output, distances
     shapes = [(width, inner)] * num_projections + [(width, model.ff_width)] * model.num_ff_matrices
     return shapes * model.num_layers

@@ -74,10 +74,12 @@ class Thinned(NamedTuple):
 def thinned(x: FloatArray, y: FloatArray) -> Thinned:
     """The finite points of a line; of more than two per bin, each bin's means, its lowest and its highest value."""
     finite = np.isfinite(x) & np.isfinite(y)
-    x, y = x[finite], y[finite]
+    x = x[finite]
+    y = y[finite]
     if (np.diff(x) < 0).any():
         order = np.argsort(x, kind="stable")
-        x, y = x[order], y[order]
+        x = x[order]
+        y = y[order]
     if len(x) <= 2 * NUM_BINS:
         return Thinned(x, y, y, y)
     width = (x[-1] - x[0]) / NUM_BINS or 1.0
@@ -132,7 +134,10 @@ def _draw_line(axes: Any, line: Line, *, colour: str) -> None:
         return
     if not np.array_equal(low, high):
         axes.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
-    style = {"marker": "o", "markersize": 3.0, "linewidth": 0.8} if len(x) <= _MAX_DOTS else {}
+    if len(x) <= _MAX_DOTS:
+        style = {"marker": "o", "markersize": 3.0, "linewidth": 0.8}
+    else:
+        style = {}
     axes.plot(x, mean, color=colour, label=line.label or None, **style)
 
 
@@ -144,14 +149,16 @@ def _set_axes(axes: Any, chart: Chart) -> None:
     axes.set_ylabel(chart.y_label)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
     values = np.concatenate([line.y[np.isfinite(line.x + line.y)] for line in chart.lines])
-    low, high = values.min(), values.max()
+    low = values.min()
+    high = values.max()
     ticks: Any = MaxNLocator(6, steps=_STEPS)
     if chart.is_log and low > 0:
         axes.set_yscale("log")
         if high > 5 * low:  # else ticks in even steps are more, and rounder
             ticks = LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,))
     else:
-        bottom, top = 1.08 * min(low, 0.0), 1.08 * max(high, 0.0)
+        bottom = 1.08 * min(low, 0.0)
+        top = 1.08 * max(high, 0.0)
         axes.set_ylim(bottom, top if top > bottom else 1.0)
     axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_minor_locator(NullLocator())

@@ -49,18 +49,19 @@ def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
         facts = checkpoint_facts(Path(path))
         return facts, checkpoint_lines(facts, max_parameters=question.max_documents)
     if question.lane >= 0:
-        where = (
-            stream_before_step(Path(path), question.step)
-            if kind is ArtifactKind.RUN
-            else _stream_of_corpus(path, question)
-        )
+        if kind is ArtifactKind.RUN:
+            where = stream_before_step(Path(path), question.step)
+        else:
+            where = _stream_of_corpus(path, question)
         facts = of_corpus.lane_facts(*where, lane=question.lane)
         return facts, of_corpus.lane_lines(facts)
     if kind is ArtifactKind.RUN:
         facts = run_facts(Path(path))
         return facts, run_lines(facts)
     corpus = _open(path, question)
-    return _shard(question, corpus) if question.shard else _corpus(question, corpus)
+    if question.shard:
+        return _shard(question, corpus)
+    return _corpus(question, corpus)
 
 
 def _open(path: str, question: InspectOptions) -> Corpus:
@@ -69,7 +70,8 @@ def _open(path: str, question: InspectOptions) -> Corpus:
 
 def _stream_of_corpus(path: str, question: InspectOptions) -> tuple[tuple[Split, ...], StreamState, int]:
     """As of a run with the default settings, but for those that are asked for."""
-    splits, train = (_open(path, question).split(question.split),), TrainSection()
+    splits = (_open(path, question).split(question.split),)
+    train = TrainSection()
     seed = derive_seed(question.seed or RunSection().seed, "documents")
     start = first_state(splits, num_lanes=question.num_lanes or train.num_lanes, seed=seed)
     segment_len = question.segment_len or train.segment_len
@@ -87,7 +89,8 @@ def _shard(question: InspectOptions, corpus: Corpus) -> Answer:
 
 def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
     facts = of_corpus.corpus_facts(corpus)
-    lines, cutoffs = of_corpus.corpus_lines(facts), question.cutoffs
+    lines = of_corpus.corpus_lines(facts)
+    cutoffs = question.cutoffs
     if question.num_clusters:
         cutoffs = best_cutoffs(
             corpus.split(question.split).counts(),
@@ -117,10 +120,13 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     if checkpoints:
         config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
-    splits, state, start = corpora.train, corpora.begin, 0
+    splits = corpora.train
+    state = corpora.begin
+    start = 0
     if before:
         last = read_state(before[-1])
-        state, start = continued_stream(last, state, splits)[0], last.step
+        state = continued_stream(last, state, splits)[0]
+        start = last.step
     segment_len = config.train.segment_len
     if behind:
         saved = read_state(behind[0]).stream
@@ -130,7 +136,10 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
             (one.cut(), one.position) for one in saved.corpora
         ]:
             is_same_cut = [one.cut() for one in reached.corpora] == [one.cut() for one in saved.corpora]
-            changed = "train.segment_len was changed" if is_same_cut else "the lanes were cut again"
+            if is_same_cut:
+                changed = "train.segment_len was changed"
+            else:
+                changed = "the lanes were cut again"
             raise CheckpointError(
                 f"what the lanes read at step {step} is not known: {changed} before {behind[0].name}, and the "
                 f"checkpoint from before that is gone. Name a step after {step_of(behind[0])}."
@@ -181,13 +190,25 @@ def _what_is(name: str) -> str:
 
 def run_lines(facts: dict[str, Any]) -> list[str]:
     """Describe the facts of a run in lines for people."""
-    newest = "none" if facts["newest_whole"] is None else f"step {facts['newest_whole']:,}"
+    if facts["newest_whole"] is None:
+        newest = "none"
+    else:
+        newest = f"step {facts['newest_whole']:,}"
     rows = [["checkpoint", "tokens seen", "MiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
     for one in facts["checkpoints"]:
-        best = " (best)" if one["step"] == facts["best_step"] else ""
-        loss = "-" if one["eval_loss"] is None else f"{bounded(one['eval_loss'])}{best}"
+        if one["step"] == facts["best_step"]:
+            best = " (best)"
+        else:
+            best = ""
+        if one["eval_loss"] is None:
+            loss = "-"
+        else:
+            loss = f"{bounded(one['eval_loss'])}{best}"
         size = f"{one['bytes'] / 2**20:,.1f}"
-        state = f"damaged: {one['problems'][0]}" if one["problems"] else "whole"
+        if one["problems"]:
+            state = f"damaged: {one['problems'][0]}"
+        else:
+            state = "whole"
         known = [_or_dash(one[key]) for key in ("tokens_seen", "world_size", "zero_stage", "precision")]
         rows.append([one["name"], known[0], size, *known[1:], loss, state])
     return [
@@ -198,13 +219,18 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _or_dash(value: Any) -> str:
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value)
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
     """Return the contents of a checkpoint, and its faults by its manifest. Raises CheckpointError without
     state.json."""
-    saved, problems = read_state(folder), checkpoint_problems(folder)
+    saved = read_state(folder)
+    problems = checkpoint_problems(folder)
     kinds: list[str] = []
     lanes: list[dict[str, Any]] = []
     try:
@@ -326,7 +352,10 @@ def _phase_lines(phase: dict[str, int] | None) -> list[str]:
 def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:
     rows = [["corpus", "split", "fingerprint", "lanes", "position", "cut in epoch", "epochs read", "left out per lane"]]
     for one in corpora:
-        epochs = "?" if one["epochs_read"] is None else f"{one['epochs_read']:.3f}"
+        if one["epochs_read"] is None:
+            epochs = "?"
+        else:
+            epochs = f"{one['epochs_read']:.3f}"
         numbers = [f"{one[key]:,}" for key in ("num_lanes", "position", "cut_in_epoch")]
         skipped = sum(end - first for first, end in one["skips"])
         rows.append([one["name"], one["split"], one["fingerprint"][:16], *numbers, epochs, f"{skipped:,}"])

@@ -37,7 +37,9 @@ def report_of(path: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:
     run = path.resolve().parent.parent
     if kind is ArtifactKind.CHECKPOINT and detect_artifact(run) is ArtifactKind.RUN and (run / RECORDS).exists():
         return [printable(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
-    return write_report(path, out=out) if kind is ArtifactKind.RUN else _write_model_page(path, kind, out=out)
+    if kind is ArtifactKind.RUN:
+        return write_report(path, out=out)
+    return _write_model_page(path, kind, out=out)
 
 
 def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:
@@ -48,7 +50,10 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
         )
     check_writable(page)
     try:
-        content = _bundle(folder) if kind is ArtifactKind.BUNDLE else _checkpoint(folder)
+        if kind is ArtifactKind.BUNDLE:
+            content = _bundle(folder)
+        else:
+            content = _checkpoint(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, TxlError):
             raise

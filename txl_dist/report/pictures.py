@@ -249,7 +249,10 @@ def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks
     """Draw the lines of a row, or say why there are none; `hours` is the length of an axis of hours."""
     shown = [line for line in lines if np.isfinite(line.x + line.y).any()]
     if not shown:
-        reason = f"; {row.missing}" if row.missing else ""
+        if row.missing:
+            reason = f"; {row.missing}"
+        else:
+            reason = ""
         return Picture(row.title, Markup(), f"{row.title}: nothing is on record{reason}.")
     notes = [row.caption]
     if row.is_log:
@@ -265,7 +268,9 @@ def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks
 def _x_label(axis: Axis, *, hours: float) -> str:
     """Name an axis with its unit."""
     if axis == "hours":
-        return "hours of work" if hours >= _SHORT_HOURS else "minutes of work"
+        if hours >= _SHORT_HOURS:
+            return "hours of work"
+        return "minutes of work"
     if axis == "tokens":
         return "tokens seen"
     if axis == "position":
@@ -298,7 +303,10 @@ def _description(chart: Chart) -> str:
             values += f", lowest {format_count(y.min())}, highest {format_count(y.max())}"
         parts.append(f"{line.label or chart.y_label} {values}")
     num_more = len(chart.lines) - _MAX_DESCRIBED
-    more = f"; and {num_more} more lines" if num_more > 0 else ""
+    if num_more > 0:
+        more = f"; and {num_more} more lines"
+    else:
+        more = ""
     return f"{chart.name}: {chart.y_label} against {chart.x_label}. {'; '.join(parts)}{more}."
 
 
@@ -361,7 +369,10 @@ def _position_picture(run: RunRecords) -> Picture:
     """Draw the newest gain from memory by position in the segment; without a measured gain, the loss by position."""
     memory = run.history.memory
     has_gain = len(memory) and len(memory.newest("loss_by_position_"))
-    table = memory if has_gain else run.history.held_out
+    if has_gain:
+        table = memory
+    else:
+        table = run.history.held_out
     values = table.newest("loss_by_position_")
     without_memory = table.newest("loss_by_position_without_memory_")
     row = _LOSS_BY_POSITION
@@ -377,7 +388,10 @@ def _position_picture(run: RunRecords) -> Picture:
     y = np.array(means)
     x = (np.arange(len(y)) + 0.5) * 100 / len(y)
     tokens = table["tokens"][-1]
-    over = f", over {tokens:,.0f} tokens, about {tokens / len(y):,.0f} for each point" if np.isfinite(tokens) else ""
+    if np.isfinite(tokens):
+        over = f", over {tokens:,.0f} tokens, about {tokens / len(y):,.0f} for each point"
+    else:
+        over = ""
     caption = f"At step {table['step'][-1]:,.0f}{over}. {row.caption}".strip()
     return picture_of(row._replace(caption=caption), [Line("", x, y)])
 

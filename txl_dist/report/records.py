@@ -81,7 +81,9 @@ class RecordTable:
     def last(self, name: str) -> float | None:
         """The newest number of a column."""
         finite = self[name][np.isfinite(self[name])]
-        return float(finite[-1]) if len(finite) else None
+        if len(finite):
+            return float(finite[-1])
+        return None
 
     def numbered(self, prefix: str) -> list[str]:
         """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
@@ -136,7 +138,10 @@ def read_history(run_dir: Path) -> History:
         with open_regular(path) as stream:
             history = history_of(stream)
     except OSError as error:
-        what = "there is no such folder" if not run_dir.is_dir() else f"{path.name}: {error.strerror}"
+        if not run_dir.is_dir():
+            what = "there is no such folder"
+        else:
+            what = f"{path.name}: {error.strerror}"
         raise DataError(
             f"{run_dir} is not a run with records: {what}. Name what `txl train` wrote (--run.dir)."
         ) from error
@@ -192,7 +197,10 @@ def read_loss_parts(run_dir: Path) -> Parts:
 
 
 def _parts_of(listed: object) -> list[LossPart]:
-    known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)] if isinstance(listed, list) else []
+    if isinstance(listed, list):
+        known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)]
+    else:
+        known = []
     rows = [[one.get(field) for field in LossPart._fields] for one in known]
     return [LossPart(*(float(one) if is_number(one) else math.nan for one in row)) for row in rows]
 
@@ -247,14 +255,17 @@ class _Reader:
         self._events: list[Event] = []
         self._samples: dict[tuple[int, str], TextSample] = {}
         self._hosts: dict[int, str] = {}
-        self._hours, self._time_s, self._not_kept = 0.0, math.nan, {*_NOT_KEPT, *BITS}
+        self._hours = 0.0
+        self._time_s = math.nan
+        self._not_kept = {*_NOT_KEPT, *BITS}
         self._last_step = 0
 
     def take(self, line: bytes) -> None:
         """One line, whole or not."""
         try:
             record = record_in_new_names(parse_object(line))
-            kind, step = record["kind"], record["step"]
+            kind = record["kind"]
+            step = record["step"]
             if not (isinstance(kind, str) and type(step) is int and 0 <= step <= MOST):
                 raise ValueError(line)
         except (ValueError, KeyError):
@@ -266,7 +277,8 @@ class _Reader:
         if kind == "event":
             self._take_event(record, step)
         elif kind == "sample":
-            prompt, text = str(record.get("prompt", "")), str(record.get("text", ""))
+            prompt = str(record.get("prompt", ""))
+            text = str(record.get("text", ""))
             self._samples.pop((step, prompt), None)
             self._samples[step, prompt] = TextSample(step, prompt, text)
         elif kind in ("train", "memory", "layers") or kind.startswith("eval"):
@@ -295,14 +307,16 @@ class _Reader:
 
     def _advance_clock(self, record: dict[str, Any], step: int) -> None:
         """By the times of records; of versions that wrote none, by the times of steps."""
-        time_s, is_start = record.get("time_s"), record.get("event") == "start"
+        time_s = record.get("time_s")
+        is_start = record.get("event") == "start"
         spent_s = 0.0
         if is_number(time_s) and math.isfinite(self._time_s):
             spent_s = max(time_s - self._time_s, 0.0)
         elif record["kind"] == "train" and is_number(record.get("step_ms")):
             spent_s = max(step - self._last_step, 0) * record["step_ms"] / 1000
         self._hours += 0.0 if is_start else spent_s / 3600
-        self._time_s = float(time_s) if is_number(time_s) else self._time_s
+        if is_number(time_s):
+            self._time_s = float(time_s)
         if record["kind"] == "train" or is_start or record.get("event") == "rewound":
             self._last_step = step
 

@@ -96,7 +96,8 @@ def render(template: str, **content: Any) -> str:
 
 
 def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
-    samples, scores = run.history.samples, read_scores(run.path)
+    samples = run.history.samples
+    scores = read_scores(run.path)
     return {
         "title": f"Run {run.name}",
         "run": run,
@@ -120,7 +121,9 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
 
 def cut(text: str, *, most: int = _MAX_TEXT) -> str:
     """The beginning of a text that is too long for a page."""
-    return text if len(text) <= most else f"{text[:most]}... ({counted(len(text) - most, 'character')} more)"
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}... ({counted(len(text) - most, 'character')} more)"
 
 
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:

@@ -82,13 +82,17 @@ class RunRecords:
     def max_steps(self) -> int | None:
         """Number of steps of the whole run, if its settings say so."""
         value: object = self.settings.get("train.max_steps")
-        return value if _is_count(value) else None
+        if _is_count(value):
+            return value
+        return None
 
     @property
     def tokenizer(self) -> str | None:
         """Fingerprint of the tokenizer, if a checkpoint has it."""
         value = self.checkpoint.get("tokenizer_fingerprint")
-        return value if isinstance(value, str) else None
+        if isinstance(value, str):
+            return value
+        return None
 
     def tokens_at(self, steps: FloatArray) -> FloatArray:
         """Return the tokens seen at steps, interpolated between train records; NaN where they are unknown."""
@@ -112,7 +116,9 @@ class RunRecords:
     def start(self) -> dict[str, Any]:
         """Record of the newest start: ranks, device, versions."""
         starts = [event.fields for event in self.history.events if event.name == "start"]
-        return starts[-1] if starts else {}
+        if starts:
+            return starts[-1]
+        return {}
 
     @property
     def no_bits(self) -> dict[str, str]:
@@ -129,7 +135,9 @@ class RunRecords:
         if number is None:
             with suppress(KeyError, TypeError, AttributeError):
                 number = sum(math.prod(shape) for shape in self.checkpoint["parameters"].values())
-        return number if _is_count(number) else None
+        if _is_count(number):
+            return number
+        return None
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -180,10 +188,16 @@ def _state_of(path: Path, history: History) -> str:
     is_alive = _is_locked(path / LOCK)
     if is_alive:
         return _IN_PROGRESS
-    last = history.events[-1] if history.events else None
+    if history.events:
+        last = history.events[-1]
+    else:
+        last = None
     if last is not None and last.name == "stopped":
         reason = last.fields.get("reason")
-        by = f" by {reason}" if reason else ""
+        if reason:
+            by = f" by {reason}"
+        else:
+            by = ""
         return f"stopped{by}; the same command continues"
     if is_alive is None:
         return "not done, and no job works on it; log.txt says why, and the same command continues"
@@ -215,7 +229,9 @@ def recent(table: RecordTable, name: str) -> float | None:
     """Return the median of the newest numbers of a column; None if it has none."""
     column = table[name]
     values = column[np.isfinite(column)][-_RECENT:]
-    return float(np.median(values)) if len(values) else None
+    if len(values):
+        return float(np.median(values))
+    return None
 
 
 def best(table: RecordTable, column: str = "loss") -> tuple[float, int] | None:
@@ -440,7 +456,9 @@ def _softmax(cutoffs: object) -> str | None:
 
 
 def _list_of(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    if isinstance(value, list):
+        return value
+    return []
 
 
 def _slowest_rank_facts(history: History) -> Iterator[Fact]:
@@ -451,19 +469,31 @@ def _slowest_rank_facts(history: History) -> Iterator[Fact]:
     if not len(ranks):
         return
     rank = int(ranks[counts.argmax()])
-    host = f" on {history.hosts[rank]}" if rank in history.hosts else ""
+    if rank in history.hosts:
+        host = f" on {history.hosts[rank]}"
+    else:
+        host = ""
     share = f"in {100 * counts.max() / counts.sum():.0f} % of the records"
     delays = delay_pct[(slowest == rank) & np.isfinite(delay_pct)]
-    delay = f"there by {np.median(delays):.1f} % (median)" if len(delays) else None
+    if len(delays):
+        delay = f"there by {np.median(delays):.1f} % (median)"
+    else:
+        delay = None
     yield _fact("Slowest rank", f"{rank}{host}", share, delay)
 
 
 def _loss_facts(run: RunRecords) -> Iterator[Fact]:
     """Yield the newest loss of training and of each validation split, in nats per token."""
     history = run.history
-    per_word = " per word" if run.start.get("token") == "word" else ""
+    if run.start.get("token") == "word":
+        per_word = " per word"
+    else:
+        per_word = ""
     for kind, table in {"train": history.train, **history.evals}.items():
-        name = "training" if kind == "train" else corpus_name(kind)
+        if kind == "train":
+            name = "training"
+        else:
+            name = corpus_name(kind)
         loss = table.last("loss")
         lowest = best(table)
         if loss is None or lowest is None:

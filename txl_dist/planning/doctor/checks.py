@@ -49,7 +49,10 @@ def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
 def _versions(facts: Facts) -> Iterator[Finding]:
     listed = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     met = f"Python {facts.python}, {listed}; all requirements are met"
-    found = f"unmet: {'; '.join(facts.unmet)}" if facts.unmet else met
+    if facts.unmet:
+        found = f"unmet: {'; '.join(facts.unmet)}"
+    else:
+        found = met
     remedy = (
         'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
     )
@@ -88,16 +91,24 @@ def _devices(facts: Facts) -> Iterator[Finding]:
 def _backends(facts: Facts) -> Iterator[Finding]:
     missing = {"gloo", *(["nccl"] if facts.devices else [])} - facts.backends.keys()
     listed = ", ".join(f"{name} {version}".strip() for name, version in facts.backends.items())
-    found = f"torch lacks {' and '.join(sorted(missing))}" if missing else listed
+    if missing:
+        found = f"torch lacks {' and '.join(sorted(missing))}"
+    else:
+        found = listed
     remedy = "Install an official build of torch for Linux, which has both."
     yield first_of("backends", found, (missing, "problem", remedy))
 
 
 def _cores(facts: Facts) -> Iterator[Finding]:
-    ranks, threads = facts.num_local_ranks, facts.environment.get("OMP_NUM_THREADS", "")
+    ranks = facts.num_local_ranks
+    threads = facts.environment.get("OMP_NUM_THREADS", "")
     cores = min(facts.num_cores, facts.cgroup_cores or facts.num_cores)
-    limit = f", of which the control group allows {facts.cgroup_cores:g}" if facts.cgroup_cores else ""
-    fair, count = max(1, int(cores / ranks)), int(threads) if threads.isdigit() else 0
+    if facts.cgroup_cores:
+        limit = f", of which the control group allows {facts.cgroup_cores:g}"
+    else:
+        limit = ""
+    fair = max(1, int(cores / ranks))
+    count = int(threads) if threads.isdigit() else 0
     own = f"Set --engine.num_threads {fair}: a rank counts cores, not what it may use of them."
     fewer = f"Set OMP_NUM_THREADS to {fair}: threads that wait for a core slow all down."
     yield first_of(
@@ -132,7 +143,10 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
     pins = "Run ulimit -l unlimited (docker run --ulimit memlock=-1): InfiniBand pins its buffers."
     if facts.has_infiniband:
-        found = "no limit" if facts.max_pinned < 0 else f"at most {format_bytes(facts.max_pinned)} for a process"
+        if facts.max_pinned < 0:
+            found = "no limit"
+        else:
+            found = f"at most {format_bytes(facts.max_pinned)} for a process"
         yield first_of("pinned memory", found, (facts.max_pinned >= 0, "problem", pins))
 
 
@@ -163,7 +177,10 @@ def _corpus(facts: Facts) -> Iterator[Finding]:
 def _programs(facts: Facts) -> Iterator[Finding]:
     lacks_launcher = "deepspeed" not in facts.programs and "RANK" not in facts.environment
     remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
-    found = "there is no program deepspeed on PATH" if lacks_launcher else f"on PATH: {', '.join(facts.programs)}"
+    if lacks_launcher:
+        found = "there is no program deepspeed on PATH"
+    else:
+        found = f"on PATH: {', '.join(facts.programs)}"
     yield first_of("launcher", found, (lacks_launcher, "warning", remedy))
     if facts.devices:
         remedy = "Install gcc and the headers of Python (Debian: gcc python3-dev), or use --engine.attention fused."
@@ -190,7 +207,10 @@ def _variables(facts: Facts) -> Iterator[Finding]:
         is_prefix = name.startswith("NCCL") and not value.startswith("=")
         named = [one.partition(":")[0] for one in value.removeprefix("=").split(",")]
         unknown = [one for one in named if not (any(is_up.startswith(one) for is_up in up) if is_prefix else one in up)]
-        found = f"names {', '.join(unknown)}, which is not up here" if unknown else value
+        if unknown:
+            found = f"names {', '.join(unknown)}, which is not up here"
+        else:
+            found = value
         remedy = f"Set {name} to one of {', '.join(sorted(up))}; names may differ between nodes."
         yield first_of(name, found, (unknown, "problem", remedy))
     for path in facts.broken_launcher_files:
@@ -217,7 +237,8 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
     """Report the facts in which nodes differ and should be equal."""
-    compared, found = {node: _compared(facts) for node, facts in nodes.items()}, []
+    compared = {node: _compared(facts) for node, facts in nodes.items()}
+    found = []
     for name in next(iter(compared.values())):
         where: dict[str, list[str]] = {}
         for node, values in compared.items():

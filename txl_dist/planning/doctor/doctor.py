@@ -89,7 +89,10 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
         problem, _, remedy = str(error).partition(". ")
         if not isinstance(error, TxlError):
             remedy = "Look at the network between the nodes."
-        name = "communication" if has_met else "meeting"
+        if has_met:
+            name = "communication"
+        else:
+            name = "meeting"
         findings = {
             facts.host: judge(facts, is_cut_off=is_several),
             "all": [Finding(name, "problem", problem, remedy)],

@@ -112,11 +112,17 @@ def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
 
     `run_dir` need not exist: its nearest parent that exists is tried. `data` is a corpus to open, or empty.
     """
-    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    if os.path.isdir("/dev/shm"):
+        shm = shutil.disk_usage("/dev/shm")
+    else:
+        shm = None
     drivers = drivers_of_gpus()
     versions = {name: _version(name) for name in WATCHED}
     versions = {name: version for name, version in versions.items() if version} | {"txl_dist": __version__}
-    num_devices = torch.cuda.device_count() if uses_gpu() else 0
+    if uses_gpu():
+        num_devices = torch.cuda.device_count()
+    else:
+        num_devices = 0
     return Facts(
         host=socket.gethostname(),
         python=platform.python_version(),
@@ -212,7 +218,10 @@ def _cgroup_cores() -> float:
     """Return the smallest CPU limit of the control groups, in cores; 0 means no limit."""
     limits = []
     for group, is_v2 in control_groups("cpu"):
-        file_name = "cpu.max" if is_v2 else "cpu.cfs_quota_us"
+        if is_v2:
+            file_name = "cpu.max"
+        else:
+            file_name = "cpu.cfs_quota_us"
         quota, _, period = _text(group / file_name).partition(" ")
         if quota not in ("", "max", "-1"):
             limits.append(int(quota) / int(period or "100000"))
