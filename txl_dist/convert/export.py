@@ -78,7 +78,8 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
     looked_at: list[Path] | None = None
     rejected: list[str] = []
     while (listed := list_checkpoints(run)) != looked_at:
-        looked_at, rejected = listed, []
+        looked_at = listed
+        rejected = []
         for folder in reversed(listed):
             with keep_while_reading(folder):
                 try:
@@ -92,7 +93,10 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
                         raise
                 if os.path.lexists(folder):
                     rejected.append(f"{folder.name}: {'; '.join(problems[:3])}")
-    why = f" ({'; '.join(rejected[:3])})" if rejected else ""
+    if rejected:
+        why = f" ({'; '.join(rejected[:3])})"
+    else:
+        why = ""
     raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
 
 
@@ -108,7 +112,8 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
     for change in plugin_changes(saved.values.get("plugins", ()), where=folder.name):
         logger.warning(change)
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    precision, probe = config.engine.dtype, read_probe(folder, vocab_size=tokenizer.vocab_size)
+    precision = config.engine.dtype
+    probe = read_probe(folder, vocab_size=tokenizer.vocab_size)
     package = Package(
         section=config.model,
         weights=consolidated_weights(folder, use_ema=use_ema),
@@ -137,7 +142,8 @@ def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
 
 def _with_card(trained: Trained, stated: Stated) -> Package:
     """Return the package of a checkpoint with a card: what its run recorded and the user states."""
-    package, saved = trained.package, read_state(trained.folder)
+    package = trained.package
+    saved = read_state(trained.folder)
     is_average = bool(package.source.get("average"))
     card = card_of_checkpoint(trained.folder, saved, trained.config, use_ema=is_average).with_stated(stated)
     if card.sample is None:
@@ -159,7 +165,9 @@ def _sample(package: Package, *, where: str) -> Sample | None:
 
 def _rounded_once(package: Package, dtype: str) -> Package:
     """Weights that were rounded stay so, whatever type they are written in then."""
-    return package if dtype == "fp32" else dataclasses.replace(package, probe_dtype=dtype)
+    if dtype == "fp32":
+        return package
+    return dataclasses.replace(package, probe_dtype=dtype)
 
 
 def export_bundle(
@@ -201,7 +209,10 @@ def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) 
     log-probability to its source, in nats. Raises as `export_onnx`, and CheckpointError if nothing whole is found."""
     folder, package = _read(source, stated)
     _check_alike(package)
-    bundle = package if isinstance(package, Bundle) else package.open(where=str(folder))
+    if isinstance(package, Bundle):
+        bundle = package
+    else:
+        bundle = package.open(where=str(folder))
     return export_onnx(out, bundle)
 
 
@@ -233,7 +244,8 @@ def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     Raises CheckpointError if no complete checkpoint is found, ConfigError for a path to something else and for a
     device that does not exist.
     """
-    source, device = local_model(source), check_device(device)
+    source = local_model(source)
+    device = check_device(device)
     if require(source, *TRAINED) is ArtifactKind.BUNDLE:
         return LanguageModel(load_bundle(source, device=device))
     return LanguageModel(use_trained(source, lambda one: one.package.open(device=device, where=str(one.folder))))

@@ -75,7 +75,8 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
 
     Raises CheckpointError for a model that the format cannot express, or if `out` is another folder.
     """
-    model, tokenizer = package.section, package.tokenizer
+    model = package.section
+    tokenizer = package.tokenizer
     if reasons := inexpressible(model):
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
     out = out.resolve()
@@ -190,11 +191,15 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
 
 def _flip_clusters(name: str, tensor: Tensor) -> Tensor:
     """Return a tensor, with its rows reversed if they are tail clusters: Hugging Face has the other order."""
-    return tensor.flip(0) if name in ("crit.cluster_weight", "crit.cluster_bias") else tensor
+    if name in ("crit.cluster_weight", "crit.cluster_bias"):
+        return tensor.flip(0)
+    return tensor
 
 
 def _huggingface_name(name: str) -> str:
-    return name if name.startswith("crit.") else PREFIX + name
+    if name.startswith("crit."):
+        return name
+    return PREFIX + name
 
 
 def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
@@ -263,7 +268,10 @@ def _end_of_text(tokenizer: Tokenizer) -> int | None:
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with transformers' defaults for the settings that it lacks."""
     cutoffs = config.get("cutoffs")
-    num_tails = len(cutoffs) if isinstance(cutoffs, list) else 0
+    if isinstance(cutoffs, list):
+        num_tails = len(cutoffs)
+    else:
+        num_tails = 0
     defaults = {
         "tie_word_embeddings": True,
         "tie_projs": [False] + [bool(config.get("proj_share_all_but_first", True))] * num_tails,

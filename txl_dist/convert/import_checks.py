@@ -108,7 +108,10 @@ def only_tensors(values: Any, *, where: str) -> Weights:
         if name.rpartition(".")[2] in BUFFERS:
             continue
         if not isinstance(value, Tensor) or not value.is_floating_point():
-            kind = f"{value.dtype} tensor" if isinstance(value, Tensor) else type(value).__name__
+            if isinstance(value, Tensor):
+                kind = f"{value.dtype} tensor"
+            else:
+                kind = type(value).__name__
             raise CheckpointError(f"{where}: {name} is a {kind}, not a tensor of floating-point numbers.")
         weight = value.detach().float()
         if not bool(weight.isfinite().all()):
@@ -140,7 +143,10 @@ def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: s
     """
     if name not in peer_weights:
         first_names = ", ".join(list(peer_weights)[:3])
-        hint = " A name with `transformer.` is Hugging Face's." if f"transformer.{name}" in peer_weights else ""
+        if f"transformer.{name}" in peer_weights:
+            hint = " A name with `transformer.` is Hugging Face's."
+        else:
+            hint = ""
         raise CheckpointError(
             f"{where} does not fit: {name} is missing. Found: {first_names}, ... Is it of this format?{hint}"
         )
@@ -171,7 +177,9 @@ def shape_problems(
         optional: Names that may be missing.
         shown: Maps a name to the one in the file, for messages.
     """
-    missing, surplus, of_other_shape = [], [], []
+    missing = []
+    surplus = []
+    of_other_shape = []
     for name, shape in expected.items():
         if name in peer_weights:
             actual = peer_weights[name].shape
@@ -188,7 +196,10 @@ def shape_problems(
 def refuse(problems: list[str], *, where: str) -> None:
     """Raise CheckpointError with the first few problems, if there are any."""
     if problems:
-        more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
+        if len(problems) > 4:
+            more = f" and {len(problems) - 4} more"
+        else:
+            more = ""
         raise CheckpointError(
             f"{where} does not fit: {'; '.join(problems[:4])}{more}. "
             "Is it of this format and architecture, and are its settings right?"

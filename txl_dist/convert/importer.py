@@ -71,7 +71,9 @@ def import_model(
     if not path.exists():
         raise CheckpointError(f"{path} does not exist. Name the file or folder with the weights.")
     imported = READERS[format](path, user_settings=read_peer_settings(settings))
-    model, vocab_size, tokenizer = imported.model, imported.vocab_size, imported.tokenizer
+    model = imported.model
+    vocab_size = imported.vocab_size
+    tokenizer = imported.tokenizer
     if vocab is not None:
         tokenizer = read_vocabulary(vocab, vocab_size=vocab_size)
     segment_len, memory_len = _lengths(imported, segment_len=segment_len, memory_len=memory_len, where=path)

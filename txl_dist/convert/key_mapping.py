@@ -126,7 +126,10 @@ def one_to_one(model: ModelSection) -> dict[str, str]:
 
 def partners(model: ModelSection) -> dict[str, str]:
     """Return, for all tensors that this model ties, the embedding's name by the softmax's name (the original's)."""
-    num_tables = 1 if model.div_value == 1 else len(model.cutoffs) + 1
+    if model.div_value == 1:
+        num_tables = 1
+    else:
+        num_tables = len(model.cutoffs) + 1
     tied: dict[str, str] = {}
     if model.tie_weights:
         for i in range(num_tables):

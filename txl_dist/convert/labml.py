@@ -125,7 +125,9 @@ def _section(peer_weights: Weights, settings: LabmlSettings, *, where: str) -> M
 
 def _zero_row(num_rows: int) -> int:
     """Return the row of distance 0: the middle of a whole table, or the last row if rows of the future were cut off."""
-    return num_rows // 2 if num_rows % 2 == 0 else num_rows - 1
+    if num_rows % 2 == 0:
+        return num_rows // 2
+    return num_rows - 1
 
 
 def _names(model: ModelSection) -> dict[str, str]:

@@ -45,7 +45,10 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     file = path
     if path.is_dir():
         existing = [path / name for name in CHECKPOINTS if (path / name).is_file()]
-        file = existing[0] if existing else path / CHECKPOINTS[0]
+        if existing:
+            file = existing[0]
+        else:
+            file = path / CHECKPOINTS[0]
     if not file.is_file():
         raise CheckpointError(f"{path} holds neither {' nor '.join(CHECKPOINTS)}. Name the checkpoint itself.")
     content = read_torch_file(file)

@@ -63,7 +63,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     Raises ConfigError for absolute positions or a missing package, CheckpointError if graphs or probe differ, or
     the folder cannot be written.
     """
-    section, network = bundle.section, bundle.model
+    section = bundle.section
+    network = bundle.model
     if not section.scheme.uses_memory:
         raise ConfigError(
             f"{section.positions} positions count from a segment's first token, and these graphs pass on a past that "
@@ -126,7 +127,9 @@ class Step(nn.Module):
     def __init__(self, network: TransformerXL, *, memory_len: int, num_tokens: int) -> None:
         super().__init__()
         section = network.section
-        self.network, self.memory_len, self.num_tokens = network, memory_len, num_tokens
+        self.network = network
+        self.memory_len = memory_len
+        self.num_tokens = num_tokens
         encoding = distance_encoding(
             memory_len + num_tokens, width=section.width, clamp_len=section.clamp_len, like=network.embedding.weight(0)
         )
@@ -137,16 +140,23 @@ class Step(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(log_p_BTV, the memory after the tokens, its lengths). The memory takes the first `num_tokens` of them, all
         without."""
-        network, section, place_M = self.network, self.network.section, torch.arange(self.memory_len)
+        network = self.network
+        section = self.network.section
+        place_M = torch.arange(self.memory_len)
         document_BM = torch.where(place_M >= self.memory_len - length_B[:, None], 0, EMPTY)
         visible = build_mask(Memory((), document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length)
-        hidden, memory = _embedded(network.embedding, tokens_BT), []
-        embedded, first_value = hidden, None
+        hidden = _embedded(network.embedding, tokens_BT)
+        memory = []
+        embedded = hidden
+        first_value = None
         blocks = cast(list[Block], list(network.blocks))
         for index, (block, memory_2NBMH) in enumerate(zip(blocks, memory_L2NBMH.unbind(0), strict=True)):
             if section.residual_scalars:
                 hidden = network.residuals[index](hidden, embedded)
-            normed = block.attention_norm(hidden) if section.pre_norm else hidden
+            if section.pre_norm:
+                normed = block.attention_norm(hidden)
+            else:
+                normed = hidden
             new_BT2NH = block.attention.project_key_value(normed)
             new_BT2NH = block.attention.prepare_fused_kv(new_BT2NH, first_value)
             if block.gives_values:
@@ -185,7 +195,8 @@ def _embedded(embedding: AdaptiveEmbedding, tokens_BT: Tensor) -> Tensor:
         is_here_BT = cluster_BT == i
         embedded = F.embedding(torch.where(is_here_BT, tokens_BT - low, 0), embedding.weight(i))
         projection = embedding.projection(i)
-        embedded = embedded if projection is None else F.linear(embedded, projection)
+        if projection is not None:
+            embedded = F.linear(embedded, projection)
         hidden_BTD = torch.where(is_here_BT[:, :, None], embedded, hidden_BTD)
     return hidden_BTD * embedding.scale
 
@@ -196,7 +207,8 @@ def _inputs(takes_count: bool) -> list[str]:
 
 def _exported(step: Step, *, takes_count: bool) -> Any:
     """The graph of a step, of the library onnx_ir."""
-    section, num_rows = step.network.section, 2
+    section = step.network.section
+    num_rows = 2
     memory = torch.zeros(section.num_layers, 2, section.num_heads, num_rows, step.memory_len, section.head_width)
     tokens = torch.zeros(num_rows, step.num_tokens, dtype=torch.int64)
     given: list[Tensor] = [tokens, memory, torch.zeros(num_rows, dtype=torch.int64)]
@@ -286,11 +298,15 @@ def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> floa
     options = SessionOptions()
     options.log_severity_level = 3
     chunk, token = (InferenceSession(folder / f"{name}.onnx", options) for name in ("chunk", "token"))
-    frozen, chunk_len, section = FrozenModel(bundle.model), bundle.segment_len, bundle.section
+    frozen = FrozenModel(bundle.model)
+    chunk_len = bundle.segment_len
+    section = bundle.section
     ring = frozen.ring(num_rows=2, memory_len=memory_len, chunk_len=chunk_len)
     shape = (section.num_layers, 2, section.num_heads, 2, memory_len, section.head_width)
-    memory, length = np.zeros(shape, np.float32), np.zeros(2, np.int64)
-    start, worst = 0, 0.0
+    memory = np.zeros(shape, np.float32)
+    length = np.zeros(2, np.int64)
+    start = 0
+    worst = 0.0
     for num_tokens in [*[chunk_len] * (CHECKED_SEGMENTS - 1), (chunk_len + 1) // 2, *[1] * 8]:
         place_T = start + np.arange(num_tokens)
         tokens_BT = np.stack([place_T * 7919 + 1, place_T * 104729 + 5]) % bundle.model.vocab_size

@@ -75,7 +75,10 @@ class OriginalSettings(PeerSettings):
 
 def import_original(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     """Read `model.pt`, a folder that holds one, or a state dict (.pt, .safetensors). Raises CheckpointError."""
-    file = path / "model.pt" if path.is_dir() else path
+    if path.is_dir():
+        file = path / "model.pt"
+    else:
+        file = path
     if not file.is_file():
         raise CheckpointError(f"{path} holds no model.pt. Name the file with the weights.")
     content = read_weights(file)
@@ -231,9 +234,15 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
     if kind is None:
         is_absolute = any(name.endswith(".q_net.weight") for name in peer_weights)
         if is_absolute:
-            kind = 3 if "r_emb" in peer_weights else 2
+            if "r_emb" in peer_weights:
+                kind = 3
+            else:
+                kind = 2
         else:
-            kind = 1 if "r_emb" in peer_weights or "r_bias" in peer_weights else 0
+            if "r_emb" in peer_weights or "r_bias" in peer_weights:
+                kind = 1
+            else:
+                kind = 0
     if kind not in POSITIONS:
         raise CheckpointError(
             f"{where} has attn_type {kind}; this program has 0, 1 and 2. (3, Al-Rfou, adds its positions to the memory "
@@ -264,8 +273,14 @@ def _heads(
                 'a JSON file with {"n_head": 8, ...}.'
             )
         return settings.n_head, inner // settings.n_head
-    name = "layers.0.dec_attn.r_w_bias" if per_layer else "r_w_bias"
-    dims = 3 if positions == "learned_relative" else 2
+    if per_layer:
+        name = "layers.0.dec_attn.r_w_bias"
+    else:
+        name = "r_w_bias"
+    if positions == "learned_relative":
+        dims = 3
+    else:
+        dims = 2
     num_heads = settings.n_head or dim_size(peer_weights, name, -2, dims=dims, where=where)
     head_width = settings.d_head or dim_size(peer_weights, name, -1, dims=dims, where=where)
     return num_heads, head_width
@@ -298,7 +313,10 @@ def _table_sizes(peer_weights: Weights, *, where: str) -> list[int]:
 
 def _div_value(widths: list[int]) -> int:
     """Return the smallest divisor that gives these widths; 1 if there is none, and the check of shapes then fails."""
-    smallest = 1 if len(widths) == 1 else 2
+    if len(widths) == 1:
+        smallest = 1
+    else:
+        smallest = 2
     for divisor in range(smallest, widths[0] + 1):
         if widths == [widths[0] // divisor**i for i in range(len(widths))]:
             return divisor
@@ -326,7 +344,9 @@ def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_
         else:
             input_projection = f"{SHARED}{min(i, num_projections - 1)}"
             ties.append(_is_same(peer_weights, f"crit.out_projs.{i}", input_projection))
-    return tuple(ties) if any(ties) else ()
+    if any(ties):
+        return tuple(ties)
+    return ()
 
 
 def _is_same(weights: Weights, name: str, other: str) -> bool:

@@ -98,7 +98,10 @@ class Inert:
     def __setstate__(self, state: Any) -> None:
         # A pair is a state in two parts, the second of which is for slots.
         is_pair = isinstance(state, tuple) and len(state) == 2
-        parts = state if is_pair else (state,)
+        if is_pair:
+            parts = state
+        else:
+            parts = (state,)
         for part in parts:
             if isinstance(part, dict):
                 attributes = {name: value for name, value in part.items() if isinstance(name, str)}
@@ -202,7 +205,10 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}. Check the path.") from error
     except Exception as error:
         lines = str(error).splitlines()
-        detail = lines[0][:160] if lines else ""
+        if lines:
+            detail = lines[0][:160]
+        else:
+            detail = ""
         raise CheckpointError(
             f"{path} is damaged, cut short, or not {kind} ({type(error).__name__}: {detail}). Copy it again, or name "
             "another file."
@@ -283,7 +289,9 @@ def _constructors() -> dict[tuple[str, str], Any]:
         """Constructor that returns a plain tensor, or an empty one if the data comes later as the state."""
 
         def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
-            return torch.empty(0) if data is None else data
+            if data is None:
+                return torch.empty(0)
+            return data
 
     known: dict[tuple[str, str], Any] = {
         ("torch.nn.parameter", "Parameter"): Parameter,

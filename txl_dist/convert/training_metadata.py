@@ -31,7 +31,10 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_e
     names = start.get("corpora") or [Path(path).name for path in state.get("corpora", ())]
     is_scored = config.eval.use_ema == use_ema
     token = str(start.get("token") or "token")
-    scores = [_score(record, config, corpora=names, token=token) for record in records.values()] if is_scored else []
+    if is_scored:
+        scores = [_score(record, config, corpora=names, token=token) for record in records.values()]
+    else:
+        scores = []
     saved_s = records.get("event saved", {}).get("time_s")
     return Card(
         corpora=tuple(str(name) for name in names),
@@ -81,7 +84,10 @@ def _score(record: Record, config: Config, *, corpora: list[Any], token: str) ->
     kind = str(record.get("kind"))
     if kind != "eval" and not kind.startswith("eval_"):
         return None
-    first = str(corpora[0]) if corpora else "validation"
+    if corpora:
+        first = str(corpora[0])
+    else:
+        first = "validation"
     memory_len = config.eval.memory_len
     values = {
         "corpus": first if kind == "eval" else kind.removeprefix("eval_"),
@@ -100,14 +106,17 @@ def _score(record: Record, config: Config, *, corpora: list[Any], token: str) ->
 
 
 def _sample(record: Record, *, step: int) -> Sample | None:
-    prompt, text = record.get("prompt"), record.get("text")
+    prompt = record.get("prompt")
+    text = record.get("text")
     if not isinstance(prompt, str) or not isinstance(text, str):
         return None
     return Sample(prompt=prompt, text=text, how=f"drawn in training at step {step:,}, temperature 1")
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return float(value)
+    return None
 
 
 def _day(time_s: object) -> str:

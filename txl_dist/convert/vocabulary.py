@@ -115,12 +115,15 @@ def _symbols_of_lines(text: str, path: Path) -> list[str]:
 def _fields_of(value: Any) -> dict[Any, Any]:
     if isinstance(value, Inert):
         return vars(value)
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
     """Return a tokenizer's values for the original's class Vocab, which the others copied."""
-    symbols, ids = fields.get("idx2sym"), fields.get("sym2idx")
+    symbols = fields.get("idx2sym")
+    ids = fields.get("sym2idx")
     if symbols is None:
         symbols = _in_order(ids, where=where)
     elif not isinstance(symbols, list) or (ids is not None and symbols != _in_order(ids, where=where)):
@@ -161,7 +164,8 @@ def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool 
 
 def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
     """Return a tokenizer's values for GPT-2's tokenizer class of 2019, with the words that pad it."""
-    encoder, ranks = fields.get("encoder"), fields.get("bpe_ranks")
+    encoder = fields.get("encoder")
+    ranks = fields.get("bpe_ranks")
     added = fields.get("added_tokens_encoder", fields.get("_added_tokens_encoder")) or {}
     if not (isinstance(encoder, dict) and isinstance(ranks, dict) and isinstance(added, dict)):
         raise DataError(f"{where} holds no byte-level BPE: it lacks encoder or bpe_ranks. {_REMEDY}")
@@ -174,7 +178,10 @@ def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
             is_complete = False
     if not is_complete:
         raise DataError(f"{where}: bytes or merges have no symbol in the vocabulary. {_REMEDY}")
-    end_of_text = symbols.index(END_OF_TEXT) if END_OF_TEXT in symbol_set else None
+    if END_OF_TEXT in symbol_set:
+        end_of_text = symbols.index(END_OF_TEXT)
+    else:
+        end_of_text = None
     merges = [" ".join(pair) for pair in pairs]
     return {"kind": "bpe", "symbols": symbols, "merges": merges, "end_of_text": end_of_text}
 

@@ -109,7 +109,9 @@ def counts_name(split: str) -> str:
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the type of the ids on disk, little-endian on every machine."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+    if vocab_size <= 1 << 16:
+        return np.dtype("<u2")
+    return np.dtype("<u4")
 
 
 def npy_bytes(array: npt.NDArray[Any]) -> bytes:

@@ -74,7 +74,9 @@ def start_workers(num_workers: int) -> Iterator[Workers]:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _begin_worker(plugins: Sequence[str]) -> None:

@@ -33,7 +33,10 @@ ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
     """Partition ids into clusters. It waits for the device, so training sends a partition with each segment instead."""
     device = ids.device
-    kind = "cpu" if device.type == "cpu" else "cuda"
+    if device.type == "cpu":
+        kind = "cpu"
+    else:
+        kind = "cuda"
     multiple = ROWS_MULTIPLE[kind]
     host_ids = ids.detach().cpu().numpy().reshape(-1)
     clusters = []
@@ -57,8 +60,14 @@ class AdaptiveEmbedding(nn.Module):
         super().__init__()
         self.width = model.width
         self.embed_width = model.embed_width_or_default()
-        self.scale = math.sqrt(model.width) if model.scale_embedding else 1.0
-        cutoffs = model.cutoffs if model.div_value > 1 else ()
+        if model.scale_embedding:
+            self.scale = math.sqrt(model.width)
+        else:
+            self.scale = 1.0
+        if model.div_value > 1:
+            cutoffs = model.cutoffs
+        else:
+            cutoffs = ()
         self.edges = cluster_edges(cutoffs, vocab_size=vocab_size)
         self.num_tables = len(self.edges) - 1
         for i in range(self.num_tables):

@@ -60,7 +60,10 @@ class AdaptiveSoftmax(nn.Module):
         self.edges = cluster_edges(model.cutoffs, vocab_size=vocab_size)
         self.num_tails = len(model.cutoffs)
         self.one_table = model.div_value == 1
-        num_tables = 1 if self.one_table else self.num_tails + 1
+        if self.one_table:
+            num_tables = 1
+        else:
+            num_tables = self.num_tails + 1
         for i in range(num_tables):
             weight = embedding.weight(i)
             if not model.tie_weights:
@@ -192,7 +195,10 @@ class AdaptiveSoftmax(nn.Module):
         """
         if tables is None:
             tables = self.tables()
-        kind = "cuda" if hidden_BTD.is_cuda else "cpu"
+        if hidden_BTD.is_cuda:
+            kind = "cuda"
+        else:
+            kind = "cpu"
         num_columns = max(table.bias_V.shape[0] for table in tables)
         chunk_len = max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // num_columns)
         chunks = hidden_BTD.flatten(0, 1).split(chunk_len)
@@ -231,16 +237,29 @@ class AdaptiveSoftmax(nn.Module):
                 weights.append(columns.weight_VE[columns.low : columns.high])
                 biases.append(columns.bias_V[columns.low : columns.high])
             is_joined = len(weights) > 1
-            weight_VE = torch.cat(weights) if is_joined else weights[0]
-            bias_V = torch.cat(biases) if is_joined else biases[0]
+            if is_joined:
+                weight_VE = torch.cat(weights)
+            else:
+                weight_VE = weights[0]
+            if is_joined:
+                bias_V = torch.cat(biases)
+            else:
+                bias_V = biases[0]
             tables.append(ClusterTable(weight_VE, bias_V, self._projection(i)))
         return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:
         """Return the slices of tables that hold the weights of cluster i's logits."""
-        low, high = self.edges[i], self.edges[i + 1]
-        table = 0 if self.one_table else i
-        offset = 0 if self.one_table else low
+        low = self.edges[i]
+        high = self.edges[i + 1]
+        if self.one_table:
+            table = 0
+        else:
+            table = i
+        if self.one_table:
+            offset = 0
+        else:
+            offset = low
         weight = getattr(self, f"weight_{table}")
         bias = getattr(self, f"bias_{table}")
         words = Columns(weight, bias, low - offset, high - offset)

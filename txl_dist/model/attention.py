@@ -161,7 +161,10 @@ class Attention(nn.Module):
             is_bias_right = bias_KN is None or bias_KN.shape == key_shape[:2]
             if is_key_right and is_bias_right:
                 return
-            bias_shape = None if bias_KN is None else list(bias_KN.shape)
+            if bias_KN is None:
+                bias_shape = None
+            else:
+                bias_shape = list(bias_KN.shape)
             what = f"key_KNH {list(key_KNH.shape)} and bias_KN {bias_shape}"
         raise raised_everywhere(
             ConfigError(
@@ -241,7 +244,10 @@ class Attention(nn.Module):
     def attend(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
         """Attend by the function that `implementation` chooses. Returns context_BTNH."""
         attention = implementation(self.kernel, terms)
-        dropout = self.dropout if self.training else 0.0
+        if self.training:
+            dropout = self.dropout
+        else:
+            dropout = 0.0
         return attention(terms, visible=visible, dropout=dropout)
 
 
@@ -298,7 +304,9 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
     reason = attention_launch.unsupported_reason(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
     if kernel == "triton" and reason is not None:
         raise ConfigError(f'engine.attention = "triton" cannot run: {reason}. Set it to "auto" or "fused".')
-    return attention_launch.triton_relative_attention if reason is None else fused_relative_attention
+    if reason is None:
+        return attention_launch.triton_relative_attention
+    return fused_relative_attention
 
 
 def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:

@@ -65,7 +65,10 @@ class Block(nn.Module):
         self.gives_values = model.value_residual and is_first
         mixes_values = model.value_residual and not is_first
         self.attention = build_attention(model, biases=biases, mixes_values=mixes_values, kernel=kernel)
-        self.attention_norm = build_norm(model) if model.pre_norm else build_residual_norm(model)
+        if model.pre_norm:
+            self.attention_norm = build_norm(model)
+        else:
+            self.attention_norm = build_residual_norm(model)
         self.ff_in: nn.Linear
         self.ff_gate: nn.Linear | None = None
         if model.activation == "swiglu":
@@ -90,9 +93,15 @@ class Block(nn.Module):
         of the distances K-1 ... 0, where the attention uses them.
         """
         distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
-        normed = self.attention_norm(hidden_BTD) if self.pre_norm else hidden_BTD
+        if self.pre_norm:
+            normed = self.attention_norm(hidden_BTD)
+        else:
+            normed = hidden_BTD
         # Memory and segment are projected separately, so no gradient is computed for the memory's rows.
-        normed_past = self.attention_norm(memory_BMD) if self.pre_norm else memory_BMD
+        if self.pre_norm:
+            normed_past = self.attention_norm(memory_BMD)
+        else:
+            normed_past = memory_BMD
         if not self.gives_values and self.attention.supports_fused_qkv(normed):
             context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
             return self.finish(hidden_BTD, context), first_value_BKNH
@@ -112,7 +121,10 @@ class Block(nn.Module):
 
         `hidden_BSD` are the layer's raw inputs there, `first_value_BSNH` the first layer's values.
         """
-        normed = self.attention_norm(hidden_BSD) if self.pre_norm else hidden_BSD
+        if self.pre_norm:
+            normed = self.attention_norm(hidden_BSD)
+        else:
+            normed = hidden_BSD
         first_value_BSNH = _last(first_value_BSNH, hidden_BSD.shape[1])
         key_value_BS2NH = self.attention.project_key_value(normed)
         return self.attention.prepare_fused_kv(key_value_BS2NH, first_value_BSNH)

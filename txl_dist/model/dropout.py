@@ -78,7 +78,10 @@ def draw_kept_(keep: Tensor, rate: float) -> Tensor:
 
 def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
     """Allocate int16 [n] for the numbers of `x`, but at most for `most` of them, rounded up to whole words."""
-    length = x.numel() if most is None else min(x.numel(), most)
+    if most is None:
+        length = x.numel()
+    else:
+        length = min(x.numel(), most)
     num_words = math.ceil(length * BITS / 64)
     return torch.empty(num_words * WORD_LEN, dtype=torch.int16, device=x.device)
 

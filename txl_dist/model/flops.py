@@ -139,7 +139,10 @@ def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[
         columns = high - low
         if is_head:
             columns += len(model.cutoffs)
-        passing = 1.0 if is_head else shares[i]
+        if is_head:
+            passing = 1.0
+        else:
+            passing = shares[i]
         softmax += passing * columns * table_width
         if is_projected(model, table_width=table_width):
             projections += (passing + shares[i]) * table_width * model.width

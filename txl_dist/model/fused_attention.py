@@ -126,7 +126,9 @@ class _Inputs(NamedTuple):
 
     def tile(self) -> _Tile:
         """Return the tile for the inputs' device."""
-        return GPU if self.query_BTNH.is_cuda else CPU
+        if self.query_BTNH.is_cuda:
+            return GPU
+        return CPU
 
     def heads(self, group: slice) -> _Heads:
         """Prepare the inputs of a group of heads. Keys and values are copied only if it has several heads."""
@@ -196,7 +198,10 @@ class _Gradients:
         self.key_NBKH = like.new_empty(N, B, K, H)
         self.value_NBKH = like.new_empty(N, B, K, H)
         self.distance_NKH = like.new_empty(N, K, H)
-        self.distance_bias_NK = None if inputs.distance_bias_KN is None else like.new_zeros(N, K)
+        if inputs.distance_bias_KN is None:
+            self.distance_bias_NK = None
+        else:
+            self.distance_bias_NK = like.new_zeros(N, K)
         self.content_bias_NH = like.new_zeros(N, H)
         self.position_bias_NH = like.new_zeros(N, H)
 

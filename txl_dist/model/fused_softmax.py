@@ -113,7 +113,10 @@ class _WeightedLoss(torch.autograd.Function):
         sums = _Sums(clusters, hidden_SD, share_S, parameters=trained, with_hidden=with_hidden)
         for cluster in clusters:
             sums.add(cluster)
-        d_hidden = None if sums.hidden is None else sums.hidden[:-1]
+        if sums.hidden is None:
+            d_hidden = None
+        else:
+            d_hidden = sums.hidden[:-1]
         d_parameters = [sums.parameters.get(x) for x in parameters]
         ctx.save_for_backward(largest, d_hidden, *d_parameters)
         ctx.dtypes = [hidden_SD.dtype, *(x.dtype for x in parameters)]
@@ -129,7 +132,10 @@ class _WeightedLoss(torch.autograd.Function):
         ctx.is_spent = True
         largest, *gradients = ctx.saved_tensors
         if largest is not None or not _is_known_as_one(incoming):
-            factor = incoming if largest is None else incoming * largest
+            if largest is None:
+                factor = incoming
+            else:
+                factor = incoming * largest
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(factor)
@@ -169,7 +175,10 @@ class _Sums:
         # On a CPU, products in half precision read numbers after a row's end and multiply them by zero. They must not
         # be NaN, so the buffer begins with zeros.
         reads_beyond = hidden_SD.dtype.itemsize == 2 and not self.by_kernel
-        new_buffer = hidden_SD.new_zeros if reads_beyond else hidden_SD.new_empty
+        if reads_beyond:
+            new_buffer = hidden_SD.new_zeros
+        else:
+            new_buffer = hidden_SD.new_empty
         most_logits = max(math.prod(_chunk_shape(cluster, hidden_SD.device)) for cluster in clusters)
         self.buffer = new_buffer(most_logits)
 
@@ -201,7 +210,10 @@ class _Sums:
             rows = cluster.rows_R[start:stop]
             hidden_cD = self.hidden_SD[rows.clamp(max=self.hidden_SD.shape[0] - 1)]
         projection = cluster.projection_DE
-        inner_cE = hidden_cD if projection is None else hidden_cD @ projection
+        if projection is None:
+            inner_cE = hidden_cD
+        else:
+            inner_cE = hidden_cD @ projection
         pieces = logits.split([columns.num_columns for columns in cluster.columns], dim=1)
         targets_c = cluster.targets_R[start:stop]
         share_c = self.share[rows]
@@ -273,7 +285,10 @@ def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
     """Return (tokens in a chunk, length of a row of logits in the buffer)."""
     num_rows = cluster.targets_R.shape[0]
     stride = math.ceil(cluster.num_columns / ALIGNMENT) * ALIGNMENT
-    kind = "cuda" if device.type == "cuda" else "cpu"
+    if device.type == "cuda":
+        kind = "cuda"
+    else:
+        kind = "cpu"
     most_rows = max(CHUNK_ROWS[kind], CHUNK_LOGITS[kind] // stride)
     num_chunks = math.ceil(num_rows / most_rows)
     return math.ceil(num_rows / num_chunks), stride
@@ -312,7 +327,10 @@ def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor,
 
 def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> Tensor:
     """Replace logits by share * (softmax - one-hot target). Returns the losses, [c]."""
-    kind = "cuda" if logits_cV.is_cuda else "cpu"
+    if logits_cV.is_cuda:
+        kind = "cuda"
+    else:
+        kind = "cpu"
     num_rows = max(1, CACHED_LOGITS[kind] // logits_cV.shape[1])
     pieces = zip(logits_cV.split(num_rows), targets_c1.split(num_rows), share_c1.split(num_rows), strict=True)
     losses = [_rows_into_gradient(*piece) for piece in pieces]

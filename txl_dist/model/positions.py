@@ -122,7 +122,10 @@ def build_attention(
     if not scheme.has_distance_terms:
         return build()
     assert scheme.build is not None, "register_positions requires it"
-    v = position if scheme.has_position_bias else None
+    if scheme.has_position_bias:
+        v = position
+    else:
+        v = None
     with plugin_errors(SCHEMES, model.positions, what="positions"):
         module = scheme.build(model)
     return build(distance=module, content_bias_NH=content, position_bias_NH=v, kernel=kernel)

@@ -28,7 +28,9 @@ from txl_dist.model.memory import AttentionMask
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
     """Return the type for normalisers, log-probabilities and encodings: fp64 stays, all others become fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype == torch.float64:
+        return torch.float64
+    return torch.float32
 
 
 class Terms(NamedTuple):

@@ -106,7 +106,10 @@ class _ResidualNorm(torch.autograd.Function):
         inputs = (residual, update, weight, bias, seed)
         outputs = (total, normed, mean, scale)
         rows.start("residual_norm", (num_tiles,), *inputs, *outputs, num_rows, threshold, eps, **constants)
-        kept_total = None if eps is None else total
+        if eps is None:
+            kept_total = None
+        else:
+            kept_total = total
         ctx.save_for_backward(kept_total, mean, scale, weight, seed)
         ctx.threshold = threshold
         return total, normed
@@ -116,7 +119,10 @@ class _ResidualNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         total, mean, scale, weight, seed = ctx.saved_tensors
         d_sum, d_normed = (None if gradient is None else gradient.contiguous() for gradient in gradients)
-        like = d_sum if d_normed is None else d_normed
+        if d_normed is None:
+            like = d_sum
+        else:
+            like = d_normed
         if like is None:
             return (None,) * 7
         width = like.shape[-1]
@@ -124,9 +130,15 @@ class _ResidualNorm(torch.autograd.Function):
         num_tiles, constants = _tiles(num_rows, width)
         num_programs = min(num_tiles, rows.MAX_PARTS)
         # Without a norm the gradient of the residual is the gradient of the sum.
-        d_residual = None if d_normed is None else torch.empty_like(like)
+        if d_normed is None:
+            d_residual = None
+        else:
+            d_residual = torch.empty_like(like)
         # Without dropout the gradient of the update is the gradient of the residual.
-        d_update = None if seed is None else torch.empty_like(like)
+        if seed is None:
+            d_update = None
+        else:
+            d_update = torch.empty_like(like)
         parts: Tensor | None = None
         if d_normed is not None and weight is not None:
             parts = like.new_empty(num_programs, 2, width, dtype=torch.float32)

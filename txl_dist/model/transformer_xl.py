@@ -59,7 +59,10 @@ class TransformerXL(nn.Module):
         self.recompute_every = recompute_every
         self.memory_lens = tuple(memory_lens)
         self.embedding = AdaptiveEmbedding(model, vocab_size=vocab_size)
-        num_biases = 1 if model.share_biases else model.num_layers
+        if model.share_biases:
+            num_biases = 1
+        else:
+            num_biases = model.num_layers
         layer_biases = [attention_biases(model.num_heads, model.head_width) for _ in range(num_biases)]
         if model.share_biases:
             layer_biases *= model.num_layers
@@ -67,9 +70,15 @@ class TransformerXL(nn.Module):
         for index, biases in enumerate(layer_biases):
             self.blocks.append(Block(model, biases=biases, is_first=index == 0, kernel=attention))
         # Outside the blocks: their gradients are ready before the blocks' are complete, and ZeRO-3 exchanges those.
-        num_mixes = model.num_layers if model.residual_scalars else 0
+        if model.residual_scalars:
+            num_mixes = model.num_layers
+        else:
+            num_mixes = 0
         self.residuals = nn.ModuleList(ResidualMix() for _ in range(num_mixes))
-        self.final_norm = build_norm(model) if model.final_norm else nn.Identity()
+        if model.final_norm:
+            self.final_norm = build_norm(model)
+        else:
+            self.final_norm = nn.Identity()
         self.softmax = AdaptiveSoftmax(model, vocab_size=vocab_size, embedding=self.embedding)
         initialize(self, model)
 
@@ -141,7 +150,9 @@ class TransformerXL(nn.Module):
         return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
-        return dropout(x, rate) if self.training else x
+        if self.training:
+            return dropout(x, rate)
+        return x
 
 
 class Batch(NamedTuple):
@@ -187,7 +198,10 @@ class SegmentLoss(nn.Module):
         )
         if predicts:
             return self.model.softmax(hidden_BTD[:, -1:], None), memory
-        weight_BT = None if normalizer is None else batch.scored_BT / normalizer
+        if normalizer is None:
+            weight_BT = None
+        else:
+            weight_BT = batch.scored_BT / normalizer
         loss = self.model.softmax(
             hidden_BTD,
             batch.targets_BT,

@@ -46,7 +46,10 @@ class TextUnits(NamedTuple):
 
     def metrics(self, loss: float) -> dict[str, float]:
         """Return the values to record: `ppl` per token, `bits` if defined, `unknown_pct` if any token is unknown."""
-        unknown = {"unknown_pct": self.unknown_pct} if self.unknown_pct else {}
+        if self.unknown_pct:
+            unknown = {"unknown_pct": self.unknown_pct}
+        else:
+            unknown = {}
         return {"ppl": math.exp(min(loss, 700.0)), **self.bits(loss), **unknown}
 
 
@@ -108,4 +111,6 @@ def _problem_of(split: Split, *, mask_documents: bool, max_tokens: int) -> str:
             f"documents of {where} have no end-of-text before them: with data.document_mask=True their first "
             "tokens are not scored"
         )
-    return f"{where}: {split.lost}" if split.lost else ""
+    if split.lost:
+        return f"{where}: {split.lost}"
+    return ""

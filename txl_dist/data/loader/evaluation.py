@@ -65,7 +65,10 @@ class EvalStream:
 
         Raises DataError if there are fewer than two tokens.
         """
-        num_tokens = min(split.tokens, max_tokens) if max_tokens else split.tokens
+        if max_tokens:
+            num_tokens = min(split.tokens, max_tokens)
+        else:
+            num_tokens = split.tokens
         if num_tokens < 2:
             raise DataError(
                 f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to "

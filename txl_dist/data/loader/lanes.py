@@ -141,7 +141,7 @@ def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str
         lanes[i] += 1
     for i, weight in enumerate(weights):
         if weight > 0 and lanes[i] == 0:
-            name = names[i] if names else i
+            name = names[i] if names else str(i)
             raise ConfigError(
                 f"corpus {name} gets none of the {counted(num_lanes, 'lane')}: its share is {shares[i]:.2f} lanes. "
                 "Raise its weight in data.weights or train.num_lanes, or give it the weight 0."

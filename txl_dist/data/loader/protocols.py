@@ -41,7 +41,10 @@ class PeerRows:
         num_warm = _round_up(warm_up_len, segment_len)
         min_row_len = max(2, num_warm)
         if row_len < min_row_len:
-            other_remedy = ", or give less --memory-len." if num_warm > 2 else "."
+            if num_warm > 2:
+                other_remedy = ", or give less --memory-len."
+            else:
+                other_remedy = "."
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, {row_len:,} for each of this protocol's "
                 f"{counted(num_lanes, 'row')}, which need {min_row_len:,}. Score a longer one (--split, --data)"
@@ -73,7 +76,10 @@ class PeerRows:
             tokens_LT = tokens.take(places_LT, mode="wrap")
             segment = _segment(tokens_LT, is_row_L1)
             is_warm = start < 0
-            scored = np.zeros_like(segment.scored) if is_warm else segment.scored
+            if is_warm:
+                scored = np.zeros_like(segment.scored)
+            else:
+                scored = segment.scored
             yield segment._replace(scored=scored)
 
 

@@ -115,7 +115,10 @@ class LaneStream:
             num_blocks = -(-self._num_buffers // steps) + 1
             ring = [self._buffer(steps) for _ in range(num_blocks)]
         for turn in itertools.count():
-            block = ring[turn % len(ring)] if ring else self._buffer(steps)
+            if ring:
+                block = ring[turn % len(ring)]
+            else:
+                block = self._buffer(steps)
             num_read = self._read_steps(state, block, steps)
             for step in range(num_read):
                 state = state.advanced(self.segment_len)

@@ -82,7 +82,10 @@ class NamedCorpus:
         numbers: Counter[str] = Counter()
         names = {}
         for member, split in pairs:
-            names[member, split] = f"{split}.txt" if totals[split] == 1 else f"{split}-{numbers[split]:03d}.txt"
+            if totals[split] == 1:
+                names[member, split] = f"{split}.txt"
+            else:
+                names[member, split] = f"{split}-{numbers[split]:03d}.txt"
             numbers[split] += 1
         return names
 
@@ -102,7 +105,10 @@ def materialise(
     target = folder / name
     if not target.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        origin = Path(source) if source else _download(name, corpus, folder, progress)
+        if source:
+            origin = Path(source)
+        else:
+            origin = _download(name, corpus, folder, progress)
         temporary = folder / f"{name}.part"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
@@ -143,7 +149,10 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
         return
     with translate_errors(DataError, f"cannot read {origin} as {name}", "Check the path."):
         sha256 = sha256_of_file(origin)
-    only = corpus.members[0] if len(corpus.members) == 1 else None
+    if len(corpus.members) == 1:
+        only = corpus.members[0]
+    else:
+        only = None
     if sha256 == corpus.sha256 and corpus.urls[0].endswith(".zip"):
         yield from _zip_members(corpus, origin)
     elif sha256 == corpus.sha256 and corpus.urls[0].endswith(".tar.gz"):
@@ -152,7 +161,10 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
         with origin.open("rb") as stream:
             yield only, stream
     else:
-        unpacked = f", of the file in it {only.sha256}" if only is not None and only.sha256 != corpus.sha256 else ""
+        if only is not None and only.sha256 != corpus.sha256:
+            unpacked = f", of the file in it {only.sha256}"
+        else:
+            unpacked = ""
         raise DataError(
             f"{origin} is not {name}: its sha256 is {sha256}, that of {corpus.urls[0]} is {corpus.sha256}{unpacked}. "
             "Fetch it again, or name the file in place of the corpus if it is another text."
@@ -211,7 +223,10 @@ def _tar_members(corpus: NamedCorpus, path: Path) -> Iterator[tuple[Member, IO[b
     wanted = {member.name: member for member in corpus.members}
     with tarfile.open(path, "r|gz") as archive:
         for entry in archive:
-            stream = archive.extractfile(entry) if entry.isreg() and entry.name in wanted else None
+            if entry.isreg() and entry.name in wanted:
+                stream = archive.extractfile(entry)
+            else:
+                stream = None
             if stream is not None:
                 yield wanted.pop(entry.name), stream
     if wanted:
@@ -251,7 +266,8 @@ def _fetch(url: str, path: Path, progress: Progress | None) -> None:
     # Some of these servers refuse Python's own User-Agent.
     request = urllib.request.Request(url, headers={"User-Agent": "Mozilla/5.0"})
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response, open_new(path) as file:
-        total, done = int(response.headers.get("Content-Length") or 0), 0
+        total = int(response.headers.get("Content-Length") or 0)
+        done = 0
         while block := response.read(BLOCK_LEN):
             file.write(block)
             done += len(block)

@@ -225,14 +225,19 @@ def detect_content(head: bytes, *, name: str) -> Content:
     `name` is its path or URL, or empty where it has none.
     """
     is_text = b"\0" not in head and _is_utf8(head)
-    suffix = text_suffix(name) if name else ""
+    if name:
+        suffix = text_suffix(name)
+    else:
+        suffix = ""
     for signature in _SIGNATURES:
         could_be_text = is_text and suffix not in signature.suffixes
         if not could_be_text and re.match(signature.pattern, head, re.DOTALL):
             return signature.content
     if _is_tar(head):
         return _TAR
-    return _detect_text(head, suffix, name) if is_text else _detect_bytes(head, suffix)
+    if is_text:
+        return _detect_text(head, suffix, name)
+    return _detect_bytes(head, suffix)
 
 
 def _detect_text(head: bytes, suffix: str, name: str) -> Content:
@@ -307,7 +312,8 @@ def _wide_encoding(head: bytes) -> str:
     """
     if head.count(0) <= _MOST_STRAY_NULS * len(head) and _has_words(head.replace(b"\0", b"")):
         return ""  # UTF-8 with a few NUL bytes
-    best, most = "", -1.0
+    best = ""
+    most = -1.0
     for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
         try:
             text = codecs.getincrementaldecoder(encoding)().decode(head, final=False)
@@ -315,7 +321,8 @@ def _wide_encoding(head: bytes) -> str:
             continue
         ascii_share = sum(character.isascii() for character in text) / max(len(text), 1)
         if ascii_share > most and _is_plausible(text):
-            best, most = encoding, ascii_share
+            best = encoding
+            most = ascii_share
     return best
 
 

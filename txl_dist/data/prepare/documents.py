@@ -129,7 +129,10 @@ def _documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
         yield from _documents_of_array(block, reading.names)
         return
     for number, raw in _records_of(block):
-        where = block.where if block.form == "file" else f"{block.where}, line {block.unit + number + 1}"
+        if block.form == "file":
+            where = block.where
+        else:
+            where = f"{block.where}, line {block.unit + number + 1}"
         ordinal = block.ordinal + number
         if block.form not in ("jsonl", "ids"):
             yield _decode(raw, where, ordinal, reading.encoding_errors, block.form)
@@ -209,7 +212,9 @@ def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
     place = int.from_bytes(digest[:8], "big") / 2.0**64
     if place < reading.test_fraction:
         return TEST
-    return VALID if place < reading.test_fraction + reading.valid_fraction else TRAIN
+    if place < reading.test_fraction + reading.valid_fraction:
+        return VALID
+    return TRAIN
 
 
 def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[DocumentPiece]:
@@ -245,7 +250,10 @@ def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = Fal
     test_share = shares.get(TEST, 0.0)
     valid_share = shares.get(VALID, 0.0)
     begins = {VALID: round(length * (1 - test_share - valid_share)), TEST: round(length * (1 - test_share))}
-    slack = length if whole_words else int(smallest * length / 4)
+    if whole_words:
+        slack = length
+    else:
+        slack = int(smallest * length / 4)
     borders = [0]
     for split in shares:
         borders.append(_nearest_border(text, begins[split], slack))
@@ -312,7 +320,10 @@ def _documents_of_array(block: TextBlock, names: Sequence[str]) -> Iterator[Docu
 
     array = np.load(io.BytesIO(block.data))
     for row, ids in enumerate(np.atleast_2d(array)):
-        where = block.where if array.ndim == 1 else f"{block.where}, row {block.unit + row + 1}"
+        if array.ndim == 1:
+            where = block.where
+        else:
+            where = f"{block.where}, row {block.unit + row + 1}"
         yield Document(where, block.ordinal + row, _named(ids, names, where=where))
 
 
@@ -436,7 +447,10 @@ def _value_of(record: Record, field: str, *, where: str) -> Any:
         raise InvalidRecordError(f"{where}: the field {field!r} occurs twice in the record. {_SKIP_INVALID}")
     if field not in record:
         shown = ", ".join(f"{key!r:.40}" for key in list(record)[:_SHOWN_KEYS])
-        more = f" and {len(record) - _SHOWN_KEYS} more" if len(record) > _SHOWN_KEYS else ""
+        if len(record) > _SHOWN_KEYS:
+            more = f" and {len(record) - _SHOWN_KEYS} more"
+        else:
+            more = ""
         raise InvalidRecordError(
             f"{where}: no field {field!r} (found: {shown or 'none'}{more}). Name the field with --jsonl-field, or "
             "leave such records out with --skip-invalid."

@@ -92,8 +92,12 @@ def read_parts(
     stored = sum(file.size or 0 for file in files[: begin.file])
     start = begin
     for number, file in enumerate(files[start.file :], start=start.file):
-        first = start if number == start.file else Cursor()
-        offset, unit = first.offset, first.unit
+        if number == start.file:
+            first = start
+        else:
+            first = Cursor()
+        offset = first.offset
+        unit = first.unit
         with open_source(file, allow_protocols) as opened:
             notes += [(file.path, opened.note)] if opened.note else []
             block_bytes = min(part_bytes, _BLOCK_BYTES)
@@ -106,7 +110,10 @@ def read_parts(
                 ordinal += units
                 if num_bytes >= part_bytes or ordinal - begin.ordinal >= MOST_RECORDS:
                     end = Cursor(number, offset, unit, ordinal)
-                    num_read = offset if file.size is None else opened.stored_bytes()
+                    if file.size is None:
+                        num_read = offset
+                    else:
+                        num_read = opened.stored_bytes()
                     yield InputPart(blocks, begin, end, stored + num_read, tuple(notes))
                     blocks = []
                     notes = []
@@ -122,7 +129,10 @@ def _records(
 ) -> Iterator[tuple[bytes, int, int]]:
     """Yield (data, how far it moves the offset, number of raw records or lines) of each block of a file."""
     if form in ("parquet", "npy"):
-        batches = _array_rows(stream, offset, path) if form == "npy" else _row_batches(stream, offset, field, path)
+        if form == "npy":
+            batches = _array_rows(stream, offset, path)
+        else:
+            batches = _row_batches(stream, offset, field, path)
         for data, num_rows in batches:
             yield data, num_rows, num_rows
         return
@@ -139,8 +149,11 @@ def _records(
 
     def take(count: int) -> bytes:
         nonlocal unused
-        taken, unused = unused[:count], unused[count:]
-        return taken + stream.read(count - len(taken)) if len(taken) < count else taken
+        taken = unused[:count]
+        unused = unused[count:]
+        if len(taken) < count:
+            return taken + stream.read(count - len(taken))
+        return taken
 
     while True:
         data = take(block_bytes)
@@ -180,9 +193,15 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
         )
     if not array.size:
         raise DataError(f"{path}: no ids, shape {list(array.shape)}. Leave empty documents out.")
-    num_rows = 1 if array.ndim == 1 else len(array)
+    if array.ndim == 1:
+        num_rows = 1
+    else:
+        num_rows = len(array)
     for row in range(first_row, num_rows, _ROWS):
-        rows = array if array.ndim == 1 else array[row : row + _ROWS]
+        if array.ndim == 1:
+            rows = array
+        else:
+            rows = array[row : row + _ROWS]
         buffer = io.BytesIO()
         np.save(buffer, rows)
         yield buffer.getvalue(), min(_ROWS, num_rows - row)
@@ -241,7 +260,8 @@ def _check_column(schema: Any, field: str, path: str) -> None:
 def _is_text(kind: Any) -> bool:
     """Return whether a type of pyarrow is text or bytes, in any layout."""
     inner = getattr(kind, "storage_type", kind)  # of an extension type
-    inner = getattr(inner, "value_type", inner) if str(inner).startswith("dictionary") else inner
+    if str(inner).startswith("dictionary"):
+        inner = getattr(inner, "value_type", inner)
     return str(inner).partition("[")[0] in _TEXT_TYPES
 
 

@@ -119,7 +119,10 @@ def plan_split(
         info.text_characters += int(records["characters"].sum(dtype=np.int64))
         info.longest = max(info.longest, int(records["tokens"].max(initial=0)))
         num_changed += int(records["is_changed"].sum(dtype=np.int64))
-    info.changed_documents = None if is_lossless else num_changed
+    if is_lossless:
+        info.changed_documents = None
+    else:
+        info.changed_documents = num_changed
     documents_before = np.cumsum(documents_of_cell) - documents_of_cell
     info.tokens = int(tokens_of_cell.sum())
     info.documents = int(documents_of_cell.sum())

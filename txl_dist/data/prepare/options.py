@@ -146,7 +146,10 @@ class PrepareSettings(Learning):
         from txl_dist.data.prepare.datasets import NAMED
 
         self.check()
-        of_corpus = {} if self.name is None else NAMED[self.name].tokenizer
+        if self.name is None:
+            of_corpus = {}
+        else:
+            of_corpus = NAMED[self.name].tokenizer
         is_tokenizer_of_corpus = self.tokenizer_path is None and self.kind in ("auto", of_corpus.get("kind"))
         if not is_tokenizer_of_corpus:  # the other settings do not fit another tokenizer
             of_corpus = {name: value for name, value in of_corpus.items() if name == "documents"}

@@ -99,7 +99,9 @@ class Preparation:
         if self.settings.num_workers:
             return self.settings.num_workers
         is_small = 0 < self.total_bytes < _SMALL
-        return 1 if is_small else num_cores()
+        if is_small:
+            return 1
+        return num_cores()
 
 
 def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
@@ -198,7 +200,10 @@ def _begins_alike(job: Preparation, corpus: Corpus, tokenizer: Tokenizer, split:
         files = [file for file in job.files if file.split == TRAIN]
     if any(file.is_stream for file in files):
         return True
-    ends = [] if corpus.end_of_text is None else [corpus.end_of_text]
+    if corpus.end_of_text is None:
+        ends = []
+    else:
+        ends = [corpus.end_of_text]
     for given_for, document in _each_document(job, files, "comparing", SPLITS):
         for piece in pieces_of(document, given_for=given_for, reading=job.reading):
             if piece.split != split or not piece.document.text:
@@ -214,7 +219,9 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
 
     Raises DataError if the tokenizer's file or the text cannot be read. Raises ConfigError as `check_learning` does.
     """
-    settings, path, done = job.settings, job.scratch / TOKENIZER_NAME, job.scratch / TOKENIZER_DONE
+    settings = job.settings
+    path = job.scratch / TOKENIZER_NAME
+    done = job.scratch / TOKENIZER_DONE
     inputs = identities(job.files)[-1]
     if path.exists() and done.exists() and read_bytes(done) == inputs.encode():
         return load_tokenizer(path)
@@ -262,7 +269,10 @@ def _train_texts(job: Preparation) -> Iterator[str]:
     _spool(job)
     fraction = job.settings.tokenizer_fraction
     has_text = False
-    splits = set(SPLITS) if job.settings.tokenizer_all_splits else {TRAIN}
+    if job.settings.tokenizer_all_splits:
+        splits = set(SPLITS)
+    else:
+        splits = {TRAIN}
     for given_for, document in _each_document(job, job.files, "training the tokenizer", splits):
         for piece in pieces_of(document, given_for=given_for, reading=job.reading):
             if not piece.document.text:

@@ -89,7 +89,9 @@ def _note_on(file: SourceFile, content: Content, form: Form) -> str:
     if content.kind == "jsonl":
         return _READ_AS_TEXT
     separator = _SEPARATORS.get(text_suffix(file.path), "")
-    return _TABLE.replace("SEPARATOR", separator) if separator else ""
+    if separator:
+        return _TABLE.replace("SEPARATOR", separator)
+    return ""
 
 
 def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
@@ -115,7 +117,9 @@ def begin(
     begun = file._replace(spooled=str(copy))
     with open_source(begun, allow_protocols) as opened:
         begun = begun._replace(form=opened.form)
-    return begun._replace(size=size) if size < at_most else begun._replace(rest=raw)
+    if size < at_most:
+        return begun._replace(size=size)
+    return begun._replace(rest=raw)
 
 
 def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
@@ -206,11 +210,16 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
     is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
     is_no_record = content.kind == "json" and file.form == "jsonl"
     if is_no_record or (content.kind in ("binary", "refused") and not is_kept):
-        name = "standard input" if file.path == STDIN else file.path
+        if file.path == STDIN:
+            name = "standard input"
+        else:
+            name = file.path
         raise DataError(f"{name} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
     if file.form == "parquet":
         raise DataError(f"{file.path} is text, not a parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
-    return "jsonl" if content.kind == "jsonl" and file.is_form_open and not is_ids else file.form
+    if content.kind == "jsonl" and file.is_form_open and not is_ids:
+        return "jsonl"
+    return file.form
 
 
 def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
@@ -221,7 +230,10 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     elif has_scheme(name):
         name = path_of_name(name).name or "FILE"
     inner = name
-    suffix = text_suffix(file.name) if file.name else ""
+    if file.name:
+        suffix = text_suffix(file.name)
+    else:
+        suffix = ""
     if is_compressed and "{file}" in content.remedy:
         inner = f"unpacked{suffix}"
     remedy = content.remedy.replace("{stored}", shlex.quote(name)).replace("{file}", shlex.quote(inner))
@@ -229,7 +241,9 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     if inner != name:
         remedy = f"Decompress it to {inner}. {remedy}"
     is_remote = file.is_stream or has_scheme(file.path)
-    return f"Save it as a file. {remedy}" if is_remote and name in remedy else remedy
+    if is_remote and name in remedy:
+        return f"Save it as a file. {remedy}"
+    return remedy
 
 
 class _Stream(io.RawIOBase):
@@ -262,7 +276,10 @@ class _FrameStream(_Stream):
     @override
     def take(self, count: int) -> memoryview:
         while not self._unread:
-            data = self._frame.unused_data if self._frame and self._frame.eof else b""
+            if self._frame and self._frame.eof:
+                data = self._frame.unused_data
+            else:
+                data = b""
             data = data or self._raw.read(_MIB // 8)
             is_between = self._frame is None or self._frame.eof
             if not data and is_between:
@@ -272,7 +289,8 @@ class _FrameStream(_Stream):
             if is_between:
                 self._frame = self._new_frame()
             self._unread = memoryview(self._frame.decompress(data))
-        taken, self._unread = self._unread[:count], self._unread[count:]
+        taken = self._unread[:count]
+        self._unread = self._unread[count:]
         return taken
 
 
@@ -350,9 +368,13 @@ class _DocumentStream(_Stream):
     def take(self, count: int) -> memoryview:
         if not self._unread:
             text = next(self._texts, None)
-            line = b"" if text is None else json.dumps({self._file.jsonl_field: text}).encode() + b"\n"
+            if text is None:
+                line = b""
+            else:
+                line = json.dumps({self._file.jsonl_field: text}).encode() + b"\n"
             self._unread = memoryview(line)
-        taken, self._unread = self._unread[:count], self._unread[count:]
+        taken = self._unread[:count]
+        self._unread = self._unread[count:]
         return taken
 
 
@@ -385,7 +407,8 @@ class _UrlStream(_Stream):
         return data
 
     def _read(self, count: int) -> bytes:
-        file, self._file = self._file or self._open(), None
+        file = self._file or self._open()
+        self._file = None
         try:
             data: bytes = file.read(count)
         except ValueError:
@@ -411,7 +434,9 @@ def _read_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that reading a file may raise, that of zstandard only if the package is imported."""
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     library = sys.modules.get("zstandard")
-    return errors if library is None else (*errors, library.ZstdError)
+    if library is None:
+        return errors
+    return (*errors, library.ZstdError)
 
 
 def skip(stream: IO[bytes], offset: int) -> None:

@@ -154,7 +154,10 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
             )
         if _suffix(path) != ".tar":
             is_compressed = _suffix(path) in _COMPRESSED
-            remedy = f"unpack it first, for instance `gunzip {path}`" if is_compressed else "name .tar files"
+            if is_compressed:
+                remedy = f"unpack it first, for instance `gunzip {path}`"
+            else:
+                remedy = "name .tar files"
             raise DataError(f"{path} is not a plain tar, which records need: {remedy}.")
         if not path.is_file():
             raise DataError(f"cannot read {path}: it does not exist, or is not a file. Check the path.")
@@ -318,7 +321,8 @@ class _Scan:
         """Raise DataError if the ids have another type than those before, or are outside the vocabulary."""
         where = f"{path}, sample {sample.key}"
         if self.dtype is None:
-            self.dtype, self.first = sample.tokens.dtype, where
+            self.dtype = sample.tokens.dtype
+            self.first = where
         if sample.tokens.dtype != self.dtype:
             raise DataError(
                 f"{where} holds {sample.tokens.dtype.name}, but {self.first} {self.dtype.name}. A corpus has one type "

@@ -103,7 +103,10 @@ class PrepareSummary:
     def lines(self) -> list[str]:
         """Return the summary for the user, line by line."""
         corpus = self.corpus
-        state = "already there, identical" if self.is_unchanged else "written"
+        if self.is_unchanged:
+            state = "already there, identical"
+        else:
+            state = "written"
         lines = [f"{corpus.location}: {state}; {corpus.vocab_size:,} ids, data fingerprint {corpus.fingerprint[:16]}"]
         lines += self._table()
         lines += [f"  {remark}" for remark in self.remarks]
@@ -120,7 +123,10 @@ class PrepareSummary:
                 lines.append(f"  {name}: {count:,}")
         if self.hidden_files:
             names = ", ".join(self.hidden_files[:3])
-            more = ", ..." if len(self.hidden_files) > 3 else ""
+            if len(self.hidden_files) > 3:
+                more = ", ..."
+            else:
+                more = ""
             lines.append(f"  hidden files left out: {len(self.hidden_files):,} ({names}{more})")
         if self.parts_kept:
             parts = counted(self.parts_kept, "part")
@@ -161,14 +167,21 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     check_target(target)
     check_learning(job_settings)
     is_named = job_settings.name is not None
-    listing, remarks = (Listing([]), []) if is_named else list_files(job_settings)
+    if is_named:
+        listing = Listing([])
+        remarks: list[str] = []
+    else:
+        listing, remarks = list_files(job_settings)
     request = request_of(job_settings, listing.files)
     if not job_settings.overwrite:
         check_request(request, target)
     stamp = job_settings.stamp()
     can_continue = is_named or is_repeatable(listing.files)
     with claim_scratch(target, stamp=stamp, can_continue=can_continue) as scratch, ExitStack() as streams:
-        files = files_of_named(job_settings, scratch) if is_named else listing.files
+        if is_named:
+            files = files_of_named(job_settings, scratch)
+        else:
+            files = listing.files
         job = Preparation(job_settings, scratch, files, remarks)
         choose_held_out(job, streams)
         check_in_the_way(job, target)
@@ -206,7 +219,10 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
     )
 
     def hash_up_to(end: Cursor) -> str:
-        last_file = end.file if end.offset else end.file - 1
+        if end.offset:
+            last_file = end.file
+        else:
+            last_file = end.file - 1
         return hashes[last_file]
 
     parts: list[PartInfo] = []
@@ -235,7 +251,10 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
             parts.append(info)
             progress.reach(info.stored_bytes)
     for note, paths in notes.items():
-        more = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+        if len(paths) > 1:
+            more = f" and {len(paths) - 1:,} more"
+        else:
+            more = ""
         job.remarks.append(f"{paths[0]}{more}: {note}")
     return parts
 
@@ -316,7 +335,10 @@ def _write_shards(
         for split, (info, tasks_of_split) in planned.items():
             counts = np.zeros(tasks_of_split[0].vocab_size, dtype=np.int64)
             for task in tasks_of_split:
-                shard = read_written(task) if task.name in finished else next(written)
+                if task.name in finished:
+                    shard = read_written(task)
+                else:
+                    shard = next(written)
                 info.shards.append(shard.info)
                 counts += shard.counts
                 progress.advance(itemsize * shard.info.tokens)

@@ -77,7 +77,8 @@ def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
         is_short = len(document) < SHORT_DOCUMENT_LEN
         if sample and (not is_short or sample_len + len(document) > PACKED_SAMPLE_LEN):
             yield sample
-            sample, sample_len = [], 0
+            sample = []
+            sample_len = 0
         if not is_short:
             yield [document]
             continue

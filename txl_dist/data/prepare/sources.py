@@ -125,7 +125,9 @@ class SourceFile(NamedTuple):
     @property
     def name(self) -> str:
         """Path or URL of the file; empty for a stream."""
-        return "" if self.is_stream else self.path
+        if self.is_stream:
+            return ""
+        return self.path
 
 
 class Listing(NamedTuple):
@@ -159,11 +161,15 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
         if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
             raise DataError(f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`.")
         if is_stream(given):
-            form, is_open = _stream_form(given, settings), settings.stdin_format == "auto"
+            form = _stream_form(given, settings)
+            is_open = settings.stdin_format == "auto"
             file = SourceFile(given, split, form, None, "", is_form_open=is_open, keeps_bytes=keeps_bytes)
             listing = listing.joined(Listing([file._replace(jsonl_field=settings.jsonl_field)]))
             continue
-        found = _of_url(given, settings) if has_scheme(given) else _of_paths(given, settings)
+        if has_scheme(given):
+            found = _of_url(given, settings)
+        else:
+            found = _of_paths(given, settings)
         if not found.files:
             suffixes = " ".join(sorted(suffixes_of(settings)))
             raise DataError(
@@ -174,7 +180,8 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             )
         files = []
         for path, size, mark in found.files:
-            form, is_open = _form(path, settings), text_suffix(path) not in _NAMES_SAY
+            form = _form(path, settings)
+            is_open = text_suffix(path) not in _NAMES_SAY
             files.append(SourceFile(path, split, form, size, mark, is_form_open=is_open, keeps_bytes=keeps_bytes))
         listing = listing.joined(Listing(files, found.num_other, found.hidden))
     return listing
@@ -186,7 +193,10 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
     for number, (given, files) in enumerate(inputs):
         for file in files:
             path = file.path
-            real_path = path if has_scheme(path) else os.path.realpath(path)
+            if has_scheme(path):
+                real_path = path
+            else:
+                real_path = os.path.realpath(path)
             first = first_input.setdefault(real_path, number)
             if first != number:
                 raise DataError(
@@ -197,7 +207,9 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
 
 def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
     """Return the suffixes of the files that are taken from a folder."""
-    return TEXT_SUFFIXES if settings.vocab_list is None else ID_SUFFIXES
+    if settings.vocab_list is None:
+        return TEXT_SUFFIXES
+    return ID_SUFFIXES
 
 
 def is_hidden(name: str) -> bool:
@@ -228,7 +240,9 @@ def is_stream(given: str) -> bool:
 def plugin_source(given: str) -> TextSource | None:
     """Return the plugin's source that an input `NAME:REST` names; None for any other input."""
     name, colon, rest = given.partition(":")
-    return TEXT_SOURCES.get(name) if colon and not rest.startswith("//") else None
+    if colon and not rest.startswith("//"):
+        return TEXT_SOURCES.get(name)
+    return None
 
 
 def _stream_form(given: str, settings: PrepareSettings) -> Form:
@@ -238,7 +252,9 @@ def _stream_form(given: str, settings: PrepareSettings) -> Form:
             raise ConfigError(f"{given} gives text, not token ids. Leave --vocab-list out.")
         return "jsonl"
     if settings.vocab_list is None:
-        return "jsonl" if settings.stdin_format == "jsonl" else settings.documents
+        if settings.stdin_format == "jsonl":
+            return "jsonl"
+        return settings.documents
     if settings.stdin_format == "text":
         raise ConfigError(f"token ids from {given} must be JSON lines. Set --stdin-format jsonl.")
     return "ids"
@@ -256,12 +272,16 @@ def _form(path: str, settings: PrepareSettings) -> Form:
                 f"{path}: token ids (--vocab-list) are files named {' '.join(sorted(ID_SUFFIXES))}, as they are or "
                 "compressed. Leave the list out to prepare text."
             )
-        return "npy" if suffix == ".npy" else "ids"
+        if suffix == ".npy":
+            return "npy"
+        return "ids"
     if suffix == ".npy":
         raise ConfigError(f"{path} holds token ids. Name their vocabulary with --vocab-list FILE, one name a line.")
     if suffix == ".parquet":
         return "parquet"
-    return "jsonl" if suffix in JSONL_SUFFIXES or suffix == ".json" else settings.documents
+    if suffix in JSONL_SUFFIXES or suffix == ".json":
+        return "jsonl"
+    return settings.documents
 
 
 class _Found(NamedTuple):
@@ -312,7 +332,10 @@ def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, l
         hidden = [Path(match) for match in matches if _is_hidden_match(match, given)]
         taken = [Path(match) for match in matches if not _is_hidden_match(match, given)]
         if not taken:
-            but = f", only {len(hidden)} hidden ones: name them if you mean them" if hidden else ""
+            if hidden:
+                but = f", only {len(hidden)} hidden ones: name them if you mean them"
+            else:
+                but = ""
             raise DataError(f"no file matches {given}{but}. Check the pattern; `**` stands for folders at any depth.")
         return taken, 0, hidden
     raise DataError(
@@ -361,7 +384,10 @@ def _of_url(given: str, settings: PrepareSettings) -> _Found:
     for name, about in sorted(infos.items()):
         if about.get("type") == "directory":
             continue
-        url = filesystem.unstrip_protocol(name) if can_list else given
+        if can_list:
+            url = filesystem.unstrip_protocol(name)
+        else:
+            url = given
         below = name.removeprefix(path.rstrip("/"))
         if (is_folder and _has_hidden(below)) or (is_pattern and _is_hidden_match(name, path)):
             hidden.append(url)

@@ -160,10 +160,12 @@ def splits_of_paths(
         for path, names in zip(paths, names_of_paths, strict=True):
             is_in_train = any(_is_only_train(name) for name in names)
             deciding = [name for name in names if counts(name, is_in_train=is_in_train)]
-            split, word = TRAIN, ""
+            split = TRAIN
+            word = ""
             if deciding:  # a name of test outweighs one of valid, and that outweighs one of train
                 strongest = max(deciding, key=lambda name: SPLITS.index(name.split))
-                split, word = strongest.split, strongest.word
+                split = strongest.split
+                word = strongest.word
             splits_of_input.append(split)
             if split != TRAIN and not _is_given(path, split, given):
                 held_out[split].append((word, path))
@@ -265,11 +267,20 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
     word = max(hits, key=lambda word: SPLITS.index(SPLIT_WORDS[word]))
     split = SPLIT_WORDS[word]
     splits = {SPLIT_WORDS[hit] for hit in hits}
-    suffix = path.suffix.lower() if is_file else ""
+    if is_file:
+        suffix = path.suffix.lower()
+    else:
+        suffix = ""
     is_code = suffix == _CODE
-    quiet_words = _QUIET_BESIDE_CODE if suffix in (_CODE, _PAGE) else _QUIET_WORDS
+    if suffix in (_CODE, _PAGE):
+        quiet_words = _QUIET_BESIDE_CODE
+    else:
+        quiet_words = _QUIET_WORDS
     is_quiet = quiet_words.issuperset(hits)
-    says_only_this = words[-1] in hits if is_counted else len(words) == 1 and not is_quiet
+    if is_counted:
+        says_only_this = words[-1] in hits
+    else:
+        says_only_this = len(words) == 1 and not is_quiet
     family = f"{path.parent}/{_family(pieces)}"
     return _Name(
         split=split,
@@ -315,7 +326,10 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
     remarks = []
     for split in sorted(held_out, key=SPLITS.index):
         words = sorted({word for word, _ in held_out[split]})
-        both = f" ({' and '.join(words)} together)" if len(words) > 1 else ""
+        if len(words) > 1:
+            both = f" ({' and '.join(words)} together)"
+        else:
+            both = ""
         paths = _listed([path for _, path in held_out[split]])
         remarks.append(f"{split} by name{both}, not trained on: {paths}. To train on all: --ignore-split-names")
     return remarks
@@ -324,4 +338,6 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
 def _listed(paths: Sequence[str]) -> str:
     """Return the first three paths, and the number of the others."""
     shown = ", ".join(paths[:3])
-    return f"{shown} and {len(paths) - 3:,} more" if len(paths) > 3 else shown
+    if len(paths) > 3:
+        return f"{shown} and {len(paths) - 3:,} more"
+    return shown

@@ -118,7 +118,8 @@ def encode_part(task: PartTask) -> PartInfo:
 
     Raises DataError if a document cannot be read or encoded.
     """
-    encoding, part = task.encoding, task.part
+    encoding = task.encoding
+    part = task.part
     folder = Path(encoding.folder)
     finished = read_part_info(folder, task.number)
     if finished is not None:
@@ -224,7 +225,10 @@ class _SplitOfPart:
     def write(self, folder: Path, name: str, split: str, encoding: Encoding) -> None:
         """Sort the documents by (key, ordinal) and write their files, which begin with `name`."""
         table = np.array(self.records, dtype=PART_RECORD)
-        table["key"] = hash64(encoding.seed, table["ordinal"]) if split == TRAIN else table["ordinal"]
+        if split == TRAIN:
+            table["key"] = hash64(encoding.seed, table["ordinal"])
+        else:
+            table["key"] = table["ordinal"]
         order = np.lexsort((table["ordinal"], table["key"]))
         table = table[order]
         table["start"] = np.cumsum(table["tokens"], dtype=np.uint64) - table["tokens"]
@@ -266,7 +270,10 @@ def _encode_batch(
 ) -> None:
     """Tokenize a batch of pieces, and add each to the documents of its split."""
     encoded = _encode(batch, tokenizer)
-    bands = band_keys(encoded, kind=tokenizer.kind) if encoding.has_bands else None
+    if encoding.has_bands:
+        bands = band_keys(encoded, kind=tokenizer.kind)
+    else:
+        bands = None
     dtype = token_dtype(tokenizer.vocab_size)
     ends = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
     for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
@@ -318,7 +325,10 @@ def _check_ids(encoded: Sequence[object], tokenizer: Tokenizer) -> None:
                 "numpy array of whole numbers with one dimension. Correct the plugin."
             )
         if len(ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-            outside = ids.max() if ids.min() >= 0 else ids.min()
+            if ids.min() >= 0:
+                outside = ids.max()
+            else:
+                outside = ids.min()
             raise DataError(
                 f"the plugin's tokenizer {tokenizer.kind!r}: encode returned the id {outside}, but the vocabulary has "
                 f"{tokenizer.vocab_size:,} ids. Correct the plugin."

@@ -36,14 +36,19 @@ class ValidationSplit(NamedTuple):
 
 def no_text(inputs: Sequence[object], reading: Reading) -> DataError:
     """Return the error for inputs that leave nothing to train on."""
-    what = "ids" if reading.names else "text"
+    if reading.names:
+        what = "ids"
+    else:
+        what = "text"
     return DataError(f"no {what} for the train split in {named_few(inputs)}. Check the paths and the valid fraction.")
 
 
 def named_few(inputs: Sequence[object]) -> str:
     """Return the first three names of a list for a message, with an ellipsis if there are more."""
     names = ", ".join(str(name) for name in inputs[:3])
-    return f"{names}, ..." if len(inputs) > 3 else names
+    if len(inputs) > 3:
+        return f"{names}, ..."
+    return names
 
 
 def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> ValidationSplit:
@@ -89,8 +94,14 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
 
 def _remark_on_ends(places_of_cuts: Sequence[str], shares: Mapping[str, float], *, count: int) -> str:
     """Return the sentence for the user about `count` documents, some of which lose their ends to other splits."""
-    few = "1 document is" if count == 1 else f"{count:,} documents are"
-    whose = places_of_cuts[0] if len(places_of_cuts) == 1 else f"each of {len(places_of_cuts):,} documents"
+    if count == 1:
+        few = "1 document is"
+    else:
+        few = f"{count:,} documents are"
+    if len(places_of_cuts) == 1:
+        whose = places_of_cuts[0]
+    else:
+        whose = f"each of {len(places_of_cuts):,} documents"
     parts = ", ".join(f"{split} {share:.4g}" for split, share in shares.items())
     return (
         f"{few} too few to hold out whole ones: the end of {whose} is held out ({parts}), cut after a paragraph, line "
@@ -109,7 +120,10 @@ def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> Da
     else:
         has = counted(len(longest), "character")
         least = f"{needed:,}"
-    flag = VALID if split == TRAIN else split
+    if split == TRAIN:
+        flag = VALID
+    else:
+        flag = split
     return DataError(
         f"no document fell into the split {split} ({count:,} in all), and the longest has {has}: its end is held out "
         f"only from {least}. Give that split a text with `--{flag} PATH`, or give another `--{flag}-fraction`, or have "

@@ -69,7 +69,10 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
             f"{target} is being prepared by {_owner(scratch)}. Wait for it, or choose another output folder."
         ) from None
     except OSError as error:
-        remedy = "Free some space or choose" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Choose"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            remedy = "Free some space or choose"
+        else:
+            remedy = "Choose"
         raise DataError(
             f"cannot write {target}: {why_unwritable(target, error)}. {remedy} another output folder."
         ) from error
@@ -111,7 +114,10 @@ def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
     if earlier_stamp == stamp and can_continue:
         return
     if earlier_stamp is not None:
-        reason = "it had other settings" if can_continue else "stdin, commands and URLs without a version may differ"
+        if can_continue:
+            reason = "it had other settings"
+        else:
+            reason = "stdin, commands and URLs without a version may differ"
         logger.warning("%s: an interrupted preparation is discarded, since %s; starting again", scratch, reason)
     (scratch / _JOB).unlink(missing_ok=True)
     for path in scratch.iterdir():
@@ -145,7 +151,10 @@ def check_target(target: Path) -> None:
 
 def another_corpus(target: Path, difference: str = "") -> DataError:
     """Return the error for a corpus of other content in the output folder."""
-    more = f" ({difference})" if difference else ""
+    if difference:
+        more = f" ({difference})"
+    else:
+        more = ""
     return DataError(
         f"another corpus is in {target}{more}. Choose another output folder, or replace it with `--overwrite`."
     )

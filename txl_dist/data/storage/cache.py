@@ -113,7 +113,10 @@ class CachedStorage(RemoteStorage):
                 return payload
             if path.exists():
                 logger.warning("%s was cut or replaced; it is fetched again from %s", path, name)
-            retries = self._retries if patient else 0
+            if patient:
+                retries = self._retries
+            else:
+                retries = 0
             return retrying(lambda: self._download(path, info, patient=patient), what=name, retries=retries)
 
     def _open_kept(self, path: Path, info: ShardInfo) -> MappedPayload | None:
@@ -184,7 +187,10 @@ class CachedStorage(RemoteStorage):
         """
         # Each try has a name of its own: a download that was given up may still open and write its file.
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{info.bytes}.part")
-        polls = _MAX_POLLS if patient and info.bytes <= self._max_bytes else 0
+        if patient and info.bytes <= self._max_bytes:
+            polls = _MAX_POLLS
+        else:
+            polls = 0
         while True:
             with _errors_of(self._folder), self._room_lock():
                 for old in self._folder.glob(f"{glob.escape(path.name)}.*.part"):

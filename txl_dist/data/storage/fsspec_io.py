@@ -53,7 +53,10 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
 
     Every link of a chain (`zip://a::https://b`) is checked. Its outer links must be in `allow` even if they are usual.
     """
-    links = [url] if url.startswith("pipe:") else url.split("::")
+    if url.startswith("pipe:"):
+        links = [url]
+    else:
+        links = url.split("::")
     protocols = [link.partition(":")[0] for link in links]
     for number, protocol in enumerate(protocols):
         is_outer = number < len(protocols) - 1
@@ -119,7 +122,10 @@ def retrying(
             error = _real(problem)
             if attempt > retries or _is_final(error):
                 is_damage = isinstance(error, FileNotFoundError | DamageError)
-                error_type = DataError if is_damage else UnreachableError
+                if is_damage:
+                    error_type = DataError
+                else:
+                    error_type = UnreachableError
                 raise error_type(
                     f"cannot read {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
                     "Check the address, the network, the credentials and the file there."
@@ -139,7 +145,9 @@ def _real(error: Exception) -> Exception:
         return error
     is_http = type(cause).__module__.startswith("aiohttp")
     is_absent = getattr(cause, "status", None) in (404, 410)
-    return cause if is_http and not is_absent else error
+    if is_http and not is_absent:
+        return cause
+    return error
 
 
 def _is_final(error: Exception) -> bool:
@@ -153,7 +161,9 @@ def _reason(error: Exception) -> str:
     """Describe an error in a message."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
-    return str(error) if type(error) in (OSError, DamageError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    if type(error) in (OSError, DamageError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def watched(action: Callable[[], Result], *, progress: Callable[[], int] = lambda: 0, num_bytes: int = 0) -> Result:

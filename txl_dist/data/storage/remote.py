@@ -114,7 +114,10 @@ class PipeOrigin(Origin):
             complaints.seek(0)
             last_output = complaints.read()[-500:].decode(errors="replace").strip()
         if status != 0:
-            suffix = f", saying: {last_output}" if last_output else ""
+            if last_output:
+                suffix = f", saying: {last_output}"
+            else:
+                suffix = ""
             raise OSError(f"the command ended with exit status {status}{suffix}")
 
 
@@ -166,7 +169,10 @@ def start_command(
     each command of a pipeline counts.
     """
     bash = shutil.which("bash")
-    words = [bash, "-o", "pipefail", "-c", command] if bash else ["sh", "-c", command]
+    if bash:
+        words = [bash, "-o", "pipefail", "-c", command]
+    else:
+        words = ["sh", "-c", command]
     return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=complaints, start_new_session=True)
 
 
@@ -178,4 +184,6 @@ def end_command(process: subprocess.Popen[bytes]) -> None:
 
 
 def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    if path.exists():
+        return path.stat().st_size
+    return 0

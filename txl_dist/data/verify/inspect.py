@@ -52,7 +52,10 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
 
 def corpus_lines(facts: dict[str, Any]) -> list[str]:
     """Return the facts of a corpus as lines for the user."""
-    end = "none" if facts["end_of_text"] is None else f"id {facts['end_of_text']}"
+    if facts["end_of_text"] is None:
+        end = "none"
+    else:
+        end = f"id {facts['end_of_text']}"
     rows = [["split", "documents", "tokens", "bytes/token", "mean", "longest", "shards", "MB on disk"]]
     for name, split in facts["splits"].items():
         rows.append(
@@ -94,10 +97,13 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
     """Return the shares of clusters as lines for the user, with the flag to train with."""
     rows = [["cluster", "ids from", "to", "number", f"share of {facts['split']}"]]
     for number, cluster in enumerate(facts["clusters"]):
-        first, end, share = cluster["first"], cluster["end"], cluster["share"]
+        first = cluster["first"]
+        end = cluster["end"]
+        share = cluster["share"]
         rows.append([str(number), f"{first:,}", f"{end - 1:,}", f"{end - first:,}", f"{100 * share:.2f} %"])
     lines = [*format_table(rows), "", " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
-    head, best = facts["clusters"][0]["share"], facts["best_head"]
+    head = facts["clusters"][0]["share"]
+    best = facts["best_head"]
     if head < SORTED_ENOUGH * best:
         lines.append(
             f"the ids are not in order of frequency, so cutoffs save little: as many of the most frequent ids as are "
@@ -108,7 +114,10 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
 
 def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
     """Return the split of a shard, and its index in the split. Raises DataError with the shards that exist."""
-    wanted = name if name.lower().endswith(".tar") else f"{name}.tar"
+    if name.lower().endswith(".tar"):
+        wanted = name
+    else:
+        wanted = f"{name}.tar"
     names = []
     for split in corpus.splits.values():
         for index, shard in enumerate(split.shards):
@@ -147,7 +156,10 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
     """Return the facts of a shard as lines for the user."""
     rows = [["document", "tokens", "offset", "begins"]]
     for document in facts["documents"]:
-        text = document["damage"] if "damage" in document else printable(" ".join(document["text"].split()))
+        if "damage" in document:
+            text = document["damage"]
+        else:
+            text = printable(" ".join(document["text"].split()))
         rows.append([f"{document['document']:,}", f"{document['tokens']:,}", f"{document['offset']:,}", text])
     num_documents = counted(facts["num_documents"], "document")
     lines = [
@@ -184,7 +196,10 @@ def document_facts(split: Split, index: int, document: int, *, max_tokens: int) 
 def document_lines(facts: dict[str, Any]) -> list[str]:
     """Return the facts of a document as lines for the user."""
     shown = len(facts["ids"])
-    rest = f", the first {shown:,}:" if shown < facts["tokens"] else ":"
+    if shown < facts["tokens"]:
+        rest = f", the first {shown:,}:"
+    else:
+        rest = ":"
     head = f"{facts['shard']}, document {facts['document']}: {counted(facts['tokens'], 'token')}{rest}"
     return [head, printable(facts["text"], keep=_TEXT)]
 
@@ -200,7 +215,8 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
     tokenizer = splits[0].corpus.tokenizer  # all splits have the same one
     ids = stream.segment_at(state).tokens[0]
     pieces: list[dict[str, Any]] = []
-    filled, corpus = 0, 0
+    filled = 0
+    corpus = 0
     while filled < segment_len:
         corpus, stretch = stream.stretch_at(lane, state.advanced(filled))
         length = min(stretch.length, segment_len - filled)

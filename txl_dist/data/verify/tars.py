@@ -147,7 +147,10 @@ def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] =
             )
         tokens = tokens_arrays[0].values
         offset = tokens_arrays[0].offset
-        starts = starts_arrays[0].values.astype(np.int64) if starts_arrays else np.zeros(1, np.int64)
+        if starts_arrays:
+            starts = starts_arrays[0].values.astype(np.int64)
+        else:
+            starts = np.zeros(1, np.int64)
         ends = np.append(starts[1:], len(tokens))
         if not len(starts) or starts[0] != 0 or (ends < starts).any():
             raise DataError(
@@ -174,7 +177,10 @@ def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Itera
                 f"the field {suffix!r} of sample {stem!r}, not tokens. Name tokens KEY.npy, with a KEY without dots."
             )
         values, offset = _read_array(stream, member, is_starts=field == "docs.npy")
-        key = f"{folder}/{stem}" if folder else stem
+        if folder:
+            key = f"{folder}/{stem}"
+        else:
+            key = stem
         yield _Array(key, field == "docs.npy", member.name, offset, values)
 
 
@@ -235,17 +241,26 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
         version = np.lib.format.read_magic(cast(IO[bytes], stream))
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"version {version} of the npy format")
-        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        if version == (1, 0):
+            read_header = np.lib.format.read_array_header_1_0
+        else:
+            read_header = np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read_header(cast(IO[bytes], stream))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"{where} is damaged: its npy header cannot be read ({error}). {_REMEDY}") from error
     if len(shape) != 1 or is_fortran:
-        order = " in Fortran order" if is_fortran else ""
+        if is_fortran:
+            order = " in Fortran order"
+        else:
+            order = ""
         raise DataError(f"{where} has the shape {shape}{order}. Write the ids of a sample as one 1-D array.")
     if dtype.kind not in "iu" if is_starts else dtype not in TOKEN_DTYPES:
-        wanted = "starts as uint32" if is_starts else "ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
+        if is_starts:
+            wanted = "starts as uint32"
+        else:
+            wanted = "ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
         raise DataError(f"{where} has the type {dtype.str}. Write {wanted}.")
     offset = stream.tell()
     content = stream.read(member.offset_data + member.size - offset)
