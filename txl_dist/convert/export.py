@@ -1,5 +1,7 @@
-"""From a committed checkpoint to an inference bundle, offline and proven by the engine's own probe; and from either, or
-from a bundle, to a Hugging Face folder."""
+"""`txl export`: write a committed checkpoint or a bundle as a bundle, a Hugging Face folder or ONNX graphs.
+
+It needs no running job. The result is checked by the probe that the training engine recorded in the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,16 @@ from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 T = TypeVar("T")
 NOTHING_STATED = Stated()
+"""Value for a card to which the user adds nothing."""
 MOST_SAMPLED = 16_000_000
-"""Parameters of the largest model that writes a sample for its card at export, if its training wrote none. A larger one
-is never held in memory whole."""
+"""Parameters of the largest model that generates a sample for its card at export, if its training recorded none. Larger
+models are never in memory as a whole."""
 SAMPLE_SETTINGS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
+"""Arguments of `LanguageModel.generate` for this sample."""
 
 
 class Trained(NamedTuple):
-    """A checkpoint that was read."""
+    """Content of a checkpoint."""
 
     folder: Path
     config: Config
@@ -49,46 +53,53 @@ class Exported(NamedTuple):
     source: Path
     """Folder that was exported."""
     error: float
-    """Largest difference to the source on the probe, in nats."""
+    """Largest difference from the source on the probe, in nats."""
     num_bytes: int
-    """Size in bytes of the file of weights."""
+    """Size of the weights' file in bytes."""
     share: float
-    """The same, as a share of the weights in fp32."""
+    """This size as a share of the weights' size in fp32."""
 
 
 def read_trained(run: Path) -> Trained:
-    """Return the checkpoint that `use_trained` finds, with all weights in memory."""
+    """Read the checkpoint that `use_trained` finds, with all weights in memory."""
     return use_trained(run, _in_memory)
 
 
 def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False) -> T:
-    """Return the result of `use` for a run's newest whole checkpoint, or for a checkpoint folder.
+    """Return the result of `use` for a run's newest undamaged checkpoint, or for a checkpoint folder.
 
-    `use` may read the weights, or their averages with `use_ema`, piece by piece. Raises CheckpointError. The run may
-    still be training: the checkpoint is kept from being pruned while it is used. A checkpoint that was pruned before is
-    not a candidate.
+    `use` can read the weights piece by piece, or their averages with `use_ema`. The run may still be training: it does
+    not prune the checkpoint while it is used. Checkpoints that it pruned before are not considered.
+
+    Raises CheckpointError if there is no undamaged checkpoint.
     """
     if detect_artifact(run) is ArtifactKind.CHECKPOINT:
         with keep_while_reading(run):
-            if problems := checkpoint_problems(run):
+            problems = checkpoint_problems(run)
+            if problems:
                 raise CheckpointError(
                     f"{run} is damaged: {'; '.join(problems[:5])}. Use another checkpoint of the run."
                 )
-            return use(_read_checkpoint(run, name=run.name, use_ema=use_ema))
+            trained = _read_checkpoint(run, name=run.name, use_ema=use_ema)
+            return use(trained)
     looked_at: list[Path] | None = None
     rejected: list[str] = []
-    while (listed := list_checkpoints(run)) != looked_at:
-        looked_at = listed
+    # Looked at again if the run has added or pruned checkpoints meanwhile.
+    while (checkpoints := list_checkpoints(run)) != looked_at:
+        looked_at = checkpoints
         rejected = []
-        for folder in reversed(listed):
+        for folder in reversed(checkpoints):
             with keep_while_reading(folder):
                 try:
-                    if not (problems := checkpoint_problems(folder)):
-                        used = use(_read_checkpoint(folder, name=run.name, use_ema=use_ema))
+                    problems = checkpoint_problems(folder)
+                    if not problems:
+                        trained = _read_checkpoint(folder, name=run.name, use_ema=use_ema)
+                        result = use(trained)
                         for reason in rejected:
                             logger.warning("skipped a damaged checkpoint, %s", reason)
-                        return used
+                        return result
                 except (TxlError, OSError):
+                    # Only the pruning of the checkpoint excuses an error.
                     if os.path.lexists(folder):
                         raise
                 if os.path.lexists(folder):
@@ -101,12 +112,14 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
 
 
 def _in_memory(trained: Trained) -> Trained:
+    """Read all weights of a checkpoint into memory."""
     weights = {name: rows[:] for name, rows in trained.package.weights.items()}
-    return trained._replace(package=dataclasses.replace(trained.package, weights=weights))
+    package = dataclasses.replace(trained.package, weights=weights)
+    return trained._replace(package=package)
 
 
 def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
-    """`name` says of which run it is, for those who get the model."""
+    """Read a checkpoint. `name` is the name of its run, which the bundle records as its source."""
     saved = read_state(folder)
     config = load_config(folder / SETTINGS)
     for change in plugin_changes(saved.values.get("plugins", ()), where=folder.name):
@@ -114,6 +127,10 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     precision = config.engine.dtype
     probe = read_probe(folder, vocab_size=tokenizer.vocab_size)
+    losses = probe[AVERAGE_LOSSES] if use_ema else probe["losses"]
+    source: dict[str, Any] = {"run": name, "step": saved.step, "precision": precision}
+    if use_ema:
+        source["average"] = True
     package = Package(
         section=config.model,
         weights=consolidated_weights(folder, use_ema=use_ema),
@@ -123,48 +140,57 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
         memory_lens=config.train.memory_lens,
         document_mask=config.data.document_mask,
         begins_documents=scores_first_tokens(config, saved),
-        source={"run": name, "step": saved.step, "precision": precision} | ({"average": True} if use_ema else {}),
-        probe={"tokens": probe["tokens"], "losses": probe[AVERAGE_LOSSES if use_ema else "losses"]},
+        source=source,
+        probe={"tokens": probe["tokens"], "losses": losses},
         probe_dtype=precision,
     )
     return Trained(folder, config, package)
 
 
 def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
-    """(folder it comes from, model with its card) of a run, a checkpoint or a bundle."""
+    """Return (folder of the weights, model with its card) of a run, a checkpoint or a bundle."""
     if detect_artifact(source) is not ArtifactKind.BUNDLE:
         trained = read_trained(source)
         return trained.folder, _with_card(trained, stated)
     bundle = load_bundle(source)
+    package = _rounded_once(bundle, bundle.dtype)
     card = bundle.card.with_stated(stated)
-    return source, dataclasses.replace(_rounded_once(bundle, bundle.dtype), card=card)
+    return source, dataclasses.replace(package, card=card)
 
 
 def _with_card(trained: Trained, stated: Stated) -> Package:
-    """Return the package of a checkpoint with a card: what its run recorded and the user states."""
+    """Return a checkpoint's package with a model card, which has what its run recorded and what the user states."""
     package = trained.package
     saved = read_state(trained.folder)
     is_average = bool(package.source.get("average"))
-    card = card_of_checkpoint(trained.folder, saved, trained.config, use_ema=is_average).with_stated(stated)
+    card = card_of_checkpoint(trained.folder, saved, trained.config, use_ema=is_average)
+    card = card.with_stated(stated)
     if card.sample is None:
-        card = card.model_copy(update={"sample": _sample(package, where=str(trained.folder))})
+        sample = _sample(package, where=str(trained.folder))
+        card = card.model_copy(update={"sample": sample})
     return dataclasses.replace(package, card=card)
 
 
 def _sample(package: Package, *, where: str) -> Sample | None:
     """Generate a sample for the card; None for a large model, and for a model that cannot begin a document."""
-    if sum(weight.shape.numel() for weight in package.weights.values()) > MOST_SAMPLED:
+    if _num_parameters(package) > MOST_SAMPLED:
         return None
     try:
-        text = LanguageModel(package.open(where=where)).generate("", **SAMPLE_SETTINGS).text
+        model = LanguageModel(package.open(where=where))
+        generated = model.generate("", **SAMPLE_SETTINGS)
     except ConfigError:
         return None
     how = ", ".join(f"{name} {value}" for name, value in SAMPLE_SETTINGS.items())
-    return Sample(prompt="", text=text, how=f"drawn at export with {how}")
+    return Sample(prompt="", text=generated.text, how=f"drawn at export with {how}")
+
+
+def _num_parameters(package: Package) -> int:
+    """Count the numbers in the package's weights."""
+    return sum(weight.shape.numel() for weight in package.weights.values())
 
 
 def _rounded_once(package: Package, dtype: str) -> Package:
-    """Weights that were rounded stay so, whatever type they are written in then."""
+    """Let the probe be compared in type `dtype`, to which a bundle's weights are rounded, whatever type is written."""
     if dtype == "fp32":
         return package
     return dataclasses.replace(package, probe_dtype=dtype)
@@ -173,30 +199,36 @@ def _rounded_once(package: Package, dtype: str) -> Package:
 def export_bundle(
     source: Path, out: Path, *, dtype: str = "fp32", use_ema: bool = False, stated: Stated = NOTHING_STATED
 ) -> Exported:
-    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time; by `use_ema` of the
-    averages that a run or checkpoint has of its weights. Its card includes what is `stated`.
+    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time.
 
-    Raises CheckpointError if nothing whole is found, the probe disagrees or `out` cannot be written.
+    With `use_ema` it has the averages of the weights, if the run kept them. `stated` is added to its card.
+
+    Raises CheckpointError if no undamaged source is found, if the probe disagrees, or if `out` cannot be written.
     """
 
     def write(folder: Path, package: Package) -> Exported:
-        values = sum(weight.shape.numel() for weight in package.weights.values())
+        num_bytes_in_fp32 = 4 * _num_parameters(package)
         error = write_bundle(out, package, dtype=dtype)
         num_bytes = (out / WEIGHTS).stat().st_size
-        return Exported(folder, error, num_bytes, num_bytes / (4 * values))
+        return Exported(folder, error, num_bytes, share=num_bytes / num_bytes_in_fp32)
+
+    def write_trained(trained: Trained) -> Exported:
+        return write(trained.folder, _with_card(trained, stated))
 
     if detect_artifact(source) is not ArtifactKind.BUNDLE:
-        return use_trained(source, lambda trained: write(trained.folder, _with_card(trained, stated)), use_ema=use_ema)
-    package, held = read_bundle(source)
-    package.proven(held, where=str(source))
-    described = dataclasses.replace(package, card=package.card.with_stated(stated))
-    return write(source, _rounded_once(described, held))
+        return use_trained(source, write_trained, use_ema=use_ema)
+    package, stored_dtype = read_bundle(source)
+    package.proven(stored_dtype, where=str(source))
+    card = package.card.with_stated(stated)
+    described = dataclasses.replace(package, card=card)
+    return write(source, _rounded_once(described, stored_dtype))
 
 
 def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED) -> Path:
-    """Write a Hugging Face folder from a run, a checkpoint or a bundle; returns the folder it came from.
+    """Write a Hugging Face folder from a run, a checkpoint or a bundle. Returns the folder of the source's weights.
 
-    Raises CheckpointError if nothing whole is found, `out` cannot be written, or the format cannot express the model.
+    Raises CheckpointError if no undamaged source is found, if `out` cannot be written, or if the format cannot express
+    the model.
     """
     folder, package = _read(source, stated)
     _check_alike(package)
@@ -205,8 +237,11 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32", state
 
 
 def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) -> float:
-    """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle; returns the largest difference of a
-    log-probability to its source, in nats. Raises as `export_onnx`, and CheckpointError if nothing whole is found."""
+    """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle.
+
+    Returns the largest difference of a log-probability from the source, in nats. Raises the errors of `export_onnx`,
+    and CheckpointError if no undamaged source is found.
+    """
     folder, package = _read(source, stated)
     _check_alike(package)
     if isinstance(package, Bundle):
@@ -219,15 +254,18 @@ def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) 
 def export_to_huggingface_code(
     source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED
 ) -> Written:
-    """Write a Hugging Face folder with its own code, from a run, a checkpoint or a bundle. Raises as
-    `export_huggingface_code`, and CheckpointError if nothing whole is found."""
+    """Write a Hugging Face folder with its own code, from a run, a checkpoint or a bundle.
+
+    Raises the errors of `export_huggingface_code`, and CheckpointError if no undamaged source is found.
+    """
     folder, package = _read(source, stated)
     _check_alike(package)
-    return export_huggingface_code(out, package.open(dtype, where=str(folder)))
+    bundle = package.open(dtype, where=str(folder))
+    return export_huggingface_code(out, bundle)
 
 
 def _check_alike(package: Package) -> None:
-    """Raises ConfigError for layers that remember differently, which no format but ours can say."""
+    """Raise ConfigError if layers have memories of different lengths, which only bundles can express."""
     if len(set(package.memory_lens)) > 1:
         raise ConfigError(
             f"layers with memories of their own (train.memory_lens={list(package.memory_lens)}) are known to bundles "
@@ -244,8 +282,12 @@ def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     Raises CheckpointError if no complete checkpoint is found, ConfigError for a path to something else and for a
     device that does not exist.
     """
-    source = local_model(source)
+    path = local_model(source)
     device = check_device(device)
-    if require(source, *TRAINED) is ArtifactKind.BUNDLE:
-        return LanguageModel(load_bundle(source, device=device))
-    return LanguageModel(use_trained(source, lambda one: one.package.open(device=device, where=str(one.folder))))
+    if require(path, *TRAINED) is ArtifactKind.BUNDLE:
+        return LanguageModel(load_bundle(path, device=device))
+
+    def open_trained(trained: Trained) -> Bundle:
+        return trained.package.open(device=device, where=str(trained.folder))
+
+    return LanguageModel(use_trained(path, open_trained))

@@ -1,18 +1,19 @@
-"""A folder that ONNX Runtime runs: one graph for a token, one for a chunk, over one file of weights.
+"""Export of a folder that ONNX Runtime runs: one graph for a token, one for a chunk, and one file of weights.
 
-    token.onnx, chunk.onnx   graphs of static lengths, for any number of rows
-    weights.bin              of both: each tensor once, outside of the graphs, which may have 2 GiB at most
-    config.json              names of inputs and outputs, lengths, what the model was trained on
-    tokenizer.json           text <-> ids, for the library `tokenizers`; txl_tokenizer.json is ours
-    MANIFEST.json            bytes and sha256 of each file
+    token.onnx, chunk.onnx   graphs of fixed lengths, for any number of rows
+    weights.bin              weights of both graphs, each tensor once: a graph itself may have at most 2 GiB
+    config.json              names of inputs and outputs, lengths, settings of the model
+    tokenizer.json           the tokenizer for the library `tokenizers`
+    txl_tokenizer.json       this package's tokenizer, as in a bundle
+    MANIFEST.json            size and sha256 of each file
 
-The memory is a value: keys and values of each layer at the last M positions, oldest first, and for each row how many of
-them it has; what is before those is masked, never attended as zeros. So a fresh memory is zeros of length 0, whatever
-the model: its `same_length` and `clamp_len` are in the graphs. Hidden states, which training keeps, would be half as
-large, but M of them would have to be projected again for each token.
+The memory is an input and an output. It has keys and values of each layer at the last M positions, oldest first, and
+for each row the number of positions that are filled. Earlier positions are masked, not attended as zeros. So a new
+memory is zeros with length 0, for any model. The model's `same_length` and `clamp_len` are part of the graphs. Hidden
+states, which training keeps, would be half as large, but each token would need M projections.
 
-The graphs are the model's own modules over keys and values that are given: there is no second mathematics. They are run
-next to the bundle before the folder is published.
+The graphs are made from the model's own modules, with keys and values as arguments. Before the folder is published,
+their results are compared with the bundle's.
 
 Shapes: L layers, N heads, B rows, T tokens of a graph, M memory, K = M + T, H head width, V vocabulary.
 """
@@ -20,6 +21,7 @@ Shapes: L layers, N heads, B rows, T tokens of a graph, M memory, K = M + T, H h
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import warnings
@@ -50,18 +52,20 @@ from txl_dist.model.transformer_xl import TransformerXL
 FORMAT_VERSION = 2
 WEIGHTS = "weights.bin"
 INPUTS = ("tokens", "memory", "length", "num_tokens")
-"""The last of the chunk only."""
+"""Names of the graphs' inputs. Only the chunk's graph has the last one."""
 OUTPUTS = ("log_probs", "next_memory", "next_length")
+"""Names of the graphs' outputs."""
 TOLERANCE = 1e-4
-"""Largest difference to the bundle in nats."""
+"""Largest difference from the bundle that is accepted, in nats."""
 CHECKED_SEGMENTS = 5
+"""Number of segments on which the graphs are compared with the bundle."""
 
 
 def export_onnx(out: Path, bundle: Bundle) -> float:
-    """Write the folder and run it; returns the largest difference of a log-probability to the bundle, in nats.
+    """Write the folder, run its graphs, and return the largest difference from the bundle in nats of log-probability.
 
-    Raises ConfigError for absolute positions or a missing package, CheckpointError if graphs or probe differ, or
-    the folder cannot be written.
+    Raises ConfigError for absolute positions or a missing package. Raises CheckpointError if graphs or probe differ, or
+    if the folder cannot be written.
     """
     section = bundle.section
     network = bundle.model
@@ -70,28 +74,26 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
             f"{section.positions} positions count from a segment's first token, and these graphs pass on a past that "
             "is addressed by distances. Export a bundle."
         )
-    with translate_errors(
-        ConfigError, "--format onnx needs packages", 'Run `pip install "txl_dist[onnx]"`', of=(ImportError,)
-    ):
+    remedy = 'Run `pip install "txl_dist[onnx]"`'
+    with translate_errors(ConfigError, "--format onnx needs packages", remedy, of=(ImportError,)):
         import onnx_ir
-        import onnxruntime  # noqa: F401 (used by the check: its lack is better reported before the export than after it)
+        import onnxruntime  # noqa: F401 (for the check: a missing package is reported before the export, not after it)
         import onnxscript  # noqa: F401 (used by torch.onnx)
     prove(bundle, bundle.model, bundle.dtype, where=str(out))
-    # As `txl generate` has it: no less than a segment saw; where the memory's length is the window, just that.
+    # As in `txl generate`: at least as many positions as a segment saw, or exactly the window with `same_length`.
     memory_len = bundle.memory_len
     if section.same_length == "off":
         memory_len = max(memory_len, bundle.segment_len - 1)
     if memory_len == 0:
         raise ConfigError("a memory of 0 tokens leaves these graphs nothing to pass on. Export a bundle.")
-    lengths = {"token": 1, "chunk": bundle.segment_len}
     with new_folder(out, kind=ArtifactKind.ONNX) as folder, _plain_attention(network):
-        graphs = {
-            name: _exported(Step(network, memory_len=memory_len, num_tokens=length), takes_count=name == "chunk")
-            for name, length in lengths.items()
-        }
-        _move_weights(list(graphs.values()), folder)
-        for name, graph in graphs.items():
-            onnx_ir.save(graph, folder / f"{name}.onnx")
+        token_step = Step(network, memory_len=memory_len, num_tokens=1)
+        chunk_step = Step(network, memory_len=memory_len, num_tokens=bundle.segment_len)
+        token_graph = _exported(token_step, takes_count=False)
+        chunk_graph = _exported(chunk_step, takes_count=True)
+        _move_weights([token_graph, chunk_graph], folder)
+        onnx_ir.save(token_graph, folder / "token.onnx")
+        onnx_ir.save(chunk_graph, folder / "chunk.onnx")
         write_tokenizers(folder, bundle)
         error = largest_difference(folder, bundle, memory_len=memory_len)
         if not error <= TOLERANCE:
@@ -106,49 +108,55 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
             "begins_documents": bundle.begins_documents,
             "document_mask": bundle.document_mask,
             "graphs": {
-                name: {"file": f"{name}.onnx", "inputs": _inputs(name == "chunk"), "outputs": list(OUTPUTS)}
-                for name in graphs
+                "token": {"file": "token.onnx", "inputs": _inputs(False), "outputs": list(OUTPUTS)},
+                "chunk": {"file": "chunk.onnx", "inputs": _inputs(True), "outputs": list(OUTPUTS)},
             },
             "difference_to_bundle": error,
             "model": section.model_dump(mode="json"),
             "source": bundle.source,
         }
-        write_bytes(folder / "config.json", json.dumps(content, indent=1).encode() + b"\n")
-        num_bytes = sum(path.stat().st_size for path in (*folder.glob("*.onnx"), *folder.glob("*.bin")))
+        text = json.dumps(content, indent=1)
+        write_bytes(folder / "config.json", text.encode() + b"\n")
+        files = [*folder.glob("*.onnx"), *folder.glob("*.bin")]
+        num_bytes = sum(path.stat().st_size for path in files)
         write_readme(folder, bundle.described(dtype="fp32", num_bytes=num_bytes), ArtifactKind.ONNX)
     return error
 
 
 class Step(nn.Module):
-    """`num_tokens` tokens of some rows over what they remember; what is exported."""
+    """Module that is exported as a graph: it reads `num_tokens` tokens of some rows over their memory."""
 
     encoding_KD: Tensor
 
     def __init__(self, network: TransformerXL, *, memory_len: int, num_tokens: int) -> None:
         super().__init__()
-        section = network.section
         self.network = network
         self.memory_len = memory_len
         self.num_tokens = num_tokens
-        encoding = distance_encoding(
-            memory_len + num_tokens, width=section.width, clamp_len=section.clamp_len, like=network.embedding.weight(0)
-        )
+        section = network.section
+        weight = network.embedding.weight(0)
+        num_distances = memory_len + num_tokens
+        encoding = distance_encoding(num_distances, width=section.width, clamp_len=section.clamp_len, like=weight)
         self.register_buffer("encoding_KD", encoding)
 
     def forward(
         self, tokens_BT: Tensor, memory_L2NBMH: Tensor, length_B: Tensor, num_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(log_p_BTV, the memory after the tokens, its lengths). The memory takes the first `num_tokens` of them, all
-        without."""
+        """Return (log_p_BTV, the memory after the tokens, its lengths).
+
+        With `num_tokens`, only the first `num_tokens` tokens are appended to the memory.
+        """
         network = self.network
-        section = self.network.section
+        section = network.section
         place_M = torch.arange(self.memory_len)
-        document_BM = torch.where(place_M >= self.memory_len - length_B[:, None], 0, EMPTY)
-        visible = build_mask(Memory((), document_BM), torch.zeros_like(tokens_BT), same_length=section.same_length)
-        hidden = _embedded(network.embedding, tokens_BT)
-        memory = []
-        embedded = hidden
-        first_value = None
+        num_empty_B1 = self.memory_len - length_B[:, None]
+        document_BM = torch.where(place_M >= num_empty_B1, 0, EMPTY)
+        document_BT = torch.zeros_like(tokens_BT)
+        visible = build_mask(Memory((), document_BM), document_BT, same_length=section.same_length)
+        embedded = _embedded(network.embedding, tokens_BT)
+        hidden = embedded
+        memory: list[Tensor] = []
+        first_value: Tensor | None = None
         blocks = cast(list[Block], list(network.blocks))
         for index, (block, memory_2NBMH) in enumerate(zip(blocks, memory_L2NBMH.unbind(0), strict=True)):
             if section.residual_scalars:
@@ -161,13 +169,15 @@ class Step(nn.Module):
             new_BT2NH = block.attention.prepare_fused_kv(new_BT2NH, first_value)
             if block.gives_values:
                 first_value = new_BT2NH.select(-3, 1)
-            key_value_2NBKH = torch.cat([memory_2NBMH, new_BT2NH.permute(2, 3, 0, 1, 4)], dim=3)
+            new_2NBTH = new_BT2NH.permute(2, 3, 0, 1, 4)
+            key_value_2NBKH = torch.cat([memory_2NBMH, new_2NBTH], dim=3)
             key_BKNH, value_BKNH = key_value_2NBKH.permute(0, 2, 3, 1, 4).unbind(0)
+            distances = block.attention.distances(visible.num_keys, encoding_KD=self.encoding_KD)
             context_BTD = block.attention(
                 normed,
                 key_BKNH=key_BKNH,
                 value_BKNH=value_BKNH,
-                distances=block.attention.distances(visible.num_keys, encoding_KD=self.encoding_KD),
+                distances=distances,
                 visible=visible,
             )
             hidden = block.finish(hidden, context_BTD)
@@ -175,25 +185,27 @@ class Step(nn.Module):
                 memory.append(key_value_2NBKH[:, :, :, self.num_tokens :])
             else:
                 memory.append(key_value_2NBKH.index_select(3, place_M + num_tokens))
-        log_p_SV = network.softmax.log_probabilities(network.final_norm(hidden).flatten(0, 1))
+        hidden_SD = network.final_norm(hidden).flatten(0, 1)
+        log_p_SV = network.softmax.log_probabilities(hidden_SD)
+        log_p_BTV = log_p_SV.unflatten(0, (-1, self.num_tokens))
         length_B = length_B + (self.num_tokens if num_tokens is None else num_tokens)
-        return (
-            log_p_SV.unflatten(0, (-1, self.num_tokens)),
-            torch.stack(memory),
-            length_B.clamp(max=self.memory_len),
-        )
+        next_length_B = length_B.clamp(max=self.memory_len)
+        return log_p_BTV, torch.stack(memory), next_length_B
 
 
 def _embedded(embedding: AdaptiveEmbedding, tokens_BT: Tensor) -> Tensor:
-    """hidden_BTD as the embedding gives it, without asking on the host which cluster a token is of."""
+    """Compute the embedding's hidden_BTD without a partition of the tokens into clusters on the host."""
     if embedding.num_tables == 1:
         return cast(Tensor, embedding(tokens_BT))
     hidden_BTD = torch.zeros(())
     lows = embedding.edges[:-1]
-    cluster_BT = torch.stack([tokens_BT >= low for low in lows[1:]]).sum(0)  # ids that are none are of an end
+    # Ids outside the vocabulary fall into the first or the last cluster.
+    is_beyond = torch.stack([tokens_BT >= low for low in lows[1:]])
+    cluster_BT = is_beyond.sum(0)
     for i, low in enumerate(lows):
         is_here_BT = cluster_BT == i
-        embedded = F.embedding(torch.where(is_here_BT, tokens_BT - low, 0), embedding.weight(i))
+        ids_BT = torch.where(is_here_BT, tokens_BT - low, 0)
+        embedded = F.embedding(ids_BT, embedding.weight(i))
         projection = embedding.projection(i)
         if projection is not None:
             embedded = F.linear(embedded, projection)
@@ -202,25 +214,27 @@ def _embedded(embedding: AdaptiveEmbedding, tokens_BT: Tensor) -> Tensor:
 
 
 def _inputs(takes_count: bool) -> list[str]:
+    """Return the names of a graph's inputs; `takes_count` says whether num_tokens is one of them."""
     return list(INPUTS if takes_count else INPUTS[:-1])
 
 
 def _exported(step: Step, *, takes_count: bool) -> Any:
-    """The graph of a step, of the library onnx_ir."""
+    """Export a step. Returns its graph as a model of the library onnx_ir."""
     section = step.network.section
     num_rows = 2
-    memory = torch.zeros(section.num_layers, 2, section.num_heads, num_rows, step.memory_len, section.head_width)
     tokens = torch.zeros(num_rows, step.num_tokens, dtype=torch.int64)
-    given: list[Tensor] = [tokens, memory, torch.zeros(num_rows, dtype=torch.int64)]
+    memory = torch.zeros(section.num_layers, 2, section.num_heads, num_rows, step.memory_len, section.head_width)
+    length = torch.zeros(num_rows, dtype=torch.int64)
+    arguments: list[Tensor] = [tokens, memory, length]
     rows = torch.export.Dim("rows", min=1)
     shapes: list[dict[int, Any]] = [{0: rows}, {3: rows}, {0: rows}]
     if takes_count:
-        given.append(torch.tensor(1))
+        arguments.append(torch.tensor(1))
         shapes.append({})
     with _quiet(), torch.no_grad():
         program = torch.onnx.export(
             step.eval(),
-            tuple(given),
+            tuple(arguments),
             dynamo=True,
             input_names=_inputs(takes_count),
             output_names=list(OUTPUTS),
@@ -230,7 +244,7 @@ def _exported(step: Step, *, takes_count: bool) -> Any:
     assert program is not None
     graph = program.model
     for node in graph.graph:
-        node.metadata_props.clear()  # where in our source each came from, with the paths of this machine
+        node.metadata_props.clear()  # source lines, with paths of this machine
     for function in graph.functions.values():
         for node in function:
             node.metadata_props.clear()
@@ -239,7 +253,7 @@ def _exported(step: Step, *, takes_count: bool) -> Any:
 
 @contextmanager
 def _plain_attention(network: TransformerXL) -> Iterator[None]:
-    """The equation itself: the other kernels are no operators of ONNX."""
+    """Use the plain attention during the block, because ONNX has no operators for the other kernels."""
     attentions = [block.attention for block in cast(list[Block], list(network.blocks))]
     kernels = [attention.kernel for attention in attentions]
     try:
@@ -253,7 +267,7 @@ def _plain_attention(network: TransformerXL) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence the exporter's messages on packages that it would use, and on its own future."""
+    """Silence the exporter's messages about optional packages and deprecations."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -266,19 +280,20 @@ def _quiet() -> Iterator[None]:
 
 
 def _move_weights(graphs: list[Any], folder: Path) -> None:
-    """Write the tensors of all graphs into one file, equal ones once, and make the graphs name their places there."""
+    """Write the tensors of all graphs to one file, equal ones once, and make the graphs refer to it."""
     import onnx_ir
 
     places: dict[tuple[str, str], tuple[int, int]] = {}
     with open_new(folder / WEIGHTS) as file:
-        for value in [value for graph in graphs for value in graph.graph.initializers.values()]:
+        for value in itertools.chain.from_iterable(graph.graph.initializers.values() for graph in graphs):
             tensor = value.const_value
-            if tensor.nbytes < 1024:  # sizes and lengths, which ONNX Runtime wants to see in the graph
+            if tensor.nbytes < 1024:  # sizes and lengths, which ONNX Runtime needs in the graph
                 continue
             content = tensor.tobytes()
             key = (str(tensor.dtype), hashlib.sha256(content).hexdigest())
             if key not in places:
-                file.write(bytes(-file.tell() % 4096))  # whole pages, so that the file can be mapped
+                padding_len = -file.tell() % 4096  # whole pages, so that the file can be mapped
+                file.write(bytes(padding_len))
                 places[key] = (file.tell(), len(content))
                 file.write(content)
             offset, length = places[key]
@@ -297,32 +312,38 @@ def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> floa
 
     options = SessionOptions()
     options.log_severity_level = 3
-    chunk, token = (InferenceSession(folder / f"{name}.onnx", options) for name in ("chunk", "token"))
-    frozen = FrozenModel(bundle.model)
-    chunk_len = bundle.segment_len
+    chunk = InferenceSession(folder / "chunk.onnx", options)
+    token = InferenceSession(folder / "token.onnx", options)
     section = bundle.section
+    chunk_len = bundle.segment_len
+    frozen = FrozenModel(bundle.model)
     ring = frozen.ring(num_rows=2, memory_len=memory_len, chunk_len=chunk_len)
     shape = (section.num_layers, 2, section.num_heads, 2, memory_len, section.head_width)
     memory = np.zeros(shape, np.float32)
     length = np.zeros(2, np.int64)
+    whole_chunks = [chunk_len] * (CHECKED_SEGMENTS - 1)
+    half_chunk = (chunk_len + 1) // 2
+    single_tokens = [1] * 8
     start = 0
-    worst = 0.0
-    for num_tokens in [*[chunk_len] * (CHECKED_SEGMENTS - 1), (chunk_len + 1) // 2, *[1] * 8]:
+    largest = 0.0
+    for num_tokens in [*whole_chunks, half_chunk, *single_tokens]:
         place_T = start + np.arange(num_tokens)
-        tokens_BT = np.stack([place_T * 7919 + 1, place_T * 104729 + 5]) % bundle.model.vocab_size
-        given = {"tokens": tokens_BT, "memory": memory, "length": length}
+        rows = [place_T * 7919 + 1, place_T * 104729 + 5]
+        tokens_BT = np.stack(rows) % bundle.model.vocab_size
         if num_tokens == 1:
-            log_p_BTV, memory, length = token.run(None, given)
+            inputs = {"tokens": tokens_BT, "memory": memory, "length": length}
+            log_p_BTV, memory, length = token.run(None, inputs)
         else:
-            padding = ((0, 0), (0, chunk_len - num_tokens))
-            given |= {"tokens": np.pad(tokens_BT, padding), "num_tokens": np.array(num_tokens)}
-            log_p_BTV, memory, length = chunk.run(None, given)
+            padded_BT = np.pad(tokens_BT, ((0, 0), (0, chunk_len - num_tokens)))
+            inputs = {"tokens": padded_BT, "memory": memory, "length": length, "num_tokens": np.array(num_tokens)}
+            log_p_BTV, memory, length = chunk.run(None, inputs)
         expected_BTD = frozen.run(torch.from_numpy(tokens_BT), ring)
         expected_SV = frozen.log_probabilities(expected_BTD.flatten(0, 1))
-        found_SV = torch.from_numpy(log_p_BTV[:, :num_tokens]).flatten(0, 1)
-        worst = max(worst, float((found_SV - expected_SV).abs().max()))
-        if start == 0:  # the second row begins again, next to one that continues
+        log_p_SV = torch.from_numpy(log_p_BTV[:, :num_tokens]).flatten(0, 1)
+        difference = (log_p_SV - expected_SV).abs().max()
+        largest = max(largest, float(difference))
+        if start == 0:  # the second row begins again, while the first continues
             length[1] = 0
             ring.forget(1)
         start += num_tokens
-    return worst
+    return largest

@@ -1,7 +1,8 @@
-"""Facts that a run recorded about one checkpoint, for the model card: text, tokens, commit, date, scores, a sample.
+"""Metadata that a run recorded about one checkpoint, for the model card.
 
-Scores and the sample are those of the checkpoint's own step; those of other steps belong to other weights and are left
-out. A run's records may be missing, torn or of another version: what cannot be read is "not stated".
+It has the corpora, tokens, commit, date, scores, and a sample. Scores and the sample must be of the checkpoint's own
+step, because those of other steps belong to other weights. A run's records may be missing, damaged or of another
+version. The card calls everything that cannot be read "not stated".
 """
 
 from __future__ import annotations
@@ -25,33 +26,40 @@ Record = dict[str, Any]
 
 
 def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_ema: bool) -> Card:
-    """The facts of a checkpoint; `use_ema` says whether its card is about the averages of the weights."""
+    """Return the card of a checkpoint. `use_ema` says whether it describes the averages of the weights."""
     state = saved.values
     start, records = _records_at(folder.parent.parent, step=saved.step)
     names = start.get("corpora") or [Path(path).name for path in state.get("corpora", ())]
-    is_scored = config.eval.use_ema == use_ema
     token = str(start.get("token") or "token")
-    if is_scored:
-        scores = [_score(record, config, corpora=names, token=token) for record in records.values()]
-    else:
-        scores = []
+    scores: list[Score] = []
+    if config.eval.use_ema == use_ema:  # else the run evaluated the other weights
+        for record in records.values():
+            score = _score(record, config, corpora=names, token=token)
+            if score is not None:
+                scores.append(score)
+    sample = None
+    if not use_ema:
+        sample = _sample(records.get("sample", {}), step=saved.step)
     saved_s = records.get("event saved", {}).get("time_s")
+    epochs = records.get("train", {}).get("epoch")
     return Card(
         corpora=tuple(str(name) for name in names),
         tokens_seen=state["tokens_seen"],
-        epochs=_number(records.get("train", {}).get("epoch")),
+        epochs=_number(epochs),
         began_with=Path(config.run.init).name or "fresh",
         commit=str(start.get("commit") or ""),
         version=str(state["code_version"]),
         date=_day(saved_s),
-        scores=tuple(score for score in scores if score is not None),
-        sample=None if use_ema else _sample(records.get("sample", {}), step=saved.step),
+        scores=tuple(scores),
+        sample=sample,
     )
 
 
 def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
-    """(record of the start that made a step, records of that step by kind, an event's with its name). The last record
-    of a kind counts: a run that continues from an older checkpoint makes steps again."""
+    """Return (record of the start that computed a step, records of that step by kind, with the name of an event).
+
+    The last record of a kind counts, because a run that resumes an older checkpoint computes steps again.
+    """
     start: Record = {}
     found: dict[str, Record] = {}
     if detect_artifact(run) is not ArtifactKind.RUN:
@@ -68,10 +76,10 @@ def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
 
 
 def _parsed(lines: Iterator[bytes], *, step: int) -> Iterator[Record]:
-    """Starts and the records of a step. A line that a crash tore is passed over."""
+    """Yield the records of starts and of a step. Lines that a crash cut short are skipped."""
     at_step = f'"step": {step}'.encode()
     for line in lines:
-        if at_step not in line and b'"start"' not in line:  # a million lines are not parsed
+        if at_step not in line and b'"start"' not in line:  # so that a million lines need no parsing
             continue
         with suppress(ValueError):
             record = parse_object(line)
@@ -84,18 +92,19 @@ def _score(record: Record, config: Config, *, corpora: list[Any], token: str) ->
     kind = str(record.get("kind"))
     if kind != "eval" and not kind.startswith("eval_"):
         return None
-    if corpora:
-        first = str(corpora[0])
-    else:
-        first = "validation"
+    corpus = kind.removeprefix("eval_")
+    if kind == "eval":
+        corpus = str(corpora[0]) if corpora else "validation"
     memory_len = config.eval.memory_len
+    if memory_len < 0:
+        memory_len = config.train.memory_len
     values = {
-        "corpus": first if kind == "eval" else kind.removeprefix("eval_"),
+        "corpus": corpus,
         "split": config.data.eval_split,
         "token": token,
         **{key: record.get(key) for key in ("loss", "ppl", "tokens", "bits_per_byte")},
         "segment_len": config.eval.segment_len or config.train.segment_len,
-        "memory_len": config.train.memory_len if memory_len < 0 else memory_len,
+        "memory_len": memory_len,
         "num_lanes": config.eval.num_lanes,
         "overlap_len": config.eval.overlap_len,
         "precision": config.engine.dtype,
@@ -106,6 +115,7 @@ def _score(record: Record, config: Config, *, corpora: list[Any], token: str) ->
 
 
 def _sample(record: Record, *, step: int) -> Sample | None:
+    """Return the sample in a record; None if it has none."""
     prompt = record.get("prompt")
     text = record.get("text")
     if not isinstance(prompt, str) or not isinstance(text, str):
@@ -114,16 +124,18 @@ def _sample(record: Record, *, step: int) -> Sample | None:
 
 
 def _number(value: object) -> float | None:
+    """Return a JSON value as a float; None if it is no number."""
     if isinstance(value, int | float):
         return float(value)
     return None
 
 
 def _day(time_s: object) -> str:
-    """Empty for what is not a time."""
+    """Return the date of a time in seconds since 1970, or an empty string if the value is not a time."""
     seconds = _number(time_s)
     if seconds is None:
         return ""
     with suppress(ValueError, OverflowError, OSError):
-        return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d}"
+        time = datetime.fromtimestamp(seconds, UTC)
+        return f"{time:%Y-%m-%d}"
     return ""

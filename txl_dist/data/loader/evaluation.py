@@ -9,6 +9,7 @@ like the real one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -77,10 +78,11 @@ class EvalStream:
         self.split = split
         self.num_targets = num_tokens - 1
         self.num_lanes = min(num_lanes, self.num_targets)
-        self.stripe_len = -(-self.num_targets // self.num_lanes)
+        self.stripe_len = math.ceil(self.num_targets / self.num_lanes)
         self.segment_len = min(segment_len, self.stripe_len)
         self.overlap_len = overlap_len
-        num_padded_lanes = -(-self.num_lanes // world_size) * world_size
+        lanes_per_rank = math.ceil(self.num_lanes / world_size)
+        num_padded_lanes = lanes_per_rank * world_size
         self.lanes = lanes_of_rank(num_padded_lanes, rank=rank, world_size=world_size)
         self._end_of_text = split.corpus.end_of_text
         self._shards = Shards(split, max_open=2 * len(self.lanes) + 2)
@@ -88,7 +90,7 @@ class EvalStream:
 
     def __len__(self) -> int:
         """Return the number of forward passes, equal on all ranks."""
-        return (self.stripe_len + self.segment_len - 1) // self.segment_len
+        return math.ceil(self.stripe_len / self.segment_len)
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments of this rank's lanes in order."""
@@ -105,7 +107,8 @@ class EvalStream:
         documents = np.zeros_like(tokens)
         opens = np.zeros((num_lanes, num_inputs), dtype=bool)
         for row, lane in enumerate(self.lanes):
-            lane_len = min(self.stripe_len, self.num_targets - lane * self.stripe_len)
+            num_targets_left = self.num_targets - lane * self.stripe_len
+            lane_len = min(self.stripe_len, num_targets_left)
             num_scored = min(self.segment_len, lane_len - position)
             if num_scored <= 0:
                 documents[row] = max(lane_len, 0) + 1
@@ -115,8 +118,9 @@ class EvalStream:
             filled = 0
             while filled < row_len:
                 lane_position = position - overlap + filled
-                unfilled = slice(filled, row_len)
-                count, is_begin = self._copy(lane, lane_position, tokens[row, unfilled], documents[row, unfilled])
+                unfilled_tokens = tokens[row, filled:row_len]
+                unfilled_documents = documents[row, filled:row_len]
+                count, is_begin = self._copy(lane, lane_position, unfilled_tokens, unfilled_documents)
                 if filled and is_begin:
                     opens[row, filled - 1] = tokens[row, filled - 1] == self._end_of_text
                 filled += count

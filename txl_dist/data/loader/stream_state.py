@@ -67,7 +67,9 @@ class CorpusState:
         num_left = num_tokens
         for first, end in outside(self.skips, self.position, sys.maxsize):
             length = min(end - first, num_left)
-            yield PositionRange(first, length, begin if first == self.position else first)
+            if first != self.position:  # a skip ends here
+                begin = first
+            yield PositionRange(first, length, begin)
             num_left -= length
             if not num_left:
                 return
@@ -104,9 +106,11 @@ class StreamState:
         """
         corpora = []
         for corpus, first, last in zip(self.corpora, begin.corpora, end.corpora, strict=True):
-            skips = sorted([*last.skips, (first.position, last.position)])
+            new_skip = (first.position, last.position)
+            skips = sorted([*last.skips, new_skip])
             corpora.append(replace(corpus, skips=merged(skips)))
-        return replace(self, corpora=tuple(corpora)).advanced(0)  # moves the position out of a skip that begins here
+        state = replace(self, corpora=tuple(corpora))
+        return state.advanced(0)  # moves the position out of a skip that begins here
 
     def has_lanes_of(self, other: StreamState) -> bool:
         """Return whether every lane reads the same corpus as in `other`, so that its memory is still valid."""
@@ -151,7 +155,8 @@ class StreamState:
 def _text_of(ranges: Ranges) -> str:
     """Write ranges as gaps and lengths in turn: these are smaller than bounds, and a text stays on one line."""
     bounds = np.array(ranges, np.int64).reshape(-1)
-    return " ".join(map(str, np.diff(bounds, prepend=0).tolist()))
+    steps = np.diff(bounds, prepend=0).tolist()
+    return " ".join(str(step) for step in steps)
 
 
 def _ranges_of(text: str) -> Ranges:
@@ -169,7 +174,8 @@ def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_l
     Without `weights` the corpora get lanes in proportion to their tokens. Raises ConfigError for bad weights.
     """
     names = [split.corpus.location for split in splits]
-    allotted = allot_lanes(num_lanes, weights or [split.tokens for split in splits], names=names)
+    sizes = [split.tokens for split in splits]
+    allotted = allot_lanes(num_lanes, weights or sizes, names=names)
     corpora = []
     for split, count in zip(splits, allotted, strict=True):
         corpus = split.corpus
@@ -203,14 +209,19 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
     corpora = []
     for corpus, split in zip(wanted.corpora, splits, strict=True):
         saved = before.get((corpus.fingerprint, corpus.split))
-        corpora.append(corpus if saved is None else _continued_corpus(saved, corpus, split))
+        if saved is not None:
+            corpus = _continued_corpus(saved, corpus, split)
+        corpora.append(corpus)
     return replace(wanted, corpora=tuple(corpora))
 
 
 def _names(corpora: Iterable[CorpusState]) -> str:
-    return ", ".join(
-        f"{corpus.name} (split {corpus.split}, fingerprint {corpus.fingerprint[:12]})" for corpus in corpora
-    )
+    """Name the corpora for a message."""
+    names = []
+    for corpus in corpora:
+        fingerprint = corpus.fingerprint[:12]
+        names.append(f"{corpus.name} (split {corpus.split}, fingerprint {fingerprint})")
+    return ", ".join(names)
 
 
 def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> CorpusState:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -30,6 +31,7 @@ from txl_dist.data.prepare.workdir import CORPUS
 from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed
 
 _CELL_BITS = 20
+"""Number of bits of a key that choose its cell in the plan."""
 _MOST_DOCUMENTS = 1 << 20
 """Approximate maximum of documents in a shard. Its worker needs some hundred bytes for each, however short."""
 DROPPED = "dropped.u64"
@@ -111,7 +113,8 @@ def plan_split(
     num_changed = 0
     for number in numbers:
         records = records_of(scratch, number, split)
-        records = records[~contains(dropped, records["ordinal"])]
+        is_dropped = contains(dropped, records["ordinal"])
+        records = records[~is_dropped]
         cells = (records["key"] >> np.uint64(shift)).astype(np.int64)
         np.add.at(tokens_of_cell, cells, records["tokens"])
         np.add.at(documents_of_cell, cells, 1)
@@ -126,7 +129,9 @@ def plan_split(
     documents_before = np.cumsum(documents_of_cell) - documents_of_cell
     info.tokens = int(tokens_of_cell.sum())
     info.documents = int(documents_of_cell.sum())
-    count = max(-(-info.tokens // shard_len), -(-info.documents // _MOST_DOCUMENTS))
+    count_by_tokens = math.ceil(info.tokens / shard_len)
+    count_by_documents = math.ceil(info.documents / _MOST_DOCUMENTS)
+    count = max(count_by_tokens, count_by_documents)
     tasks = []
     for number, (first, end) in enumerate(_cut(tokens_of_cell, count)):
         task = ShardTask(
@@ -157,8 +162,10 @@ def _cell_shift(scratch: Path, split: str, numbers: Sequence[int]) -> int:
 
 def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, shard_len: int) -> str:
     """Return the hash of everything that the shards depend on."""
-    described = json.dumps([shard_len, [part._asdict() for part in parts]], sort_keys=True)
-    return hashlib.sha256(described.encode() + dropped.tobytes()).hexdigest()
+    described_parts = [part._asdict() for part in parts]
+    described = json.dumps([shard_len, described_parts], sort_keys=True)
+    content = described.encode() + dropped.tobytes()
+    return hashlib.sha256(content).hexdigest()
 
 
 def write_planned(task: ShardTask) -> WrittenShard:
@@ -168,8 +175,9 @@ def write_planned(task: ShardTask) -> WrittenShard:
     info_path = _info_path(task)
     info_path.unlink(missing_ok=True)  # it may describe a shard of another plan
     records, documents = gather(scratch, task.parts, task.split, keys=task.keys, dtype=dtype)
-    if (scratch / DROPPED).stat().st_size:
-        dropped = np.memmap(scratch / DROPPED, dtype=np.uint64, mode="r")
+    dropped_path = scratch / DROPPED
+    if dropped_path.stat().st_size:
+        dropped = np.memmap(dropped_path, dtype=np.uint64, mode="r")
         is_kept = ~contains(dropped, records["ordinal"])
         documents = list(itertools.compress(documents, is_kept))
     written = write_shard(
@@ -194,7 +202,8 @@ def is_written(task: ShardTask) -> bool:
         info = typed(ShardInfo, content["info"])
         if content["plan"] != task.plan or info.bytes != tar.stat().st_size:
             return False
-        return info.idx_sha256 == sha256_of_file(tar.with_name(f"{task.name}.idx"))
+        records = tar.with_name(f"{task.name}.idx")
+        return info.idx_sha256 == sha256_of_file(records)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -213,12 +222,13 @@ def _info_path(task: ShardTask) -> Path:
 
 def _cut(tokens_of_cell: npt.NDArray[np.int64], count: int) -> Iterator[tuple[int, int]]:
     """Yield (first cell, one past its last cell) of up to `count` shards of equal size, none without tokens."""
-    tokens_before = np.concatenate([[0], np.cumsum(tokens_of_cell)])  # [cells + 1] before each cell, and in all
+    # [cells + 1] tokens before each cell, and in all cells
+    tokens_before = np.concatenate([[0], np.cumsum(tokens_of_cell)])
     total = int(tokens_before[-1])
     wanted = [total * number // count for number in range(1, count)]
     inner_borders = np.searchsorted(tokens_before[1:], wanted) + 1
     borders = np.unique([0, *inner_borders, len(tokens_of_cell)])
-    tokens_at_borders = tokens_before[borders]
-    is_kept = np.concatenate([[True], np.diff(tokens_at_borders) > 0])
-    borders = borders[is_kept]
-    yield from zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
+    tokens_between = np.diff(tokens_before[borders])
+    is_kept = np.concatenate([[True], tokens_between > 0])
+    kept_borders = borders[is_kept].tolist()
+    yield from itertools.pairwise(kept_borders)

@@ -142,22 +142,21 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Name the folder of the tars.")
-    given = [Path(path) for path in inputs]
-    if given == [] or [path.resolve() for path in given] == [folder.resolve()]:
-        given = [path for path in sorted(folder.iterdir()) if _is_named_tar(path)]
+    paths = [Path(path) for path in inputs]
+    is_whole_folder = [path.resolve() for path in paths] == [folder.resolve()]
+    if not paths or is_whole_folder:
+        paths = [path for path in sorted(folder.iterdir()) if _is_named_tar(path)]
     tars = set()
-    for path in given:
+    for path in paths:
         if path.resolve().parent != folder.resolve():
             raise DataError(
                 f"{path} is not in {folder}. The index is written next to its tars, which are not copied: name the "
                 "folder of the tars as the output."
             )
         if _suffix(path) != ".tar":
-            is_compressed = _suffix(path) in _COMPRESSED
-            if is_compressed:
+            remedy = "name .tar files"
+            if _suffix(path) in _COMPRESSED:
                 remedy = f"unpack it first, for instance `gunzip {path}`"
-            else:
-                remedy = "name .tar files"
             raise DataError(f"{path} is not a plain tar, which records need: {remedy}.")
         if not path.is_file():
             raise DataError(f"cannot read {path}: it does not exist, or is not a file. Check the path.")
@@ -194,7 +193,13 @@ def _suffix(path: Path) -> str:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts names by the numbers in them: x-9 before x-10."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
+    key: list[tuple[int, str]] = []
+    for part in re.split(r"([0-9]+)", name):
+        if part.isdecimal():
+            key.append((int(part), ""))
+        else:
+            key.append((-1, part))
+    return key
 
 
 def _open_tokenizer(path: str | Path) -> Tokenizer:
@@ -202,8 +207,9 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, ForeignTokenizer):
         ids = tokenizer.foreign_ids[tokenizer.foreign_ids != ADDED]
-        # A foreign tokenizer that we saved has the ids in another order, and no gaps in our own numbers.
-        if (np.diff(ids) > 0).all() and ids[-1] != len(ids) - 1:
+        # A foreign tokenizer that this package saved has the ids in another order, and its own numbers have no gaps.
+        has_own_ids = (np.diff(ids) > 0).all()
+        if has_own_ids and ids[-1] != len(ids) - 1:
             raise DataError(
                 f"{path} has ids that are not used: its {len(ids)} do not run from 0 to {len(ids) - 1}. Prepare the "
                 "text again with it, which renumbers the ids."
@@ -236,10 +242,12 @@ def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any
     """Replace all files of the corpus except its tars, the index last."""
     # Without its old index the folder is not a corpus until the new index is complete.
     (folder / INDEX_NAME).unlink(missing_ok=True)
-    for name in (PREPARED_NAME, *map(counts_name, SPLITS)):  # the splits may be others now
-        (folder / name).unlink(missing_ok=True)
+    (folder / PREPARED_NAME).unlink(missing_ok=True)
+    for split in SPLITS:  # the corpus may have had other splits
+        (folder / counts_name(split)).unlink(missing_ok=True)
     for path in folder.glob(f"*{_TEMPORARY}"):
-        path.rename(path.with_name(path.name.removesuffix(_TEMPORARY) + ".idx"))
+        tar_name = path.name.removesuffix(_TEMPORARY)
+        path.rename(path.with_name(f"{tar_name}.idx"))
     for name, content in scan.counts_files.items():
         atomic_replace(folder / counts_name(name), content)
     atomic_replace(folder / TOKENIZER_NAME, tokenizer.to_json().encode("utf-8"))
@@ -279,11 +287,12 @@ class _Scan:
             info.documents += shard.documents
             info.tokens += shard.tokens
             info.longest = max(info.longest, int(records["tokens"].max()))
-        self.counts_files[name] = npy_bytes(counts)
-        info.counts_sha256 = hashlib.sha256(self.counts_files[name]).hexdigest()
+        counts_file = npy_bytes(counts)
+        self.counts_files[name] = counts_file
+        info.counts_sha256 = hashlib.sha256(counts_file).hexdigest()
         if self.tokenizer.spellings is not None:
-            in_text = counts * (np.arange(len(counts)) != self.tokenizer.end_of_text)
-            info.text_bytes, info.text_characters = text_sizes(self.tokenizer.spellings, in_text)
+            is_text = np.arange(len(counts)) != self.tokenizer.end_of_text
+            info.text_bytes, info.text_characters = text_sizes(self.tokenizer.spellings, counts * is_text)
         return info
 
     def _tar(
@@ -295,16 +304,18 @@ class _Scan:
             raise DataError(f"{path} is empty. Restore the file from a copy, or remove it from the folder.")
         stream = ForwardReader(MappedPayload(path), num_bytes, name=str(path), on_bytes=self.on_bytes)
         parts = [np.empty(0, dtype=RECORD)]
-        for sample in read_samples(stream, on_ignored=lambda name: self.ignored.update([Path(name).suffix or name])):
+        for sample in read_samples(stream, on_ignored=self._count_ignored):
             self.num_empty += sample.num_empty
-            if len(sample.starts):
-                self._check(sample, str(path))
-                parts.append(self._records(sample))
-                if self.tokenizer.spellings is None:
-                    self._add_decoded(sample, info)
-                for first in range(0, len(sample.tokens), _PIECE_LEN):
-                    piece_counts = np.bincount(sample.tokens[first : first + _PIECE_LEN])
-                    counts[: len(piece_counts)] += piece_counts
+            if not len(sample.starts):
+                continue
+            self._check(sample, str(path))
+            parts.append(self._records(sample))
+            if self.tokenizer.spellings is None:
+                self._add_decoded(sample, info)
+            for first in range(0, len(sample.tokens), _PIECE_LEN):
+                piece = sample.tokens[first : first + _PIECE_LEN]
+                piece_counts = np.bincount(piece)
+                counts[: len(piece_counts)] += piece_counts
         records = np.concatenate(parts)
         if len(records):
             write_bytes(path.with_name(path.name + _TEMPORARY), records.tobytes())
@@ -316,6 +327,11 @@ class _Scan:
             sha256=stream.sha256(),
             idx_sha256=hashlib.sha256(records.tobytes()).hexdigest(),
         )
+
+    def _count_ignored(self, name: str) -> None:
+        """Count a member that is no part of a sample, by its suffix."""
+        suffix = Path(name).suffix or name
+        self.ignored[suffix] += 1
 
     def _check(self, sample: TarSample, path: str) -> None:
         """Raise DataError if the ids have another type than those before, or are outside the vocabulary."""
@@ -342,20 +358,24 @@ class _Scan:
         ends = np.append(sample.starts[1:], len(sample.tokens))
         raw = sample.tokens.view(np.uint8).data
         size = sample.tokens.itemsize
+        first_bytes = sample.starts * size
+        end_bytes = ends * size
         records = np.empty(len(ends), dtype=RECORD)
-        records["offset"] = sample.offset + sample.starts * size
+        records["offset"] = sample.offset + first_bytes
         records["tokens"] = ends - sample.starts
-        records["crc32"] = [
-            zlib.crc32(raw[start * size : end * size]) for start, end in zip(sample.starts, ends, strict=True)
-        ]
+        records["crc32"] = [zlib.crc32(raw[first:end]) for first, end in zip(first_bytes, end_bytes, strict=True)]
         if self.tokenizer.end_of_text is not None:
-            self.num_unended += int((sample.tokens[ends - 1] != self.tokenizer.end_of_text).sum())
+            last_ids = sample.tokens[ends - 1]
+            is_unended = last_ids != self.tokenizer.end_of_text
+            self.num_unended += int(is_unended.sum())
         return records
 
     def _add_decoded(self, sample: TarSample, info: SplitInfo) -> None:
         """Add the sizes of the decoded text, for a tokenizer whose ids have no fixed bytes."""
         for ids in np.split(sample.tokens, sample.starts[1:]):
-            raw = text_bytes_of(self.tokenizer.decode(ids[ids != self.tokenizer.end_of_text].tolist()))
+            text_ids = ids[ids != self.tokenizer.end_of_text]
+            text = self.tokenizer.decode(text_ids.tolist())
+            raw = text_bytes_of(text)
             info.text_bytes += len(raw)
             info.text_characters += count_characters(raw)
 

@@ -51,7 +51,9 @@ _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chun
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
 """Words that do not say which text a file holds: `test_data` is the counterpart of `train`."""
 _HELD_OUT = re.compile(r"(held|hold)[\W_]+(?=out)")
+"""Pattern of `held-out`, which becomes the word `heldout`."""
 _COMPOUND = re.compile(rf"({'|'.join(SPLIT_WORDS)})(sets?|data|splits?)")
+"""Pattern of a word such as `testset`, which is read as two."""
 _COUNTED = re.compile(r"\d+[-_ ]?of[-_ ]?\d+", re.IGNORECASE)
 """Pattern of a number such as `00000-of-00032`, which data hubs write after the name of a split."""
 _HASH = re.compile(r"(?<![a-z0-9])(?=[a-f]*\d)[0-9a-f]{8,}(-[0-9a-f]{4,})*(?![a-z0-9])")
@@ -131,7 +133,8 @@ def splits_of_paths(
     top = _common_folder([root for root in roots if root is not None])
     names_of_inputs: list[list[list[_Name]]] = []  # for each input, for each of its paths
     for (_, paths), root in zip(inputs, roots, strict=True):
-        names_of_inputs.append([_names_of(path, root, top) for path in paths])
+        names_of_paths = [_names_of(path, root, top) for path in paths]
+        names_of_inputs.append(names_of_paths)
     families = set()
     train_folders = set()
     for name in chain.from_iterable(chain.from_iterable(names_of_inputs)):
@@ -257,9 +260,10 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
     part = _PARTITION.sub("", path.name)
     is_counted = _COUNTED.search(part) is not None
     part = _COUNTED.sub(" ", part)
-    pieces = [_words(piece) for piece in (part.split(".") if is_file else [part])]
-    while len(pieces) > 1 and not SPLIT_WORDS.keys() & set(pieces[-1]):
-        pieces.pop()  # suffixes
+    dotted = part.split(".") if is_file else [part]
+    pieces = [_words(piece) for piece in dotted]
+    while len(pieces) > 1 and SPLIT_WORDS.keys().isdisjoint(pieces[-1]):
+        pieces.pop()  # a suffix
     words = pieces[-1]
     hits = [word for word in words if word in SPLIT_WORDS]
     if not hits:
@@ -277,17 +281,18 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
     else:
         quiet_words = _QUIET_WORDS
     is_quiet = quiet_words.issuperset(hits)
-    if is_counted:
-        says_only_this = words[-1] in hits
-    else:
-        says_only_this = len(words) == 1 and not is_quiet
+    is_alone = len(words) == 1 and not is_quiet
+    says_only_this = words[-1] in hits if is_counted else is_alone
+    is_sure = says_only_this and len(splits) == 1 and (split == TRAIN or not is_input)
     family = f"{path.parent}/{_family(pieces)}"
+    if is_code:
+        family += suffix
     return _Name(
         split=split,
         word=word,
         folder=path.parent,
-        family=family + suffix if is_code else family,
-        is_sure=says_only_this and len(splits) == 1 and (split == TRAIN or not is_input),
+        family=family,
+        is_sure=is_sure,
         is_mixed=TRAIN in splits and len(splits) > 1,
         is_quiet=is_quiet,
         is_code=is_code,
@@ -300,7 +305,8 @@ def _family(pieces: Sequence[Sequence[str]]) -> str:
     parts = []
     for words in pieces:
         kept = [word for word in words if word not in _FILLERS]
-        parts.append(" ".join("*" if word in SPLIT_WORDS else word for word in kept))
+        starred = ["*" if word in SPLIT_WORDS else word for word in kept]
+        parts.append(" ".join(starred))
     return ".".join(parts)
 
 
@@ -310,7 +316,8 @@ def _words(name: str) -> list[str]:
     The words of testSet-01, of TESTSET and of test_set are `test` and `set`.
     """
     parted = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
-    parted = _HELD_OUT.sub(r"\1", _HASH.sub(" ", parted))
+    parted = _HASH.sub(" ", parted)
+    parted = _HELD_OUT.sub(r"\1", parted)
     words: list[str] = []
     for word in re.findall(r"[^\W\d_]+", parted):
         compound = _COMPOUND.fullmatch(word)
@@ -338,6 +345,7 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
 def _listed(paths: Sequence[str]) -> str:
     """Return the first three paths, and the number of the others."""
     shown = ", ".join(paths[:3])
-    if len(paths) > 3:
-        return f"{shown} and {len(paths) - 3:,} more"
+    num_others = len(paths) - 3
+    if num_others > 0:
+        return f"{shown} and {num_others:,} more"
     return shown

@@ -64,18 +64,20 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
         if not document.text.strip():
             continue
         count += 1
-        missing -= {piece.split for piece in pieces_of(document, given_for=TRAIN, reading=reading)}
+        pieces = pieces_of(document, given_for=TRAIN, reading=reading)
+        missing -= {piece.split for piece in pieces}
         if not missing:
             return ValidationSplit(reading)
     if not count:
         raise no_text(inputs, reading)
 
+    without_tails = reading._replace(tails={})
     tails: dict[bytes, str] = {}
     beginnings: set[bytes] = set()
     places_of_cuts: list[str] = []
     longest = ""
     for document in documents():
-        first, *ends = pieces_of(document, given_for=TRAIN, reading=reading._replace(tails={}))
+        first, *ends = pieces_of(document, given_for=TRAIN, reading=without_tails)
         beginnings.add(first.digest)
         for end in ends:
             if tails.get(end.digest) != TEST:
@@ -86,22 +88,20 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
     filled = set(tails.values())
     if beginnings - tails.keys():
         filled.add(TRAIN)
-    empty = [split for split in SPLITS if split in {TRAIN, *shares} - filled]
+    unfilled = {TRAIN, *shares} - filled
+    empty = [split for split in SPLITS if split in unfilled]
     if empty:
         raise _too_little(empty[-1], count=count, longest=longest, reading=reading)
-    return ValidationSplit(reading._replace(tails=tails), _remark_on_ends(places_of_cuts, shares, count=count))
+    remark = _remark_on_ends(places_of_cuts, shares, count=count)
+    return ValidationSplit(reading._replace(tails=tails), remark)
 
 
 def _remark_on_ends(places_of_cuts: Sequence[str], shares: Mapping[str, float], *, count: int) -> str:
     """Return the sentence for the user about `count` documents, some of which lose their ends to other splits."""
-    if count == 1:
-        few = "1 document is"
-    else:
-        few = f"{count:,} documents are"
+    few = "1 document is" if count == 1 else f"{count:,} documents are"
+    whose = f"each of {len(places_of_cuts):,} documents"
     if len(places_of_cuts) == 1:
         whose = places_of_cuts[0]
-    else:
-        whose = f"each of {len(places_of_cuts):,} documents"
     parts = ", ".join(f"{split} {share:.4g}" for split, share in shares.items())
     return (
         f"{few} too few to hold out whole ones: the end of {whose} is held out ({parts}), cut after a paragraph, line "
@@ -112,11 +112,14 @@ def _remark_on_ends(places_of_cuts: Sequence[str], shares: Mapping[str, float], 
 def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> DataError:
     """Return the error for a `split` that gets no text, neither by whole documents nor by ends."""
     shares = reading.shares.values()
-    needed = math.ceil(SHORTEST_TAIL / min(*shares, 1 - sum(shares)))
+    train_share = 1 - sum(shares)
+    smallest_share = min(*shares, train_share)
+    needed = math.ceil(SHORTEST_TAIL / smallest_share)
     if reading.names:  # each id is a name and a blank
         num_ids = longest.count(" ")
+        needed_ids = math.ceil(needed * num_ids / len(longest))
         has = counted(num_ids, "id")
-        least = f"about {math.ceil(needed * num_ids / len(longest)):,}"
+        least = f"about {needed_ids:,}"
     else:
         has = counted(len(longest), "character")
         least = f"{needed:,}"

@@ -52,30 +52,35 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
 
 def corpus_lines(facts: dict[str, Any]) -> list[str]:
     """Return the facts of a corpus as lines for the user."""
-    if facts["end_of_text"] is None:
-        end = "none"
-    else:
-        end = f"id {facts['end_of_text']}"
+    end = "none" if facts["end_of_text"] is None else f"id {facts['end_of_text']}"
+    fingerprint = facts["fingerprint"][:16]
     rows = [["split", "documents", "tokens", "bytes/token", "mean", "longest", "shards", "MB on disk"]]
     for name, split in facts["splits"].items():
+        bytes_per_token = split["text_bytes"] / max(split["tokens"], 1)
+        mean_len = split["tokens"] / max(split["documents"], 1)
+        megabytes = split["bytes"] / 1e6
         rows.append(
             [
                 name,
                 f"{split['documents']:,}",
                 f"{split['tokens']:,}",
-                f"{split['text_bytes'] / max(split['tokens'], 1):.3f}",
-                f"{split['tokens'] / max(split['documents'], 1):,.0f}",
+                f"{bytes_per_token:.3f}",
+                f"{mean_len:,.0f}",
                 f"{split['longest']:,}",
                 f"{split['shards']:,}",
-                f"{split['bytes'] / 1e6:,.1f}",
+                f"{megabytes:,.1f}",
             ]
         )
-    return [
+    lines = [
         f"{facts['location']}: {facts['vocab_size']:,} ids as {facts['dtype']} ({facts['tokenizer']}), end-of-text: "
-        f"{end}, data fingerprint {facts['fingerprint'][:16]}",
-        *format_table(rows),
-        *(f"{key.replace('_', ' ')}: {count:,}" for key, count in facts["statistics"].items() if count),
+        f"{end}, data fingerprint {fingerprint}"
     ]
+    lines += format_table(rows)
+    for key, count in facts["statistics"].items():
+        if count:
+            name = key.replace("_", " ")
+            lines.append(f"{name}: {count:,}")
+    return lines
 
 
 def cluster_facts(split: Split, cutoffs: Sequence[int]) -> dict[str, Any]:
@@ -86,7 +91,8 @@ def cluster_facts(split: Split, cutoffs: Sequence[int]) -> dict[str, Any]:
     counts = split.counts()
     edges = cluster_edges(cutoffs, vocab_size=len(counts))
     shares = cluster_shares(counts, edges)
-    best_head, *_ = cluster_shares(np.sort(counts)[::-1], edges)
+    descending = np.sort(counts)[::-1]
+    best_head, *_ = cluster_shares(descending, edges)
     clusters = []
     for (first, end), share in zip(itertools.pairwise(edges), shares, strict=True):
         clusters.append({"first": first, "end": end, "share": float(share)})
@@ -98,10 +104,12 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
     rows = [["cluster", "ids from", "to", "number", f"share of {facts['split']}"]]
     for number, cluster in enumerate(facts["clusters"]):
         first = cluster["first"]
-        end = cluster["end"]
-        share = cluster["share"]
-        rows.append([str(number), f"{first:,}", f"{end - 1:,}", f"{end - first:,}", f"{100 * share:.2f} %"])
-    lines = [*format_table(rows), "", " ".join(["--model.cutoffs", *map(str, facts["cutoffs"])])]
+        last = cluster["end"] - 1
+        count = cluster["end"] - first
+        percent = 100 * cluster["share"]
+        rows.append([str(number), f"{first:,}", f"{last:,}", f"{count:,}", f"{percent:.2f} %"])
+    cutoffs = " ".join(str(cutoff) for cutoff in facts["cutoffs"])
+    lines = [*format_table(rows), "", f"--model.cutoffs {cutoffs}".rstrip()]
     head = facts["clusters"][0]["share"]
     best = facts["best_head"]
     if head < SORTED_ENOUGH * best:
@@ -124,7 +132,9 @@ def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
             if shard.name == wanted:
                 return split, index
             names.append(shard.name)
-    shown = ", ".join(names if len(names) <= 6 else [*names[:5], "...", names[-1]])
+    if len(names) > 6:
+        names = [*names[:5], "...", names[-1]]
+    shown = ", ".join(names)
     raise DataError(f"corpus {corpus.location} has no shard {wanted!r}; it has {shown}. Name one of these.")
 
 
@@ -149,7 +159,8 @@ def shard_facts(split: Split, index: int, *, max_documents: int) -> dict[str, An
             document["damage"] = str(error)
         documents.append(document)
     facts = split.shards[index]._asdict()
-    return facts | {"num_documents": facts.pop("documents"), "documents": documents}
+    num_documents = facts.pop("documents")
+    return {**facts, "num_documents": num_documents, "documents": documents}
 
 
 def shard_lines(facts: dict[str, Any]) -> list[str]:
@@ -159,13 +170,13 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
         if "damage" in document:
             text = document["damage"]
         else:
-            text = printable(" ".join(document["text"].split()))
+            words = document["text"].split()
+            text = printable(" ".join(words))
         rows.append([f"{document['document']:,}", f"{document['tokens']:,}", f"{document['offset']:,}", text])
     num_documents = counted(facts["num_documents"], "document")
-    lines = [
-        f"{facts['name']}: {num_documents}, {counted(facts['tokens'], 'token')}, {counted(facts['bytes'], 'byte')}"
-    ]
-    lines += format_table(rows)
+    num_tokens = counted(facts["tokens"], "token")
+    num_bytes = counted(facts["bytes"], "byte")
+    lines = [f"{facts['name']}: {num_documents}, {num_tokens}, {num_bytes}", *format_table(rows)]
     num_others = facts["num_documents"] - len(facts["documents"])
     if num_others:
         lines.append(f"... and {num_others:,} more")
@@ -195,12 +206,10 @@ def document_facts(split: Split, index: int, document: int, *, max_tokens: int) 
 
 def document_lines(facts: dict[str, Any]) -> list[str]:
     """Return the facts of a document as lines for the user."""
-    shown = len(facts["ids"])
-    if shown < facts["tokens"]:
-        rest = f", the first {shown:,}:"
-    else:
-        rest = ":"
-    head = f"{facts['shard']}, document {facts['document']}: {counted(facts['tokens'], 'token')}{rest}"
+    num_shown = len(facts["ids"])
+    num_tokens = counted(facts["tokens"], "token")
+    rest = f", the first {num_shown:,}:" if num_shown < facts["tokens"] else ":"
+    head = f"{facts['shard']}, document {facts['document']}: {num_tokens}{rest}"
     return [head, printable(facts["text"], keep=_TEXT)]
 
 
@@ -220,6 +229,7 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
     while filled < segment_len:
         corpus, stretch = stream.stretch_at(lane, state.advanced(filled))
         length = min(stretch.length, segment_len - filled)
+        piece_ids = ids[filled : filled + length].tolist()
         pieces.append(
             {
                 "first": filled,
@@ -228,7 +238,7 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
                 "shard": splits[corpus].shards[stretch.shard].name,
                 "document": stretch.document,
                 "offset": stretch.offset,
-                "text": tokenizer.decode(ids[filled : filled + length].tolist()),
+                "text": tokenizer.decode(piece_ids),
             }
         )
         filled += length
@@ -247,10 +257,14 @@ def lane_lines(facts: dict[str, Any]) -> list[str]:
     keys = ("first", "tokens", "epoch", "shard", "document", "offset")
     rows = [["token", *keys[1:]]]
     for piece in facts["pieces"]:
-        rows.append([piece[key] if key == "shard" else f"{piece[key]:,}" for key in keys])
-    return [
+        row = [piece[key] if key == "shard" else f"{piece[key]:,}" for key in keys]
+        rows.append(row)
+    lines = [
         f"lane {facts['lane']} reads {facts['corpus']} ({facts['split']}) from its token {facts['position']:,} on, "
-        "counted since the lanes were cut:",
-        *format_table(rows),
-        *(f"[{piece['first']:,}] {printable(piece['text'], keep=_TEXT)}" for piece in facts["pieces"]),
+        "counted since the lanes were cut:"
     ]
+    lines += format_table(rows)
+    for piece in facts["pieces"]:
+        text = printable(piece["text"], keep=_TEXT)
+        lines.append(f"[{piece['first']:,}] {text}")
+    return lines

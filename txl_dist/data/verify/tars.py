@@ -27,7 +27,9 @@ from txl_dist.data.storage.base import Payload
 from txl_dist.errors import DataError
 
 CHUNK_BYTES = 1 << 22
+"""Number of bytes that are fetched at once."""
 TOKEN_DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
+"""Types that token ids may have."""
 _BLOCK = tarfile.BLOCKSIZE
 _REMEDY = "Restore the file from a copy, or make it again."
 _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)
@@ -62,9 +64,12 @@ class ForwardReader:
         while self._begin + len(self._window) < end:
             self._fetch()
         if self._position < self._begin:
-            data = self._payload.read(self._position, max(end - self._position, 0)).tobytes()
+            num_bytes = max(end - self._position, 0)
+            data = self._payload.read(self._position, num_bytes).tobytes()
         else:
-            data = bytes(memoryview(self._window)[self._position - self._begin : end - self._begin])
+            first = self._position - self._begin
+            window = memoryview(self._window)
+            data = bytes(window[first : end - self._begin])
         self._position += len(data)
         return data
 
@@ -89,11 +94,13 @@ class ForwardReader:
     def _fetch(self) -> None:
         """Fetch and hash the next chunk, and drop the bytes before the position from the window."""
         hashed = self._begin + len(self._window)
-        chunk = self._payload.read(hashed, min(CHUNK_BYTES, self.num_bytes - hashed))
+        chunk_len = min(CHUNK_BYTES, self.num_bytes - hashed)
+        chunk = self._payload.read(hashed, chunk_len)
         self._digest.update(chunk.data)
         self._on_bytes(len(chunk))
         # Readers of tars step back by one byte at most.
-        passed = max(0, min(self._position - _BLOCK, hashed) - self._begin)
+        first_kept = min(self._position - _BLOCK, hashed)
+        passed = max(0, first_kept - self._begin)
         del self._window[:passed]
         self._begin += passed
         self._window += chunk.data
@@ -147,10 +154,9 @@ def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] =
             )
         tokens = tokens_arrays[0].values
         offset = tokens_arrays[0].offset
+        starts = np.zeros(1, np.int64)
         if starts_arrays:
             starts = starts_arrays[0].values.astype(np.int64)
-        else:
-            starts = np.zeros(1, np.int64)
         ends = np.append(starts[1:], len(tokens))
         if not len(starts) or starts[0] != 0 or (ends < starts).any():
             raise DataError(
@@ -176,12 +182,10 @@ def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Itera
                 f"{stream.name}, member {member.name}: the key of a sample ends at its first dot, so this is "
                 f"the field {suffix!r} of sample {stem!r}, not tokens. Name tokens KEY.npy, with a KEY without dots."
             )
-        values, offset = _read_array(stream, member, is_starts=field == "docs.npy")
-        if folder:
-            key = f"{folder}/{stem}"
-        else:
-            key = stem
-        yield _Array(key, field == "docs.npy", member.name, offset, values)
+        is_starts = field == "docs.npy"
+        values, offset = _read_array(stream, member, is_starts=is_starts)
+        key = f"{folder}/{stem}" if folder else stem
+        yield _Array(key, is_starts, member.name, offset, values)
 
 
 def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
@@ -241,10 +245,9 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
         version = np.lib.format.read_magic(cast(IO[bytes], stream))
         if version not in ((1, 0), (2, 0)):
             raise ValueError(f"version {version} of the npy format")
+        read_header = np.lib.format.read_array_header_2_0
         if version == (1, 0):
             read_header = np.lib.format.read_array_header_1_0
-        else:
-            read_header = np.lib.format.read_array_header_2_0
         shape, is_fortran, dtype = read_header(cast(IO[bytes], stream))
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as error:
         if isinstance(error, DataError):
@@ -256,11 +259,13 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
         else:
             order = ""
         raise DataError(f"{where} has the shape {shape}{order}. Write the ids of a sample as one 1-D array.")
-    if dtype.kind not in "iu" if is_starts else dtype not in TOKEN_DTYPES:
-        if is_starts:
-            wanted = "starts as uint32"
-        else:
-            wanted = "ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
+    if is_starts:
+        is_type_right = dtype.kind in "iu"
+        wanted = "starts as uint32"
+    else:
+        is_type_right = dtype in TOKEN_DTYPES
+        wanted = "ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
+    if not is_type_right:
         raise DataError(f"{where} has the type {dtype.str}. Write {wanted}.")
     offset = stream.tell()
     content = stream.read(member.offset_data + member.size - offset)

@@ -59,12 +59,17 @@ def problems_at(location: str, settings: DataSection, *, num_workers: int) -> It
     except DataError as error:
         yield str(error)
         return
-    total = sum(shard.bytes for split in corpus.splits.values() for shard in split.shards)
-    num_workers = num_workers or (num_cores() if total > _LARGE else 1)
+    total = 0
+    for split in corpus.splits.values():
+        total += sum(shard.bytes for shard in split.shards)
+    if not num_workers:
+        num_workers = num_cores() if total > _LARGE else 1
     with Progress("verifying", total=total) as progress:
         yield from each_problem(corpus, settings, num_workers=num_workers, on_bytes=progress.advance)
-    if names := strangers(corpus):
-        echo(f"{location}: {counted(len(names), 'file')} besides those of the corpus: {', '.join(names[:10])}")
+    names = strangers(corpus)
+    if names:
+        num_files = counted(len(names), "file")
+        echo(f"{location}: {num_files} that the corpus does not have: {', '.join(names[:10])}")
 
 
 def each_problem(
@@ -135,15 +140,19 @@ def _check_request(path: Path) -> None:
 
 
 def _check_tokenizer(corpus: Corpus) -> None:
+    """Raise DataError if tokenizer.json is damaged or another one."""
     name = corpus.storage.name_of(TOKENIZER_NAME)
-    if hashlib.sha256(corpus.storage.read(TOKENIZER_NAME)).hexdigest() != corpus.tokenizer_sha256:
+    content = corpus.storage.read(TOKENIZER_NAME)
+    if hashlib.sha256(content).hexdigest() != corpus.tokenizer_sha256:
         raise DataError(f"{name} is damaged or not the tokenizer that made this corpus. {REMEDY}")
     if corpus.tokenizer.vocab_size != corpus.vocab_size:
         raise DataError(f"{name} does not have the {corpus.vocab_size} ids that the index says. {REMEDY}")
 
 
 def _check_counts(split: Split) -> None:
-    if int(split.counts().sum()) != split.tokens:
+    """Raise DataError if a split's counts of ids do not sum to its tokens."""
+    num_counted = int(split.counts().sum())
+    if num_counted != split.tokens:
         name = split.corpus.storage.name_of(counts_name(split.name))
         raise DataError(f"{name} does not count the {split.tokens} tokens of the split. {REMEDY}")
 
@@ -216,7 +225,8 @@ class _ShardCheck:
         unread = np.flatnonzero(~self._is_checked).tolist()
         for document in unread:
             stream.seek(int(self._shard.offsets[document]))
-            raw = np.frombuffer(stream.read(int(self._sizes[document])), dtype=np.uint8)
+            content = stream.read(int(self._sizes[document]))
+            raw = np.frombuffer(content, dtype=np.uint8)
             yield from _problem_of(self._shard.check, raw, document)
         if unread and not self.structure:
             self.structure = f"{stream.name}: {counted(len(unread), 'record')} of documents in no sample. {REMEDY}"
@@ -224,7 +234,8 @@ class _ShardCheck:
     def _sample_problems(self, sample: TarSample) -> Iterator[str]:
         """Yield one line per damaged document of a sample. Raises DataError if the records list other documents."""
         offsets = self._shard.offsets
-        first, last = offsets.searchsorted([sample.offset, sample.offset + sample.tokens.nbytes]).tolist()
+        sample_end = sample.offset + sample.tokens.nbytes
+        first, last = offsets.searchsorted([sample.offset, sample_end]).tolist()
         starts = sample.offset + sample.starts * sample.tokens.itemsize
         if sample.tokens.dtype != self._dtype or not np.array_equal(offsets[first:last], starts):
             raise DataError(f"{self._shard.name}, sample {sample.key}: its documents differ from the records. {REMEDY}")
@@ -232,7 +243,8 @@ class _ShardCheck:
         is_in_vocabulary = sample.tokens.max(initial=0) < self._vocab_size
         raw = sample.tokens.view(np.uint8)
         begins = (starts - sample.offset).tolist()
-        for document, begin, size in zip(range(first, last), begins, self._sizes[first:last].tolist(), strict=True):
+        sizes = self._sizes[first:last].tolist()
+        for document, begin, size in zip(range(first, last), begins, sizes, strict=True):
             content = raw[begin : begin + size]
             if not is_in_vocabulary or zlib.crc32(content.data) != self._shard.crc32s[document]:
                 yield from _problem_of(self._shard.check, content, document)

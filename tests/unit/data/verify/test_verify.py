@@ -67,7 +67,7 @@ def test_files_that_do_not_belong_to_the_corpus_are_remarked_and_no_damage(
     assert strangers(corpus) == ["notes.txt", "train-000099.tar"]
     assert exit_code_of("verify", str(corpus.folder)) == 0
     out = capsys.readouterr().out
-    assert "2 files besides those of the corpus: notes.txt, train-000099.tar" in out
+    assert "2 files that the corpus does not have: notes.txt, train-000099.tar" in out
     assert out.endswith("whole\n")
 
 
