@@ -15,14 +15,18 @@ from tests.helpers.golden_checkpoint import facts_of, losses_of
 from tests.helpers.launch import txl
 from txl_dist.cli.main import main
 from txl_dist.config.load import load_config
+from txl_dist.config.renamed import RENAMED
 from txl_dist.convert.export import export_bundle
 from txl_dist.errors import CheckpointError
 from txl_dist.io.files import write_hashed_json
 from txl_dist.io.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
+from txl_dist.report.records import read_history
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 STEP = "step_000000016"
 GOLDENS = [Path(__file__).parents[2] / "golden" / f"checkpoint_v{version}" for version in (2, 3, 4)]
+RUN = Path(__file__).parents[2] / "golden" / "run_0.2"
+"""A run that version 0.2 began and that was killed, with its corpus and its settings file in the names of 0.2."""
 CHECKPOINT = GOLDENS[0] / STEP
 """Of what is no matter of the version."""
 
@@ -31,6 +35,9 @@ def expected_of(golden: Path) -> dict[str, Any]:
     expected: dict[str, Any] = json.loads((golden / "expected.json").read_text(encoding="utf-8"))
     return expected
 
+
+OLD_SETTINGS = [renamed.old for renamed in RENAMED]
+"""All settings that have another name since 0.2; the settings file of `RUN` has each."""
 
 each_golden = pytest.mark.parametrize("golden", GOLDENS, ids=[golden.name for golden in GOLDENS])
 
@@ -77,6 +84,31 @@ def test_training_goes_on_from_it_as_it_did_then(tmp_path: Path, golden: Path, s
     assert sorted(losses) == [17, 18, 19, 20]
     # One rank adds up in another order than two, and another machine may round otherwise.
     assert list(losses.values()) == pytest.approx(expected_of(golden)["next_losses"], rel=1e-5)
+
+
+@pytest.mark.dist
+def test_a_killed_run_of_0_2_continues_by_the_same_command(tmp_path: Path) -> None:
+    shutil.copytree(RUN, tmp_path, dirs_exist_ok=True)
+    done = txl("train", "settings.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "resume: from run/checkpoints/step_000000016" in done.stderr
+    warnings = [line for line in done.stderr.splitlines() if " W " in line or "warning" in line]
+    assert len(warnings) == len(OLD_SETTINGS), warnings
+    for name in OLD_SETTINGS:
+        assert f"settings.toml: {name} is named " in done.stderr
+
+    expected = expected_of(RUN)
+    history = read_history(tmp_path / "run")
+    assert history.train["step"].tolist() == list(range(1, 25))  # steps 17 and 18 of before the kill are replaced
+    losses = dict(zip(history.train["step"].tolist(), history.train["loss"].tolist(), strict=True))
+    # Without the memory the loss of step 17 would differ by more. Another machine may round otherwise.
+    for step, loss in expected["next_losses"].items():
+        assert losses[int(step)] == pytest.approx(loss, rel=1e-5)
+    assert history.held_out["step"].tolist() == history.memory["step"].tolist() == [8, 16, 24]
+    assert history.held_out.last("loss") == pytest.approx(expected["eval_loss"], rel=1e-5)
+    saved = read_state(tmp_path / "run/checkpoints/step_000000024")
+    assert saved.values["config_fingerprint"] == expected["config_fingerprint"]
+    assert [corpus.position for corpus in saved.stream.corpora] == expected["position"]
 
 
 def with_version(version: Any, folder: Path) -> Path:
