@@ -1,3 +1,3 @@
 """Version of the package, as `txl --version` prints it and checkpoints record it."""
 
-__version__ = "0.3.0.dev0"
+__version__ = "0.3.0"

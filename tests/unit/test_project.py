@@ -51,10 +51,21 @@ def test_the_default_tests_run_on_the_oldest_and_the_newest_python() -> None:
 def test_every_page_says_the_same_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == __version__
+    assert released_versions()[0] == __version__
+
+
+def released_versions() -> list[str]:
+    """Versions of the changelog, the newest first, each with a date in the form of Keep a Changelog."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    first = re.search(r"^## \[?([\w.]+)\]?", changelog, flags=re.MULTILINE)
-    assert first
-    assert first[1] == ("Unreleased" if "dev" in __version__ else __version__)
+    unreleased, *released = re.findall(r"^## (.*)$", changelog, flags=re.MULTILINE)
+    assert unreleased == "[Unreleased]"
+    matches = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - (\d{4}-\d{2}-\d{2})", heading) for heading in released]
+    assert all(matches), released
+    return [match[1] for match in matches if match]
+
+
+def test_the_changelog_lists_the_versions_under_the_headings_of_keep_a_changelog() -> None:
+    assert released_versions() == ["0.3.0", "0.2.0", "0.1.0"]
 
 
 @pytest.mark.slow
