@@ -111,7 +111,8 @@ def export(
             "or --format bundle."
         )
     stated.check()
-    if remark := stated.remark():
+    remark = stated.remark()
+    if remark:
         echo(remark, to=sys.stderr)
     announce(f"exporting {source}, {kind.value}")
     _write(source, out, stated, format=format, dtype=dtype, ema=ema)

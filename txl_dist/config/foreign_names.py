@@ -534,7 +534,8 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
             return by_name[candidate]
     if nearest(name, known, least_alike=SURE):
         return None
-    if near := nearest(_plain(key), by_name, least_alike=SURE):
+    near = nearest(_plain(key), by_name, least_alike=SURE)
+    if near:
         return by_name[near[0]]
     is_our_section = any(other.startswith(f"{section}.") for other in known)
     if is_our_section:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -455,7 +455,8 @@ def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
     info = _field(name)
     hint = ""
     unit = lower(re.split(r"\.(?:\s|$)", info.description or "")[0].replace("\n", " "))
-    if choices := choices_of(name):
+    choices = choices_of(name)
+    if choices:
         if not on_flag:
             choices = tuple(word.lower() if word in ("True", "False") else word for word in choices)
         hint = did_you_mean(str(problem["input"]), choices)
@@ -487,7 +488,8 @@ def _range(info: FieldInfo, *, is_too_large: bool) -> str:
     where it is met."""
     kind = info.annotation
     rules = list(info.metadata)
-    if parts := get_args(kind):  # a tuple, whose bounds are those of its entries
+    parts = get_args(kind)
+    if parts:  # a tuple, whose bounds are those of its entries
         if get_origin(parts[0]) is Annotated:
             kind, *marks = get_args(parts[0])
         else:
@@ -500,9 +502,10 @@ def _range(info: FieldInfo, *, is_too_large: bool) -> str:
         what = f"a list of {many}"
     else:
         what = f"{len(parts)} {many}"
-    least, above, below, most = (
-        next((getattr(rule, name) for rule in rules if hasattr(rule, name)), None) for name in ("ge", "gt", "lt", "le")
-    )
+    least = _bound(rules, "ge")
+    above = _bound(rules, "gt")
+    below = _bound(rules, "lt")
+    most = _bound(rules, "le")
     if kind is int and above is not None:
         least = above + 1
         above = None
@@ -530,7 +533,8 @@ def unknown_setting(name: str, *, is_section: bool = False) -> str:
     """Return the message for a section or a `section.key` that does not exist."""
     settings = setting_names()
     sections = list(_sections())
-    if new_name := name_since(name):
+    new_name = name_since(name)
+    if new_name:
         return f"unknown setting {name}. {new_name}"
     if is_section:
         near = SECTIONS.get(name.lower()) or next(iter(nearest(name, sections)), "")
@@ -539,7 +543,8 @@ def unknown_setting(name: str, *, is_section: bool = False) -> str:
     if name in settings:
         section, _, key = name.partition(".")
         return f'"{name}" in quotes is one key. Write {name} without them, or {key} under [{section}].'
-    if counterpart := find_counterpart(name, settings):
+    counterpart = find_counterpart(name, settings)
+    if counterpart:
         return f"unknown setting {name}.{counterpart.hint(spell=_in_file)}"
     section, _, key = name.partition(".")
     if section in sections and key:
@@ -566,7 +571,8 @@ def choices_of(name: str) -> tuple[str, ...]:
     """The values that a setting (`section.key`) can take on the command line, if they are few; else none."""
     field = _field(name)
     kind = field.annotation
-    if tables := [mark.table for mark in field.metadata if isinstance(mark, OneOf)]:
+    tables = [mark.table for mark in field.metadata if isinstance(mark, OneOf)]
+    if tables:
         return tuple(tables[0])
     if kind is bool:
         return ("True", "False")
@@ -576,3 +582,11 @@ def choices_of(name: str) -> tuple[str, ...]:
 def _field(name: str) -> FieldInfo:
     section, _, key = name.partition(".")
     return _sections()[section].model_fields[key]
+
+
+def _bound(rules: Iterable[Any], name: str) -> Any:
+    """Return the bound of this name (`ge`, `gt`, `lt`, `le`) that the first rule with one has; None if none has."""
+    for rule in rules:
+        if hasattr(rule, name):
+            return getattr(rule, name)
+    return None

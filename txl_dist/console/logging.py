@@ -103,7 +103,8 @@ class _StandardError(logging.StreamHandler[Any]):
     def format(self, record: logging.LogRecord) -> str:
         if not _is_terminal(self.stream):
             return super().format(record)
-        if fit := getattr(record, FIT, None):
+        fit = getattr(record, FIT, None)
+        if fit:
             fields = record.__dict__ | {"msg": "", "args": None}
             before = len(super().format(logging.makeLogRecord(fields)))
             record = logging.makeLogRecord(fields | {"msg": fit(_width(self.stream) - before)})

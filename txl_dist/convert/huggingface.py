@@ -77,7 +77,8 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     """
     model = package.section
     tokenizer = package.tokenizer
-    if reasons := inexpressible(model):
+    reasons = inexpressible(model)
+    if reasons:
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
     out = out.resolve()
     if out.exists() and not _is_ours(out):

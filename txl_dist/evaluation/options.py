@@ -102,7 +102,8 @@ class Overrides:
             "--zero-memory": self.zero_memory,
             "--without-memory": self.without_memory,
         }
-        if found := [flag for flag, is_given in refused.items() if is_given]:
+        found = [flag for flag, is_given in refused.items() if is_given]
+        if found:
             raise ConfigError(
                 f"{', '.join(found)} contradicts --protocol {self.protocol}, which fixes this itself "
                 f"({peer.source}). Leave out one or the other."

@@ -123,36 +123,43 @@ def compare_contexts(
         found.append([compute_recl(losses_NCS, contexts, model=index, r=r) for r in settings.r])
     mean_NC = losses_NCS.mean(axis=2)
     if outputs.json is not None:
-        rows = [
-            {
+        rows = []
+        for target, results, mean_C in zip(targets, found, mean_NC, strict=True):
+            by_share = {}
+            for r, result in zip(settings.r, results, strict=True):
+                by_share[f"{r:g}"] = {
+                    "context": result.context,
+                    "or_more": result.is_longest,
+                    "gains": result.gains,
+                }
+            row = {
                 "model": str(target.path),
                 "scored": target.where,
-                "recl": {
-                    f"{r:g}": {"context": one.context, "or_more": one.is_longest, "gains": one.gains}
-                    for r, one in zip(settings.r, own, strict=True)
-                },
+                "recl": by_share,
                 "loss": mean_C.tolist(),
             }
-            for target, own, mean_C in zip(targets, found, mean_NC, strict=True)
-        ]
+            rows.append(row)
         values = {"contexts": contexts, "targets": len(starts), "split": split.name, "models": rows}
         write_output(outputs.json, json.dumps(values, indent=1).encode() + b"\n")
     if outputs.plot is not None:
         x = np.array(contexts, dtype=np.float64)
         lines = [Line(name, x, mean_C) for name, mean_C in zip(names, mean_NC, strict=True)]
-        write_output(outputs.plot, draw_png(Chart("recl", lines, "tokens of context", "nats/token", is_log=True)))
-    head = ["RECL, tokens", *(f"r = {r:g}" for r in settings.r), *(f"nats at {c}" for c in (contexts[0], contexts[-1]))]
-    rows_told = [
-        [name, *map(str, own), *(bounded(float(mean_C[index])) for index in (0, -1))]
-        for name, own, mean_C in zip(names, found, mean_NC, strict=True)
-    ]
+        chart = Chart("recl", lines, "tokens of context", "nats/token", is_log=True)
+        write_output(outputs.plot, draw_png(chart))
+    shares = [f"r = {r:g}" for r in settings.r]
+    head = ["RECL, tokens", *shares, f"nats at {contexts[0]}", f"nats at {contexts[-1]}"]
+    table_rows = []
+    for name, results, mean_C in zip(names, found, mean_NC, strict=True):
+        loss_of_shortest = bounded(float(mean_C[0]))
+        loss_of_longest = bounded(float(mean_C[-1]))
+        table_rows.append([name, *map(str, results), loss_of_shortest, loss_of_longest])
     about = (
         f"{len(starts):,} targets of {split.corpus.name} ({split.name}), contexts of {contexts[0]} to {contexts[-1]}"
     )
     return [
         *(f"scored: {target.where}" for target in targets),
         f"{about} tokens in steps of {settings.step}",
-        *format_table([head, *rows_told]),
+        *format_table([head, *table_rows]),
     ]
 
 
@@ -192,7 +199,9 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
     if num_places < settings.num_tokens:
         warn_for_all(
             "split %r has %s targets with so much context: --num-tokens %s is cut to that",
-            *(split.name, f"{num_places:,}", f"{settings.num_tokens:,}"),
+            split.name,
+            f"{num_places:,}",
+            f"{settings.num_tokens:,}",
         )
     generator = np.random.default_rng(settings.seed)
     return np.sort(generator.choice(num_places, min(num_places, settings.num_tokens), replace=False))

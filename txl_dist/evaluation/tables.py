@@ -44,7 +44,10 @@ def _columns(results: dict[str, Result], units: TextUnits) -> dict[str, str]:
     else:
         columns = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "word_ppl": "ppl/word"}
     columns["accuracy_pct"] = "accuracy, %"
-    return {key: title for key, title in columns.items() if any(key in values for values in results.values())}
+    known: set[str] = set()
+    for values in results.values():
+        known.update(values)
+    return {key: title for key, title in columns.items() if key in known}
 
 
 def _number(key: str, value: float) -> str:

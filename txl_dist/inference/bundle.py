@@ -64,7 +64,7 @@ much as bf16: of 14 kinds of random networks both by 0.02 % to 0.8 % of it, thre
 
 
 class _Content(BaseModel):
-    """The form of config.json. `begins_documents` is missing in bundles from before it was told."""
+    """Form of config.json. `begins_documents` is missing in old bundles."""
 
     model_config = ConfigDict(strict=True)
 
@@ -83,22 +83,22 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A trained model with all that one must know to use it, wherever it comes from."""
+    """Trained model with everything that is needed to use it, whatever its origin."""
 
     section: ModelSection
     weights: Weights
-    """Under our names; a tied tensor under one of them at least. They may be read only when they are asked for."""
+    """Weights by our names. A tied tensor has at least one of its names. They may be read only when they are taken."""
     tokenizer: Tokenizer
     segment_len: int
     memory_len: int
     memory_lens: tuple[int, ...] = ()
-    """Of each layer, where they are not alike."""
+    """Memory length of each layer, if they differ. Else empty."""
     document_mask: bool = False
     begins_documents: bool = True
-    """Whether it was trained to predict a document's first token from an end-of-text. With document masks older
-    programs did not, nor does anybody without an end-of-text."""
+    """Whether it was trained to predict a document's first token from an end-of-text. False for a vocabulary without
+    end-of-text, and for models that version 0.1 trained with document masks."""
     source: dict[str, Any]
-    """Where it came from."""
+    """Origin of the weights: run, step and precision, or the file that was imported."""
     probe: dict[str, Tensor]
     """`tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them."""
     probe_dtype: str = "fp32"
@@ -107,7 +107,7 @@ class Package:
     """Facts about the training, and what the user stated."""
 
     def described(self, *, dtype: str, num_bytes: int) -> Model:
-        """The model as its card shows it, with weights of this type in a file of so many bytes."""
+        """Describe the model for its card, with weights of type `dtype` in a file of `num_bytes` bytes."""
         # Tied tensors may be in `weights` under each of their names: the network has each once.
         with torch.device("meta"):
             network = TransformerXL(self.section, vocab_size=self.tokenizer.vocab_size)
@@ -127,7 +127,10 @@ class Package:
         )
 
     def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
-        """With its network; `where` names it in errors. Raises CheckpointError if weights and settings do not fit."""
+        """Build the network and return an open bundle; `where` names it in errors.
+
+        Raises CheckpointError if weights and settings do not fit.
+        """
         vocab_size = self.tokenizer.vocab_size
         network = network_of(
             self.section,
@@ -142,9 +145,9 @@ class Package:
         return Bundle(**{**vars(self), "weights": weights, "probe": probe, "model": network, "dtype": dtype})
 
     def proven(self, dtype: str, *, where: str) -> float:
-        """Largest difference in nats on the probe, of weights in this type that are read piece by piece.
+        """Return the largest error on the probe, in nats, with weights in this type that are read piece by piece.
 
-        Raises CheckpointError if it is more than the types allow.
+        Raises CheckpointError if it is larger than the types allow.
         """
         vocab_size = self.tokenizer.vocab_size
         with _readable(where):
@@ -161,7 +164,7 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Package):
-    """A package that is open. `infer.language_model` scores and generates text with it."""
+    """Open package: settings, network and tokenizer. `inference.language_model` scores and generates text with it."""
 
     model: TransformerXL
     dtype: str
@@ -198,7 +201,8 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         "tokenizer_fingerprint": package.tokenizer.fingerprint,
         "source": package.source,
     }
-    if plugins := _plugins_of(package):
+    plugins = _plugins_of(package)
+    if plugins:
         content["plugins"] = [plugin._asdict() for plugin in plugins]
     names = _fitting(package.section, vocab_size=vocab_size, weights=package.weights, where=str(folder))
     try:
@@ -227,7 +231,7 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
 
 
 def _plugins_of(package: Package) -> list[Plugin]:
-    """The plugins without which a model cannot be run: of its positions and of its tokenizer."""
+    """List the plugins that a model needs: for its positions and for its tokenizer."""
     owners = owner_of(SCHEMES, package.section.positions), owner_of(KINDS, package.tokenizer.kind)
     return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
@@ -247,9 +251,9 @@ def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
 
 
 def read_bundle(folder: Path) -> tuple[Package, str]:
-    """(what is in a bundle, the type of its weights), after a check of its hashes; the weights are still in its file.
+    """Return (content of a bundle, type of its weights), after a check of the hashes.
 
-    Raises CheckpointError.
+    The weights stay in their file. Raises CheckpointError.
     """
     if detect_artifact(folder) is not ArtifactKind.BUNDLE:
         raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
@@ -257,7 +261,8 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
     with _readable(folder):
         data = read_bytes(folder / "config.json")
         values = keys_in_new_names(parse_object(data), of="bundle")
-        if (version := values["format_version"]) not in FORMAT_VERSIONS:
+        version = values["format_version"]
+        if version not in FORMAT_VERSIONS:
             raise CheckpointError(
                 f"{folder} has format version {version}; this program knows {' and '.join(map(str, FORMAT_VERSIONS))}. "
                 "Use the version of txl_dist that wrote it."
@@ -287,7 +292,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
 
 @contextmanager
 def _readable(where: Path | str) -> Iterator[None]:
-    """What goes wrong in the block is a CheckpointError about this bundle."""
+    """Raise CheckpointError about this bundle for any error in the block."""
     try:
         yield
     except ValidationError as error:
@@ -307,9 +312,9 @@ def _readable(where: Path | str) -> Iterator[None]:
 
 
 def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
-    """The largest error of a network on a package's probe, in nats, or as `probe_error` has it.
+    """Return the largest error of a network on a package's probe, in nats, as `probe_error` defines it.
 
-    Raises CheckpointError if it is more than the types explain: the network is not the one that was trained.
+    Raises CheckpointError if it is larger than the types allow: then the weights are not the trained ones.
     """
     tolerance = probe_tolerance({dtype, package.probe_dtype}, largest_loss=float(package.probe["losses"].max()))
     worst = probe_error(network, package.probe, memory_len=package.memory_len)
@@ -322,7 +327,10 @@ def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -
 
 
 def check_device(device: str) -> str:
-    """Its name as torch spells it. Raises ConfigError for one that is not there, or cannot hold numbers."""
+    """Return the name of a device as torch spells it.
+
+    Raises ConfigError for a device that does not exist, or cannot hold tensors.
+    """
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).tolist()
@@ -335,7 +343,7 @@ def check_device(device: str) -> str:
 
 
 def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
-    """Largest difference in nats on the probe between computations in these types; see `PROBE_TOLERANCE`."""
+    """Return the largest allowed difference in nats on the probe between these types; see `PROBE_TOLERANCE`."""
     scale = max(5.0, largest_loss)
     return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
 
@@ -349,7 +357,7 @@ def network_of(
     where: str,
     memory_lens: Sequence[int] = (),
 ) -> TransformerXL:
-    """A network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    """Build a network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
     _fitting(model, vocab_size=vocab_size, weights=weights, where=where)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
         network = TransformerXL(model, vocab_size=vocab_size, memory_lens=memory_lens).to(_compute_type(dtype))
@@ -358,18 +366,21 @@ def network_of(
 
 
 def copy_weights(network: TransformerXL, weights: Weights) -> None:
-    """Overwrite every parameter, casting to its type; each tied tensor stands in `weights` under one name at least."""
+    """Overwrite every parameter, casting to its type. `weights` has each tied tensor under at least one name."""
     for name, parameter in network.named_parameters():
         copy_in_pieces(parameter, weights[name])
 
 
 def _compute_type(dtype: str) -> torch.dtype:
-    """In which a network runs whose weights are of this type in their bundle."""
+    """Return the type that a network runs in, if its bundle has weights of this type."""
     return DTYPES.get(dtype, torch.float32)
 
 
 def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: str) -> list[str]:
-    """Names of the model's parameters, all of which are there, and nothing else. Raises CheckpointError."""
+    """Return the names of the model's parameters.
+
+    Raises CheckpointError if a weight is missing, has another shape, or is not a parameter.
+    """
     if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
         raise CheckpointError(
             f"{where}: {len(weights)} tensors are not a model of {model.num_layers} layers and {vocab_size} ids. "

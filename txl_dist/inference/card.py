@@ -34,22 +34,94 @@ CARD, README = "card.json", "README.md"
 NOT_STATED = "not stated"
 HOME = "https://arxiv.org/abs/1901.02860"
 LICENSES = (
-    *("apache-2.0", "mit", "openrail", "bigscience-openrail-m", "creativeml-openrail-m", "bigscience-bloom-rail-1.0"),
-    *("bigcode-openrail-m", "afl-3.0", "artistic-2.0", "bsl-1.0", "bsd", "bsd-2-clause", "bsd-3-clause"),
-    *("bsd-3-clause-clear", "c-uda", "cc", "cc0-1.0", "cc-by-2.0", "cc-by-2.5", "cc-by-3.0", "cc-by-4.0"),
-    *("cc-by-sa-3.0", "cc-by-sa-4.0", "cc-by-nc-2.0", "cc-by-nc-3.0", "cc-by-nc-4.0", "cc-by-nd-4.0"),
-    *("cc-by-nc-nd-3.0", "cc-by-nc-nd-4.0", "cc-by-nc-sa-2.0", "cc-by-nc-sa-3.0", "cc-by-nc-sa-4.0"),
-    *("cdla-sharing-1.0", "cdla-permissive-1.0", "cdla-permissive-2.0", "wtfpl", "ecl-2.0", "epl-1.0", "epl-2.0"),
-    *("etalab-2.0", "eupl-1.1", "eupl-1.2", "agpl-3.0", "gfdl", "gpl", "gpl-2.0", "gpl-3.0", "lgpl", "lgpl-2.1"),
-    *("lgpl-3.0", "isc", "h-research", "intel-research", "lppl-1.3c", "ms-pl", "apple-ascl", "apple-amlr", "mpl-2.0"),
-    *("odc-by", "odbl", "openmdw-1.0", "openmdw-1.1", "openrail++", "osl-3.0", "postgresql", "ofl-1.1", "ncsa"),
-    *("unlicense", "zlib", "pddl", "lgpl-lr", "deepfloyd-if-license", "fair-noncommercial-research-license", "llama2"),
-    *("llama3", "llama3.1", "llama3.2", "llama3.3", "llama4", "grok2-community", "gemma", "unknown", "other"),
+    "apache-2.0",
+    "mit",
+    "openrail",
+    "bigscience-openrail-m",
+    "creativeml-openrail-m",
+    "bigscience-bloom-rail-1.0",
+    "bigcode-openrail-m",
+    "afl-3.0",
+    "artistic-2.0",
+    "bsl-1.0",
+    "bsd",
+    "bsd-2-clause",
+    "bsd-3-clause",
+    "bsd-3-clause-clear",
+    "c-uda",
+    "cc",
+    "cc0-1.0",
+    "cc-by-2.0",
+    "cc-by-2.5",
+    "cc-by-3.0",
+    "cc-by-4.0",
+    "cc-by-sa-3.0",
+    "cc-by-sa-4.0",
+    "cc-by-nc-2.0",
+    "cc-by-nc-3.0",
+    "cc-by-nc-4.0",
+    "cc-by-nd-4.0",
+    "cc-by-nc-nd-3.0",
+    "cc-by-nc-nd-4.0",
+    "cc-by-nc-sa-2.0",
+    "cc-by-nc-sa-3.0",
+    "cc-by-nc-sa-4.0",
+    "cdla-sharing-1.0",
+    "cdla-permissive-1.0",
+    "cdla-permissive-2.0",
+    "wtfpl",
+    "ecl-2.0",
+    "epl-1.0",
+    "epl-2.0",
+    "etalab-2.0",
+    "eupl-1.1",
+    "eupl-1.2",
+    "agpl-3.0",
+    "gfdl",
+    "gpl",
+    "gpl-2.0",
+    "gpl-3.0",
+    "lgpl",
+    "lgpl-2.1",
+    "lgpl-3.0",
+    "isc",
+    "h-research",
+    "intel-research",
+    "lppl-1.3c",
+    "ms-pl",
+    "apple-ascl",
+    "apple-amlr",
+    "mpl-2.0",
+    "odc-by",
+    "odbl",
+    "openmdw-1.0",
+    "openmdw-1.1",
+    "openrail++",
+    "osl-3.0",
+    "postgresql",
+    "ofl-1.1",
+    "ncsa",
+    "unlicense",
+    "zlib",
+    "pddl",
+    "lgpl-lr",
+    "deepfloyd-if-license",
+    "fair-noncommercial-research-license",
+    "llama2",
+    "llama3",
+    "llama3.1",
+    "llama3.2",
+    "llama3.3",
+    "llama4",
+    "grok2-community",
+    "gemma",
+    "unknown",
+    "other",
 )
 """Identifiers that the Hub knows (hub-docs, repositories-licenses, August 2026). Another license is `other` there, with
 a name."""
 MAX_STATED = 500
-"""Characters of a stated fact."""
+"""Largest number of characters of a stated fact."""
 TOKENIZERS = {
     "byte": "bytes",
     "char": "characters",
@@ -60,13 +132,13 @@ TOKENIZERS = {
     "huggingface": "a Hugging Face tokenizer.json, renumbered by frequency",
     "sentencepiece": "a SentencePiece model, renumbered by frequency",
 }
-"""Tokenizers by kind, for people."""
+"""Name of each kind of tokenizer on a card."""
 TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
-"""Kinds of tokenizers that encode any prompt, here and in transformers. Of the others a card shows ids."""
+"""Kinds of tokenizers that encode any prompt, here and in transformers. For others the examples use ids."""
 PROMPT, PROMPT_IDS = "The ", [1, 2, 3]
 """Prompt of the commands on a card, as text and as ids."""
 FACTS = ("fact", "value")
-"""Head of a table of facts. Without a head Markdown shows an empty row."""
+"""Header row of a table of facts. Without it Markdown shows an empty row."""
 Rows = list[tuple[str, str]]
 """(name of a fact, its value for people)."""
 
@@ -87,14 +159,15 @@ class Stated:
     """License of the training text."""
 
     def check(self) -> None:
-        """Raises ConfigError for a text that no line of a card can hold, and for a base model that is not a name."""
+        """Raise ConfigError for a text with a character that a card cannot hold, and for an invalid base model."""
         for key, value in vars(self).items():
             flag = f"--{key.replace('_', '-')}"
             if value and not value.strip():
                 raise ConfigError(f"{flag} is blank. Leave it out where nothing is to be stated.")
             if len(value) > MAX_STATED:
                 raise ConfigError(f"{flag} has {len(value):,} characters, more than {MAX_STATED}. Shorten it.")
-            if wrong := _unprintable(value):
+            wrong = _unprintable(value)
+            if wrong:
                 raise ConfigError(f"{flag} holds the character {wrong!r}; a card's fact is one line of text.")
         if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
             raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
@@ -102,7 +175,7 @@ class Stated:
             raise ConfigError(f"--license {self.license}: the Hub spells it {meant}. Type --license {meant}.")
 
     def remark(self) -> str:
-        """A line about a license that the Hub does not know; empty for one that it knows."""
+        """Sentence about a license that the Hub does not know; empty for a known one."""
         if self.license.lower() == "other":
             return (
                 "--license other names no license. Type its name, as in --license 'ACME Research 1.0': the card's "
@@ -121,7 +194,7 @@ class _Fact(BaseModel):
 
 
 class Score(_Fact):
-    """A held-out score of exactly these weights, and how it was measured."""
+    """Score of exactly these weights on a validation or test split, and how it was measured."""
 
     corpus: str
     split: str
@@ -158,7 +231,7 @@ class Score(_Fact):
 
 
 class Sample(_Fact):
-    """A text that the model wrote."""
+    """Text that the model generated during training."""
 
     prompt: str
     text: str
@@ -181,7 +254,7 @@ class Card(_Fact):
     epochs: float | None = None
     """Passes over the training text."""
     began_with: str = ""
-    """Bundle whose weights the run began with; `fresh` for random ones."""
+    """Bundle that gave the initial weights; `fresh` for random weights."""
     commit: str = ""
     """Commit of the program that trained it."""
     version: str = ""
@@ -192,7 +265,7 @@ class Card(_Fact):
     sample: Sample | None = None
 
     def with_stated(self, stated: Stated) -> Card:
-        """The same with what the user states now in place of what was stated before."""
+        """Return the card with newly stated facts, which replace those stated before."""
         return self.model_copy(update={key: value for key, value in vars(stated).items() if value})
 
 
@@ -202,7 +275,7 @@ NOTHING_STATED = Card()
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model as its card shows it. Values that are None are not known."""
+    """Model as its card shows it. Values that are None are unknown."""
 
     section: ModelSection
     vocab_size: int
@@ -223,7 +296,7 @@ class Model:
 
     @property
     def title(self) -> str:
-        """The stated name, or that of its run, or just what it is."""
+        """Title of the card: the stated name, or that of the run, or the kind of model."""
         return printable(self.card.name or str(self.source.get("run") or "Transformer-XL language model"))
 
     @property
@@ -241,7 +314,7 @@ class Model:
 
 
 class Code(NamedTuple):
-    """A block of commands or of Python on a card."""
+    """Block of shell commands or Python code on a card."""
 
     title: str
     language: str
@@ -252,7 +325,10 @@ SERVE_THE_BUNDLE = Code("Serve over HTTP the bundle that this folder was exporte
 
 
 def read_card(folder: Path) -> Card:
-    """Card of a bundle; one that states nothing where an older program wrote the bundle. Raises OSError, ValueError."""
+    """Return the card of a bundle; `NOTHING_STATED` for bundles of older programs.
+
+    Raises OSError, ValueError.
+    """
     try:
         content = read_bytes(folder / CARD)
     except FileNotFoundError:
@@ -261,17 +337,17 @@ def read_card(folder: Path) -> Card:
 
 
 def write_card(folder: Path, card: Card) -> None:
-    """Write card.json. Raises OSError."""
+    """Write card.json into a folder. Raises OSError."""
     write_bytes(folder / CARD, card.model_dump_json(indent=1, exclude_defaults=True).encode() + b"\n")
 
 
 def write_readme(folder: Path, model: Model, kind: ArtifactKind) -> None:
-    """Write README.md for a folder of this kind. Raises OSError."""
+    """Write README.md for an exported folder of this kind. Raises OSError."""
     write_bytes(folder / README, readme(model, kind).encode())
 
 
 def readme(model: Model, kind: ArtifactKind) -> str:
-    """A model card as the Hub takes it: metadata, then Markdown, with commands for the folder that it lies in."""
+    """Return a model card in the form of the Hub: metadata, then Markdown, with commands for its own folder."""
     parts = [
         f"---\n{_metadata(model, kind)}---\n",
         f"# {_plain(model.title)}\n",
@@ -288,7 +364,7 @@ def readme(model: Model, kind: ArtifactKind) -> str:
 
 
 def model_rows(model: Model) -> Rows:
-    """Facts about the model: shape, tokenizer, size of the weights."""
+    """List facts about the model: shape, tokenizer, size of the weights."""
     section = model.section
     memory = f"{model.memory_len:,}"
     if len(set(model.memory_lens)) > 1:
@@ -312,7 +388,7 @@ def model_rows(model: Model) -> Rows:
 
 
 def training_rows(model: Model) -> Rows:
-    """Facts about the training, and what the user stated."""
+    """List facts about the training, and what the user stated."""
     card = model.card
     tokens = NOT_STATED
     if card.tokens_seen:
@@ -339,7 +415,7 @@ def training_rows(model: Model) -> Rows:
 
 
 def score_rows(scores: Sequence[Score]) -> list[list[str]]:
-    """A table of held-out scores, its first row the head."""
+    """Return a table of the scores; the first row is the header."""
     rows = [["corpus", "split", "nats per token", "perplexity", "bits per byte", "tokens"]]
     for score in scores:
         if score.bits_per_byte is None:
@@ -353,12 +429,15 @@ def score_rows(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def protocols(scores: Sequence[Score]) -> list[str]:
-    """How the scores were measured, each way once."""
+    """List how the scores were measured, each way once."""
     return list(dict.fromkeys(printable(score.protocol) for score in scores))
 
 
 def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
-    """How a folder of this kind is loaded, asked and served; `address` is its path or its hf:// address."""
+    """Return code that loads, runs and serves a folder of this kind.
+
+    `address` is its path or its hf:// address.
+    """
     quoted = shlex.quote(address)
     takes_text = model.tokenizer in TAKE_ANY_TEXT
     if takes_text:
@@ -423,7 +502,7 @@ def _transformers_code(address: str, *, takes_text: bool) -> str:
 
 
 def license_fields(license: str) -> dict[str, str]:
-    """A stated license as the Hub's metadata have it."""
+    """Return the fields of a stated license in the Hub's metadata."""
     if not license:
         return {}
     if license.lower() in LICENSES:
@@ -432,7 +511,7 @@ def license_fields(license: str) -> dict[str, str]:
 
 
 def _otherwise_spelt(license: str) -> str:
-    """The identifier of the Hub that differs from a license only in spelling: apache-2.0 for Apache2; else empty."""
+    """Return the Hub's identifier that differs from a license only in spelling (apache-2.0 for Apache2), else ""."""
     found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
     if len(found) == 1:
         return found[0]
@@ -440,7 +519,7 @@ def _otherwise_spelt(license: str) -> str:
 
 
 def _spelling(license: str) -> str:
-    """Letters, digits and + of a license's name, without the words and the zeros that people leave out."""
+    """Reduce the name of a license to the letters, digits and + that distinguish licenses."""
     name = license.lower().replace("++", "plusplus")
     name = re.sub(r"\b(the|license|licence|version)\b", " ", name)
     name = re.sub(r"v(?=[. ]?\d)|\.0\b", "", name)
@@ -448,7 +527,7 @@ def _spelling(license: str) -> str:
 
 
 def _metadata(model: Model, kind: ArtifactKind) -> str:
-    """The block of YAML: a key in a line, its value in JSON, which YAML contains."""
+    """Return the YAML block: one key per line, its value in JSON, which is valid YAML."""
     card = model.card
     values: dict[str, Any] = {
         **license_fields(card.license),
@@ -460,7 +539,8 @@ def _metadata(model: Model, kind: ArtifactKind) -> str:
     }
     if card.base_model:
         values["base_model"] = card.base_model
-    if results := [_result(score) for score in card.scores]:
+    results = [_result(score) for score in card.scores]
+    if results:
         values["model-index"] = [{"name": model.title, "results": results}]
     return "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
@@ -501,14 +581,14 @@ def _sample(sample: Sample | None) -> str:
 
 
 def _fenced(text: str, language: str) -> str:
-    """A block of code; its fence is longer than any in the text."""
+    """Return a fenced block of code. Its fence is longer than any fence in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}{language}\n{text}\n{fence}\n"
 
 
 def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> str:
-    """A table, its first row the head. Columns after the first `num_names` hold numbers and stand to the right."""
+    """Return a Markdown table; the first row is the header. Columns after the first `num_names` are right-aligned."""
     head, *body = ["| " + " | ".join(map(_plain, row)) + " |" for row in rows]
     num_columns = len(rows[0])
     if num_names is None:
@@ -519,12 +599,12 @@ def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> st
 
 
 def _plain(text: str) -> str:
-    """Text in which Markdown finds no markup."""
+    """Escape a text, so that Markdown shows it literally."""
     return re.sub(r"([\\`*_\[\]|<>&#~])", r"\\\1", printable(text))
 
 
 def _unprintable(text: str) -> str:
-    """The first character that one line of YAML and Markdown cannot hold."""
+    """Return the first character that one line of YAML and Markdown cannot hold."""
     wrong = (
         one for one in text if unicodedata.category(one) in ("Cc", "Cs", "Zl", "Zp") or one in "\ufeff\ufffe\uffff"
     )

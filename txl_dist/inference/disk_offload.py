@@ -29,7 +29,10 @@ _MOST_LOGITS = 1 << 19
 
 
 class DiskOffloadedXL(TransformerXL):
-    """In evaluation mode, computing in `dtype`; `weights` are under the names of the parameters."""
+    """Network in evaluation mode whose layers read their weights when they run.
+
+    It computes in `dtype`. `weights` have the names of the parameters.
+    """
 
     def __init__(
         self,
@@ -54,15 +57,15 @@ class DiskOffloadedXL(TransformerXL):
         self.eval()
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """As that of the network itself."""
+        """Make a memory that holds nothing; see `TransformerXL.empty_memory`."""
         lens = self.memory_of_layers(memory_len)
         return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=self._like)
 
 
 def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtype) -> None:
-    """Give the buffers of a plugin's layers, which were built without storage, the values that the settings give them.
+    """Compute the buffers of layers of plugins, which were built without storage, from the settings.
 
-    Raises CheckpointError, naming the buffer, for one of any other layer.
+    Raises CheckpointError, naming the buffer, if another layer has one.
     """
     build = model.scheme.build
     for block in network.blocks.children():
@@ -86,7 +89,7 @@ def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtyp
 
 
 class _Reader(NamedTuple):
-    """Where the values of parameters are that have none."""
+    """Source of the values of parameters that have no storage."""
 
     sources: dict[Tensor, Sliced]
     dtype: torch.dtype
@@ -99,7 +102,7 @@ class _Reader(NamedTuple):
 
 
 def _stream(module: nn.Module, reader: _Reader) -> None:
-    """Let each layer in a module read its weights when it runs. What stands beside layers, u and v, it has at once."""
+    """Let each layer in a module read its weights when it runs. The biases u and v are read at once."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(reader.whole(parameter), requires_grad=False))
     for name, child in list(module.named_children()):
@@ -110,7 +113,7 @@ def _stream(module: nn.Module, reader: _Reader) -> None:
 
 
 class _Part(nn.Module):
-    """A layer that has its weights for as long as it runs."""
+    """Layer that holds its weights only while it runs."""
 
     def __init__(self, part: nn.Module, reader: _Reader) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class _Part(nn.Module):
 
 
 class _Embedding(AdaptiveEmbedding):
-    """Reads the rows that it is asked for."""
+    """Embedding that reads only the rows it needs."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int, reader: _Reader) -> None:
         super().__init__(model, vocab_size=vocab_size)
@@ -139,7 +142,7 @@ class _Embedding(AdaptiveEmbedding):
 
 
 class _Softmax(AdaptiveSoftmax):
-    """Reads its tables in pieces, for a few positions at a time."""
+    """Softmax that reads its tables in pieces, for a few positions at a time."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding, reader: _Reader) -> None:
         super().__init__(model, vocab_size=vocab_size, embedding=embedding)
@@ -153,7 +156,7 @@ class _Softmax(AdaptiveSoftmax):
         partition: Partition | None = None,
         tables: Sequence[Columned] | None = None,
     ) -> Tensor:
-        """As those of the network itself."""
+        """Compute the losses as the softmax of the network does."""
         tables = [_Table(self._columns(i), self._projection(i), self.reader) for i in range(self.num_tails + 1)]
         return super().losses(hidden_BTD, targets_BT, partition=partition, tables=tables)
 
@@ -164,7 +167,7 @@ class _Table(NamedTuple):
     reader: _Reader
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """-log p of one column of each row, at least fp32, [R]."""
+        """Return -log p of one column of each row, at least fp32, [R]."""
         if self.projection_DE is not None:
             hidden_RD = F.linear(hidden_RD, self.reader.whole(self.projection_DE).t())
         num_rows = max(1, _MOST_LOGITS // sum(columns.high - columns.low for columns in self.columns))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 MOST_NEW_TOKENS = 256
-"""Where a task does not say, as the harness has it."""
+"""Number of tokens where a task does not say; the default of the harness."""
 STOPS = ("until", "stop", "stop_sequences")
 CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -37,28 +37,28 @@ CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "typical_p": (1, 1.0),
 }
-"""{setting: values that mean what is done anyway}"""
+"""Settings with the values that mean what is done in any case."""
 SWITCHES = {
     **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
 }
-"""Spellings of true and false: YAML and command lines give text where a task's author quotes it."""
+"""Spellings of true and false. YAML and command lines give text where the author of a task quotes a value."""
 OF_OTHER_BACKENDS = frozenset(
     {"use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "return_dict_in_generate", "output_scores"}
     | {"skip_special_tokens", "spaces_between_special_tokens", "synced_gpus", "stream", "add_special_tokens"}
 )
-"""Settings of how another program works, which do not change what a text is here."""
+"""Settings of other backends that do not change the text."""
 
 
 class GenerationSettings(NamedTuple):
-    """Settings of `SamplingParams`, and sentences on what is not used."""
+    """Settings of `SamplingParams`, and sentences about settings that are not used."""
 
     values: dict[str, Any]
     unused: list[str]
 
 
 def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSettings:
-    """Translate the settings of one request. Never raises for what a task can say."""
+    """Translate the settings of one request. It accepts everything that a task can contain."""
     settings = {name: value for name, value in (given or {}).items() if value is not None}
     unused: list[str] = []
     values: dict[str, Any] = {"max_tokens": _length(settings, unused), "stop": _stops(settings)}
@@ -75,7 +75,7 @@ def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSetti
 
 
 def _length(settings: dict[str, Any], unused: list[str]) -> int:
-    """Take the lengths out of the settings, and return the first."""
+    """Remove the lengths from the settings, and return the first."""
     found: dict[str, int] = {}
     for name in LENGTHS:
         if name in settings:
@@ -95,7 +95,7 @@ def _length(settings: dict[str, Any], unused: list[str]) -> int:
 
 
 def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
-    """Take the stop strings out of the settings."""
+    """Remove the stop strings from the settings, and return them."""
     found: list[str] = []
     for name in STOPS:
         value = settings.pop(name, ())
@@ -108,7 +108,7 @@ def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
-    """Take out of the settings how tokens are drawn. Without any the likeliest is taken."""
+    """Remove the sampling settings, and return them by our names. Without any the most probable token is taken."""
     temperature = _taken(settings, "temperature", float, lambda value: value >= 0, unused)
     samples = _switch(settings, "do_sample", unused)
     if samples is None:
@@ -133,8 +133,10 @@ def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
 
 
 def _switch(settings: dict[str, Any], name: str, unused: list[str]) -> bool | None:
-    """Take a setting that is true or false out of the settings, also one that is written as text or as a number; None
-    where it is not there or says neither."""
+    """Remove a setting that is true or false, also one written as text or number.
+
+    Returns None if it is missing or invalid.
+    """
     value = settings.pop(name, None)
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
         return None
@@ -151,7 +153,7 @@ def _taken(
     holds: Callable[[float], bool],
     unused: list[str],
 ) -> Any:
-    """Take a number out of the settings; None where it is not there or cannot be used."""
+    """Remove a number from the settings, and return it; None if it is missing or cannot be used."""
     if name not in settings:
         return None
     value = settings.pop(name)
@@ -163,7 +165,7 @@ def _taken(
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, also one that is written as text."""
+    """Return a value as a finite number, also one written as text; None for other values."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

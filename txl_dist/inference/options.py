@@ -1,4 +1,4 @@
-"""What may be asked of texts that are to be generated. Imports no torch: the command line makes its flags of it."""
+"""Options of text generation. This module does not import torch, since the command line makes its flags from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sampling:
     """Ids that may be drawn. Empty allows all."""
 
     def check(self, *, vocab_size: int | None = None) -> None:
-        """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
+        """Raise ConfigError for a setting out of range, and with `vocab_size` for an allowed id that is unknown."""
         rules = [
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more tokens; 0 keeps all"),
@@ -71,9 +71,9 @@ class SamplingParams(Sampling):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """From settings by name, which may be arrays and lists of them.
+        """Make parameters from settings by name. Arrays and lists of them are accepted as values.
 
-        Raises ConfigError for a name that is none, with the one that was meant, and for a value of another kind.
+        Raises ConfigError for an unknown name, with the nearest known one, and for a value of the wrong type.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
@@ -96,7 +96,7 @@ class SamplingParams(Sampling):
             raise ConfigError(f"{name}={values[name]!r:.200}: it must be {kind}.") from error
 
     def check(self, *, vocab_size: int | None = None) -> None:
-        """Raises ConfigError for a setting out of range; with `vocab_size` for an allowed id that there is not."""
+        """Raise ConfigError for a setting out of range, and with `vocab_size` for an allowed id that is unknown."""
         super().check(vocab_size=vocab_size)
         rules = [
             ("max_tokens", 0 <= self.max_tokens <= MOST_TOKENS, f"0 or more tokens, and at most {MOST_TOKENS:,}"),
@@ -115,16 +115,19 @@ class SamplingParams(Sampling):
         return 4 * max(map(len, self.stop), default=0)
 
     def sampling(self) -> Sampling:
-        """How tokens are chosen, alone: what texts may share."""
+        """Settings that choose a token, without those of whole texts. Texts with equal ones run together."""
         return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
 
 
 _LISTS = {"allowed": "a list of ids", "stop": "a string, or a list of strings"}
-"""Settings that hold several values, and what they are."""
+"""Settings that hold several values, and the type of the values."""
 
 
 def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
-    """They, of a list, an array or a tensor. Raises ConfigError for what is none, and outside the vocabulary."""
+    """Return the ids of a list, an array or a tensor.
+
+    Raises ConfigError for other values, and for ids outside the vocabulary.
+    """
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | Mapping | Set) or not isinstance(ids, Iterable):
@@ -144,7 +147,7 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
 
 
 def check_count(value: Any, *, least: int, what: str) -> None:
-    """Raises ConfigError for what is not a whole number, or below `least`."""
+    """Raise ConfigError for a value that is not a whole number, or is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         if least < 0:
             hint = "; -1 is as trained"
@@ -170,7 +173,7 @@ def _spelt(name: str, value: str) -> str:
 
 
 def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:
-    """Raises ConfigError for the first rule of (setting, whether it holds, what it is) that does not hold."""
+    """Raise ConfigError for the first (setting, whether it holds, rule) that does not hold."""
     for name, holds, rule in rules:
         if not holds:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name)}: it must be {rule}.")

@@ -66,17 +66,20 @@ def _drawn(scores_BS: Tensor, uniform_B2: Tensor, sampling: Sampling) -> Tensor:
 def _limited(scores_BS: Tensor, sampling: Sampling) -> Tensor:
     """Apply the temperature, and set the scores outside top_p and min_p to -inf. The highest score becomes 0."""
     # The highest score is moved to 0 first, so that a tiny temperature does not overflow.
-    scores_BS = (scores_BS - scores_BS.amax(-1, keepdim=True)) / sampling.temperature
+    highest_B1 = scores_BS.amax(-1, keepdim=True)
+    scores_BS = (scores_BS - highest_B1) / sampling.temperature
     if sampling.top_p < 1:
         ordered_BS = scores_BS.sort(dim=-1, descending=True).values
         p_BS = ordered_BS.softmax(-1)
         # A token is kept if those before it sum to less than top_p; the first always is.
-        is_kept_BS = p_BS.cumsum(-1) - p_BS < sampling.top_p
+        before_BS = p_BS.cumsum(-1) - p_BS
+        is_kept_BS = before_BS < sampling.top_p
         num_kept_B1 = is_kept_BS.sum(-1, keepdim=True).clamp(min=1)
         least_B1 = ordered_BS.gather(-1, num_kept_B1 - 1)
         scores_BS = scores_BS.masked_fill(scores_BS < least_B1, -math.inf)
     if sampling.min_p:
-        scores_BS = scores_BS.masked_fill(scores_BS < math.log(sampling.min_p), -math.inf)
+        least_score = math.log(sampling.min_p)
+        scores_BS = scores_BS.masked_fill(scores_BS < least_score, -math.inf)
     return scores_BS
 
 
@@ -90,7 +93,8 @@ def _drawn_by_group(p_BS: Tensor, uniform_B2: Tensor) -> Tensor:
     group_B1 = _fallen(p_BNG.sum(-1), uniform_B2[:, :1])
     index_B1G = group_B1[:, :, None].expand(-1, -1, group_len)
     p_BG = p_BNG.gather(1, index_B1G)[:, 0]
-    drawn_B1 = group_B1 * group_len + _fallen(p_BG, uniform_B2[:, 1:])
+    place_in_group_B1 = _fallen(p_BG, uniform_B2[:, 1:])
+    drawn_B1 = group_B1 * group_len + place_in_group_B1
     return drawn_B1.clamp(max=num_scores - 1)  # where probabilities are NaN, which the caller reports
 
 
@@ -99,4 +103,5 @@ def _fallen(p_BS: Tensor, uniform_B1: Tensor) -> Tensor:
     cumulated_BS = p_BS.cumsum(-1)
     # In fp64 the product with 1 - 2**-53, the largest number that can be drawn, is rounded to less than the sum.
     target_B1 = uniform_B1 * cumulated_BS[:, -1:]
-    return torch.searchsorted(cumulated_BS, target_B1, right=True).clamp(max=p_BS.shape[1] - 1)
+    place_B1 = torch.searchsorted(cumulated_BS, target_B1, right=True)
+    return place_B1.clamp(max=p_BS.shape[1] - 1)

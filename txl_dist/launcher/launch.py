@@ -89,7 +89,8 @@ def launch_ranks(
     if signals.ended_launcher and code == 1 and not is_done:  # what the launcher of several nodes makes of a signal
         code = REQUEUE
     result = exit_code(code, is_done=is_done, sent=signals.sent)
-    if word := last_word(result, launcher_code=code, run_dir=run_dir):
+    word = last_word(result, launcher_code=code, run_dir=run_dir)
+    if word:
         with suppress(OSError):  # a terminal that is gone
             echo(f"txl launch: {word} (exit code {result})", to=sys.stderr)
     return result
@@ -133,7 +134,8 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     if code != HANG:
         log = run_dir / LOG
         return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
-    if number := signal_of(launcher_code):
+    number = signal_of(launcher_code)
+    if number:
         if number in set(signal.Signals):
             name = signal.Signals(number).name
         else:

@@ -128,7 +128,8 @@ class Strained:
             ready, _, _ = select.select(open_ends, [], [], 0 if is_over else _PATIENCE_S)
             for source in ready:
                 target, strainer = self._streams[source]
-                if piece := _read(source):
+                piece = _read(source)
+                if piece:
                     _write(target, strainer.feed(piece))
                 else:
                     _write(target, strainer.flush())

@@ -111,7 +111,8 @@ class Attention(nn.Module):
             products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
         else:
             products = joint_linear(hidden_BTD, self.query.weight, self.key_value.weight)
-            if (bias := self.key_value.value_bias) is not None:
+            bias = self.key_value.value_bias
+            if bias is not None:
                 products = products + F.pad(bias, (2 * bias.numel(), 0))
         return products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
 

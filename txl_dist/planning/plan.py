@@ -431,7 +431,8 @@ class _Planner:
 
     def as_configured(self) -> Option | str:
         """Predict the settings as they are, or return the reason why they are impossible."""
-        if (precision := self.given.engine.precision) in ("bf16", "tf32") and not self.gpu.has_bf16:
+        precision = self.given.engine.precision
+        if precision in ("bf16", "tf32") and not self.gpu.has_bf16:
             return f"{self.gpu.device} has no {precision}."
         try:
             return self.option(self.given)

@@ -101,7 +101,8 @@ def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, tit
         gpus = [point.gpus for point in points]
         shares = [100 * point.efficiency for point in points]
         (line,) = axes.plot(gpus, shares, marker="o", markersize=3, label=f"{name} scaling")
-        if broken := breaking_point(points):
+        broken = breaking_point(points)
+        if broken:
             share = 100 * broken.efficiency
             text = f"{broken.gpus:,} GPUs: {share:.0f} %, {broken.tokens_per_s:,.0f} tokens/s, {broken.limited_by}"
             axes.annotate(

@@ -106,7 +106,8 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
             table.setdefault(name, [name]).append(f"{option.needed_gib:.1f} {speed}")
         head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
         yield from (f"  {line}" for line in format_table([head, *table.values()]))
-    if absent := sorted({0, 1, 2, 3} - set(stages)):
+    absent = sorted({0, 1, 2, 3} - set(stages))
+    if absent:
         yield f"  (the settings rule out ZeRO {', '.join(map(str, absent))})"
 
 
@@ -203,7 +204,8 @@ def _saving(saving: SavingPlan) -> Iterator[str]:
 
 def _scaling(curve: Sequence[Point]) -> str:
     last = curve[-1]
-    if broken := breaking_point(curve):
+    broken = breaking_point(curve)
+    if broken:
         pct = math.floor(1000 * broken.efficiency) / 10  # rounded it might be the 50 that it is not
         return f"under 50% from {counted(broken.gpus, 'GPU')} on ({pct:.1f}%): {REASONS[broken.limited_by]}"
     if last.gpus == MOST_GPUS:

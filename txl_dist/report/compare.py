@@ -55,14 +55,22 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     runs = [read_run(path) for path in run_dirs]
     names = _names(run_dirs)
     unit = unit_of(runs)
-    facts = [{fact.name: fact.value for fact in facts_of(run)} for run in runs]
+    facts = []
+    for run in runs:
+        facts.append({fact.name: fact.value for fact in facts_of(run)})
     figures = [["run", *_FIGURES, "train", "validation", "best validation"]]
     for run, name, known in zip(runs, names, facts, strict=True):
         lowest = best(run.history.held_out, unit.column)
         losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
         losses.append(f"{bounded(lowest[0])} at {lowest[1]:,}" if lowest else None)
-        figures.append([name, *(known.get(fact, "-") for fact in _FIGURES.values()), *(loss or "-" for loss in losses)])
+        row = [name]
+        row += [known.get(fact, "-") for fact in _FIGURES.values()]
+        row += [loss or "-" for loss in losses]
+        figures.append(row)
     ranks = ranking(runs, names, unit)
+    figure_rows = [list(column) for column in zip(*figures, strict=True)]
+    for fact in _FACTS:
+        figure_rows.append([fact, *(known.get(fact, "-") for known in facts)])
     page = write_page(
         out,
         "compare.html.j2",
@@ -70,10 +78,7 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
         unit=unit,
         ranking=ranks,
         groups=_pictures(runs, names, unit),
-        figure_rows=[
-            *map(list, zip(*figures, strict=True)),
-            *([name, *(one.get(name, "-") for one in facts)] for name in _FACTS),
-        ],
+        figure_rows=figure_rows,
         setting_rows=setting_rows([run.settings | {"run.dir": ""} if run.settings else {} for run in runs], names),
         without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
     )
@@ -88,7 +93,8 @@ def _check_runs(run_dirs: Sequence[Path]) -> None:
         )
     places: dict[Path, Path] = {}
     for path in run_dirs:
-        if (place := path.resolve()) in places:
+        place = path.resolve()
+        if place in places:
             raise ConfigError(f"{path} and {places[place]} are the same run. Name each run once.")
         places[place] = path
 
@@ -110,33 +116,53 @@ def unit_of(runs: Sequence[RunRecords]) -> Unit:
     differ = "It is not on record whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
-    # For the validation split, or without one for the training text.
-    without = [run for run in runs if not run.history.evals.get("eval", run.history.train).has("bits_per_byte")]
+    without = []
+    for run in runs:
+        history = run.history
+        scored = history.evals.get("eval", history.train)  # without a validation split the training text
+        if not scored.has("bits_per_byte"):
+            without.append(run)
     if is_one:
         unit = Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token")
     elif not without:
         sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
         unit = Unit("bits_per_byte", "bits per byte", sentence)
     else:
-        reasons = [(run.name, next(iter(run.no_bits.values()), "they are not on record")) for run in without]
-        listed = "; ".join(f"{printable(name)}: {reason}" for name, reason in reasons)
+        reasons = []
+        for run in without:
+            reason = next(iter(run.no_bits.values()), "they are not on record")
+            reasons.append(f"{printable(run.name)}: {reason}")
+        listed = "; ".join(reasons)
         sentence = (
             f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the "
             "runs are not ranked. `txl report RUN` shows each in its own units."
         )
         return Unit("", "", sentence, is_fair=False)
-    if unfair := _unfair(runs, in_nats=is_one):
+    unfair = _unfair(runs, in_nats=is_one)
+    if unfair:
         return unit._replace(sentence=f"{unit.sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
     return unit._replace(sentence=f"{unit.sentence}.")
 
 
 def _unfair(runs: Sequence[RunRecords], *, in_nats: bool) -> str:
     """Say why the runs were not scored on the same text. Empty if they may have been."""
-    sizes = {size for run in runs if is_number(size := run.start.get("held_out_bytes"))}
-    counts = {int(count) for run in runs for count in run.history.held_out["tokens"] if np.isfinite(count)}
-    # Older programs did not score the first tokens of documents with document masks.
-    scores_all = {not run.settings.get("data.document_mask") or "no_bits" in run.start for run in runs}
-    unknown = [run for run in runs if len(run.history.held_out) and not is_number(run.start.get("held_out_bytes"))]
+    sizes = set()
+    counts = set()
+    scores_all = set()
+    unknown = []
+    for run in runs:
+        held_out = run.history.held_out
+        size = run.start.get("held_out_bytes")
+        if is_number(size):
+            sizes.add(size)
+        elif len(held_out):
+            unknown.append(run)
+        for count in held_out["tokens"]:
+            if np.isfinite(count):
+                counts.add(int(count))
+        # Older programs did not score the first tokens of documents with document masks.
+        has_masks = bool(run.settings.get("data.document_mask"))
+        scores_all.add(not has_masks or "no_bits" in run.start)
     if len(sizes) > 1:
         return f"their validation splits differ: {_listed(sizes)} bytes"
     if in_nats and len(counts) > 1:
@@ -155,43 +181,45 @@ def _listed(numbers: Collection[float]) -> str:
 
 def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> list[str]:
     """Return a line that orders the runs by their best validation loss. Empty if that is unknown or not fair."""
-    lowest = [
-        (found[0], name)
-        for run, name in zip(runs, names, strict=True)
-        if (found := best(run.history.held_out, unit.column))
-    ]
+    lowest = []
+    for run, name in zip(runs, names, strict=True):
+        found = best(run.history.held_out, unit.column)
+        if found:
+            lowest.append((found[0], name))
     if not unit.is_fair or len(lowest) < 2:
         return []
-    return [
-        f"best validation loss, in {unit.label}: "
-        + ", ".join(f"{name} {bounded(loss)}" for loss, name in sorted(lowest))
-    ]
+    listed = ", ".join(f"{name} {bounded(loss)}" for loss, name in sorted(lowest))
+    return [f"best validation loss, in {unit.label}: {listed}"]
 
 
 def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
-    """A line per run that has the column."""
-    rows = [
-        PlotRow("Loss", f"{title} loss against {word}", f"loss, {unit.label}", {"": unit.column}, kind, by, is_log=True)
-        for kind, title in _KINDS.items()
-        for by, word in _AXES.items()
-        if unit.column
-    ]
-    rows += [
-        PlotRow("Speed", one.curve.title, one.curve.axis, {"": one.name}, is_log=one.curve.is_log)
-        for one in METRICS.values()
-        if one.curve and one.curve.compared
-    ]
+    """Draw the losses and speeds, with a line for each run that has the column."""
+    rows = []
+    for kind, title in _KINDS.items():
+        for by, word in _AXES.items():
+            if unit.column:
+                name = f"{title} loss against {word}"
+                axis = f"loss, {unit.label}"
+                rows.append(PlotRow("Loss", name, axis, {"": unit.column}, kind, by, is_log=True))
+    for metric in METRICS.values():
+        curve = metric.curve
+        if curve and curve.compared:
+            rows.append(PlotRow("Speed", curve.title, curve.axis, {"": metric.name}, is_log=curve.is_log))
     hours = max(run.history.hours for run in runs)
     labels = [shortened(name) for name in names]
     if len(set(labels)) < len(labels):
         labels = [f"{number}: {label}" for number, label in enumerate(labels, 1)]
     groups: dict[str, list[Picture]] = {row.group: [] for row in rows}
     for row in rows:
-        tables = [run.history.train if row.of == "train" else run.history.held_out for run in runs]
-        lines = [
-            Line(label, x_values(run, table, row, hours=hours), table[row.columns[""]])
-            for label, run, table in zip(labels, runs, tables, strict=True)
-        ]
+        column = row.columns[""]
+        lines = []
+        for label, run in zip(labels, runs, strict=True):
+            if row.of == "train":
+                table = run.history.train
+            else:
+                table = run.history.held_out
+            x = x_values(run, table, row, hours=hours)
+            lines.append(Line(label, x, table[column]))
         groups[row.group].append(picture_of(row, lines, hours=hours))
     return groups
 

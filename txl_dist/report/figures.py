@@ -174,8 +174,9 @@ def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
         if is_border:
             axes.axvline(x, color=_INK, linewidth=0.8, linestyle=(0, (3, 3)), alpha=0.55)
         else:
-            axes.plot([x], [0], marker="^", markersize=5, color=COLOURS[4], transform=axes.get_xaxis_transform(),
-                      clip_on=False, zorder=5)  # fmt: skip
+            at_the_axis = axes.get_xaxis_transform()
+            style = {"marker": "^", "markersize": 5, "color": COLOURS[4], "clip_on": False, "zorder": 5}
+            axes.plot([x], [0], transform=at_the_axis, **style)
 
 
 def _for_page(svg: str, *, alt: str) -> str:

@@ -403,7 +403,11 @@ def chart_over_lengths(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
     """
     names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
     rows = [score for score in scores.values() if "memory_len" in score and "loss" in score]
-    varying = [key for key in names if len({row.get(key) for row in rows}) > 1]
+    varying = []
+    for key in names:
+        different = {row.get(key) for row in rows}
+        if len(different) > 1:
+            varying.append(key)
     if not varying:
         return None
     along, *others = varying

@@ -181,19 +181,23 @@ Parts = dict[PartName, dict[str, list[LossPart]]]
 
 def read_scores(run_dir: Path) -> Scores:
     """Read the scores next to the records of a run. Empty if there are none, or they cannot be read."""
-    return {
-        name: {key: float(value) for key, value in values.items() if is_number(value)}
-        for name, values in _scored(run_dir)
-    }
+    scores = {}
+    for name, values in _scored(run_dir):
+        scores[name] = {key: float(value) for key, value in values.items() if is_number(value)}
+    return scores
 
 
 def read_loss_parts(run_dir: Path) -> Parts:
     """Read the parts of the loss from the same file."""
     rows = _scored(run_dir)
-    return {
-        key: {name: parts for name, values in rows if (parts := _parts_of(values.get(key)))}
-        for key in get_args(PartName)
-    }
+    parts_by_name: Parts = {}
+    for key in get_args(PartName):
+        parts_by_name[key] = {}
+        for name, values in rows:
+            parts = _parts_of(values.get(key))
+            if parts:
+                parts_by_name[key][name] = parts
+    return parts_by_name
 
 
 def _parts_of(listed: object) -> list[LossPart]:
@@ -201,8 +205,16 @@ def _parts_of(listed: object) -> list[LossPart]:
         known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)]
     else:
         known = []
-    rows = [[one.get(field) for field in LossPart._fields] for one in known]
-    return [LossPart(*(float(one) if is_number(one) else math.nan for one in row)) for row in rows]
+    return [_part_of(values) for values in known]
+
+
+def _part_of(values: dict[str, Any]) -> LossPart:
+    """Read a part of the loss; numbers that are missing or no numbers are NaN."""
+    numbers = []
+    for field in LossPart._fields:
+        value = values.get(field)
+        numbers.append(float(value) if is_number(value) else math.nan)
+    return LossPart(*numbers)
 
 
 def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
@@ -286,10 +298,10 @@ class _Reader:
 
     def history(self) -> History:
         """Return the history that all lines give together."""
-        tables = {
-            kind: rows.table([(counts.get(kind, 0), step) for counts, step in self._reached])
-            for kind, rows in self._rows.items()
-        }
+        tables = {}
+        for kind, rows in self._rows.items():
+            reached = [(counts.get(kind, 0), step) for counts, step in self._reached]
+            tables[kind] = rows.table(reached)
         return History(
             train=tables["train"],
             evals={kind: table for kind, table in tables.items() if kind.startswith("eval") and len(table)},

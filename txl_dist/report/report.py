@@ -144,12 +144,16 @@ def _event_rows(events: Sequence[Event]) -> list[list[str]]:
 
 def _score_rows(scores: Scores) -> list[list[str]]:
     columns = {"loss": "nats/token", "ppl": "perplexity", "bits_per_byte": "bits/byte", "tokens": "tokens"}
-    columns |= {"accuracy_pct": "accuracy, %"} if any("accuracy_pct" in values for values in scores.values()) else {}
-    rows = [
-        [name, *(fixed(values.get(key), 0 if key == "tokens" else 4) or "-" for key in columns)]
-        for name, values in scores.items()
-    ]
-    return [["", *columns.values()], *rows]
+    if any("accuracy_pct" in values for values in scores.values()):
+        columns["accuracy_pct"] = "accuracy, %"
+    rows = [["", *columns.values()]]
+    for name, values in scores.items():
+        row = [name]
+        for key in columns:
+            num_digits = 0 if key == "tokens" else 4
+            row.append(fixed(values.get(key), num_digits) or "-")
+        rows.append(row)
+    return rows
 
 
 def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:

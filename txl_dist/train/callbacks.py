@@ -219,7 +219,8 @@ class Callbacks:
         gathered = gather_objects(forms)
         for rank, others in enumerate(gathered):
             if others != gathered[0]:
-                here, there = ([name for name, *_ in each] for each in (gathered[0], others))
+                here = [form[0] for form in gathered[0]]
+                there = [form[0] for form in others]
                 raise raised_everywhere(
                     ConfigError(
                         f"callbacks differ between ranks: rank 0 has {here}, rank {rank} has {there}. Pass the same "
@@ -284,7 +285,8 @@ class Callbacks:
                 logger.warning(
                     "callback %s: the checkpoint of step %d has its state, but the run has no such callback; the state "
                     "is dropped",
-                    *(name, step),
+                    name,
+                    step,
                 )
 
         def load_all() -> None:

@@ -69,7 +69,8 @@ class Guard:
                 spike.sigmas,
             )
             self._reporter.write("event", {"event": "spike", **spike._asdict()})
-        if reason := rules.reason_to_stop(health, self._settings):
+        reason = rules.reason_to_stop(health, self._settings)
+        if reason:
             raise raised_everywhere(
                 TrainingError(self._blame(before, reason, is_mine=not math.isfinite(decision.local_loss)))
             )

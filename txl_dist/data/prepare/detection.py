@@ -281,7 +281,8 @@ def _detect_bytes(head: bytes, suffix: str) -> Content:
     marked = text_encoding(head)
     if marked != UTF8:
         return _in_encoding(marked.upper())
-    if (at := head.find(0)) >= 0:
+    at = head.find(0)
+    if at >= 0:
         wide = _wide_encoding(head)
         if wide:
             return _in_encoding(wide)

@@ -132,7 +132,8 @@ class PrepareSettings(Learning):
         given = [str(each) for each in self.inputs]
         if len(given) == 1 and given[0] in NAMED:
             return given[0]
-        if mixed := set(given) & NAMED.keys():
+        mixed = set(given) & NAMED.keys()
+        if mixed:
             raise ConfigError(
                 f"the named corpus {mixed.pop()} is prepared alone. For a file of that name give its path."
             )
@@ -201,7 +202,8 @@ class PrepareSettings(Learning):
         kept = self._facts({"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"})
         kept["inputs"] = repr([_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)])
         facts: tuple[Any, ...] = (sorted(kept.items()), self.duplicates == "ignore", __version__)
-        if plugins := loaded_plugins():
+        plugins = loaded_plugins()
+        if plugins:
             facts = (*facts, plugins)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 

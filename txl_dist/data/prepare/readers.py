@@ -146,7 +146,8 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
         return open(sys.stdin.fileno(), "rb", closefd=False)
     if file.path.startswith(PIPE):
         return io.BufferedReader(_CommandStream(file.path.removeprefix(PIPE)), buffer_size=_MIB)
-    if (source := plugin_source(file.path)) is not None:
+    source = plugin_source(file.path)
+    if source is not None:
         return io.BufferedReader(_DocumentStream(source, file), buffer_size=_MIB)
     if has_scheme(file.path):
         return io.BufferedReader(_UrlStream(file, allow_protocols), buffer_size=8 * _MIB)

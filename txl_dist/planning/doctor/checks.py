@@ -168,7 +168,8 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def _corpus(facts: Facts) -> Iterator[Finding]:
-    if corpus := facts.corpus:
+    corpus = facts.corpus
+    if corpus:
         found = corpus.error or f"{corpus.location}: {counted(corpus.tokens, 'token')}"
         remedy = "Name what txl prepare wrote, as this machine sees it."
         yield first_of("corpus", found, (corpus.error, "problem", remedy))
@@ -197,7 +198,8 @@ DANGERS = {
 
 def _variables(facts: Facts) -> Iterator[Finding]:
     for name, effect in DANGERS.items():
-        if (value := facts.environment.get(name, "")) not in ("", "0"):
+        value = facts.environment.get(name, "")
+        if value not in ("", "0"):
             yield Finding(name, "problem", f"is {value}: {effect}", f"Unset {name} if that is not meant.")
     up = {"lo", *facts.interfaces}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -205,8 +207,8 @@ def _variables(facts: Facts) -> Iterator[Finding]:
         if not value or value.startswith("^"):  # ^ names those that NCCL leaves out
             continue
         is_prefix = name.startswith("NCCL") and not value.startswith("=")
-        named = [one.partition(":")[0] for one in value.removeprefix("=").split(",")]
-        unknown = [one for one in named if not (any(is_up.startswith(one) for is_up in up) if is_prefix else one in up)]
+        named = [interface.partition(":")[0] for interface in value.removeprefix("=").split(",")]
+        unknown = [interface for interface in named if not _is_up(interface, up, is_prefix=is_prefix)]
         if unknown:
             found = f"names {', '.join(unknown)}, which is not up here"
         else:
@@ -230,8 +232,23 @@ def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
     )
 
 
+def _is_up(interface: str, up: set[str], *, is_prefix: bool) -> bool:
+    """Return whether a network interface is up; NCCL takes the beginning of a name, too."""
+    if is_prefix:
+        return any(name.startswith(interface) for name in up)
+    return interface in up
+
+
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    *(_versions, _devices, _backends, _cores, _memory, _disk, _corpus, _variables, _programs),
+    _versions,
+    _devices,
+    _backends,
+    _cores,
+    _memory,
+    _disk,
+    _corpus,
+    _variables,
+    _programs,
 )
 
 

@@ -38,8 +38,14 @@ GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
 """Packages whose versions must agree between nodes."""
 READ = (
-    *("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "RANK"),
-    *("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TXL_FAILPOINTS"),
+    "CUDA_VISIBLE_DEVICES",
+    "DS_ACCELERATOR",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "OMP_NUM_THREADS",
+    "RANK",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
+    "TXL_FAILPOINTS",
 )
 """Environment variables that checks need. No others are read, since their values may be secret."""
 

@@ -236,7 +236,10 @@ class CheckpointManager:
         warn_for_all(
             "step %d, the last, is not saved yet: the run tries again for up to %s. To leave earlier: %s; it then "
             "tries once more. If that fails, the same command %s.",
-            *(step, limit, how, self._resume_hint()),
+            step,
+            limit,
+            how,
+            self._resume_hint(),
         )
 
     def _resume_hint(self) -> str:

@@ -34,7 +34,8 @@ def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial:
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
     """Return the tensors of a file: the lanes of these memories, in order."""
-    hidden = [torch.cat(parts) for parts in zip(*(memory.hidden for memory in memories), strict=True)]
+    hidden_of_memories = [memory.hidden for memory in memories]
+    hidden = [torch.cat(parts) for parts in zip(*hidden_of_memories, strict=True)]
     document_BM = torch.cat([memory.document_BM for memory in memories])
     shapes = {hidden_BMD.shape for hidden_BMD in hidden}
     if len(shapes) == 1:

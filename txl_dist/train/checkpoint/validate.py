@@ -134,7 +134,8 @@ def read_state(folder: Path) -> SavedState:
     ):
         data = read_bytes(path)
         state = parse_object(data)
-    if (version := state.get("format_version")) not in READABLE_VERSIONS:
+    version = state.get("format_version")
+    if version not in READABLE_VERSIONS:
         *others, last = READABLE_VERSIONS
         readable = f"{', '.join(map(str, others))} and {last}"
         raise _OtherVersionError(

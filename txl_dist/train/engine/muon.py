@@ -324,8 +324,12 @@ def _exchange(send_values: list[list[Tensor]], recv_ranges: list[list[Range]], *
     """
     if len(send_values) == 1:
         return send_values[0]
-    send_lens = [sum(values.numel() for values in parts) for parts in send_values]
-    recv_lens = [sum(part.length for part in ranges) for ranges in recv_ranges]
+    send_lens = []
+    for parts in send_values:
+        send_lens.append(sum(values.numel() for values in parts))
+    recv_lens = []
+    for ranges in recv_ranges:
+        recv_lens.append(sum(part.length for part in ranges))
     send_buffer = torch.cat([like[:0], *itertools.chain.from_iterable(send_values)])
     recv_buffer = torch.empty(sum(recv_lens), dtype=like.dtype, device=like.device)
     dist.all_to_all_single(recv_buffer, send_buffer, recv_lens, send_lens)

@@ -115,9 +115,13 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
     """Yield the pieces of the partitions with their values, as views. `optimizer` is torch's."""
     for tensor, pieces in partitions:
         state = optimizer.state.get(tensor, {})
-        values = {WEIGHT: tensor} | {name: value for name, value in state.items() if _is_moment(name, value, tensor)}
+        values = {WEIGHT: tensor}
+        for name, value in state.items():
+            if _is_moment(name, value, tensor):
+                values[name] = value
         # torch counts updates per tensor, pytorch_optimizer per group.
-        step = float(state.get("step", optimizer.param_groups[0].get("step", 0)))
+        step_of_group = optimizer.param_groups[0].get("step", 0)
+        step = float(state.get("step", step_of_group))
         for piece in pieces:
             views = {name: _view(value, piece) for name, value in values.items()}
             yield Fragment(piece.parameter, piece.start, views, step)
@@ -126,11 +130,14 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
 def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
     """Return the name of a value of the optimizer's state that a checkpoint would lose; empty if there is none."""
     for tensor, _ in partitions:
-        for name, value in optimizer.state.get(tensor, {}).items():
+        state = optimizer.state.get(tensor, {})
+        for name, value in state.items():
             if name == "step":
                 is_kept = isinstance(value, Tensor) and value.numel() == 1 and value.dtype == torch.float32
+            elif value is None:
+                is_kept = True
             else:
-                is_kept = value is None or (_is_moment(name, value, tensor) and value.dtype == tensor.dtype)
+                is_kept = _is_moment(name, value, tensor) and value.dtype == tensor.dtype
             if not is_kept:
                 return f"state[{name!r}]"
     return ""
@@ -139,10 +146,14 @@ def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the numbers and texts of the parameter groups, without the learning rate, which every step changes."""
     plain = (bool, int, float, str, tuple)
-    return [
-        {name: value for name, value in group.items() if name != "lr" and isinstance(value, plain)}
-        for group in optimizer.param_groups
-    ]
+    settings = []
+    for group in optimizer.param_groups:
+        values = {}
+        for name, value in group.items():
+            if name != "lr" and isinstance(value, plain):
+                values[name] = value
+        settings.append(values)
+    return settings
 
 
 def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:

@@ -119,7 +119,11 @@ class StragglerWatch:
             warn_for_all(
                 "rank %d on %s keeps the others waiting: its local part of a step takes %.0f ms, %.0f %% longer than "
                 "the median of the others, in %d reports in a row",
-                *(rank, self._hosts[rank], rank_ms[rank], pct, NUM_REPORTS),
+                rank,
+                self._hosts[rank],
+                rank_ms[rank],
+                pct,
+                NUM_REPORTS,
             )
             event = {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], "pct": round(pct, 1)}
             self._reporter.write("event", event)

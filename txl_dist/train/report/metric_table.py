@@ -63,7 +63,7 @@ class Metric:
         return f"{self.label} {number}{gap}{self.unit}".lstrip()
 
 
-METRICS: dict[str, Metric] = {row.name: row for row in (
+_ROWS = (
     Metric("loss", ".4f", "loss"),
     Metric("ppl", ".2f", "ppl", drop=4),
     Metric("bits_per_byte", ".4f", "bpb", drop=1),
@@ -73,28 +73,73 @@ METRICS: dict[str, Metric] = {row.name: row for row in (
     Metric("tokens", ",.0f", "", "tokens", drop=8, tensorboard="none"),
     Metric("seconds", ".1f", "in", "s", drop=7),
     Metric("lr", ".3e", "lr", drop=5, curve=Curve("Optimisation", "Learning rate", "learning rate")),
-    Metric("grad_norm", ".3f", "gnorm", drop=6,
-           curve=Curve("Optimisation", "Gradient norm", "global norm before clipping", is_log=True)),
+    Metric(
+        "grad_norm",
+        ".3f",
+        "gnorm",
+        drop=6,
+        curve=Curve("Optimisation", "Gradient norm", "global norm before clipping", is_log=True),
+    ),
     Metric("clipped_pct", curve=Curve("Optimisation", "Clipped steps", "% of the steps")),
-    Metric("tokens_per_s", ",.0f", "", "tok/s", drop=2,
-           curve=Curve("Speed", "Throughput", "tokens/s, all ranks", compared=True)),
-    Metric("mfu_pct", ".1f", "mfu", "%", drop=7,
-           curve=Curve("Speed", "Model FLOPs utilisation", "MFU, %", compared=True,
-                       missing="it needs the peak of the device, metrics.peak_tflops")),
+    Metric(
+        "tokens_per_s",
+        ",.0f",
+        "",
+        "tok/s",
+        drop=2,
+        curve=Curve("Speed", "Throughput", "tokens/s, all ranks", compared=True),
+    ),
+    Metric(
+        "mfu_pct",
+        ".1f",
+        "mfu",
+        "%",
+        drop=7,
+        curve=Curve(
+            "Speed",
+            "Model FLOPs utilisation",
+            "MFU, %",
+            compared=True,
+            missing="it needs the peak of the device, metrics.peak_tflops",
+        ),
+    ),
     Metric("step_ms", curve=Curve("Speed", "Time per step", "ms per step")),
-    Metric("peak_gib", ".2f", "peak", "GiB", drop=9,
-           curve=Curve("Speed", "Peak memory", "GiB, fullest rank", compared=True)),
-    Metric("data_wait_pct", ".1f", "wait", "%", drop=10,
-           curve=Curve("Speed", "Waiting for data", "% of the time, slowest rank")),
-    Metric("save_s", ".2f", "saved in", "s", drop=8,
-           curve=Curve("Speed", "Waiting for saves", "seconds, of steps that waited",
-                       missing="no step waited for one, or this version did not record it")),
+    Metric(
+        "peak_gib",
+        ".2f",
+        "peak",
+        "GiB",
+        drop=9,
+        curve=Curve("Speed", "Peak memory", "GiB, fullest rank", compared=True),
+    ),
+    Metric(
+        "data_wait_pct",
+        ".1f",
+        "wait",
+        "%",
+        drop=10,
+        curve=Curve("Speed", "Waiting for data", "% of the time, slowest rank"),
+    ),
+    Metric(
+        "save_s",
+        ".2f",
+        "saved in",
+        "s",
+        drop=8,
+        curve=Curve(
+            "Speed",
+            "Waiting for saves",
+            "seconds, of steps that waited",
+            missing="no step waited for one, or this version did not record it",
+        ),
+    ),
     Metric("eta_s", "clock", "eta", drop=3, tensorboard="none"),
     Metric("skipped_steps", "d", "skipped", hides_zero=True),
     Metric("skipped_documents", "d", "damaged documents", hides_zero=True),
     Metric("loss_by_position", tensorboard="histogram"),
     Metric("loss_by_position_without_memory", tensorboard="histogram"),
-)}  # fmt: skip
+)
+METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
 """All metrics by name, in the order of a line and of a page. A plugin may add rows (`plugins.register_metric`)."""
 
 
