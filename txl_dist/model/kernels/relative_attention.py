@@ -241,8 +241,9 @@ def distance_scores(
     gradients of a row of scores. Dropout scales probabilities up by 1 / kept_part. Their gradients here and dS are
     without that factor, which is part of `d_scale` in the kernels that use them.
     """
-    residue = tl.program_id(2) % 8
-    head = tl.program_id(2) // 8
+    residue_and_head = tl.program_id(2)
+    residue = residue_and_head % 8
+    head = residue_and_head // 8
     width = shape.num_heads * H
     column = (first_head + head) * H
     a, lane, i = class_rows(tl.program_id(1), residue, lanes, ROWS)
@@ -264,13 +265,16 @@ def distance_scores(
     # Two conditions: the compiler decides the first, and only a running program the second.
     if DELTA is not None:  # noqa: SIM102
         if tl.program_id(0) == 0:
-            context = load_rows(CONTEXT + column, row, known, width, H, BLOCK_H).to(tl.float32)
-            d_context = load_rows(D_CONTEXT + column, row, known, width, H, BLOCK_H).to(tl.float32)
+            context = load_rows(CONTEXT + column, row, known, width, H, BLOCK_H)
+            context = context.to(tl.float32)
+            d_context = load_rows(D_CONTEXT + column, row, known, width, H, BLOCK_H)
+            d_context = d_context.to(tl.float32)
             matrix = (first_lane + lane) * shape.num_heads + first_head + head
             pointer = DELTA + matrix * shape.T + i
             delta = tl.sum(context * d_context, 1) * kept_part
             tl.store(pointer, delta, mask=known)
-            query = load_rows(QUERY + column, row, known, shape.query_stride, H, BLOCK_H).to(tl.float32)
+            query = load_rows(QUERY + column, row, known, shape.query_stride, H, BLOCK_H)
+            query = query.to(tl.float32)
             content_query = query + load_bias(CONTENT_BIAS, first_head + head, ROWS, H, BLOCK_H)
             store_rows(CONTENT_QUERY + column, row, known, width, content_query, H, BLOCK_H)
             position_query = query + load_bias(BIAS, first_head + head, ROWS, H, BLOCK_H)
@@ -309,14 +313,17 @@ def attend(
     T = shape.T
     K = shape.K
     width = shape.num_heads * H
-    lane = first_lane + tl.program_id(1) % lanes
-    head = first_head + tl.program_id(1) // lanes
+    matrix = tl.program_id(1)
+    lane = first_lane + matrix % lanes
+    head = first_head + matrix // lanes
     # The longest rows come first, so that short ones fill the end.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    i = tile * ROWS + tl.arange(0, ROWS)
+    first_query = tile * ROWS
+    i = first_query + tl.arange(0, ROWS)
+    is_query = i < T
     query_row = lane.to(tl.int64) * T + i
-    score_base = SCORES + tl.program_id(1).to(tl.int64) * T * shape.S
-    query = load_rows(QUERY + head * H, query_row, i < T, shape.query_stride, H, BLOCK_H)
+    score_base = SCORES + matrix.to(tl.int64) * T * shape.S
+    query = load_rows(QUERY + head * H, query_row, is_query, shape.query_stride, H, BLOCK_H)
     content_query = query.to(tl.float32) + load_bias(BIAS, head, ROWS, H, BLOCK_H)
     query = content_query.to(query.dtype)
     query_document = load_documents(QUERY_DOCUMENT, lane, i, T)
@@ -329,16 +336,17 @@ def attend(
     start = 0
     stop = tl.minimum(K, K - T + (tile + 1) * ROWS)
     if shape.oldest is not None:
-        start = (tile * ROWS + shape.oldest) // COLUMNS * COLUMNS
-    document = tl.load(QUERY_DOCUMENT + lane * T + tile * ROWS)
+        first_tile = (first_query + shape.oldest) // COLUMNS
+        start = first_tile * COLUMNS
+    document = tl.load(QUERY_DOCUMENT + lane * T + first_query)
     key_documents = KEY_DOCUMENT + lane * K
-    others = tl.where(i < T, query_document, document)
+    others = tl.where(is_query, query_document, document)
     border = has_border(key_documents, start, stop, document, others)
     # The stages are set here too, so that the tile of scores, which is no factor of a product, is also loaded ahead.
     for j0 in tl.range(start, stop, COLUMNS, num_stages=STAGES):
         j = j0 + tl.arange(0, COLUMNS)
-        vector = (j0 + tl.arange(0, COLUMNS) // 8 * 8)[None, :]
-        mask = (i < T)[:, None] & (vector < shape.S)
+        vector = j0 + tl.arange(0, COLUMNS) // 8 * 8
+        mask = is_query[:, None] & (vector[None, :] < shape.S)
         score_pointer = score_base + i[:, None] * shape.S + j[None, :]
         score = tl.load(score_pointer, mask=mask, other=0.0).to(tl.float32)
         rows = key_rows(KEY, PAST, lane, head, j, shape, H, BLOCK_H)
@@ -346,28 +354,36 @@ def attend(
         key = tl.load(rows, mask=known, other=0.0)
         score = dot(query, tl.trans(key), score, CAST)
         key_document = load_documents(KEY_DOCUMENT, lane, j, K)
-        is_masked = border | (j0 + COLUMNS > tile * ROWS + 1 + (K - T))
+        has_future_keys = j0 + COLUMNS > first_query + 1 + (K - T)
+        is_masked = border | has_future_keys
         if shape.oldest is not None:
-            is_masked |= j0 < (tile + 1) * ROWS - 1 + shape.oldest
+            last_query = (tile + 1) * ROWS - 1
+            has_old_keys = j0 < last_query + shape.oldest
+            is_masked |= has_old_keys
         if is_masked:
             seen = visible(i[:, None], j[None, :], query_document[:, None], key_document[None, :], shape)
             score = tl.where(seen, score, float("-inf"))
-        higher = tl.maximum(highest, tl.max(score, 1) * (scale * LOG2_E))
-        probability = tl.exp2(score * (scale * LOG2_E) - higher[:, None])
+        tile_highest = tl.max(score, 1) * (scale * LOG2_E)
+        higher = tl.maximum(highest, tile_highest)
+        exponent = score * (scale * LOG2_E) - higher[:, None]
+        probability = tl.exp2(exponent)
         shrink = tl.exp2(highest - higher)
         normaliser = normaliser * shrink + tl.sum(probability, 1)
         if SEED is not None:
             keep = kept(seed, lane, head, i, j0, threshold, COLUMNS)
             probability = tl.where(keep, probability, 0.0)
         value = tl.load(rows + width, mask=known, other=0.0)
-        context = dot(probability.to(value.dtype), value, context * shrink[:, None], CAST)
+        probability = probability.to(value.dtype)
+        context = dot(probability, value, context * shrink[:, None], CAST)
         highest = higher
     factor = 1.0 / normaliser
     if SEED is not None:
         factor = factor * (65536.0 / (65536 - threshold))
-    store_rows(CONTEXT + head * H, query_row, i < T, width, context * factor[:, None], H, BLOCK_H)
+    context = context * factor[:, None]
+    store_rows(CONTEXT + head * H, query_row, is_query, width, context, H, BLOCK_H)
     lse_pointer = LSE + (lane * shape.num_heads + head) * T + i
-    tl.store(lse_pointer, highest + tl.log2(normaliser), mask=i < T)
+    lse = highest + tl.log2(normaliser)
+    tl.store(lse_pointer, lse, mask=is_query)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIAL)
@@ -404,11 +420,12 @@ def key_value_gradients(
     T = shape.T
     K = shape.K
     width = shape.num_heads * H
-    lane = first_lane + tl.program_id(1) % lanes
-    head = first_head + tl.program_id(1) // lanes
+    matrix = tl.program_id(1)
+    lane = first_lane + matrix % lanes
+    head = first_head + matrix // lanes
     first_key = tl.program_id(0) * COLUMNS
     j = first_key + tl.arange(0, COLUMNS)
-    score_base = SCORES + tl.program_id(1).to(tl.int64) * T * shape.S
+    score_base = SCORES + matrix.to(tl.int64) * T * shape.S
     rows = key_rows(KEY, PAST, lane, head, j, shape, H, BLOCK_H)
     known = key_mask(j, shape, H, BLOCK_H)
     key = tl.load(rows, mask=known, other=0.0)
@@ -417,7 +434,8 @@ def key_value_gradients(
     if SEED is not None:
         seed = tl.load(SEED)
 
-    start = tl.maximum(0, first_key - (K - T)) // ROWS * ROWS
+    first_query = tl.maximum(0, first_key - (K - T))
+    start = first_query // ROWS * ROWS
     stop = T
     if shape.oldest is not None:
         stop = tl.minimum(T, first_key + COLUMNS - shape.oldest)
@@ -429,32 +447,40 @@ def key_value_gradients(
     for i0 in range(start, stop, ROWS):
         i = i0 + tl.arange(0, ROWS)
         row = lane.to(tl.int64) * T + i
-        vector = (first_key + tl.arange(0, COLUMNS) // 8 * 8)[None, :]
+        vector = first_key + tl.arange(0, COLUMNS) // 8 * 8
         pointer = score_base + i[:, None] * shape.S + j[None, :]
-        mask = (i < T)[:, None] & (vector < shape.S)
-        query = load_rows(CONTENT_QUERY + head * H, row, i < T, width, H, BLOCK_H)
-        d_context = load_rows(D_CONTEXT + head * H, row, i < T, width, H, BLOCK_H)
+        is_query = i < T
+        mask = is_query[:, None] & (vector[None, :] < shape.S)
+        query = load_rows(CONTENT_QUERY + head * H, row, is_query, width, H, BLOCK_H)
+        d_context = load_rows(D_CONTEXT + head * H, row, is_query, width, H, BLOCK_H)
         statistic = (lane * shape.num_heads + head) * T + i
-        lse = tl.load(LSE + statistic, mask=i < T, other=0.0)
-        delta = tl.load(DELTA + statistic, mask=i < T, other=0.0)
+        lse = tl.load(LSE + statistic, mask=is_query, other=0.0)
+        delta = tl.load(DELTA + statistic, mask=is_query, other=0.0)
         query_document = load_documents(QUERY_DOCUMENT, lane, i, T)
         # Transposed, [keys, queries]: so a product's result in registers is the left factor of the next product.
         transposed_query = tl.trans(query)
-        distance_score = tl.trans(tl.load(pointer, mask=mask, other=0.0)).to(tl.float32)
-        score = dot(key, transposed_query, distance_score, CAST)
-        is_masked = border | (first_key + COLUMNS > i0 + 1 + (K - T)) | (i0 + ROWS > T)
+        distance_score = tl.load(pointer, mask=mask, other=0.0)
+        transposed_score = tl.trans(distance_score).to(tl.float32)
+        score = dot(key, transposed_query, transposed_score, CAST)
+        has_future_keys = first_key + COLUMNS > i0 + 1 + (K - T)
+        is_masked = border | has_future_keys
+        has_no_queries = i0 + ROWS > T
+        is_masked = is_masked | has_no_queries
         if shape.oldest is not None:
-            is_masked |= first_key < i0 + ROWS - 1 + shape.oldest
+            has_old_keys = first_key < i0 + ROWS - 1 + shape.oldest
+            is_masked |= has_old_keys
         if is_masked:
             seen = visible(i[None, :], j[:, None], query_document[None, :], key_document[:, None], shape)
             score = tl.where(seen, score, float("-inf"))
-        probability = tl.exp2(score * (scale * LOG2_E) - lse[None, :])
-        d_probability = dot(value, tl.trans(d_context), tl.zeros([COLUMNS, ROWS], tl.float32), CAST)
+        exponent = score * (scale * LOG2_E) - lse[None, :]
+        probability = tl.exp2(exponent)
+        transposed_gradient = tl.trans(d_context)
+        d_probability = dot(value, transposed_gradient, tl.zeros([COLUMNS, ROWS], tl.float32), CAST)
         used = probability
         if SEED is not None:
             # The sign marks what is dropped, which costs no registers.
-            keep = tl.trans(kept(seed, lane, head, i, first_key, threshold, COLUMNS))
-            probability = tl.where(keep, probability, -probability)
+            keep = kept(seed, lane, head, i, first_key, threshold, COLUMNS)
+            probability = tl.where(tl.trans(keep), probability, -probability)
             d_probability = tl.where(probability > 0.0, d_probability, 0.0)
             used = tl.maximum(probability, 0.0)
         d_value = dot(used.to(d_context.dtype), d_context, d_value, CAST)
@@ -494,23 +520,27 @@ def query_gradients(
     T = shape.T
     K = shape.K
     width = shape.num_heads * H
-    lane = first_lane + tl.program_id(1) % lanes
-    head = first_head + tl.program_id(1) // lanes
+    matrix = tl.program_id(1)
+    lane = first_lane + matrix % lanes
+    head = first_head + matrix // lanes
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    i = tile * ROWS + tl.arange(0, ROWS)
-    row_start = tl.program_id(1).to(tl.int64) * T * shape.S + i * shape.S
+    first_query = tile * ROWS
+    i = first_query + tl.arange(0, ROWS)
+    row_start = matrix.to(tl.int64) * T * shape.S + i * shape.S
     total = tl.zeros([ROWS, BLOCK_H], tl.float32)
     start = 0
     stop = tl.minimum(K, K - T + (tile + 1) * ROWS)
     if shape.oldest is not None:
-        start = (tile * ROWS + shape.oldest) // 8 * 8
+        start = (first_query + shape.oldest) // 8 * 8
     for j0 in range(start, stop, COLUMNS):
         j = j0 + tl.arange(0, COLUMNS)
         vector = (j0 + tl.arange(0, COLUMNS) // 8 * 8)[None, :]
-        mask = (i < T)[:, None] & (vector <= i[:, None] + (K - T))
+        query = i[:, None]
+        mask = (query < T) & (vector <= query + (K - T))
         if shape.oldest is not None:
-            mask = mask & (vector + 7 >= i[:, None] + shape.oldest)
-        d_score = tl.load(SCORES + row_start[:, None] + j[None, :], mask=mask, other=0.0)
+            mask = mask & (vector + 7 >= query + shape.oldest)
+        score_pointer = SCORES + row_start[:, None] + j[None, :]
+        d_score = tl.load(score_pointer, mask=mask, other=0.0)
         known = key_mask(j, shape, H, BLOCK_H)
         rows = key_rows(KEY, PAST, lane, head, j, shape, H, BLOCK_H)
         key = tl.load(rows, mask=known, other=0.0)
@@ -544,8 +574,9 @@ def distance_query_gradients(
 
     Programs: (tiles of rows, 8 residues x heads).
     """
-    residue = tl.program_id(1) % 8
-    head = tl.program_id(1) // 8
+    residue_and_head = tl.program_id(1)
+    residue = residue_and_head % 8
+    head = residue_and_head // 8
     width = shape.num_heads * H
     column = (first_head + head) * H
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -562,8 +593,11 @@ def distance_query_gradients(
         total = dot(d_score, distance, total, CAST)
     total = total * d_scale
     row = (first_lane + lane).to(tl.int64) * shape.T + i
-    before = load_rows(D_QUERY + column, row, i < shape.T, shape.query_stride, H, BLOCK_H).to(tl.float32)
-    store_rows(D_QUERY + column, row, i < shape.T, shape.query_stride, before + total, H, BLOCK_H)
+    d_query_pointer = D_QUERY + column
+    is_query = i < shape.T
+    before = load_rows(d_query_pointer, row, is_query, shape.query_stride, H, BLOCK_H)
+    d_query = before.to(tl.float32) + total
+    store_rows(d_query_pointer, row, is_query, shape.query_stride, d_query, H, BLOCK_H)
     h = tl.arange(0, BLOCK_H)
     part = (residue * tl.num_programs(0) + tile) * width + column + h
     tl.store(D_BIAS + part, tl.sum(total, 0), mask=h < H)
@@ -589,8 +623,9 @@ def distance_gradients(
 
     Part p of P covers the tiles of rows p, p + P, p + 2 P ... Programs: (tiles of n, parts, 8 residues x heads).
     """
-    residue = tl.program_id(2) % 8
-    head = tl.program_id(2) // 8
+    residue_and_head = tl.program_id(2)
+    residue = residue_and_head % 8
+    head = residue_and_head // 8
     width = shape.num_heads * H
     column = (first_head + head) * H
     num_rows = tl.cdiv(shape.T, 8) * lanes
@@ -600,13 +635,16 @@ def distance_gradients(
     known = (c >= 0) & (c < shape.K)
     total = tl.zeros([COLUMNS, BLOCK_H], tl.float32)
     # Keys begin at j = 0. So in the first rows, those of small a, a tile at negative n holds nothing.
-    first_tile = tl.maximum(0, -(n0 + COLUMNS - 1)) // 8 * lanes // ROWS
-    for tile in range(first_tile + tl.program_id(1), tl.cdiv(num_rows, ROWS), tl.num_programs(1)):
+    first_a = tl.maximum(0, -(n0 + COLUMNS - 1)) // 8
+    first_tile = first_a * lanes // ROWS + tl.program_id(1)
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    for tile in range(first_tile, num_tiles, tl.num_programs(1)):
         a, lane, i = class_rows(tile, residue, lanes, ROWS)
         pointer, mask = skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS)
         d_score = tl.load(pointer, mask=mask, other=0.0)
         row = (first_lane + lane).to(tl.int64) * shape.T + i
-        query = load_rows(POSITION_QUERY + column, row, i < shape.T, width, H, BLOCK_H)
+        is_query = i < shape.T
+        query = load_rows(POSITION_QUERY + column, row, is_query, width, H, BLOCK_H)
         total = dot(tl.trans(d_score), query, total, CAST)
     part = (tl.program_id(1) * 8 + residue).to(tl.int64)
     pointer = D_DISTANCE + part * shape.K * width + column

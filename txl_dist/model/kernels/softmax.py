@@ -49,27 +49,36 @@ def logits_to_gradient(
     target_logit = tl.zeros([ROWS], tl.float32)
     for first in range(0, stride, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        bias = tl.load(BIAS + column, mask=column < stride, other=float("-inf"))
-        mask = known[:, None] & (column < stride)[None, :]
+        is_column = column < stride
+        bias = tl.load(BIAS + column, mask=is_column, other=float("-inf"))
+        mask = known[:, None] & is_column[None, :]
         product = tl.load(base + column[None, :], mask=mask, other=0.0)
         logit = product.to(tl.float32) + bias[None, :]
-        higher = tl.maximum(highest, tl.max(logit, 1))
-        shrunk_total = total * tl.exp2((highest - higher) * LOG2_E)
+        tile_highest = tl.max(logit, 1)
+        higher = tl.maximum(highest, tile_highest)
+        shrink = tl.exp2((highest - higher) * LOG2_E)
+        shrunk_total = total * shrink
         exponential = tl.exp2((logit - higher[:, None]) * LOG2_E)
         total = shrunk_total + tl.sum(exponential, 1)
         is_target = column[None, :] == target[:, None]
-        target_logit += tl.sum(tl.where(is_target, logit, 0.0), 1)
+        only_target = tl.where(is_target, logit, 0.0)
+        target_logit += tl.sum(only_target, 1)
         highest = higher
-    tl.store(LOSS + row, tl.log(total) + highest - target_logit, mask=known)
+    loss_pointer = LOSS + row
+    loss = tl.log(total) + highest - target_logit
+    tl.store(loss_pointer, loss, mask=known)
 
     factor = share / total
     for first in range(0, stride, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
-        bias = tl.load(BIAS + column, mask=column < stride, other=float("-inf"))
-        mask = known[:, None] & (column < stride)[None, :]
+        is_column = column < stride
+        bias = tl.load(BIAS + column, mask=is_column, other=float("-inf"))
+        mask = known[:, None] & is_column[None, :]
         pointer = base + column[None, :]
-        logit = tl.load(pointer, mask=mask, other=0.0).to(tl.float32) + bias[None, :]
-        gradient = tl.exp2((logit - highest[:, None]) * LOG2_E) * factor[:, None]
+        product = tl.load(pointer, mask=mask, other=0.0)
+        logit = product.to(tl.float32) + bias[None, :]
+        exponential = tl.exp2((logit - highest[:, None]) * LOG2_E)
+        gradient = exponential * factor[:, None]
         is_target = column[None, :] == target[:, None]
         gradient -= tl.where(is_target, share[:, None], 0.0)
         tl.store(pointer, gradient.to(LOGITS.dtype.element_ty), mask=mask)
