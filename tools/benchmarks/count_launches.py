@@ -22,8 +22,9 @@ is counted. A row per quantity:
                             with --text of a text's words in order: each is a CUDA graph of its own; `padded` are rows
                             that only fill up
 
-What it gives up: times. What a kernel reads twice counts once (but for the score buffer); libraries may launch more
-than one kernel for an operation (splitting a product, sorting ids). In bf16, at the recipe's stage, on one GPU.
+Limitations: it measures no times. What a kernel reads twice counts once (but for the score buffer). Libraries may
+launch more than one kernel for an operation (splitting a product, sorting ids). In bf16, at the recipe's stage, on one
+GPU.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ torch dispatches passes a `Recorder`, and each Triton kernel with its grid.
 A build of torch without CUDA knows no guard for its devices, and autograd asks for one. So C++ is told that the
 tensors lie on the meta device, which every build has, and Python that they lie on `cuda`.
 
-What it gives up: values, hence what depends on them (`.item()` gives 1), and ZeRO-3, which compares numbers of ranks.
+Limitations: no values, so nothing that depends on them (`.item()` gives 1), and no ZeRO-3, which compares numbers of
+ranks.
 What C++ decides by the device goes the way of the meta device; of what is used here that is dropout alone, which is
 replaced by what CUDA takes (`native_dropout`).
 """

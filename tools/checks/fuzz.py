@@ -15,7 +15,7 @@ damage reaches what lies behind them.
     passed over    it was read as no such file, which is what its reader does with damage
     tracebacks     any other exception;   hangs   more than LIMIT_S seconds
 
-What it gives up: files that need a GPU, and pickles, which have their own tests.
+Not covered: files that need a GPU, and pickles, which have their own tests.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ both have to say where documents end. Both sums are divided by the bytes of the 
     cold      the held-out text on its own
     primed    (training text and held-out text) - (training text), each compressed at one go with the same settings
 
-What it gives up: bzip2 forgets all that lies before its block of 900 kB, so priming brings it next to nothing. xz's
-dictionary and zstd's window hold both texts up to 1.5 and 2 GiB. PPMd begins anew once its model has filled 3 GiB.
+Limitations: bzip2 forgets all that lies before its block of 900 kB, so priming brings it next to nothing. xz's
+dictionary and zstd's window hold both texts up to 1.5 and 2 GiB. PPMd begins again once its model has filled 3 GiB.
 Sizes are those of files, with their headers (7z's: some 130 bytes). What a program or a model takes itself is not
 counted, as it is not in papers; a primed program is of no use without the training text.
 """

@@ -9,7 +9,7 @@ rate, schedule, gradient norm and dropout stay. The schedule ends after `--steps
 the steps at most. A recipe of more than 6 million parameters is made smaller: 4 layers, `--lanes` lanes of 64 tokens, a
 memory of 64. All train in fp32, on one rank.
 
-What it gives up: the gradient of fewer lanes has more noise and a larger norm, and the norm falls in a long run. The
+Limitations: the gradient of fewer lanes has more noise and a larger norm, and the norm falls in a long run. The
 figure is one of a short run of a small model, and no more.
 """
 

@@ -1,12 +1,12 @@
-"""Map between our tensor names and those of the original PyTorch code, which NVIDIA and Hugging Face inherited.
+"""Map between this package's tensor names and the original PyTorch code's, which NVIDIA and Hugging Face inherited.
 
 One table serves reading and writing. `to_original`, applied to tensors without storage, also gives the names and shapes
 that a file must have. These tensors differ not only in their names:
 
-    qkv_net            rows of query, key, value; ours are `query` and `key_value`
-    cluster_weight     row i is tail cluster C - i; in ours it is i + 1, so rows are flipped
-    r_w_bias           one for all layers, or (learned positions) [L, N, H]; ours is in every layer that uses it
-    r_emb, r_bias      [L, P, ...], distance 0 in the last row; in ours it is the first, so rows are flipped
+    qkv_net            has rows of query, key, value; here these are `query` and `key_value`
+    cluster_weight     has tail cluster C - i in row i; here it is i + 1, so rows are flipped
+    r_w_bias           is one for all layers, or (learned positions) [L, N, H]; here every layer that uses it has it
+    r_emb, r_bias      are [L, P, ...], with distance 0 in the last row; here it is the first, so rows are flipped
     tied tensors       are under both names, or under one
 
 Shapes: C tail clusters, L layers, P rows of a table, N heads, H head width.
@@ -142,8 +142,9 @@ def partners(model: ModelSection) -> dict[str, str]:
 
 def shapes_of(model: ModelSection, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor by the original's name, tied tensors under both names."""
-    ours = without_storage(model, vocab_size=vocab_size)
-    return {name: tuple(tensor.shape) for name, tensor in to_original(ours, model).items()}
+    weights = without_storage(model, vocab_size=vocab_size)
+    original = to_original(weights, model)
+    return {name: tuple(tensor.shape) for name, tensor in original.items()}
 
 
 def without_storage(model: ModelSection, *, vocab_size: int) -> Weights:

@@ -143,8 +143,8 @@ def _names(model: ModelSection) -> dict[str, str]:
 
 def _check(peer_weights: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
     """Raise CheckpointError if a tensor is missing, surplus, or of another shape than the model needs."""
-    ours = without_storage(model, vocab_size=vocab_size)
-    expected = {name: tuple(ours[our_name].shape) for name, our_name in _names(model).items()}
+    weights = without_storage(model, vocab_size=vocab_size)
+    expected = {name: tuple(weights[our_name].shape) for name, our_name in _names(model).items()}
     inner = model.num_heads * model.head_width
     num_rows = peer_weights[_FIRST].shape[0]
     for layer in range(model.num_layers):

@@ -1,6 +1,6 @@
 """Import of other programs' vocabularies as tokenizers, with ids unchanged.
 
-    tokenizer.json          ours
+    tokenizer.json          this package's
     *.json                  a list of symbols, or an object of symbol: id (labml's, and those of characters)
     vocab.txt               a symbol per line
     cache.pt, vocab.bin     files of torch.save: the original's Corpus, a Vocab, a dict of its fields, a checkpoint of
@@ -11,8 +11,8 @@ The symbols show what a file does not say. `<eos>` ends each line; without it `<
 `<unk>` or `<UNK>` stands for unknown words; without them these are refused. Only GPT-2's vocabulary, which NVIDIA's
 code can use, has a mark for the end of a document.
 
-What it gives up: the peers' own splitting of raw text (Hugging Face's moses). Texts are split at blanks, like the
-corpora of these vocabularies.
+Limitations: the peers' own splitting of raw text (Hugging Face's moses) is not imported. Texts are split at blanks,
+like the corpora of these vocabularies.
 """
 
 from __future__ import annotations

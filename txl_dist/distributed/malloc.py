@@ -9,7 +9,7 @@ where torch may ask for huge pages.
     blocks >= 2 MiB    mapped separately, on huge pages, returned when freed
     smaller blocks     from the heap, which keeps its size (`train/footprint` counts them so)
 
-On a GPU, whose memory has its own allocator, it gives up nothing. Another C library than glibc is left unchanged.
+On a GPU, whose memory has its own allocator, it changes nothing. Another C library than glibc is left unchanged.
 """
 
 from __future__ import annotations

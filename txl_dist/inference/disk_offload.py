@@ -1,7 +1,7 @@
 """A network whose weights stay where they are: each part reads its own when it runs, and keeps none of them.
 
 It computes what `TransformerXL` does, by its code, and holds one matrix, or a MiB of a table, at a time. So a bundle
-of any size and type is proven by its probe in far less memory than it needs to be used. What it gives up is speed:
+of any size and type is proven by its probe in far less memory than it needs to be used. The price is speed:
 every segment reads all weights again.
 """
 

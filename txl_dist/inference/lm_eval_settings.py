@@ -10,7 +10,7 @@ end an evaluation of hours.
     top_k, top_p, min_p, repetition_penalty, seed                       as ours
     num_beams: 1, use_cache, pad_token_id ...                           change nothing
 
-What it gives up: beam search (num_beams above 1 is greedy here), and limits on prompt and text together (max_length).
+Not supported: beam search (num_beams above 1 is greedy here), and limits on prompt and text together (max_length).
 """
 
 from __future__ import annotations

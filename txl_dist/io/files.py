@@ -10,7 +10,7 @@ Reading   Only regular files are read, so that no FIFO or device can block. Size
           of the text. Text without a mark is UTF-8.
 Names     Names that a manifest lists stay in its folder (`resolve_inside`).
 
-It gives up two processes that write one file at the same time. Locks exclude that where it matters.
+Two processes must not write one file at the same time. Locks exclude that where it matters.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. This process
 keeps no state, so the same command continues where the last one ended. Trials with the first seed come first. A point
 of the grid is ranked by its validation losses at the end of training, and only if all of its seeds are done. The mean
-over the seeds that did not diverge would favour a learning rate that is too high. It gives up several ranks per run
-(`txl launch`), and stopping bad runs early.
+over the seeds that did not diverge would favour a learning rate that is too high. Not supported:
+several ranks per run (`txl launch`), and stopping bad runs early.
 """
 
 from __future__ import annotations

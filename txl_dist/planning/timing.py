@@ -10,7 +10,7 @@
 
 A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
 is one, in `tools/checks/plan.py`, with published speeds that hold the model to account; ours is the other. The
-sources of the constants are in tools/experiments/notebook/planning.md. The model gives up: kernels' own shapes and
+sources of the constants are in tools/experiments/notebook/planning.md. Not modelled: kernels' own shapes and
 tails, imbalance among ranks, the reading of data, other jobs on the network.
 """
 

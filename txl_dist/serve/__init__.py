@@ -1,1 +1,4 @@
-"""A trained model behind HTTP: OpenAI's completions, memories as handles, many texts at once. Knows no training."""
+"""HTTP server for a trained model: OpenAI's completions, memories as handles, many texts at once.
+
+It imports no training code.
+"""

@@ -44,7 +44,7 @@ def _foreign_fields() -> dict[str, str]:
 
 
 FOREIGN_FIELDS = _foreign_fields()
-"""Names that other programs have for a field, and ours."""
+"""Names that other programs have for a field, and the names here."""
 CHAT_FIELDS = {
     "messages",
     "tools",

@@ -395,8 +395,11 @@ def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: in
     num_generated = len(_texts_of(completion)) * completion.max_tokens
     num_log_probs = completion.n * (num_scored + num_generated) * (1 + completion.logprobs)
     if num_log_probs > MAX_LOG_PROBS:
-        message = f"logprobs: up to {num_log_probs:,} would be told; a request may have {MAX_LOG_PROBS:,}. "
-        raise APIError(400, message + "Ask for fewer.", param="logprobs", code="limit_exceeded")
+        message = (
+            f"logprobs: the response could have {num_log_probs:,}, and the limit of a request is {MAX_LOG_PROBS:,}. "
+            "Ask for fewer."
+        )
+        raise APIError(400, message, param="logprobs", code="limit_exceeded")
 
 
 def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) -> None:

@@ -5,7 +5,7 @@
     vocab.json  merges.txt              GPT-2's byte-level BPE in its older form
     snapshots/COMMIT/                   a model in the cache of huggingface_hub: its newest commit that has one of these
 
-What it gives up: a folder with vocab.txt alone, which does not say how text is split, or whether case is kept.
+Not supported: a folder with vocab.txt alone, which does not say how text is split, or whether case is kept.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ self-contained: it holds the foreign file unchanged, and the foreign id of each 
 Text is never encoded to special tokens. None is added around it, and their spelling in a text is encoded as text, in
 two separate halves if necessary. Truncation, padding and dropout are switched off.
 
-What they give up: bounded memory, since a text is encoded whole, at some hundred bytes per token. (It is cut only
+Limitations: memory is not bounded, since a text is encoded whole, at some hundred bytes per token. (It is cut only
 where that provably changes no id.) And a stream may differ from `decode` where ids make bytes that are not UTF-8.
 """
 

@@ -4,7 +4,7 @@ A document of such ids is prepared as the text of their names with a blank after
 with it. The ids do not change: the list is the vocabulary in order, and end-of-text follows its last name. Prompts and
 generated texts consist of names.
 
-What it gives up: ids in order of frequency, which adaptive softmax needs. The author of the list chooses the order.
+Limitations: ids are in the order of the list. Adaptive softmax needs them in order of frequency.
 """
 
 from __future__ import annotations

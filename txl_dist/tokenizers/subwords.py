@@ -3,7 +3,7 @@
 Text is first split into words as GPT-2 does. Its bytes are spelled in GPT-2's alphabet of 256 printable characters,
 all of which are symbols. So no text is unknown, and every id stands for fixed bytes.
 
-What they give up: normalisation, added tokens, and the speed of one encode over a huge text. Texts are first cut into
+Not supported: normalisation, added tokens, and the speed of one encode over a huge text. Texts are first cut into
 pieces of about 64 KiB, by a rule that is part of the tokenizer (`cut_pieces`), so memory stays bounded.
 """
 

@@ -8,7 +8,7 @@ The texts are never in memory as a whole. They are read once (byte, char, word),
 pieces, then to count them). So `texts` is a function that starts a new pass. The result depends only on the texts and
 the arguments. Empty texts do not count as documents.
 
-What it gives up: unigram holds the suffixes of all distinct words in memory. And the library `tokenizers` learns bpe
+Limitations: unigram holds the suffixes of all distinct words in memory. And the library `tokenizers` learns bpe
 and unigram, so another version of it may learn other pieces.
 """
 

@@ -6,7 +6,7 @@ Whatever touches the clock or the disk is decided on rank 0 and broadcast. What 
 is not finite, a checkpoint that is written) reaches all ranks by the one reduction of a step. Dropout is seeded per
 micro-batch from (seed, step, first lane), so a resumed run continues bit for bit without any generator state.
 
-It gives up: a step waits for the slowest rank, and nothing that one rank notices takes effect before the step ends.
+Limitations: a step waits for the slowest rank, and nothing that one rank notices takes effect before the step ends.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ with MAD the median distance from the median, which neither a spike nor a fallin
 enter the window. More than `spike_patience` spikes in a row are a new level: their values enter the window, and they
 are not reported any more.
 
-What it gives up: a rise that is slow compared with the window moves the median, and is never a spike.
+Limitations: a rise that is slow compared with the window moves the median, and is never a spike.
 """
 
 from __future__ import annotations

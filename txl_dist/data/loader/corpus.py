@@ -7,7 +7,7 @@ Damage is an error that names the file, the document and the remedy. It is detec
     touching a document  crc32 of its tokens, ids below the vocabulary size; once per open shard
     `verify` (verify.py) all of that for every document, and sha256 of every file
 
-What it gives up: the sha256 of a whole shard is not checked at each opening, since that takes seconds. A document is
+Limitations: the sha256 of a whole shard is not checked at each opening, since that takes seconds. A document is
 checked whole when it is first touched: 100 million tokens take a tenth of a second. A file that is cut while it is
 mapped ends the process. The place of the files is left to storage/.
 """

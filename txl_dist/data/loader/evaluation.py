@@ -3,7 +3,7 @@
 That holds for any number of lanes. With document masks it holds if documents end in end-of-text: as an input, an
 end-of-text belongs to the document that it opens. Without end-of-text nothing predicts a document's first token.
 
-What it gives up: skipping damaged documents. Damage always ends an evaluation, since a score of other text would look
+Limitations: damaged documents are not skipped. Damage always ends an evaluation, since a score of other text would look
 like the real one.
 """
 

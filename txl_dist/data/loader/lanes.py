@@ -23,7 +23,7 @@ has read yet. Joined, they are cut into the new stripes. After these the lanes c
 Skips are ranges of lane positions that no lane reads: after a rewind, the tokens on which training went wrong. A lane's
 stream is what lies outside the skips. Repartitioning within an epoch leaves the skipped tokens of that epoch out too.
 
-What it gives up: a document across a stripe's border is cut, at most num_lanes - 1 of them in an epoch. Fewer than
+Limitations: a document across a stripe's border is cut, at most num_lanes - 1 of them in an epoch. Fewer than
 num_lanes tokens are left out of an epoch.
 """
 

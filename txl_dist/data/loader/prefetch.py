@@ -1,6 +1,6 @@
 """One background thread that makes items ahead of their use. With one thread the order is certain.
 
-What it gives up: worker processes. One thread reads far faster than any model trains (tools/benchmarks/loader.py),
+There are no worker processes. One thread reads far faster than any model trains (tools/benchmarks/loader.py),
 since copying releases the interpreter's lock.
 """
 

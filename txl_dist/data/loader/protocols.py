@@ -1,10 +1,10 @@
-"""Evaluation protocols of other programs, so that published numbers can be compared with ours.
+"""Evaluation protocols of other programs, so that results can be compared with published numbers.
 
 `PeerRows` is the original's `LMOrderedIterator`, optionally with NVIDIA's warm-up. `RandomCrops` is nanoGPT's
 `get_batch`. Both hold the split in memory while they run, 2 or 4 bytes per token, as those programs do. Each row gets
 the same text whatever the number of ranks.
 
-What they give up: they score fewer tokens than there are. Our own evaluation in `evaluation.py` scores all.
+Limitations: they score fewer tokens than there are. The evaluation of this package (`evaluation.py`) scores all.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Key properties:
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
 
-What it gives up: at the border of two pieces a lane jumps to other text, and one target there is of that other text.
+Limitations: at the border of two pieces a lane jumps to other text, and one target there is of that other text.
 Borders of pieces are those of stripes, of repartitioned ranges, and of skips. With document masks such a target is
 scored only where an end-of-text stands before the beginning of a document, as at any border between two documents.
 """

@@ -15,7 +15,7 @@ files enwik8 and text8, agree in several independent public projects. Those of W
 were measured on copies whose token counts are the published ones. Archives are read member by member, by exact names,
 and only regular files: no path from an archive is ever used for writing.
 
-What it gives up: lm1b comes as its archive only, since its files have no published checksums. Its vocabulary is counted
+Limitations: lm1b comes as its archive only, since its files have no published checksums. Its vocabulary is counted
 here (words that occur three times), while the original downloads a file. Whether both have the same 793,471 words was
 not checked.
 """

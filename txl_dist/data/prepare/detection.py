@@ -6,7 +6,7 @@ The content decides the kind of file. The name decides the kind of text: `.jsonl
 Bytes that are valid UTF-8 without NUL are text, even if they begin like another format, unless the name has the suffix
 of that format. For an unreadable format the result has its name, and the command that makes it readable.
 
-What it gives up: a format that begins with neither a signature nor NUL bytes is distinguished from text by its control
+Limitations: a format that begins with neither a signature nor NUL bytes is distinguished from text by its control
 characters only, and nothing after the first 4 KiB is read.
 """
 

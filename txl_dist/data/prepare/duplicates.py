@@ -14,7 +14,7 @@ with probability J, and share a band with probability 1 - (1 - J^8)^8:
 
 The number of near duplicates is the number of documents that share a band with an earlier one that is not equal.
 
-What it gives up: this number is an estimate. It misses about a quarter of the pairs at J = 0.8, texts below
+Limitations: this number is an estimate. It misses about a quarter of the pairs at J = 0.8, texts below
 `FEWEST_RUNS` runs, and a short text inside a long one. It includes some pairs of J around 0.5, more of them where the
 texts are short. Near duplicates are never dropped.
 

@@ -4,7 +4,7 @@ A part is a list of blocks of whole raw records. The borders of parts are a pure
 `part_bytes`, from any cursor on. So a preparation that is continued after a kill makes the same parts, and starts after
 those that exist. Nothing is decoded or parsed here. Memory holds one part.
 
-What it gives up: inputs that grow or change while they are read. An array has to fit in memory. So does a plain text
+Limitations: inputs must not change while they are read. An array has to fit in memory. So does a plain text
 file unless its documents are lines or paragraphs, and a parquet file that is compressed as a whole or comes from a
 pipe.
 """

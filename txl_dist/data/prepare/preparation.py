@@ -182,8 +182,8 @@ def _is_like(tokenizer: Tokenizer, job: Preparation) -> bool:
     if settings.tokenizer_path is not None:
         return True
     if settings.vocab_list is not None:
-        ours = listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text)
-        return tokenizer.fingerprint == ours.fingerprint
+        listed = listed_tokenizer(job.reading.names, end_of_text=settings.end_of_text)
+        return tokenizer.fingerprint == listed.fingerprint
     has_fitting_size = not settings.vocab_size or tokenizer.vocab_size <= settings.vocab_size
     return tokenizer.kind == settings.kind and has_fitting_size
 

@@ -7,11 +7,11 @@ tars are read once from front to back, all of them before any file of an older i
   Other members are ignored. tars.py says which tars are refused.
 - A tar's name decides its split, as a text file's name does (split_names.py): `valid.tar`, `test_000.tar`. All other
   tars are train. Inside a split the tars are in the order of the numbers in their names.
-- The ids must be those of the tokenizer. It may be one of ours, or a foreign one, which keeps its ids. Each id is
+- The ids must be those of the tokenizer. It may be this package's, or a foreign one, which keeps its ids. Each id is
   checked against the vocabulary.
 
-What it gives up: ids in order of frequency (cutoffs pay only if the tars have it), and continuing after a kill: the
-next call starts from the beginning.
+Limitations: ids keep their order, so cutoffs save time only if the tars' ids are in order of frequency. After a kill
+the next call starts from the beginning.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A finished corpus has a file prepared.json with three hashes: of its index, of t
 of its inputs. A command with the same settings and inputs continues: it makes the same corpus, or repairs a damaged
 one. Inputs are compared by the sizes and both ends of their files, in order, not by their paths or times.
 
-What it gives up: a file that was changed only in its middle, with the same size, is noticed only at the end. The same
+Limitations: a file that was changed only in its middle, with the same size, is noticed only at the end. The same
 holds for any difference from a corpus of a version that wrote no such file.
 """
 

@@ -10,7 +10,7 @@ result depends on the inputs, the tokenizer, the seed, the shard length and the 
 number of workers, the size of the parts, or kills: finished parts and shards are kept, and the same command continues
 (workdir.py). Empty documents are dropped and counted. Each other document ends in end-of-text if the tokenizer has it.
 
-What it gives up: for a while the disk holds the tokens twice, in parts and in shards. Training a tokenizer reads the
+Limitations: for a while the disk holds the tokens twice, in parts and in shards. Training a tokenizer reads the
 inputs once or twice more, in this process.
 """
 

@@ -5,7 +5,7 @@ a split without a document, as with a single text file, the end of each document
 instead. Text that equals such an end goes to the same split, so that equal text is never in two splits. The content of
 the inputs alone decides between the two ways, before a tokenizer is trained.
 
-What it gives up: adding documents may turn ends into whole documents, which changes the validation split. An input
+Limitations: adding documents may turn ends into whole documents, which changes the validation split. An input
 that can be read only once (stdin, a command) is treated like a file in two cases: it is shorter than 64 MiB, or a
 tokenizer is trained on it, so that it is stored. A longer one is split by the hash alone (tokenize.py). If that leaves
 a split empty, the error comes at the end. An input that is one single document is refused after 64 MiB.

@@ -12,7 +12,7 @@
   with the process, however it ends. Room is made by removing the least recently opened shards that are not in use.
 - A file that is not named like a shard of the cache is not touched.
 
-What it gives up: bits that flip on the disk later are found by the crc32 of their document, not here. Empty lock files
+Limitations: bits that flip on the disk later are found by the crc32 of their document, not here. Empty lock files
 stay, since removing them would let two processes hold one lock. Small files are not cached.
 """
 

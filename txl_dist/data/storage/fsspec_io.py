@@ -6,7 +6,7 @@
     watched            an error for a server that accepts a connection and then sends nothing
 
 Readers compare bytes with their hash inside the action that is tried again. So bytes changed on the way are fetched
-again before they are called damaged. What it gives up: Python cannot end a thread that hangs in a library, so the
+again before they are called damaged. Limitations: Python cannot end a thread that hangs in a library, so the
 thread stays.
 """
 

@@ -1,7 +1,7 @@
 """Storage of a corpus at a URL without a cache: small files whole, documents in ranges.
 
 Bytes are compared with their sha256 or crc32 inside the retry. So bytes changed on the way are fetched again before
-they are called damaged. What it gives up: each document takes one request, which is slow for short ones. A cache folder
+they are called damaged. Limitations: each document takes one request, which is slow for short ones. A cache folder
 (cache.py) avoids that.
 """
 

@@ -7,7 +7,7 @@
   numbers.
 - Memory holds one sample at a time.
 
-What it gives up: compressed tars, because a record cannot point to their documents.
+Not supported: compressed tars, because a record cannot point to their documents.
 """
 
 from __future__ import annotations

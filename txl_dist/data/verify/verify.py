@@ -5,7 +5,7 @@
   after it, because their records give their offsets.
 - A changed bit without a meaning, such as a blank in index.json, is reported too.
 
-What it gives up: repair. The remedy is a copy of the file, or `txl prepare`.
+Nothing is repaired. The remedy is a copy of the file, or `txl prepare`.
 """
 
 from __future__ import annotations

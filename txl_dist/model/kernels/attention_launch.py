@@ -114,7 +114,7 @@ class Sizes(NamedTuple):
 class Shape(NamedTuple):
     """Sizes and strides as an argument of the kernels.
 
-    Triton compiles anew for None, for the value 1, and for values that are multiples of 16.
+    Triton compiles a kernel again for None, for the value 1, and for values that are multiples of 16.
     """
 
     T: int

@@ -6,7 +6,7 @@ and of `tokenizer.json`. A file of memories also names its lanes (`LANES_KEY`). 
 lane and each parameter once. Hashes that an older program did not write are not compared. It always wrote that of the
 tokenizer, and its files of tensors hold their state's hash all or none.
 
-What it gives up: only headers of tensors are read here. The probe checks the values (`engine_probe.check_probe`).
+Limitations: only headers of tensors are read here. The probe checks the values (`engine_probe.check_probe`).
 """
 
 from __future__ import annotations

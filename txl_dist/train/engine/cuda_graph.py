@@ -10,7 +10,7 @@ Each shape is a graph, up to `MAX_GRAPHS`. Further shapes run without a graph, a
 recording ran out of memory. All graphs share the inputs, results and gradients of the first one, so another graph
 holds little memory. The first shape, usually the most frequent one, needs no extra copy.
 
-What it gives up: the memory of a micro-step stays reserved. It does not work with ZeRO-3, whose hooks gather weights
+Limitations: the memory of a micro-step stays reserved. It does not work with ZeRO-3, whose hooks gather weights
 within the micro-step, nor with activation checkpointing, which reads the state of the generator.
 """
 

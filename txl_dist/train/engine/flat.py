@@ -8,7 +8,7 @@ joined in one copy. So the exchange of gradients still overlaps with the backwar
 
 `Stored` maps parameters of the engine to those of the model, for the optimizer and for checkpoints.
 
-What it gives up: a copy of the gradients per micro-batch. It is not used with ZeRO-3, where a view would keep the
+Limitations: it costs a copy of the gradients per micro-batch. It is not used with ZeRO-3, where a view would keep the
 gathered tensor of its layer alive, nor with optimizers that need whole matrices.
 
     flat   | query.weight | key_value.weight .. | distance.weight |    each begins at a multiple of ALIGNMENT values

@@ -13,7 +13,7 @@ send the owner their values of U and receive the values of X that they need. Tha
 ZeRO stage; what is sent is fixed when the engine is built. Keys and values are two matrices, although one tensor holds
 both.
 
-It gives up: a matrix is never cut, so no more ranks share the work than there are matrices.
+Limitations: a matrix is never cut, so no more ranks share the work than there are matrices.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     refusal      only if the prediction, less the largest error that was measured, is more than there is
 
 On a CPU all ranks of the node share what the system and the control groups leave them. On a GPU each rank has a device.
-Rank 0 checks its own node. It gives up: evaluation larger than training, host memory of offloading, memory that other
+Rank 0 checks its own node. Not counted: evaluation larger than training, host memory of offloading, memory that other
 processes will take later, and nodes that are smaller than the first.
 """
 

@@ -8,7 +8,7 @@ On a CPU the prediction is of host memory, without what a process holds after it
 freed memory (`distributed.malloc`; training sees to it). On a GPU it is of device memory, where a CUDA graph keeps what
 a micro-batch needs apart from everything else.
 
-It gives up: fragmentation, the CUDA context of a GPU, host memory of offloading, and evaluation larger than training.
+Not counted: fragmentation, the CUDA context of a GPU, host memory of offloading, and evaluation larger than training.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ one job do so (O_EXCL). The winner renames that file to RUN.lock, which never na
 RUN.lock.N once more. It then sees that RUN.lock does not lead to its file, removes the file and starts again. A release
 works the same way: the holder creates RUN.lock.N itself, and then removes RUN.lock.
 
-What it gives up: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. It notices the
+Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. It notices the
 loss at its next heartbeat. So call `beat` and then `is_lost` right before anything irreversible.
 """
 

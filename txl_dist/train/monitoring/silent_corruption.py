@@ -4,7 +4,7 @@ Each rank hashes its copy on its device. The hash is a sum modulo 2**64 of the b
 integer, times an odd number that belongs to its place. Any single changed bit changes the sum for certain, and further
 changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes; only if these differ, a number per parameter.
 
-It gives up: a corruption that all ranks made together, and parameters that are partitioned (ZeRO-3), where there is
+Not detected: a corruption that all ranks made together, and parameters that are partitioned (ZeRO-3), where there is
 nothing to compare.
 """
 

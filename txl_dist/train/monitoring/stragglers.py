@@ -6,7 +6,7 @@ Reports gather the means of all ranks (`rank_ms`). A rank that stays slower than
 
 On a GPU events on the device time the forward pass. They are read after the step has waited for the device anyway.
 
-What it gives up: at ZeRO stage 3 the forward pass has collectives, so only the time before it is measured.
+Limitations: at ZeRO stage 3 the forward pass has collectives, so only the time before it is measured.
 """
 
 from __future__ import annotations
