@@ -35,7 +35,7 @@ HOUSE = (
 )
 """Files at the top and folders, from the ground up."""
 INSIDE = {
-    "config": ("foreign_names registry renamed", "schema", "load", "phases"),
+    "config": ("flags foreign_names registry renamed", "schema", "load", "phases"),
     "console": ("echo formatting suggest", "logging", "progress"),
     "data": ("format workers", "storage", "loader", "verify", "prepare"),
     "train": (

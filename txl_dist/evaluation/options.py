@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from pydantic import Field
+
+from txl_dist.config.flags import Rule, check_bounds, flag_of
 from txl_dist.errors import ConfigError
 
 _MOST = 1 << 20
 """Upper limit for tokens and lanes: more than any useful memory, and less than what the settings allow."""
+_Length = Annotated[int, Field(ge=0, le=_MOST)]
+_LengthOrTrained = Annotated[int, Field(ge=-1, le=_MOST)]
+_AS_TRAINED = f"0 to {_MOST:,} tokens. Leave it out for as trained"
 
 
 class Protocol(NamedTuple):
@@ -40,15 +45,15 @@ class Overrides:
 
     split: str = ""
     """Split to score. Default: the run's."""
-    memory_len: tuple[int, ...] = (-1,)
+    memory_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
     """Tokens of memory, -1 as trained. Several are scored one after the other."""
-    segment_len: tuple[int, ...] = (0,)
+    segment_len: Annotated[tuple[_Length, ...], Rule(_AS_TRAINED)] = (0,)
     """Tokens per forward pass, 0 as trained. All combinations with memories and clamps are scored."""
-    num_lanes: int = 0
+    num_lanes: Annotated[_Length, Rule(f"0 to {_MOST:,} lanes")] = 0
     """Stripes that the split is cut into, 0 as configured."""
-    overlap_len: int = 0
+    overlap_len: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 0
     """Tokens before each segment that are run again as context, not scored, 0 as configured. Needs --memory-len 0."""
-    clamp_len: tuple[int, ...] = (-1,)
+    clamp_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
     """Distances above this many tokens share one encoding, -1 as trained, 0 no clamping."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
     """Keys per query: memory_len (memory: original PyTorch code, Hugging Face), one more (memory_and_self: NVIDIA,
@@ -81,14 +86,11 @@ class Overrides:
         if is_bundle and not data:
             raise ConfigError(f"{target} is a bundle, which names no corpus. Name one with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
-            values = getattr(self, name)
-            flag = _flag(name)
-            if not values:
-                raise ConfigError(f"{flag} needs a value: 0 or more tokens, or several, for instance {example}.")
-            for value in values:
-                check_number(flag, value, least=0 if name == "segment_len" else -1)
-        check_number("--num-lanes", self.num_lanes, unit="lanes")
-        check_number("--overlap-len", self.overlap_len)
+            if not getattr(self, name):
+                raise ConfigError(
+                    f"{flag_of(name)} needs a value: 0 or more tokens, or several, for instance {example}."
+                )
+        check_bounds(self)
         if self.peer is not None:
             self._check_protocol(self.peer)
 
@@ -162,19 +164,19 @@ class AdaptationOptions:
     followed similar hidden states (Grave et al. 2017)."""
     adapt_train: str = ""
     """dynamic: corpus whose train split gives the sizes of gradients. Default: the scored corpus."""
-    adapt_batches: int = 150
+    adapt_batches: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} batches")] = 150
     """dynamic: number of batches for these sizes, as large as scored ones."""
-    adapt_lr: float = 2e-6
+    adapt_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 2e-6
     """dynamic: learning rate, relative to the gradients summed over these batches. Tune both together."""
-    adapt_decay: float = 0.0
+    adapt_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 0.0
     """dynamic: rate at which weights return to their initial values."""
-    adapt_eps: float = 1e-5
+    adapt_eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 1e-5
     """dynamic: added to the root of the summed squares of gradients."""
-    cache_share: float = 0.1
+    cache_share: Annotated[float, Field(ge=0, lt=1), Rule("0 or more and below 1")] = 0.1
     """cache: share of the cache in the mixture, 0 to below 1."""
-    cache_theta: float = 1.0
+    cache_theta: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 1.0
     """cache: factor of the products of hidden states. 0 weighs the whole window equally."""
-    cache_window: int = 500
+    cache_window: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 500
     """cache: past tokens per lane that it holds."""
 
     def metadata(self) -> dict[str, str | int | float]:
@@ -184,23 +186,14 @@ class AdaptationOptions:
     def check(self, overrides: Overrides, outputs: Outputs) -> None:
         """Raise ConfigError for a number out of range, for an option of another kind, and if there is no single static
         row."""
-        rules = {
-            "adapt_batches": (1 <= self.adapt_batches <= _MOST, f"1 to {_MOST:,} batches"),
-            "adapt_lr": (0 < self.adapt_lr < math.inf, "above 0"),
-            "adapt_decay": (0 <= self.adapt_decay < math.inf, "0 or more"),
-            "adapt_eps": (0 < self.adapt_eps < math.inf, "above 0"),
-            "cache_share": (0 <= self.cache_share < 1, "0 or more and below 1"),
-            "cache_theta": (0 <= self.cache_theta < math.inf, "0 or more"),
-            "cache_window": (1 <= self.cache_window <= _MOST, f"1 to {_MOST:,} tokens"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: it must be {rule}.")
+        check_bounds(self)
         for kind, names in _ADAPTS_BY.items():
-            for name in names if kind != self.adapt else ():
+            if kind == self.adapt:
+                continue
+            for name in names:
                 if getattr(self, name) != getattr(AdaptationOptions, name):
                     raise ConfigError(
-                        f"{_flag(name)} is of --adapt {kind}, not of --adapt {self.adapt}. Leave one out."
+                        f"{flag_of(name)} is of --adapt {kind}, not of --adapt {self.adapt}. Leave one out."
                     )
         if self.adapt == "off":
             return
@@ -229,19 +222,19 @@ class ReclSettings:
 
     split: str = ""
     """Split to score. Default: the first run's."""
-    step: int = 100
+    step: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 100
     """Tokens by which the context grows, and length of the shortest context."""
-    max_context: int = 1000
+    max_context: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 1000
     """Longest context, in tokens."""
     r: tuple[float, ...] = (0.1, 0.5, 1.0)
     """Shares of the targets that count, the hardest first."""
-    num_tokens: int = 500
+    num_tokens: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} targets")] = 500
     """Number of targets drawn from the split. Each is scored after every length of context."""
-    memory_len: int = -1
+    memory_len: Annotated[_LengthOrTrained, Rule(_AS_TRAINED)] = -1
     """Tokens of memory of all models that have one, -1 as trained."""
-    num_lanes: int = 50
+    num_lanes: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} lanes")] = 50
     """Number of targets scored at once."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63), Rule("0 or more and below 2**63")] = 0
     """Seed of the drawn targets."""
 
     @property
@@ -251,12 +244,7 @@ class ReclSettings:
 
     def check(self) -> None:
         """Raise ConfigError for numbers that measure nothing."""
-        for flag, value in (("--step", self.step), ("--num-tokens", self.num_tokens), ("--num-lanes", self.num_lanes)):
-            check_number(flag, value, least=1, unit="lanes" if flag == "--num-lanes" else "tokens")
-        check_number("--max-context", self.max_context)
-        check_number("--memory-len", self.memory_len, least=-1)
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed {self.seed}: it must be 0 or more and below 2**63.")
+        check_bounds(self)
         if len(self.contexts) < 2:
             raise ConfigError(
                 f"--max-context {self.max_context}: it must be at least two steps of --step {self.step} tokens."
@@ -285,22 +273,6 @@ class ReclOutputs:
         for flag, path, suffixes in (("--json", self.json, ()), ("--plot", self.plot, (".png",))):
             if path is not None:
                 check_output(flag, path, suffixes=suffixes)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def check_number(flag: str, value: int, *, least: int = 0, unit: str = "tokens") -> None:
-    """Raise ConfigError for a number outside of its range. -1 means as trained."""
-    if least > 0:
-        hint = ""
-    else:
-        hint = " Leave it out for as trained."
-    if value < least:
-        raise ConfigError(f"{flag} {value}: it must be {max(0, least)} or more {unit}.{hint}")
-    if value > _MOST:
-        raise ConfigError(f"{flag} {value}: it must be at most {_MOST:,} {unit}.")
 
 
 def is_alone() -> bool:

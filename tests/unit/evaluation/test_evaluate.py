@@ -136,7 +136,7 @@ def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
         ({"same_length": "memory", "memory_len": 0}, "Give --same-length off"),
         ({"same_length": "memory_and_self", "without_memory": True}, "Give --same-length off"),
         ({"overlap_len": 8}, "eval.overlap_len=8 .* eval.memory_len=0"),
-        ({"overlap_len": -1}, "--overlap-len -1: it must be 0 or more tokens"),
+        ({"overlap_len": -1}, "--overlap-len -1: it must be 0 to 1,048,576 tokens"),
     ],
     ids=str,
 )

@@ -161,11 +161,11 @@ def test_the_draw_is_a_seed_s_and_cut_to_the_split(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": 0}, "--step 0: it must be 1 or more tokens"),
+        ({"step": 0}, "--step 0: it must be 1 to 1,048,576 tokens"),
         ({"max_context": 15}, "--max-context 15: it must be at least two steps of --step 10 tokens"),
         ({"r": (0.5, 1.5)}, "--r 0.5 1.5: shares must be above 0 and at most 1"),
         ({"r": ()}, "--r : shares must be"),
-        ({"num_tokens": 0}, "--num-tokens 0: it must be 1 or more"),
+        ({"num_tokens": 0}, "--num-tokens 0: it must be 1 to"),
         ({"max_context": 10**5}, "no more than --max-context 100000"),
         ({"split": "test"}, "has no split 'test' to score"),
     ],

@@ -1,0 +1,46 @@
+"""Bounds of a command's options, declared on their fields as those of the settings are.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        port: Annotated[int, Field(ge=0, lt=2**16), Rule("0 ... 65535")] = 8000
+
+pydantic compares a value with its annotation. `check_bounds` turns its error into one line for the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from txl_dist.errors import ConfigError
+
+
+class Rule(NamedTuple):
+    """Bounds of an option in words, for messages: "1 or more tokens"."""
+
+    text: str
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option: --num-lanes for num_lanes."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_bounds(options: Any) -> None:
+    """Check the fields of a dataclass that have a `Rule`.
+
+    Raises ConfigError for the first value that is out of bounds, with its flag and the rule.
+    """
+    annotations = get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        annotation = annotations[field.name]
+        rules = [mark for mark in getattr(annotation, "__metadata__", ()) if isinstance(mark, Rule)]
+        if not rules:
+            continue
+        try:
+            TypeAdapter(annotation).validate_python(getattr(options, field.name))
+        except ValidationError as error:
+            wrong = error.errors()[0]["input"]
+            raise ConfigError(f"{flag_of(field.name)} {wrong}: it must be {rules[0].text}.") from error
