@@ -16,6 +16,19 @@ from txl_dist.io.files import open_text
 API_KEY = "TXL_API_KEY"
 """Environment variable that may hold the key."""
 
+Port = Annotated[int, Field(ge=0, lt=2**16), Rule("0 ... 65535")]
+Texts = Annotated[int, Field(ge=1), Rule("1 or more texts")]
+Prompts = Annotated[int, Field(ge=1), Rule("1 or more prompts")]
+MemoryLen = Annotated[int, Field(ge=-1), Rule("0 or more tokens, or -1 for as trained")]
+Tokens = Annotated[int, Field(ge=1), Rule("1 or more tokens")]
+TokensOrNone = Annotated[int, Field(ge=0), Rule("0 or more tokens")]
+Bytes = Annotated[int, Field(ge=1), Rule("1 or more bytes")]
+BytesOrNone = Annotated[int, Field(ge=0), Rule("0 or more bytes")]
+Count = Annotated[int, Field(ge=0), Rule("0 or more")]
+Duration = Annotated[float, Field(gt=0), Rule("above 0 seconds")]
+DurationOrNone = Annotated[float, Field(ge=0), Rule("0 or more seconds")]
+FiniteDuration = Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0 seconds")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
@@ -23,7 +36,7 @@ class Serving:
 
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts only clients of this machine, 0.0.0.0 all."""
-    port: Annotated[int, Field(ge=0, lt=2**16), Rule("0 ... 65535")] = 8000
+    port: Port = 8000
     """Port to listen on. 0 takes a free one and prints it."""
     name: str = ""
     """Name of the model for clients. Empty: the name of its folder."""
@@ -31,31 +44,31 @@ class Serving:
     """Key that clients must send. Other users of this machine see flags: prefer --api-key-file or TXL_API_KEY."""
     api_key_file: Path | None = None
     """File with the key that clients must send."""
-    max_num_seqs: Annotated[int, Field(ge=1), Rule("1 or more texts")] = 64
+    max_num_seqs: Texts = 64
     """Maximum texts generated at once, each with its memory."""
-    max_queue: Annotated[int, Field(ge=1), Rule("1 or more prompts")] = 256
+    max_queue: Prompts = 256
     """Maximum number of queued prompts. Further requests get HTTP 429."""
-    memory_len: Annotated[int, Field(ge=-1), Rule("0 or more tokens, or -1 for as trained")] = -1
+    memory_len: MemoryLen = -1
     """Tokens of memory, also more than in training. -1: as trained."""
-    max_prompt_len: Annotated[int, Field(ge=1), Rule("1 or more tokens")] = 32_768
+    max_prompt_len: Tokens = 32_768
     """Maximum tokens per prompt."""
-    max_tokens: Annotated[int, Field(ge=1), Rule("1 or more tokens")] = 4_096
+    max_tokens: Tokens = 4_096
     """Maximum tokens to generate per text."""
-    max_choices: Annotated[int, Field(ge=1), Rule("1 or more texts")] = 64
+    max_choices: Texts = 64
     """Maximum texts per request: prompts times n."""
-    max_logprobs: Annotated[int, Field(ge=0), Rule("0 or more tokens")] = 20
+    max_logprobs: TokensOrNone = 20
     """Maximum alternatives per token with log-probabilities."""
-    max_body_bytes: Annotated[int, Field(ge=1), Rule("1 or more bytes")] = 2**20
+    max_body_bytes: Bytes = 2**20
     """Maximum bytes of a request's body. A memory's file may be larger."""
-    timeout: Annotated[float, Field(gt=0), Rule("above 0 seconds")] = 600.0
+    timeout: Duration = 600.0
     """Seconds per request. Then its texts end, or it gets HTTP 408 if it has not begun."""
-    shutdown_timeout: Annotated[float, Field(ge=0), Rule("0 or more seconds")] = 30.0
+    shutdown_timeout: DurationOrNone = 30.0
     """Seconds that running requests get after SIGTERM."""
-    memories: Annotated[int, Field(ge=0), Rule("0 or more")] = 1_000
+    memories: Count = 1_000
     """Maximum stored memories. The least recently used is removed first. 0 stores none."""
-    memory_bytes: Annotated[int, Field(ge=0), Rule("0 or more bytes")] = 2**30
+    memory_bytes: BytesOrNone = 2**30
     """Maximum bytes of all stored memories."""
-    memory_ttl: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0 seconds")] = 3_600.0
+    memory_ttl: FiniteDuration = 3_600.0
     """Seconds after its last use until a memory expires."""
 
     def check(self) -> None:
