@@ -45,6 +45,7 @@ from txl_dist.config.registry import load_plugins
 from txl_dist.config.renamed import rename_variables, words_in_new_names
 from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_output, guard_streams
 from txl_dist.console.suggest import did_you_mean
+from txl_dist.distributed.rank_environment import without_local_rank
 from txl_dist.errors import ConfigError, TxlError, missing_package
 from txl_dist.train.monitoring.preemption import launchers
 from txl_dist.train.run_dir import check_paths, finished_lines
@@ -302,9 +303,7 @@ RANKED = ("train", "evaluate", "recl", "doctor")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0, that of the command, or that of the error, which is printed."""
-    # The `deepspeed` launcher puts --local_rank=N before the command; the environment has the same number.
-    words = sys.argv[1:] if argv is None else argv
-    arguments = [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
+    arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
     if not arguments or arguments[0] in ("-h", "--help"):

@@ -63,6 +63,14 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
     )
 
 
+def without_local_rank(words: Sequence[str]) -> list[str]:
+    """Return the words of a command without the launcher's `--local_rank=N`, which LOCAL_RANK says too.
+
+    The `deepspeed` launcher puts that word before the command.
+    """
+    return [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Write ranks with their noun and as ranges: "rank 3", or "ranks 0-2, 5" for 0, 1, 2, 5. Empty for none."""
     if not ranks:

@@ -25,7 +25,7 @@ from txl_dist.data.loader.bits_per_byte import text_units
 from txl_dist.data.loader.corpus import Split
 from txl_dist.data.loader.lanes import epochs_read
 from txl_dist.distributed.collectives import RankInfo, gather_objects, uses_gpu
-from txl_dist.distributed.rank_environment import format_ranks
+from txl_dist.distributed.rank_environment import format_ranks, without_local_rank
 from txl_dist.errors import TrainingError, raised_everywhere
 from txl_dist.train.engine.protocol import Engine
 from txl_dist.train.report.loggers import Record
@@ -253,7 +253,7 @@ def start_facts(engine: Engine, ranks: RankInfo) -> Record:
         "parameters": sum(math.prod(shape) for shape in engine.shapes.values()),
         "txl_dist": txl_dist.__version__,
         "torch": torch.__version__,
-        "command": ["txl", *sys.argv[1:]],
+        "command": ["txl", *without_local_rank(sys.argv[1:])],
         **(_commit() if ranks.is_rank0 else {}),
     }
 

@@ -408,3 +408,13 @@ def test_tensorboard_draws_steps_that_a_rewind_made_again_once(tmp_path: Path) -
     expected = [(10, 2.0), (20, 2.0), (30, 1.0), (40, 0.5)]
     assert scalars(tmp_path / "tensorboard") == expected
     assert scalars(tmp_path / "tensorboard", "eval/loss") == expected
+
+
+@pytest.mark.parametrize("word", ["--local_rank=0", "--local-rank=1"])
+def test_the_command_of_a_start_has_no_word_of_the_launcher(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "gather_objects", lambda value: [value])
+    monkeypatch.setattr(sys, "argv", ["txl", word, "train", "c.toml", "--run.seed", "3"])
+    engine: Any = SimpleNamespace(shapes={"weight": (2, 3)})
+    facts = metrics.start_facts(engine, replace(RANK, world_size=1))
+    assert facts["command"] == ["txl", "train", "c.toml", "--run.seed", "3"]
+    assert facts["parameters"] == 6
