@@ -26,7 +26,7 @@ make_environment() { # EXTRAS, "" or "[dev]"; sets num_gpus
     # What torch can use counts: CUDA_VISIBLE_DEVICES and MIG decide that, not the devices that nvidia-smi lists.
     # shellcheck disable=SC2034  # read by who sources this
     num_gpus=$("$VENV/bin/python" -c 'import torch; print(torch.cuda.device_count())') \
-        || fail "torch cannot be imported; its message stands above. Remove $VENV and start again."
+        || fail "torch cannot be imported; see its message above. Remove $VENV and start again."
 }
 
 make_venv() {
@@ -44,13 +44,13 @@ install_project() { # EXTRAS
     pin=$(grep '^torch==' constraints.txt)
     if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(torch.__version__.split("+")[0] != sys.argv[1])' \
         "${pin#torch==}" 2>/dev/null; then
-        # Without a GPU the build without CUDA is enough, and gigabytes smaller. Where it cannot be had: the usual one.
+        # Without a GPU the build without CUDA is enough, and gigabytes smaller. The usual one is installed elsewhere.
         { command -v nvidia-smi && nvidia-smi -L; } >/dev/null 2>&1 || "$VENV/bin/python" -m pip install --quiet \
             --retries 0 --timeout 15 "$pin" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
-            || echo "launch: the build of torch without CUDA cannot be had here; the usual one takes some gigabytes"
+            || echo "launch: the build of torch without CUDA is not available here; the usual one takes some gigabytes"
     fi
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".$1" \
-        || fail "pip could not install the project; its message stands above."
+        || fail "pip could not install the project; see its message above."
     fingerprint "$1" >"$VENV/.installed-$1"
 }
 

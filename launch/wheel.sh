@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds a wheel, installs it in an empty environment, and uses it there: help, a dry run, and a report of a short run.
 #
-#   bash launch/wheel.sh [FOLDER]    default build/wheel; it is made anew
+#   bash launch/wheel.sh [FOLDER]    default build/wheel; its content is removed first
 #   DEPENDENCIES=PATH                a folder of installed packages to use in place of downloading them
 # shellcheck source-path=SCRIPTDIR source=environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -20,7 +20,7 @@ else
     "$PYTHON" -m venv "$folder/venv"
     "$folder/venv/bin/python" -m pip wheel -q --no-deps --wheel-dir "$folder" .
     "$folder/venv/bin/python" -m pip install -q "$pin" --index-url https://download.pytorch.org/whl/cpu \
-        || echo "launch: the build of torch without CUDA cannot be had here; the usual one takes some gigabytes"
+        || echo "launch: the build of torch without CUDA is not available here; the usual one takes some gigabytes"
     "$folder/venv/bin/python" -m pip install -q -c constraints.txt "$folder"/txl_dist-*.whl
 fi
 
