@@ -66,6 +66,11 @@ def released_versions() -> list[str]:
 
 def test_the_changelog_lists_the_versions_under_the_headings_of_keep_a_changelog() -> None:
     assert released_versions() == ["0.3.0", "0.2.0", "0.1.0"]
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = set(re.findall(r"^### (.*)$", changelog, flags=re.MULTILINE))
+    assert headings <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    items = changelog.partition("\n## ")[2].splitlines()[1:]
+    assert [line for line in items if not re.match(r"## \[|### |- [^ ]|$", line)] == []  # an item is one line
 
 
 @pytest.mark.slow
