@@ -183,7 +183,7 @@ def table_of(rows: Sequence[Row], *, recipes: dict[str, str]) -> list[str]:
         sizes = (f"{int(one[name]):,}" for name in ("bytes", "train_bytes"))
         cells = (_bits(anchors[name]) if name in anchors else "" for name in names)
         lines.append([f"{one['corpus']}, {one['split']}", *sizes, *cells, recipes.get(one["sha256"], "")])
-    return markdown(["held-out text", "bytes", "behind", *names, "recipes"], lines)
+    return markdown(["validation split", "bytes", "behind", *names, "recipes"], lines)
 
 
 def _bits(row: Row) -> str:
@@ -225,7 +225,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", nargs="?", help="what txl prepare made, by a tokenizer that loses nothing")
-    parser.add_argument("--split", default="valid", help="held-out split")
+    parser.add_argument("--split", default="valid", help="validation split")
     parser.add_argument("--train-split", default="train", help="the text that primes, and is counted")
     parser.add_argument("--trial", action="store_true", help="print all figures, and add none to notebook/anchors.csv")
     parser.add_argument(

@@ -6,7 +6,7 @@
         --train.memory_len 0
     python -m tools.experiments.draw_memory runs/memory runs/no_memory --out docs/memory.svg      some seconds
 
-Left, the loss of held-out text as the training goes on; right, the loss by position in the segment at its end:
+Left, the loss of the validation split over the training; right, the loss by position in the segment at its end:
 without memory the first tokens of every segment are guessed without a context.
 """
 
@@ -47,8 +47,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], *, segment_len: int, out: Path) 
             losses = last["loss_by_position"]
             width = segment_len / len(losses)
             positions.plot([(index + 0.5) * width for index in range(len(losses))], losses, color=colour, label=label)
-        curves.set(xlabel="step", ylabel="held-out loss, nats per token")
-        positions.set(xlabel="position in the segment, tokens", ylabel="held-out loss, nats per token")
+        curves.set(xlabel="step", ylabel="validation loss, nats per token")
+        positions.set(xlabel="position in the segment, tokens", ylabel="validation loss, nats per token")
         curves.set_xlim(right=curves.get_xlim()[1] + 60)  # room for the numbers
         curves.legend()
 

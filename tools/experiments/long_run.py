@@ -53,7 +53,7 @@ RECORDS, PAGE, PLOT = NOTEBOOK / "long_run.csv", NOTEBOOK / "results.md", NOTEBO
 BEGIN = "<!-- table: python -m tools.experiments.long_run --table -->"
 UNBROKEN, KILLED, MOVED = "unbroken", "killed", "moved"
 RANKS, SAVE_EVERY, NUM_EVALUATIONS = 2, 100, 20
-_HEAD = ("run", "starts on ranks", "killed behind step", "held-out nats at the end", "beside the unbroken run")
+_HEAD = ("run", "starts on ranks", "killed behind step", "validation loss at the end, nats", "beside the unbroken run")
 
 
 class Record(NamedTuple):
@@ -238,7 +238,7 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
             for row in rows:
                 if row.kind == "killed":
                     axes.axvline(row.step, color=colours[name], linewidth=0.8, linestyle=":")
-        axes.set(xlabel="step", ylabel="held-out loss, nats per token")
+        axes.set(xlabel="step", ylabel="validation loss, nats per token")
         axes.legend()
 
 

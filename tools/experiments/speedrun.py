@@ -47,7 +47,14 @@ EVALUATION = ("--num-lanes", "16")
 """The same for all entries, on the whole split; each lane's memory is carried through it."""
 ORIGINAL = "original"
 BEGIN = "<!-- table: python -m tools.experiments.speedrun --table -->"
-_HEAD = ("entry", "seeds", "held-out, nats per token", "seconds", "times as fast as the original", "reaches the target")
+_HEAD = (
+    "entry",
+    "seeds",
+    "validation loss, nats per token",
+    "seconds",
+    "times as fast as the original",
+    "reaches the target",
+)
 
 
 class Record(NamedTuple):

@@ -230,7 +230,7 @@ def draw(records: Sequence[Record], *, out: Path) -> None:
                 axes[0].plot([int(step) for step, _ in curves[0]], means, color=colour, label=variant)
                 by_bin = zip(*([float(loss) for loss in row.by_position.split()] for row in rows), strict=True)
                 axes[1].plot([statistics.fmean(losses) for losses in by_bin], color=colour)
-            axes[0].set(xlabel="step", ylabel=f"{name}: held-out nats per token")
+            axes[0].set(xlabel="step", ylabel=f"{name}: validation nats per token")
             axes[1].set(xlabel="position in the segment, in bins")
             axes[0].legend()
 

@@ -68,7 +68,7 @@ def test_runs_of_other_steps_or_data_are_in_rows_of_their_own(tmp_path: Path) ->
     ]  # fmt: skip
     assert [line.split(" | ")[5] for line in lines[1::2]] == ["-0.5000", "-1.0000", "-0.5000"]
     draw(rows, out=tmp_path / "study.svg")
-    assert "text, 18 steps: held-out" in (tmp_path / "study.svg").read_text()
+    assert "text, 18 steps: validation" in (tmp_path / "study.svg").read_text()
 
 
 def test_a_run_has_a_folder_of_its_own_and_the_last_record_of_a_step_counts(

@@ -255,7 +255,7 @@ def options(description: str | None, *, program: str) -> argparse.ArgumentParser
     """Flags of the programs that compare trials."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="cores", help="tiny tries it, paper prints the commands only")
-    parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared, with a held-out split")
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="prepared, with a validation split")
     parser.add_argument("--steps", type=int, default=0, help="of a run, all alike; 0 is what the size has")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 1 to N")
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side, each on one thread")
