@@ -148,7 +148,7 @@ def _fitted_help(words: Sequence[str]) -> Iterator[None]:
 
 
 def list_arguments(target: Any, *, default: Any = tyro.MISSING_NONPROP) -> list[Argument]:
-    """The arguments that tyro makes of a function or a class, positional ones first."""
+    """List the arguments that tyro makes from a function or a class, positional ones first."""
     specification = _parsers.ParserSpecification.from_callable_or_type(
         _resolver.TypeParamResolver.resolve_params_and_aliases(target),
         markers=set(),
@@ -171,7 +171,7 @@ def attached(value: str) -> str:
 
 
 def refusal_of(event: _errors.ParseErrorEvent) -> Refusal:
-    """The refusal that an event of tyro reports."""
+    """Return the refusal that an event of tyro reports."""
     match event:
         case _errors.MissingArgs():
             return MissingArguments(tuple(_argument(context.arg) for context in event.missing_arguments))

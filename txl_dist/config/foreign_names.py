@@ -32,7 +32,7 @@ class Counterpart(NamedTuple):
     """A flag that the command must have for the row to apply, where `here` is empty."""
 
     def hint(self, *, spell: Callable[[str, str], str]) -> str:
-        """The end of a message, beginning with a blank. `spell`: how to write a name and its value, or ""."""
+        """Return the end of a message, beginning with a blank. `spell` writes a name with its value, or with ""."""
         if self.here:
             question = f" Did you mean {spell(self.here, self.value)}?"
         else:
@@ -515,7 +515,7 @@ SECTIONS = {
 
 
 def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
-    """The first row that knows `name` and whose counterpart is among `known`; None if there is none.
+    """Find the first row for `name` whose counterpart is among `known`; None if there is none.
 
     A dotted name is looked up whole, by its key, then by its section. A misspelt key is found too, unless one of
     `known` is as near. Rows with a counterpart come before those with a note alone.

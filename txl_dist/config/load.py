@@ -346,7 +346,7 @@ def config_to_toml(config: Config) -> str:
 
 
 def changes_to_toml(config: Config) -> str:
-    """The settings that differ from the defaults, as TOML that `load_config` reads back to an equal config."""
+    """Return the settings that differ from the defaults, as TOML that `load_config` reads back to an equal config."""
     sections: dict[str, dict[str, Any]] = {}
     for change in config_changes(Config(), config):
         section, key = change.key.split(".")
@@ -373,7 +373,7 @@ class Change(NamedTuple):
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
-    """With other values of some settings, by `section.key`; they are not checked."""
+    """Return the configuration with other values of some settings, by `section.key`. They are not checked."""
     for name, value in values.items():
         section, key = name.split(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
@@ -467,7 +467,7 @@ def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
 
 
 def lower(text: str) -> str:
-    """A sentence as a part of another: its first letter small, unless the word is a name."""
+    """Return a sentence as a part of another one: its first letter becomes small, unless the word is a name."""
     if text[1:2].islower():
         return text[:1].lower() + text[1:]
     return text
@@ -484,8 +484,10 @@ _KINDS = {
 
 
 def _range(info: FieldInfo, *, is_too_large: bool) -> str:
-    """The values that a setting can take: `a whole number, 1 or more`. A bound that keeps the absurd out is named only
-    where it is met."""
+    """Say which values a setting can take: `a whole number, 1 or more`.
+
+    A bound that only keeps absurd values out is named only if it is exceeded.
+    """
     kind = info.annotation
     rules = list(info.metadata)
     parts = get_args(kind)
@@ -557,7 +559,7 @@ def unknown_setting(name: str, *, is_section: bool = False) -> str:
 
 
 def _in_file(name: str, value: str) -> str:
-    """A setting as a file writes it, with the value that it should have, if any."""
+    """Write a setting as in a file, with the value that it should have, if any."""
     if value in ("True", "False"):
         written = value.lower()
     else:
@@ -568,7 +570,7 @@ def _in_file(name: str, value: str) -> str:
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """The values that a setting (`section.key`) can take on the command line, if they are few; else none."""
+    """Return the values that a setting (`section.key`) can take on the command line, if they are few; else none."""
     field = _field(name)
     kind = field.annotation
     tables = [mark.table for mark in field.metadata if isinstance(mark, OneOf)]

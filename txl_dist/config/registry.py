@@ -45,7 +45,7 @@ class OneOf:
         self.table = table
 
     def check(self, name: str) -> str:
-        """Raises PydanticCustomError for a name that is not in the table."""
+        """Raise PydanticCustomError for a name that is not in the table."""
         if name not in self.table:
             raise PydanticCustomError("unknown_name", "it can be {names}", {"names": ", ".join(self.table)})
         return name
@@ -77,7 +77,7 @@ def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
 
 
 def owner_of(table: Mapping[str, Any], name: str) -> Plugin | None:
-    """The plugin that added this row; None for a row of our own."""
+    """Return the plugin that added this row; None for a row of ours."""
     return _loaded.get(_plugin_of(table, name))
 
 
@@ -124,12 +124,12 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def loaded_plugins() -> tuple[Plugin, ...]:
-    """The plugins of this process, in the order in which they were loaded."""
+    """Return the plugins of this process, in the order in which they were loaded."""
     return tuple(_loaded.values())
 
 
 def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
-    """A sentence for each recorded plugin that has changed since. Raises ConfigError if one is not loaded."""
+    """Return a sentence for each recorded plugin that has changed. Raises ConfigError if one is not loaded."""
     for plugin in recorded:
         if plugin["name"] not in _loaded:
             raise ConfigError(f"{where} was made with {_shown(plugin)}, which is not loaded. {remedy(plugin['name'])}")
@@ -137,7 +137,7 @@ def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> lis
 
 
 def plugin_changes(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
-    """A sentence for each recorded plugin that is not loaded, or has changed since."""
+    """Return a sentence for each recorded plugin that is not loaded, or has changed."""
     sentences = []
     for plugin in recorded:
         now = _loaded.get(plugin["name"])

@@ -284,7 +284,7 @@ def _flag(name: str) -> str:
 
 
 def _setting(flag: str) -> str:
-    """The `section.key` of a flag, however it spells its hyphens."""
+    """Return the `section.key` of a flag, with hyphens or underscores."""
     return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 

@@ -77,7 +77,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Where the run lives, and its seed."""
+    """Folder of the run, its seed and its plugins."""
 
     dir: Annotated[str, FREE] = "runs/default"
     """Folder of the run: checkpoints, logs, resolved settings."""

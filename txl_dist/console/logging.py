@@ -47,7 +47,7 @@ class GrowingFile:
     def append(self, piece: bytes) -> None:
         """Append a piece. Raises OSError; then no part of the piece is in the file."""
         try:
-            if not self.goes_on:
+            if not self.is_continuous:
                 self.close()
                 self._open()
             self._write(piece + self._separator)
@@ -56,7 +56,7 @@ class GrowingFile:
             raise
 
     @property
-    def goes_on(self) -> bool:
+    def is_continuous(self) -> bool:
         """Return whether the next piece follows earlier pieces: no error has occurred, and the file still exists."""
         return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink > 0
 

@@ -162,9 +162,10 @@ def dynamic(
     with_zeros: bool,
     before_segment: Callable[[], None],
 ) -> tuple[Losses, Any]:
-    """With weights that follow the text, by the plain model; how large gradients are, the batches of `train` tell.
+    """Return the losses of dynamic evaluation, and its first state: the weights and the memory.
 
-    The model's weights are left as they are. What scores raises ConfigError where a loss is not a number.
+    The batches of `train` give the sizes of the gradients. The weights of the model do not change. The function of the
+    losses raises ConfigError if a loss is not finite.
     """
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
     if with_zeros:
@@ -196,5 +197,5 @@ def dynamic(
 
 
 def train_cut(train: Split, cut: EvaluationText) -> EvalStream:
-    """A training split, cut into as many lanes and as long segments as the validation split is."""
+    """Cut a training split into as many lanes and as long segments as the validation split."""
     return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

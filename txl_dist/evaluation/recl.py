@@ -88,7 +88,7 @@ def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> 
 
 
 def compute_recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
-    """The RECL of one model of the group."""
+    """Compute the RECL of one model of the group."""
     gains = [relative_gain(losses_NCS, model=model, context=index, r=r) for index in range(len(contexts) - 1)]
     stop = next((index for index, gain in enumerate(gains) if gain < THRESHOLD), len(gains))
     return Recl(contexts[stop], stop == len(gains), gains)
@@ -164,7 +164,10 @@ def compare_contexts(
 
 
 def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
-    """The split that all are scored on. Raises ConfigError or DataError if they cannot be."""
+    """Return the split that all models are scored on.
+
+    Raises ConfigError or DataError if they cannot be scored on one text.
+    """
     for target in targets:
         if target.config.data.document_mask:
             raise ConfigError(
@@ -285,5 +288,5 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
 
 
 def _segments(context: int, segment_len: int) -> list[slice]:
-    """The short one first."""
+    """Cut a context into segments, the short one first."""
     return [slice(max(0, stop - segment_len), stop) for stop in range(context, 0, -segment_len)][::-1]

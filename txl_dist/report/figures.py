@@ -72,7 +72,10 @@ class Thinned(NamedTuple):
 
 
 def thinned(x: FloatArray, y: FloatArray) -> Thinned:
-    """The finite points of a line; of more than two per bin, each bin's means, its lowest and its highest value."""
+    """Return the finite points of a line.
+
+    Bins with more than two points keep their mean, lowest and highest value.
+    """
     finite = np.isfinite(x) & np.isfinite(y)
     x = x[finite]
     y = y[finite]
@@ -95,12 +98,12 @@ def thinned(x: FloatArray, y: FloatArray) -> Thinned:
 
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
-    """An <svg> element for a page, with `alt` as its text for those who do not see it."""
+    """Draw a chart as an <svg> element for a page, with `alt` as its text for screen readers."""
     return _for_page(_drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None}).decode(), alt=alt)
 
 
 def draw_png(chart: Chart) -> bytes:
-    """The same as a PNG file, on white."""
+    """Draw a chart as a PNG file, on white."""
     return _drawn(chart, (), grid="#dddddd", format="png", dpi=_PNG_DPI, metadata={"Software": None})
 
 

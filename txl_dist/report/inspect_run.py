@@ -69,7 +69,7 @@ def _open(path: str, question: InspectOptions) -> Corpus:
 
 
 def _stream_of_corpus(path: str, question: InspectOptions) -> tuple[tuple[Split, ...], StreamState, int]:
-    """As of a run with the default settings, but for those that are asked for."""
+    """Return the stream that a run with the default settings and the given options would read."""
     splits = (_open(path, question).split(question.split),)
     train = TrainSection()
     seed = derive_seed(question.seed or RunSection().seed, "documents")

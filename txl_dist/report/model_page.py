@@ -62,7 +62,7 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
 
 
 def _bundle(folder: Path) -> dict[str, Any]:
-    """The content of a bundle's page: its card."""
+    """Return the content of a bundle's page: its card."""
     config = keys_in_new_names(parse_object(read_bytes(folder / "config.json")), of="bundle")
     own_settings = dict(config["model"])
     model = Model(
@@ -104,7 +104,7 @@ def _tokenizer_kind(folder: Path) -> str | None:
 
 
 def _num_parameters(folder: Path) -> int | None:
-    """From the header of the file of weights, which is read without torch."""
+    """Count the parameters by the header of the weights, which is read without torch."""
     with suppress(OSError, SafetensorError), safe_open(folder / _WEIGHTS, framework="numpy") as file:
         slices = [file.get_slice(name) for name in file.keys() if not name.endswith(_SCALE)]  # noqa: SIM118
         return int(sum(math.prod(one.get_shape()) for one in slices))
@@ -118,7 +118,7 @@ def _num_bytes(folder: Path) -> int | None:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's page: the page of a run whose only record is its step."""
+    """Return the content of a checkpoint's page: that of a run whose only record is its step."""
     state = parse_object(read_bytes(folder / STATE))
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}

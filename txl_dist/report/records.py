@@ -71,7 +71,7 @@ class RecordTable:
         return len(self.columns["step"])
 
     def __getitem__(self, name: str) -> FloatArray:
-        """A column; all NaN if no record has it."""
+        """Return a column; all NaN if no record has it."""
         return self.columns.get(name, np.full(len(self), np.nan))
 
     def has(self, name: str) -> bool:
@@ -79,7 +79,7 @@ class RecordTable:
         return bool(np.isfinite(self[name]).any())
 
     def last(self, name: str) -> float | None:
-        """The newest number of a column."""
+        """Return the newest number of a column."""
         finite = self[name][np.isfinite(self[name])]
         if len(finite):
             return float(finite[-1])
@@ -241,7 +241,7 @@ class _Rows:
         self.num += 1
 
     def table(self, reached: list[tuple[int, int]]) -> RecordTable:
-        """The rows that hold. `reached`: (number of rows then, step) of each start and rewind."""
+        """Return the rows that hold. `reached`: (number of rows then, step) of each start and rewind."""
         columns = {"step": np.empty(0), "hours": np.empty(0)}
         for name, column in self._columns.items():
             column.extend([math.nan] * (self.num - len(column)))
@@ -318,7 +318,7 @@ class _Reader:
         )
 
     def _advance_clock(self, record: dict[str, Any], step: int) -> None:
-        """By the times of records; of versions that wrote none, by the times of steps."""
+        """Advance the clock by the times of records, or in old files without times by the times of steps."""
         time_s = record.get("time_s")
         is_start = record.get("event") == "start"
         spent_s = 0.0

@@ -76,7 +76,7 @@ def write_page(path: Path, template: str, **content: Any) -> str:
 
 
 def _target(path: Path) -> Path:
-    """Where links lead: what is there is replaced, and they stay."""
+    """Return the path that a link leads to. That file is replaced, and the link stays."""
     return Path(os.path.realpath(path))
 
 
@@ -120,14 +120,14 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
 
 
 def cut(text: str, *, most: int = _MAX_TEXT) -> str:
-    """The beginning of a text that is too long for a page."""
+    """Cut off the end of a text that is too long for a page."""
     if len(text) <= most:
         return text
     return f"{text[:most]}... ({counted(len(text) - most, 'character')} more)"
 
 
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:
-    """As many as a page may have: those of note before the ordinary, the newest before the old."""
+    """Return as many events as a page shows: the important ones first, and the newest of the others."""
     by_weight = sorted(range(len(events)), key=lambda index: (events[index].name in _ORDINARY, -index))
     shown = [events[index] for index in sorted(by_weight[:_MAX_EVENTS])]
     rows = [

@@ -192,7 +192,7 @@ class TensorBoard(MetricLogger):
             self._again_from = step if step <= self._step else self._again_from  # after a rewind
             self._step = step
         events: list[Record] = []
-        if not self._file.goes_on:
+        if not self._file.is_continuous:
             shown = [{"step": step, "summary": summary} for summary in _settings_summaries(self._settings)]
             events += [{"file_version": "brain.Event:2"}, *shown]
         if self._again_from:
