@@ -132,7 +132,9 @@ def is_url(path: str | Path) -> bool:
 
     A `Path` never is one: it would have lost a slash.
     """
-    return isinstance(path, str) and ("://" in path or "::" in path or path.startswith("pipe:"))
+    if not isinstance(path, str):
+        return False
+    return "://" in path or "::" in path or path.startswith("pipe:")
 
 
 def require(
@@ -164,14 +166,15 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
         inside = _subfolders_of_kind(path, wanted) or _subfolders_of_kind(path / CHECKPOINTS, wanted)
         if inside:
             return f"{where} is not {_either(wanted)} itself but holds {_listed(inside)}. Name one of them."
-        lacks = ", ".join(f"{_MARKS[kind]} ({kind.value})" for kind in wanted)
-        return f"{where} is not {_either(wanted)}: it has no {lacks}. {makers}."
+        marks = [f"{_MARKS[kind]} ({kind.value})" for kind in wanted]
+        return f"{where} is not {_either(wanted)}: it has no {', '.join(marks)}. {makers}."
     if os.path.lexists(path):
         parent_kind = detect_artifact(path.parent)
         if parent_kind in wanted:
             return f"{where} is a file of {parent_kind.value}. Name the folder: {path.parent}."
         return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
-    if os.path.isdir(path.with_name(f".{path.name}.prepare")) and ArtifactKind.CORPUS in wanted:
+    preparation = path.with_name(f".{path.name}.prepare")
+    if os.path.isdir(preparation) and ArtifactKind.CORPUS in wanted:
         return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` continues it."
     siblings = _subfolders_of_kind(path.parent, wanted)
     similar_names = nearest(path.name, [sibling.name for sibling in siblings])
@@ -240,5 +243,7 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
     """Return the steps to keep: the last ones, milestones and the best. `steps` must be in ascending order."""
+    newest = set(steps[-keep_last:])
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
-    return set(steps[-keep_last:]) | milestones | (set(best) & set(steps))
+    existing_best = set(best).intersection(steps)
+    return newest | milestones | existing_best

@@ -44,7 +44,10 @@ class Fault(NamedTuple):
     def matches(self, *, step: int, phase: str) -> bool:
         """Return whether the fault is meant for this rank at this point."""
         rank = os.environ.get("RANK", "0")
-        return self.rank in ("*", rank) and self.step in ("*", str(step)) and self.phase in ("*", phase)
+        is_rank = self.rank in ("*", rank)
+        is_step = self.step in ("*", str(step))
+        is_phase = self.phase in ("*", phase)
+        return is_rank and is_step and is_phase
 
 
 def failpoint(phase: str, *, step: int) -> str:
@@ -73,7 +76,8 @@ def parse_faults(text: str) -> list[Fault]:
     faults = []
     for entry in filter(None, text.split(",")):
         kind, *where = entry.split(":")
-        is_valid = kind in KINDS and 2 <= len(where) <= 3 and all(map(_is_number_or_any, where[:2]))
+        has_numbers = all(_is_number_or_any(word) for word in where[:2])
+        is_valid = kind in KINDS and 2 <= len(where) <= 3 and has_numbers
         if not is_valid:
             raise ValueError(
                 f"TXL_FAILPOINTS: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."

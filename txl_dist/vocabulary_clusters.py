@@ -72,7 +72,9 @@ def partition_by_cluster(
         sizes: The number of rows of each cluster; its tokens must fit.
     """
     flat = np.asarray(ids).reshape(-1)
-    if flat.size and (flat.min() < edges[0] or flat.max() >= edges[-1]):
+    lowest = flat.min(initial=edges[0])
+    highest = flat.max(initial=edges[0])
+    if lowest < edges[0] or highest >= edges[-1]:
         raise DataError(
             f"token ids {flat.min()}..{flat.max()} leave the vocabulary [0, {edges[-1]}). "
             "The model and the corpus were made with different tokenizers: prepare the corpus again."
@@ -149,7 +151,8 @@ def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
     """
     tails = [(edge + 0.5) ** (1 - ZIPF_EXPONENT) for edge in edges]
     total = tails[0] - tails[-1]
-    return tuple((low - high) / total for low, high in itertools.pairwise(tails))
+    shares = [(low - high) / total for low, high in itertools.pairwise(tails)]
+    return tuple(shares)
 
 
 def cluster_shares(counts: npt.ArrayLike, edges: Sequence[int]) -> tuple[float, ...]:
@@ -158,7 +161,11 @@ def cluster_shares(counts: npt.ArrayLike, edges: Sequence[int]) -> tuple[float, 
     Raises DataError if there are no tokens.
     """
     below = _shares_below(counts)
-    return tuple(float(below[high] - below[low]) for low, high in itertools.pairwise(edges))
+    shares = []
+    for low, high in itertools.pairwise(edges):
+        share = below[high] - below[low]
+        shares.append(float(share))
+    return tuple(shares)
 
 
 def best_cutoffs(
@@ -193,7 +200,8 @@ def best_cutoffs(
     below = _shares_below(counts)
     vocab_size = len(below) - 1
     model_width = model_width or width
-    if not 1 <= num_clusters <= vocab_size or width // div_value ** (num_clusters - 1) == 0:
+    narrowest = width // div_value ** max(0, num_clusters - 1)
+    if not 1 <= num_clusters <= vocab_size or narrowest == 0:
         raise ConfigError(
             f"{vocab_size} ids of width {width} cannot be cut into num_clusters={num_clusters} with "
             f"div_value={div_value}: each needs an id and a width. Ask for fewer clusters."

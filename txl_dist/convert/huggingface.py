@@ -88,12 +88,16 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
-        write_bytes(temporary / "config.json", json.dumps(config, indent=2).encode() + b"\n")
+        _write_json(temporary / "config.json", config)
         write_tensors(temporary / "model.safetensors", _huggingface_names(cast, model), metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
         reread = import_huggingface(temporary, user_settings={}).weights
-        different = [name for name, tensor in reread.items() if not torch.equal(tensor, cast[name].float())]
+        different = []
+        for name, tensor in reread.items():
+            written = cast[name].float()
+            if not torch.equal(tensor, written):
+                different.append(name)
         if different:
             raise CheckpointError(f"{out} does not reproduce {', '.join(different[:3])}. Report this defect.")
         num_bytes = (temporary / "model.safetensors").stat().st_size
@@ -120,7 +124,8 @@ def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     """
     symbols = tokenizer.symbols
     unknowns = [symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols]
-    if not unknowns or any(symbol.split() != [symbol] for symbol in symbols):
+    has_blanks = any(symbol.split() != [symbol] for symbol in symbols)
+    if not unknowns or has_blanks:
         return
     unknown = unknowns[0]
     end = _end_of_text(tokenizer)
@@ -130,8 +135,15 @@ def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
         "unk_token": unknown,
         "eos_token": unknown if end is None else symbols[end],
     }
-    write_bytes(folder / "vocab.txt", "\n".join(symbols).encode() + b"\n")
-    write_bytes(folder / "tokenizer_config.json", json.dumps(config, indent=2).encode() + b"\n")
+    lines = "\n".join(symbols)
+    write_bytes(folder / "vocab.txt", lines.encode() + b"\n")
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON object to a file."""
+    text = json.dumps(content, indent=2)
+    write_bytes(path, text.encode() + b"\n")
 
 
 def inexpressible(model: ModelSection) -> list[str]:
@@ -143,7 +155,10 @@ def inexpressible(model: ModelSection) -> list[str]:
         names.append("project_same_width")
     rates = ["embed_dropout", "distance_dropout", "projection_dropout", "ff_dropout", "output_dropout"]
     different = [name for name in names if getattr(model, name) != getattr(default, name)]
-    different += [name for name in rates if model.rate(getattr(model, name)) != model.dropout]
+    for name in rates:
+        rate = model.rate(getattr(model, name))
+        if rate != model.dropout:
+            different.append(name)
     reasons = [f"model.{name}={getattr(model, name)!r}" for name in different]
     if model.positions != "relative":
         reasons.append(f"model.positions={model.positions!r} (it has relative ones only)")
@@ -164,8 +179,8 @@ def _read_parts(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{folder / name}.index.json has no weight_map of file names. Copy it again.")
             weights: dict[str, Any] = {}
             # Only the last part of each name is used, so that an index cannot lead out of its folder.
-            parts = [read_weights(folder / Path(part).name) for part in sorted(set(index.values()))]
-            for part in parts:
+            for file_name in sorted(set(index.values())):
+                part = read_weights(folder / Path(file_name).name)
                 weights |= only_tensors(part, where=str(folder))
             return weights
     raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy it again.")
@@ -178,13 +193,16 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
     """
     if "word_emb.emb_layers.0.weight" in peer_weights and "crit.out_layers.0.bias" not in peer_weights:
         raise CheckpointError(f"{where} is a model without the softmax (TransfoXLModel). Save a TransfoXLLMHeadModel.")
-    weights = {name.removeprefix(PREFIX): _flip_clusters(name, tensor) for name, tensor in peer_weights.items()}
+    weights: Weights = {}
+    for name, tensor in peer_weights.items():
+        weights[name.removeprefix(PREFIX)] = _flip_clusters(name, tensor)
     if BIASES[0] not in weights:
         return weights
     for bias in BIASES:
         for layer in range(count(weights, "layers.")):
             alias = weights.pop(f"layers.{layer}.dec_attn.{bias}", None)
-            if alias is None or bias not in weights or not torch.equal(alias, weights[bias]):
+            is_alias = alias is not None and bias in weights and torch.equal(alias, weights[bias])
+            if not is_alias:
                 name = f"{PREFIX}layers.{layer}.dec_attn.{bias}"
                 refuse([f"{name} is missing or differs from {PREFIX}{bias}, whose alias it is"], where=where)
     return weights
@@ -215,7 +233,8 @@ def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
         for bias in BIASES:
             for layer in range(model.num_layers):
                 named[f"{PREFIX}layers.{layer}.dec_attn.{bias}"] = original[bias]
-    named[f"{PREFIX}pos_emb.inv_freq"] = 1 / (10000 ** (torch.arange(0.0, model.width, 2.0) / model.width))
+    exponents = torch.arange(0.0, model.width, 2.0) / model.width
+    named[f"{PREFIX}pos_emb.inv_freq"] = 1 / (10000**exponents)
     return {name: tensor.detach().clone().contiguous() for name, tensor in named.items()}
 
 

@@ -100,7 +100,8 @@ def only_tensors(values: Any, *, where: str) -> Weights:
 
     Raises CheckpointError for anything else, and if two different tensors have the same plain name.
     """
-    if not isinstance(values, dict) or not values or not all(isinstance(name, str) for name in values):
+    is_state_dict = isinstance(values, dict) and all(isinstance(name, str) for name in values)
+    if not is_state_dict or not values:
         raise CheckpointError(f"{where} holds no state dict (names and tensors). Save the model's state_dict().")
     weights: Weights = {}
     names: dict[str, str] = {}
@@ -184,7 +185,8 @@ def shape_problems(
         if name in peer_weights:
             actual = peer_weights[name].shape
             if tuple(actual) != shape:
-                of_other_shape.append(f"{shown(name)} has shape {list(actual)}, expected {list(shape)}")
+                problem = f"{shown(name)} has shape {list(actual)}, expected {list(shape)}"
+                of_other_shape.append(problem)
         elif name not in optional:
             missing.append(f"{shown(name)} is missing (expected {list(shape)})")
     for name, tensor in peer_weights.items():
@@ -212,4 +214,6 @@ def _settings_error(error: Exception, *, where: str) -> CheckpointError:
         return CheckpointError(f"{where}: the settings cannot be read: {error}.")
     problem = error.errors()[0]
     name = ".".join(str(part) for part in problem["loc"])
-    return CheckpointError(f"{where}: {name} = {problem['input']!r}: {problem['msg']}. Correct the settings.")
+    value = problem["input"]
+    reason = problem["msg"]
+    return CheckpointError(f"{where}: {name} = {value!r}: {reason}. Correct the settings.")

@@ -65,7 +65,9 @@ def to_original(weights: Weights, model: ModelSection) -> Weights:
 
 
 def _stack_layers(weights: Weights, name: str, model: ModelSection) -> Tensor:
-    return torch.stack([weights[f"blocks.{layer}.{name}"] for layer in range(model.num_layers)])
+    """Stack a tensor of all layers, [L, ...]."""
+    tensors = [weights[f"blocks.{layer}.{name}"] for layer in range(model.num_layers)]
+    return torch.stack(tensors)
 
 
 def from_original(original: Weights, model: ModelSection) -> Weights:
@@ -80,14 +82,16 @@ def from_original(original: Weights, model: ModelSection) -> Weights:
     if model.positions != "absolute":
         inner = model.num_heads * model.head_width
         for layer in range(model.num_layers):
-            query, key_value = original[f"layers.{layer}.dec_attn.qkv_net.weight"].split([inner, 2 * inner])
+            query_key_value = original[f"layers.{layer}.dec_attn.qkv_net.weight"]
+            query, key_value = query_key_value.split([inner, 2 * inner])
             weights[f"blocks.{layer}.attention.query.weight"] = query
             weights[f"blocks.{layer}.attention.key_value.weight"] = key_value
     if model.positions == "learned_relative":
         for layer in range(model.num_layers):
             weights[f"blocks.{layer}.attention.content_bias"] = original["r_w_bias"][layer]
             for our_name, original_name in _TABLES.items():
-                weights[f"blocks.{layer}.{our_name}"] = original[original_name][layer].flip(0)
+                rows = original[original_name][layer]
+                weights[f"blocks.{layer}.{our_name}"] = rows.flip(0)
     if model.cutoffs:
         for name in ("cluster_weight", "cluster_bias"):
             weights[f"softmax.{name}"] = original[f"crit.{name}"].flip(0)

@@ -144,7 +144,9 @@ def _names(model: ModelSection) -> dict[str, str]:
 def _check(peer_weights: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
     """Raise CheckpointError if a tensor is missing, surplus, or of another shape than the model needs."""
     weights = without_storage(model, vocab_size=vocab_size)
-    expected = {name: tuple(weights[our_name].shape) for name, our_name in _names(model).items()}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, our_name in _names(model).items():
+        expected[name] = tuple(weights[our_name].shape)
     inner = model.num_heads * model.head_width
     num_rows = peer_weights[_FIRST].shape[0]
     for layer in range(model.num_layers):

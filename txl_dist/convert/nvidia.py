@@ -52,7 +52,8 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     if not file.is_file():
         raise CheckpointError(f"{path} holds neither {' nor '.join(CHECKPOINTS)}. Name the checkpoint itself.")
     content = read_torch_file(file)
-    missing = [key for key in ("model_state", "model_config") if not isinstance(content, dict) or key not in content]
+    keys = content.keys() if isinstance(content, dict) else ()
+    missing = [key for key in ("model_state", "model_config") if key not in keys]
     if missing:
         raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is not a checkpoint of NVIDIA's train.py.")
     if not isinstance(content["model_config"], dict):

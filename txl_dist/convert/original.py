@@ -184,7 +184,10 @@ def section_of(peer_weights: Weights, settings: OriginalSettings, *, same_length
     # The last layer is checked first, so that a wrong number of layers is an error before they are all built.
     dim_size(peer_weights, f"layers.{num_layers - 1}.dec_attn.layer_norm.weight", 0, dims=1, where=where)
     num_tables = count(peer_weights, "word_emb.emb_layers.")
-    widths = [dim_size(peer_weights, TABLE.format(i), 1, dims=2, where=where) for i in range(max(1, num_tables))]
+    widths = []
+    for i in range(max(1, num_tables)):
+        table_width = dim_size(peer_weights, TABLE.format(i), 1, dims=2, where=where)
+        widths.append(table_width)
     width = settings.d_model or dim_size(peer_weights, "layers.0.dec_attn.layer_norm.weight", 0, dims=1, where=where)
     ff_width = settings.d_inner or dim_size(peer_weights, "layers.0.pos_ff.CoreNet.0.weight", 0, dims=2, where=where)
     embed_width = settings.d_embed or widths[0]
@@ -308,7 +311,11 @@ def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -
 def _table_sizes(peer_weights: Weights, *, where: str) -> list[int]:
     """Return the number of rows of each embedding table."""
     num_tables = max(1, count(peer_weights, "word_emb.emb_layers."))
-    return [dim_size(peer_weights, TABLE.format(i), 0, dims=2, where=where) for i in range(num_tables)]
+    sizes = []
+    for i in range(num_tables):
+        size = dim_size(peer_weights, TABLE.format(i), 0, dims=2, where=where)
+        sizes.append(size)
+    return sizes
 
 
 def _div_value(widths: list[int]) -> int:
@@ -318,7 +325,8 @@ def _div_value(widths: list[int]) -> int:
     else:
         smallest = 2
     for divisor in range(smallest, widths[0] + 1):
-        if widths == [widths[0] // divisor**i for i in range(len(widths))]:
+        divided = [widths[0] // divisor**i for i in range(len(widths))]
+        if divided == widths:
             return divisor
     return 1
 
@@ -329,7 +337,8 @@ def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tabl
         return settings.tie_weight
     if settings.tie_word_embeddings is not None:
         return settings.tie_word_embeddings
-    return all(_is_same(peer_weights, f"crit.out_layers.{i}.weight", TABLE.format(i)) for i in range(num_tables))
+    are_same = [_is_same(peer_weights, f"crit.out_layers.{i}.weight", TABLE.format(i)) for i in range(num_tables)]
+    return all(are_same)
 
 
 def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
@@ -350,7 +359,10 @@ def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_
 
 
 def _is_same(weights: Weights, name: str, other: str) -> bool:
-    return name in weights and other in weights and torch.equal(weights[name], weights[other])
+    """Whether two tensors exist and are equal."""
+    if name not in weights or other not in weights:
+        return False
+    return torch.equal(weights[name], weights[other])
 
 
 def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:

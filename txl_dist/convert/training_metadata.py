@@ -29,7 +29,8 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_e
     """Return the card of a checkpoint. `use_ema` says whether it describes the averages of the weights."""
     state = saved.values
     start, records = _records_at(folder.parent.parent, step=saved.step)
-    names = start.get("corpora") or [Path(path).name for path in state.get("corpora", ())]
+    paths = state.get("corpora", ())
+    names = start.get("corpora") or [Path(path).name for path in paths]
     token = str(start.get("token") or "token")
     scores: list[Score] = []
     if config.eval.use_ema == use_ema:  # else the run evaluated the other weights

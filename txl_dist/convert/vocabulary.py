@@ -93,7 +93,8 @@ def identity_tokenizer(vocab_size: int) -> Tokenizer:
 
 def _parse_if_json(text: str, path: Path) -> Any:
     """Return the content of a JSON file; None for a list of lines."""
-    is_json = path.suffix == ".json" or text.lstrip()[:1] in ("[", "{")
+    first_character = text.lstrip()[:1]
+    is_json = path.suffix == ".json" or first_character in ("[", "{")
     if not is_json:
         return None
     try:
@@ -174,7 +175,8 @@ def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
     symbol_set = set(symbols)
     is_complete = symbol_set.issuperset(byte_symbols())
     for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not symbol_set.issuperset((*pair, "".join(pair))):
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not is_pair or not symbol_set.issuperset((*pair, "".join(pair))):
             is_complete = False
     if not is_complete:
         raise DataError(f"{where}: bytes or merges have no symbol in the vocabulary. {_REMEDY}")
@@ -190,14 +192,20 @@ def _in_order(ids: Any, *, where: str) -> list[Any]:
     """Return the keys in the order of their values. Raises DataError if these are not 0, 1, 2 ..."""
     if isinstance(ids, dict):
         values = [value for value in ids.values() if isinstance(value, int)]
-        if len(values) == len(ids) and sorted(values) == list(range(len(ids))):
+        wanted = list(range(len(ids)))
+        if sorted(values) == wanted:
             return sorted(ids, key=ids.__getitem__)
     raise DataError(f"{where}: the ids are not 0, 1, 2 ... without a gap, each once. {_REMEDY}")
 
 
 def _are_characters(symbols: Iterable[Any]) -> bool:
     """Return whether every symbol is one character, except the symbol for unknown ones."""
-    return all(isinstance(symbol, str) and (len(symbol) == 1 or symbol in UNKNOWNS) for symbol in symbols)
+    for symbol in symbols:
+        if not isinstance(symbol, str):
+            return False
+        if len(symbol) != 1 and symbol not in UNKNOWNS:
+            return False
+    return True
 
 
 def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:

@@ -114,7 +114,8 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
     if problem["type"] == "value_error" and not location:
         reason = _reason(problem)
         first_word = reason.partition(" ")[0]
-        return APIError(400, f"{reason}.", param=first_word if first_word in fields else None, code="invalid_value")
+        field = first_word if first_word in fields else None
+        return APIError(400, f"{reason}.", param=field, code="invalid_value")
     if not location:
         return APIError(400, "the body must be a JSON object, {...}.", code="invalid_json")
     param = str(location[0])

@@ -48,9 +48,12 @@ class MemoryStore:
         """Store a memory that fits, and remove the least recently used ones if there is no room."""
         assert self.fits(memory.num_bytes)
         self.remove_expired()
-        while len(self._by_id) >= self._most or self.num_bytes + memory.num_bytes > self._most_bytes:
-            self.remove(next(iter(self._by_id)))
-        stored = StoredMemory(f"mem_{secrets.token_urlsafe(24)}", memory, time.time(), time.monotonic())
+        most_bytes_before = self._most_bytes - memory.num_bytes
+        while len(self._by_id) >= self._most or self.num_bytes > most_bytes_before:
+            least_recently_used = next(iter(self._by_id))
+            self.remove(least_recently_used)
+        name = f"mem_{secrets.token_urlsafe(24)}"
+        stored = StoredMemory(name, memory, time.time(), time.monotonic())
         self._by_id[stored.id] = stored
         self.num_bytes += memory.num_bytes
         return stored
@@ -66,7 +69,8 @@ class MemoryStore:
 
     def expires(self, stored: StoredMemory) -> int:
         """Return the Unix time at which a memory expires if nobody uses it before."""
-        return int(time.time() + stored.used + self._most_age_s - time.monotonic())
+        seconds_unused = time.monotonic() - stored.used
+        return int(time.time() + self._most_age_s - seconds_unused)
 
     def remove(self, name: str) -> bool:
         """Remove the memory with this id; return whether there was one."""

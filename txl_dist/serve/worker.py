@@ -244,7 +244,8 @@ class Worker:
                 del self._jobs[job.key]
             self._undelivered.append((job.deliver, chunk))
         now = time.monotonic()
-        is_due = now >= self._delivered_at + PIECE_S * num_texts or not self._jobs
+        next_delivery = self._delivered_at + PIECE_S * num_texts
+        is_due = now >= next_delivery or not self._jobs
         if self._undelivered and is_due:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(_deliver, self._undelivered)

@@ -82,8 +82,10 @@ class Shard:
 
     def document(self, index: int) -> Tokens:
         """Return the tokens of one document, a view into the file. Raises DataError if they are damaged."""
+        offset = int(self.offsets[index])
         num_bytes = int(self.lengths[index]) * self._dtype.itemsize
-        raw = self._payload.read(int(self.offsets[index]), num_bytes, crc32=int(self.crc32s[index]))
+        crc32 = int(self.crc32s[index])
+        raw = self._payload.read(offset, num_bytes, crc32=crc32)
         if not self._is_checked[index]:
             self.check(raw, index)
             self._is_checked[index] = True
@@ -104,15 +106,16 @@ class Shard:
         """Name a document's shard, index, sample key and bytes, for messages."""
         size = self._dtype.itemsize
         begin = int(self.offsets[index])
-        end = int(self.offsets[index] + self.lengths[index] * size)
-        return f"{self.name}, document {index} (sample {self._sample_key(index)!r}, bytes {begin:,} to {end:,})"
+        end = begin + int(self.lengths[index]) * size
+        key = self._sample_key(index)
+        return f"{self.name}, document {index} (sample {key!r}, bytes {begin:,} to {end:,})"
 
     def _sample_key(self, index: int) -> str:
         """Read the key of the sample that holds a document from the tar; `unknown` if that is damaged."""
-        size = self._dtype.itemsize
+        ends = self.offsets + self.lengths * self._dtype.itemsize
         first = index
         # The documents of a sample touch. Before the first one are the headers of its array and of the tar member.
-        while first and self.offsets[first - 1] + self.lengths[first - 1] * size == self.offsets[first]:
+        while first and ends[first - 1] == self.offsets[first]:
             first -= 1
         header = int(self.offsets[first]) - NPY_HEADER_BYTES - tarfile.BLOCKSIZE
         with suppress(DataError):  # the caller reports other damage
@@ -135,7 +138,8 @@ class Split:
         self.longest = info.longest
         self._info = info
         self.shards = tuple(info.shards)
-        self.shard_tokens: npt.NDArray[np.int64] = np.array([shard.tokens for shard in info.shards], dtype=np.int64)
+        shard_tokens = [shard.tokens for shard in info.shards]
+        self.shard_tokens: npt.NDArray[np.int64] = np.array(shard_tokens, dtype=np.int64)
         self.corpus = corpus
 
     @cached_property
@@ -193,7 +197,8 @@ class Split:
         content = self.corpus.storage.read(counts_name(self.name), sha256=self._info.counts_sha256)
         try:
             counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
-            is_whole = counts.dtype == np.int64 and counts.shape == (self.corpus.vocab_size,)
+            shape = (self.corpus.vocab_size,)
+            is_whole = counts.dtype == np.int64 and counts.shape == shape
         except Exception:  # noqa: BLE001  reading the header fails in a dozen ways
             is_whole = False
         if not is_whole:
@@ -234,7 +239,8 @@ class Shards:
         self._max_open = max_open
         self._damage = damage or CorruptionPolicy()
         self._open: OrderedDict[int, Shard | LostShard] = OrderedDict()
-        self._filler = np.zeros((), dtype=split.corpus.dtype) + (split.corpus.end_of_text or 0)
+        filler_id = split.corpus.end_of_text or 0
+        self._filler = np.zeros((), dtype=split.corpus.dtype) + filler_id
 
     def lengths(self, index: int) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document. Raises DataError if the shard cannot be opened or skipped."""
@@ -292,7 +298,9 @@ class Corpus:
         self.fingerprint: str = index["self_sha256"]
         """Data fingerprint: equal for corpora of equal content."""
         self.statistics: dict[str, int] = index["statistics"]
-        self.splits: dict[str, Split] = {name: Split(self, name, info) for name, info in index["splits"].items()}
+        self.splits: dict[str, Split] = {}
+        for name, info in index["splits"].items():
+            self.splits[name] = Split(self, name, info)
 
     @property
     def folder(self) -> Path:
@@ -390,6 +398,9 @@ def _has_valid_values(index: dict[str, Any]) -> bool:
         return False
     if type(vocab_size) is not int or not 0 < vocab_size <= 1 << 32:
         return False
-    if end_of_text is not None and (type(end_of_text) is not int or not 0 <= end_of_text < vocab_size):
+    is_id = type(end_of_text) is int and 0 <= end_of_text < vocab_size
+    if end_of_text is not None and not is_id:
         return False
-    return isinstance(statistics, dict) and all(type(count) is int for count in statistics.values())
+    if not isinstance(statistics, dict):
+        return False
+    return all(type(count) is int for count in statistics.values())

@@ -58,7 +58,8 @@ class Segment(NamedTuple):
 
 def plain_segment(tokens: Int64s) -> Segment:
     """Make a segment of [lanes, T+1] tokens, one document per lane, in which all targets count."""
-    opens = np.zeros((tokens.shape[0], tokens.shape[1] - 1), dtype=bool)
+    num_lanes, num_tokens = tokens.shape
+    opens = np.zeros((num_lanes, num_tokens - 1), dtype=bool)
     return Segment(tokens, np.zeros_like(tokens), opens, ~opens)
 
 
@@ -246,7 +247,8 @@ class _LaneReader:
                     segment.documents[row, filled:end] = max(self._begin, begin)
                     is_document_start = first == 0 and self._begins_document
                     if filled > 0 and is_document_start:
-                        segment.opens[row, filled - 1] = segment.tokens[row, filled - 1] == self._corpus.end_of_text
+                        before = segment.tokens[row, filled - 1]
+                        segment.opens[row, filled - 1] = before == self._corpus.end_of_text
                 if not self._is_whole:
                     segment.scored[row, max(filled - 1, 0) : end] = False
                 filled = end

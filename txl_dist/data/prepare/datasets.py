@@ -77,7 +77,9 @@ class NamedCorpus:
     def file_names(self) -> dict[tuple[str, str], str]:
         """Return the name of the text file that is made of each (member, split), in order."""
         pairs = [(member.name, split) for member in self.members for split in member.splits]
-        pairs = pairs or [(self.members[0].name, split) for split, _ in self.ends]
+        if not pairs:
+            only_member = self.members[0].name
+            pairs = [(only_member, split) for split, _ in self.ends]
         totals = Counter(split for _, split in pairs)
         numbers: Counter[str] = Counter()
         names = {}
@@ -128,7 +130,8 @@ def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path)
         content = stream.read()
         start = 0
         for split, end in corpus.ends:
-            write_bytes(folder / names[member.name, split], corpus.clean(content[start:end]))
+            path = folder / names[member.name, split]
+            write_bytes(path, corpus.clean(content[start:end]))
             start = end
         return
     first, *others = [folder / names[member.name, split] for split in member.splits]

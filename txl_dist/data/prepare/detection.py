@@ -203,7 +203,10 @@ def has_scheme(given: str) -> bool:
 
 def path_of_name(location: str) -> PurePosixPath:
     """Return the path in a URL, without its query, or a local path."""
-    return PurePosixPath(location.split("?")[0].split("#")[0] if has_scheme(location) else location)
+    if has_scheme(location):
+        without_query = location.partition("?")[0]
+        location = without_query.partition("#")[0]
+    return PurePosixPath(location)
 
 
 def text_suffix(location: str) -> str:
@@ -250,7 +253,8 @@ def _detect_text(head: bytes, suffix: str, name: str) -> Content:
     if _ISO_2022.search(head):
         return _in_encoding("ISO-2022-JP")
     is_from_web = name.startswith(("http://", "https://")) and suffix in PLAIN_SUFFIXES
-    is_data = suffix in JSONL_SUFFIXES | {".json", ".parquet", ".npy"} or bool(name and is_named_compressed(name))
+    is_compressed = bool(name) and is_named_compressed(name)
+    is_data = is_compressed or suffix in JSONL_SUFFIXES | {".json", ".parquet", ".npy"}
     if (is_from_web or is_data) and _HTML.match(head):
         return _PAGE
     text = head.decode("utf-8", errors="ignore").lstrip("\ufeff \t\r\n")
@@ -292,7 +296,8 @@ def _detect_bytes(head: bytes, suffix: str) -> Content:
         return Content("binary", f"no text: byte {at:,} is NUL", remedy)
     if suffix == ".br":
         return _packed("compressed (brotli)", "brotli -d {file}")
-    if sum(byte in _CONTROLS for byte in head) > _MOST_CONTROLS * len(head):
+    num_controls = sum(byte in _CONTROLS for byte in head)
+    if num_controls > _MOST_CONTROLS * len(head):
         return Content("binary", "no text, but bytes of an unknown format", "Leave it out, or convert it to text.")
     return Content("text")
 
@@ -311,7 +316,8 @@ def _wide_encoding(head: bytes) -> str:
     Bytes of one order often decode in the other as well, to characters that hardly occur together. The order with the
     larger share of ASCII (blanks, line ends) is taken.
     """
-    if head.count(0) <= _MOST_STRAY_NULS * len(head) and _has_words(head.replace(b"\0", b"")):
+    has_few_nuls = head.count(0) <= _MOST_STRAY_NULS * len(head)
+    if has_few_nuls and _has_words(head.replace(b"\0", b"")):
         return ""  # UTF-8 with a few NUL bytes
     best = ""
     most = -1.0
@@ -320,7 +326,8 @@ def _wide_encoding(head: bytes) -> str:
             text = codecs.getincrementaldecoder(encoding)().decode(head, final=False)
         except UnicodeDecodeError:
             continue
-        ascii_share = sum(character.isascii() for character in text) / max(len(text), 1)
+        num_ascii = sum(character.isascii() for character in text)
+        ascii_share = num_ascii / max(len(text), 1)
         if ascii_share > most and _is_plausible(text):
             best = encoding
             most = ascii_share
@@ -329,8 +336,12 @@ def _wide_encoding(head: bytes) -> str:
 
 def _has_words(head: bytes) -> bool:
     """Return whether bytes are UTF-8 and mostly letters. The bytes of other encodings may be ASCII of any kind."""
-    text = "".join(head.decode("utf-8", errors="ignore").split())
-    return _is_utf8(head) and sum(map(str.isalpha, text)) > _FEWEST_LETTERS * len(text)
+    if not _is_utf8(head):
+        return False
+    words = head.decode("utf-8", errors="ignore").split()
+    text = "".join(words)
+    num_letters = sum(character.isalpha() for character in text)
+    return num_letters > _FEWEST_LETTERS * len(text)
 
 
 def _is_plausible(text: str) -> bool:
@@ -343,8 +354,10 @@ def _is_plausible(text: str) -> bool:
         is_blank = character in "\t\n\v\f\r"
         if not is_blank and unicodedata.category(character) in ("Cn", "Co", "Cc"):
             num_odd += 1
+    if not text or num_odd > _MOST_ODD * len(text):
+        return False
     scripts = {_script_of(character) for character in text}
-    return bool(text) and num_odd <= _MOST_ODD * len(text) and len(scripts) <= _MOST_SCRIPTS
+    return len(scripts) <= _MOST_SCRIPTS
 
 
 def _script_of(character: str) -> int:
@@ -374,4 +387,7 @@ def _is_tar(head: bytes) -> bool:
         checksum = int(header[148:156].strip(b"\0 ") or b"-", 8)
     except ValueError:
         return False
-    return checksum == sum(header[:148]) + 8 * ord(" ") + sum(header[156:])
+    # The sum over the header, with blanks in place of the checksum's own eight bytes.
+    before = sum(header[:148])
+    after = sum(header[156:])
+    return checksum == before + 8 * ord(" ") + after

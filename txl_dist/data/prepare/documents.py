@@ -197,7 +197,9 @@ def count_characters(raw: bytes) -> int:
     """Count the characters of a text in UTF-8: its bytes that begin a character."""
     import numpy as np  # imported here: the command line reads this file, and --help should not wait for numpy
 
-    return int((np.frombuffer(raw, dtype=np.uint8) & 0xC0 != 0x80).sum())
+    data = np.frombuffer(raw, dtype=np.uint8)
+    is_first = data & 0xC0 != 0x80
+    return int(is_first.sum())
 
 
 def content_digest(data: bytes) -> bytes:
@@ -229,8 +231,10 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[D
     for number, (split, text) in enumerate(texts):
         raw = text_bytes_of(text)
         digest = content_digest(raw)
-        piece = document._replace(text=text, ordinal=len(SPLITS) * document.ordinal + number)
-        pieces.append(DocumentPiece(piece, reading.tails.get(digest, split), digest, len(raw)))
+        ordinal = len(SPLITS) * document.ordinal + number
+        piece = document._replace(text=text, ordinal=ordinal)
+        split_of_piece = reading.tails.get(digest, split)
+        pieces.append(DocumentPiece(piece, split_of_piece, digest, len(raw)))
     return pieces
 
 
@@ -249,7 +253,10 @@ def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = Fal
         return [(TRAIN, text)]
     test_share = shares.get(TEST, 0.0)
     valid_share = shares.get(VALID, 0.0)
-    begins = {VALID: round(length * (1 - test_share - valid_share)), TEST: round(length * (1 - test_share))}
+    begins = {
+        VALID: round(length * (1 - test_share - valid_share)),
+        TEST: round(length * (1 - test_share)),
+    }
     if whole_words:
         slack = length
     else:
@@ -267,8 +274,10 @@ def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = Fal
 def _nearest_border(text: str, wanted: int, slack: int) -> int:
     """Return the index after the separator nearest to `wanted`, at most `slack` away; `wanted` if there is none."""
     for separator in ("\n\n", "\r\n\r\n", "\n", " "):
-        before = text.rfind(separator, max(wanted - slack, 0), wanted)
-        after = text.find(separator, max(wanted - len(separator), 0), wanted + slack)
+        first_before = max(wanted - slack, 0)
+        first_after = max(wanted - len(separator), 0)
+        before = text.rfind(separator, first_before, wanted)
+        after = text.find(separator, first_after, wanted + slack)
         borders = [start + len(separator) for start in (before, after) if start >= 0]
         if borders:
             return min(borders, key=lambda border: (abs(border - wanted), border))
@@ -277,7 +286,8 @@ def _nearest_border(text: str, wanted: int, slack: int) -> int:
 
 def is_learnt_from(digest: bytes, *, fraction: float) -> bool:
     """Return whether the tokenizer is trained on a document: a share by its digest, independent of the split."""
-    return int.from_bytes(digest[8:], "big") < fraction * 2.0**64
+    place = int.from_bytes(digest[8:], "big")
+    return place < fraction * 2.0**64
 
 
 def end_of_records(data: bytes, form: Form) -> int:
@@ -402,9 +412,10 @@ def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> 
 def _is_mostly_damaged(raw: bytes) -> bool:
     """Return whether most characters outside ASCII are damaged, which means that the text is in another encoding."""
     beginning = raw[:_LOOKED_AT]
-    damaged = beginning.decode("utf-8", errors="replace").count("\ufffd")
-    sound = sum(not character.isascii() for character in beginning.decode("utf-8", errors="ignore"))
-    return damaged >= _MANY_DAMAGED and damaged > sound
+    num_damaged = beginning.decode("utf-8", errors="replace").count("\ufffd")
+    sound_text = beginning.decode("utf-8", errors="ignore")
+    num_sound = sum(not character.isascii() for character in sound_text)
+    return num_damaged >= _MANY_DAMAGED and num_damaged > num_sound
 
 
 def _not_utf8(where: str, what: str, *, is_mostly_damaged: bool = False) -> DataError:

@@ -200,8 +200,10 @@ class PrepareSettings(Learning):
     def stamp(self) -> str:
         """Return a hash of all settings that change the parts of a preparation, except the content of the inputs."""
         kept = self._facts({"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"})
-        kept["inputs"] = repr([_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)])
-        facts: tuple[Any, ...] = (sorted(kept.items()), self.duplicates == "ignore", __version__)
+        inputs = [_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)]
+        kept["inputs"] = repr(inputs)
+        ignores_duplicates = self.duplicates == "ignore"
+        facts: tuple[Any, ...] = (sorted(kept.items()), ignores_duplicates, __version__)
         plugins = loaded_plugins()
         if plugins:
             facts = (*facts, plugins)
@@ -217,7 +219,8 @@ class PrepareSettings(Learning):
             content = tokenizer_bytes(self.tokenizer_path, remedy="Check the path.")
             kept["tokenizer_path"] = hashlib.sha256(content).hexdigest()
         if self.vocab_list is not None:
-            kept["vocab_list"] = hashlib.sha256("\n".join(self.reading(given=()).names).encode()).hexdigest()
+            names_of_ids = "\n".join(self.reading(given=()).names)
+            kept["vocab_list"] = hashlib.sha256(names_of_ids.encode()).hexdigest()
         return dict(sorted(kept.items()))
 
     def _changed(self, *names: str) -> list[str]:

@@ -168,11 +168,11 @@ def check_in_the_way(job: Preparation, target: Path) -> None:
     try:
         corpus = open_corpus(target)
         tokenizer = corpus.tokenizer
-        is_another = set(corpus.split_names) != set(job.splits) or not _is_like(tokenizer, job)
-        is_another = is_another or not all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
+        is_same = set(corpus.split_names) == set(job.splits) and _is_like(tokenizer, job)
+        is_same = is_same and all(_begins_alike(job, corpus, tokenizer, split) for split in job.splits)
     except DataError:  # damaged: to prepare it again is the remedy
         return
-    if is_another:
+    if not is_same:
         raise another_corpus(target)
 
 
@@ -251,7 +251,9 @@ def check_learning(settings: PrepareSettings) -> None:
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
     """Return a sentence for the user if the text gives fewer ids than requested; else an empty list."""
     wanted = settings.vocab_size or DEFAULT_SUBWORDS
-    if not settings.learns or settings.kind not in ("bpe", "unigram") or tokenizer.vocab_size >= wanted:
+    if not settings.learns or settings.kind not in ("bpe", "unigram"):
+        return []
+    if tokenizer.vocab_size >= wanted:
         return []
     return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
 

@@ -111,9 +111,14 @@ def begin(
     """
     raw = streams.enter_context(_open_stored(file, allow_protocols))
     with open_new(copy) as copied:
-        while (left := at_most - copied.tell()) and (chunk := _read(raw, min(left, _MIB), file)):
+        size = 0
+        while size < at_most:
+            chunk_len = min(at_most - size, _MIB)
+            chunk = _read(raw, chunk_len, file)
+            if not chunk:
+                break
             copied.write(chunk)
-        size = copied.tell()
+            size += len(chunk)
     begun = file._replace(spooled=str(copy))
     with open_source(begun, allow_protocols) as opened:
         begun = begun._replace(form=opened.form)
@@ -255,7 +260,11 @@ class _Stream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         filled = 0
-        while filled < min(len(buffer), HEAD_BYTES) and (data := self.take(len(buffer) - filled)):
+        wanted = min(len(buffer), HEAD_BYTES)
+        while filled < wanted:
+            data = self.take(len(buffer) - filled)
+            if not data:
+                break
             buffer[filled : filled + len(data)] = data
             filled += len(data)
         return filled
@@ -397,7 +406,8 @@ class _UrlStream(_Stream):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}[whence]
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size or 0}
+        self._position = origins[whence] + offset
         self._file = None
         return self._position
 

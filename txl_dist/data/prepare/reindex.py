@@ -78,7 +78,8 @@ class ReindexSummary:
     def lines(self) -> list[str]:
         """Return the summary for the user: the corpus, then the parts of the tars that were left out."""
         lines = [*corpus_lines(corpus_facts(self.corpus)), *self.remarks]
-        lines += [f"members ignored: {count:,} {suffix}" for suffix, count in sorted(self.ignored.items())]
+        for suffix, count in sorted(self.ignored.items()):
+            lines.append(f"members ignored: {count:,} {suffix}")
         if self.num_without_tokens:
             lines.append(f"tars without tokens, left out: {self.num_without_tokens:,}")
         if self.num_unended:
@@ -168,8 +169,10 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
 
 def _is_named_tar(path: Path) -> bool:
     """Return whether a visible file has the name of a tar, compressed or not."""
+    if path.name.startswith("."):
+        return False
     has_tar_name = re.search(r"\.(tar|tgz)", path.name, re.IGNORECASE) is not None
-    return has_tar_name and not path.name.startswith(".") and _suffix(path) in (".tar", *_COMPRESSED)
+    return has_tar_name and _suffix(path) in (".tar", *_COMPRESSED)
 
 
 def split_tars(tars: Sequence[Path], *, ignore_names: bool = False) -> tuple[dict[str, list[Path]], list[str]]:

@@ -54,7 +54,11 @@ def write_shard(
             records = table[num_written : num_written + len(sample)]  # a view
             records["offset"] = offset + starts * dtype.itemsize
             records["tokens"] = lengths
-            records["crc32"] = [zlib.crc32(np.ascontiguousarray(document, dtype=dtype).data) for document in sample]
+            crc32s = []
+            for document in sample:
+                ids = np.ascontiguousarray(document, dtype=dtype)
+                crc32s.append(zlib.crc32(ids.data))
+            records["crc32"] = crc32s
             num_written += len(sample)
         tar.close()
     atomic_replace(folder / f"{name}.idx", table.tobytes())

@@ -214,7 +214,9 @@ def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
 
 def is_hidden(name: str) -> bool:
     """Return whether a name is that of a hidden file or folder, or of one that a system, editor or cache writes."""
-    return (name.startswith((".", "~$")) and name not in (".", "..")) or name.lower() in _HIDDEN_NAMES
+    if name in (".", ".."):
+        return False
+    return name.startswith((".", "~$")) or name.lower() in _HIDDEN_NAMES
 
 
 def is_repeatable(files: Iterable[SourceFile]) -> bool:

@@ -153,8 +153,10 @@ def _real(error: Exception) -> Exception:
 def _is_final(error: Exception) -> bool:
     """Return whether another try would not help."""
     status = getattr(error, "status", None)
-    is_refusal = isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
-    return is_refusal or isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ImportError)
+    if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ImportError):
+        return True
+    is_refusal = isinstance(status, int) and 400 <= status < 500
+    return is_refusal and status not in (408, 425, 429)
 
 
 def _reason(error: Exception) -> str:

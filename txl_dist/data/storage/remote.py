@@ -79,7 +79,12 @@ class UrlOrigin(Origin):
             entries = watched(lambda: self._file_system.ls(self._folder, detail=True))
         except PermissionError:
             return None
-        return {entry["name"].rpartition("/")[2]: entry["size"] for entry in entries if entry["size"] is not None}
+        sizes: dict[str, int] = {}
+        for entry in entries:
+            _, _, name = entry["name"].rpartition("/")
+            if entry["size"] is not None:
+                sizes[name] = entry["size"]
+        return sizes
 
     def _path_of(self, file: str) -> str:
         return f"{self._folder.rstrip('/')}/{file}"
