@@ -201,6 +201,13 @@ WORLD: dict[str, Callable[[], bytes]] = {
 
 NOT_ON_THE_PAGE = {
     "`NOTES.TXT`": ("text", ""),
+    "`X.PARQUET`": ("parquet", ""),
+    "`x.txt`, zstd's bytes": ("text", ""),
+    "`x.txt`, a zip archive": ("refused: a zip archive", "`unzip x.txt`"),
+    "`x.jsonl`, a field that occurs twice": (
+        "refused: the field 'text' occurs twice in the record",
+        "`--skip-invalid`",
+    ),
     "`notes.jsonl`, UTF-8 with a byte order mark": ("JSON lines", ""),
     "`notes.jl`": ("JSON lines", ""),
     "`notes.jsonlines`": ("JSON lines", ""),
