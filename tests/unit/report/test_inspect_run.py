@@ -1,4 +1,4 @@
-"""`txl inspect` shows what a run and a checkpoint hold, and what a step trained on, also after lanes were cut anew."""
+"""`txl inspect` shows what a run and a checkpoint hold, and what a step trained on, also after lanes were cut again."""
 
 from __future__ import annotations
 

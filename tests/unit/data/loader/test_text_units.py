@@ -71,7 +71,7 @@ def test_masks_score_the_same_targets_as_carrying_in_every_cut_of_an_evaluation(
 def test_masks_train_on_the_same_targets_as_carrying_but_where_a_piece_begins_inside_a_document(
     tmp_path: Path, seed: int
 ) -> None:
-    """From the start, behind a skip, and after the lanes were cut anew."""
+    """From the start, after a skip, and after the lanes were cut again."""
     chance, corpus = random.Random(seed), random_corpus(tmp_path, seed)
     split, num_lanes, segment_len = corpus.split("train"), chance.randint(2, 8), chance.randint(1, 25)
     fresh = first_state([split], num_lanes=num_lanes, seed=seed)
