@@ -22,6 +22,7 @@ from txl_dist.io.files import write_hashed_json
 from txl_dist.io.manifest import MANIFEST, describe_file, files_of, problems_of, write_manifest
 from txl_dist.report.records import read_history
 from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
+from txl_dist.version import __version__
 
 STEP = "step_000000016"
 GOLDENS = [Path(__file__).parents[2] / "golden" / f"checkpoint_v{version}" for version in (2, 3, 4)]
@@ -107,6 +108,7 @@ def test_a_killed_run_of_0_2_continues_by_the_same_command(tmp_path: Path) -> No
     assert history.held_out["step"].tolist() == history.memory["step"].tolist() == [8, 16, 24]
     assert history.held_out.last("loss") == pytest.approx(expected["eval_loss"], rel=1e-5)
     saved = read_state(tmp_path / "run/checkpoints/step_000000024")
+    assert saved.values["code_version"] == __version__
     assert saved.values["config_fingerprint"] == expected["config_fingerprint"]
     assert [corpus.position for corpus in saved.stream.corpora] == expected["position"]
 
