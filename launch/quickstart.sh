@@ -111,7 +111,7 @@ if ((code != 0)); then
 fi
 num_steps=$(steps_of_this_start)
 
-say "4/6 evaluate on held-out files, with memory, without it, and beside counting baselines"
+say "4/6 evaluate on the validation split, with memory and without, and compare with counting baselines"
 txl evaluate "$run" --without-memory --baselines --json "$run/evaluation.json"
 check_scores || [ $# -gt 0 ] || fail "the scores in $run/evaluation.json are not what this model reaches with" \
     "$config. Remove $run to train from the beginning."
