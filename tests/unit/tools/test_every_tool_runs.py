@@ -62,6 +62,7 @@ SMOKE: dict[str, list[str]] = {
     "experiments/paper/t9": ["--size", "paper"],
     "experiments/parity": ["--table"],
     "experiments/prediction": ["--table"],
+    "experiments/quickstart": ["--table"],
     "experiments/recipes": ["--table"],
     "checks/reference_pages": ["--check"],
     "checks/simulate_lanes": ["--lanes", "16", "--ranks", "4", "--shards", "20", "--steps", "50", "--segment-len", "8"],
