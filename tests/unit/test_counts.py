@@ -21,6 +21,7 @@ NEVER_ONE = {
     ("cli/main.py", "num_ranks"),
     ("config/load.py", "world_size"),
     ("data/loader/lanes.py", "shares[i]"),
+    ("evaluation/options.py", "_MOST"),
     ("inference/bundle.py", "model.num_layers"),
     ("planning/scaling.py", "broken.gpus"),
     ("config/phases.py", "values['num_lanes']"),

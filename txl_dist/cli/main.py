@@ -47,7 +47,7 @@ from txl_dist.console.echo import LostOutputError, drop_output, echo, flush_outp
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.distributed.rank_environment import without_local_rank
 from txl_dist.errors import ConfigError, TxlError, missing_package
-from txl_dist.train.monitoring.preemption import launchers
+from txl_dist.train.monitoring.preemption import launchers, parse_duration
 from txl_dist.train.run_dir import check_paths, finished_lines
 
 
@@ -91,6 +91,10 @@ def train(argv: Sequence[str]) -> int:
 
         echo("\n".join(dry_run(arguments.settings, world_size=arguments.ranks, shows_all=arguments.all)))
         return 0
+    if arguments.max_time:
+        max_time_s = parse_duration(arguments.max_time)
+    else:
+        max_time_s = 0.0
     if arguments.resume in ("auto", "must") and (lines := _finished_lines(arguments, argv)):
         echo("\n".join(lines), to=sys.stderr)
         return 0
@@ -98,14 +102,9 @@ def train(argv: Sequence[str]) -> int:
     from txl_dist.distributed.malloc import give_memory_back
 
     give_memory_back()  # before torch is imported
-    from txl_dist.train.monitoring.preemption import parse_duration
     from txl_dist.train.report.profile import parse_steps
     from txl_dist.train.start import pretrain
 
-    if arguments.max_time:
-        max_time_s = parse_duration(arguments.max_time)
-    else:
-        max_time_s = 0.0
     max_steps = arguments.settings.train.max_steps
     if arguments.profile:
         traced = parse_steps(arguments.profile, max_steps=max_steps)

@@ -127,13 +127,14 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
     tokenizer = load_tokenizer(folder / "tokenizer.json")
     precision = config.engine.dtype
     probe = read_probe(folder, vocab_size=tokenizer.vocab_size)
+    weights = consolidated_weights(folder, use_ema=use_ema)  # raises if the checkpoint has no average
     losses = probe[AVERAGE_LOSSES] if use_ema else probe["losses"]
     source: dict[str, Any] = {"run": name, "step": saved.step, "precision": precision}
     if use_ema:
         source["average"] = True
     package = Package(
         section=config.model,
-        weights=consolidated_weights(folder, use_ema=use_ema),
+        weights=weights,
         tokenizer=tokenizer,
         segment_len=config.train.segment_len,
         memory_len=config.train.memory_len,

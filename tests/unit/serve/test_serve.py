@@ -950,7 +950,7 @@ def test_a_server_that_can_write_nothing_any_more_says_so_and_ends(monkeypatch: 
         monkeypatch.setattr(worker._scheduler, "step", lambda: 1 / 0)
         monkeypatch.setattr(worker, "_new_scheduler", lambda: 1 / 0)
         assert Served(server).complete(TEXT).status == 500
-        with pytest.raises(TxlError, match="nothing can be written any more"):
+        with pytest.raises(TxlError, match="the server can generate no more text"):
             running.result(timeout=30)
 
 
@@ -1001,7 +1001,7 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd:
     taken = listen(Serving(port=0))
     port = str(taken.getsockname()[1])
     for flags, message in (
-        (["--port", port], f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop what does, or"),
+        (["--port", port], f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop the program that uses it, or"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: it must be 1 or more texts."),
         (["--api-key", "a b"], "printable ASCII without blanks"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read --api-key-file"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.corpora import tiny_corpus
+from txl_dist.cli.main import train
 from txl_dist.config.load import Config, config_to_toml, load_config
 from txl_dist.errors import ConfigError
 from txl_dist.io.manifest import describe_file, write_manifest
@@ -79,3 +80,9 @@ def test_the_command_answers_without_torch_and_keeps_its_other_words(tmp_path: P
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     assert done.stdout == "0\n", done.stderr
     assert f"to continue: txl train {tmp_path / 'c.toml'} --data.path {corpus} --train.max_steps 400\n" in done.stderr
+
+
+def test_a_wrong_time_limit_is_refused_for_a_finished_run_too(tmp_path: Path) -> None:
+    a_finished_run(tmp_path, corpus=tiny_corpus(tmp_path).folder)
+    with pytest.raises(ConfigError, match="'3x' is not a duration"):
+        train([str(tmp_path / "c.toml"), "--max-time", "3x"])
