@@ -60,17 +60,26 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
         facts.append({fact.name: fact.value for fact in facts_of(run)})
     figures = [["run", *_FIGURES, "train", "validation", "best validation"]]
     for run, name, known in zip(runs, names, facts, strict=True):
-        lowest = best(run.history.held_out, unit.column)
-        losses = [fixed(table.last(unit.column), 4) for table in (run.history.train, run.history.held_out)]
-        losses.append(f"{bounded(lowest[0])} at {lowest[1]:,}" if lowest else None)
         row = [name]
         row += [known.get(fact, "-") for fact in _FIGURES.values()]
-        row += [loss or "-" for loss in losses]
+        row += _loss_cells(run, unit)
         figures.append(row)
     ranks = ranking(runs, names, unit)
     figure_rows = [list(column) for column in zip(*figures, strict=True)]
     for fact in _FACTS:
-        figure_rows.append([fact, *(known.get(fact, "-") for known in facts)])
+        row = [fact]
+        for known in facts:
+            row.append(known.get(fact, "-"))
+        figure_rows.append(row)
+    settings = []
+    without_settings = []
+    for run, name in zip(runs, names, strict=True):
+        if run.settings:
+            settings.append(run.settings | {"run.dir": ""})
+        else:
+            settings.append({})
+        if run.settings_problem:
+            without_settings.append(name)
     page = write_page(
         out,
         "compare.html.j2",
@@ -79,10 +88,29 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
         ranking=ranks,
         groups=_pictures(runs, names, unit),
         figure_rows=figure_rows,
-        setting_rows=setting_rows([run.settings | {"run.dir": ""} if run.settings else {} for run in runs], names),
-        without_settings=[name for name, run in zip(names, runs, strict=True) if run.settings_problem],
+        setting_rows=setting_rows(settings, names),
+        without_settings=without_settings,
     )
-    return [*format_table(figures), unit.sentence, *ranks, page]
+    lines = format_table(figures)
+    lines.append(unit.sentence)
+    lines += ranks
+    lines.append(page)
+    return lines
+
+
+def _loss_cells(run: RunRecords, unit: Unit) -> list[str]:
+    """Return a run's newest training loss, its newest validation loss, and the best with its step."""
+    cells = []
+    for table in (run.history.train, run.history.held_out):
+        newest = fixed(table.last(unit.column), 4)
+        cells.append(newest or "-")
+    lowest = best(run.history.held_out, unit.column)
+    if lowest:
+        loss, step = lowest
+        cells.append(f"{bounded(loss)} at {step:,}")
+    else:
+        cells.append("-")
+    return cells
 
 
 def _check_runs(run_dirs: Sequence[Path]) -> None:
@@ -194,17 +222,7 @@ def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> lis
 
 def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
     """Draw the losses and speeds, with a line for each run that has the column."""
-    rows = []
-    for kind, title in _KINDS.items():
-        for by, word in _AXES.items():
-            if unit.column:
-                name = f"{title} loss against {word}"
-                axis = f"loss, {unit.label}"
-                rows.append(PlotRow("Loss", name, axis, {"": unit.column}, kind, by, is_log=True))
-    for metric in METRICS.values():
-        curve = metric.curve
-        if curve and curve.compared:
-            rows.append(PlotRow("Speed", curve.title, curve.axis, {"": metric.name}, is_log=curve.is_log))
+    rows = _plot_rows(unit)
     hours = max(run.history.hours for run in runs)
     labels = [shortened(name) for name in names]
     if len(set(labels)) < len(labels):
@@ -222,6 +240,24 @@ def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> d
             lines.append(Line(label, x, table[column]))
         groups[row.group].append(picture_of(row, lines, hours=hours))
     return groups
+
+
+def _plot_rows(unit: Unit) -> list[PlotRow]:
+    """Return the pictures of a comparison: losses, if a unit allows it, and speeds."""
+    rows = []
+    if unit.column:
+        axis = f"loss, {unit.label}"
+        columns = {"": unit.column}
+        for kind, title in _KINDS.items():
+            for by, word in _AXES.items():
+                name = f"{title} loss against {word}"
+                rows.append(PlotRow("Loss", name, axis, columns, kind, by, is_log=True))
+    for metric in METRICS.values():
+        curve = metric.curve
+        if curve and curve.compared:
+            columns = {"": metric.name}
+            rows.append(PlotRow("Speed", curve.title, curve.axis, columns, is_log=curve.is_log))
+    return rows
 
 
 _KINDS: dict[Kind, str] = {"train": "Training", "eval": "Validation"}

@@ -99,7 +99,8 @@ def thinned(x: FloatArray, y: FloatArray) -> Thinned:
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
     """Draw a chart as an <svg> element for a page, with `alt` as its text for screen readers."""
-    return _for_page(_drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None}).decode(), alt=alt)
+    svg = _drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(svg.decode(), alt=alt)
 
 
 def draw_png(chart: Chart) -> bytes:
@@ -157,12 +158,16 @@ def _set_axes(axes: Any, chart: Chart) -> None:
     ticks: Any = MaxNLocator(6, steps=_STEPS)
     if chart.is_log and low > 0:
         axes.set_yscale("log")
-        if high > 5 * low:  # else ticks in even steps are more, and rounder
-            ticks = LogLocator(subs=(1.0, 2.0, 5.0) if high < 1000 * low else (1.0,))
+        if high >= 1000 * low:
+            ticks = LogLocator(subs=(1.0,))
+        elif high > 5 * low:  # else ticks in even steps are more, and rounder
+            ticks = LogLocator(subs=(1.0, 2.0, 5.0))
     else:
         bottom = 1.08 * min(low, 0.0)
         top = 1.08 * max(high, 0.0)
-        axes.set_ylim(bottom, top if top > bottom else 1.0)
+        if top <= bottom:
+            top = 1.0
+        axes.set_ylim(bottom, top)
     axes.yaxis.set_major_locator(ticks)
     axes.yaxis.set_minor_locator(NullLocator())
     for axis in (axes.xaxis, axes.yaxis):
@@ -172,14 +177,25 @@ def _set_axes(axes: Any, chart: Chart) -> None:
 def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
     left, right = axes.get_xlim()
     shown = [mark for mark in marks if left <= mark.x <= right]  # which NaN is not
-    places = {(round(_MAX_MARKS * (mark.x - left) / (right - left)), mark.is_border): mark.x for mark in shown}
+    places = {}
+    for mark in shown:
+        place = round(_MAX_MARKS * (mark.x - left) / (right - left))
+        places[place, mark.is_border] = mark.x
     for (_, is_border), x in sorted(places.items()):
         if is_border:
             axes.axvline(x, color=_INK, linewidth=0.8, linestyle=(0, (3, 3)), alpha=0.55)
         else:
             at_the_axis = axes.get_xaxis_transform()
-            style = {"marker": "^", "markersize": 5, "color": COLOURS[4], "clip_on": False, "zorder": 5}
-            axes.plot([x], [0], transform=at_the_axis, **style)
+            axes.plot(
+                [x],
+                [0],
+                transform=at_the_axis,
+                marker="^",
+                markersize=5,
+                color=COLOURS[4],
+                clip_on=False,
+                zorder=5,
+            )
 
 
 def _for_page(svg: str, *, alt: str) -> str:
@@ -190,17 +206,26 @@ def _for_page(svg: str, *, alt: str) -> str:
     svg = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style type=.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r"<defs>\s*</defs>", "", svg)
     used = set(re.findall(r'#([\w-]+)[")]', svg))
-    svg = re.sub(r' id="([^"]+)"', lambda match: match[0] if match[1] in used else "", svg)
-    svg = re.sub(r' d="[^"]*"', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), svg)
-    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)  # the page's
-    svg = svg.replace(_INK, "var(--ink)").replace(_GRID, "var(--grid)")
-    svg = re.sub(r">\s+<", "><", svg)
-    return re.sub(
-        r'<svg[^>]*?viewBox="([^"]+)"[^>]*>',
-        lambda match: (
+
+    def used_id(match: re.Match[str]) -> str:
+        if match[1] in used:
+            return match[0]
+        return ""
+
+    def shortened_path(match: re.Match[str]) -> str:
+        return re.sub(r"(\.\d\d)\d+", r"\1", match[0])
+
+    def root_element(match: re.Match[str]) -> str:
+        return (
             f'<svg role="img" aria-label="{escape(alt)}" viewBox="{match[1]}" xmlns="http://www.w3.org/2000/svg" '
             'xmlns:xlink="http://www.w3.org/1999/xlink">'
-        ),
-        svg,
-        count=1,
-    ).strip()
+        )
+
+    svg = re.sub(r' id="([^"]+)"', used_id, svg)
+    svg = re.sub(r' d="[^"]*"', shortened_path, svg)
+    svg = re.sub(r"font-family: [^;\"]*; ", "", svg)  # the page's
+    svg = svg.replace(_INK, "var(--ink)")
+    svg = svg.replace(_GRID, "var(--grid)")
+    svg = re.sub(r">\s+<", "><", svg)
+    svg = re.sub(r'<svg[^>]*?viewBox="([^"]+)"[^>]*>', root_element, svg, count=1)
+    return svg.strip()

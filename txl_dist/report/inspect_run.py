@@ -116,9 +116,15 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]
     behind = [folder for folder in checkpoints if step_of(folder) >= step]
-    config = at_step(load_config((behind[0] if behind else run_dir) / SETTINGS), step - 1)
-    if checkpoints:
-        config = with_corpora_found(config, behind[0] if behind else checkpoints[-1])
+    if behind:
+        settings_dir = behind[0]
+    else:
+        settings_dir = run_dir
+    config = at_step(load_config(settings_dir / SETTINGS), step - 1)
+    if behind:
+        config = with_corpora_found(config, behind[0])
+    elif checkpoints:
+        config = with_corpora_found(config, checkpoints[-1])
     corpora = open_corpora(config.data, num_lanes=config.train.num_lanes, seed=config.run.seed)
     splits = corpora.train
     state = corpora.begin
@@ -131,50 +137,80 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
     if behind:
         saved = read_state(behind[0]).stream
         state = state.with_skip(saved, saved)  # the run may have come back to `before` and left out what went wrong
-        reached = state.advanced((step_of(behind[0]) - start) * segment_len)
-        if [(one.cut(), one.position) for one in reached.corpora] != [
-            (one.cut(), one.position) for one in saved.corpora
-        ]:
-            is_same_cut = [one.cut() for one in reached.corpora] == [one.cut() for one in saved.corpora]
-            if is_same_cut:
-                changed = "train.segment_len was changed"
-            else:
-                changed = "the lanes were cut again"
+        saved_step = step_of(behind[0])
+        reached = state.advanced((saved_step - start) * segment_len)
+        changed = _change_between(reached, saved)
+        if changed:
             raise CheckpointError(
                 f"what the lanes read at step {step} is not known: {changed} before {behind[0].name}, and the "
-                f"checkpoint from before that is gone. Name a step after {step_of(behind[0])}."
+                f"checkpoint from before that is gone. Name a step after {saved_step}."
             )
     return splits, state.advanced((step - 1 - start) * segment_len), segment_len
+
+
+def _change_between(reached: StreamState, saved: StreamState) -> str:
+    """Say why a stream does not reach the place that a checkpoint saved. Empty if it does."""
+    reached_cuts = [corpus.cut() for corpus in reached.corpora]
+    saved_cuts = [corpus.cut() for corpus in saved.corpora]
+    if reached_cuts != saved_cuts:
+        return "the lanes were cut again"
+    reached_positions = [corpus.position for corpus in reached.corpora]
+    saved_positions = [corpus.position for corpus in saved.corpora]
+    if reached_positions != saved_positions:
+        return "train.segment_len was changed"
+    return ""
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:
     """Return the facts of a run: its checkpoints, each read and compared with its manifest, and the other entries."""
     summaries = {folder: _summary(folder) for folder in list_checkpoints(run_dir)}
-    checkpoints = [one for folder, one in summaries.items() if folder.is_dir()]  # a run may remove some meanwhile
+    checkpoints = [summary for folder, summary in summaries.items() if folder.is_dir()]  # a run may remove some
     losses = evaluated_losses(run_dir, up_to=sys.maxsize)
-    for one in checkpoints:
-        one["eval_loss"] = losses.get(one["step"])
-    names = {one["name"] for one in checkpoints}
-    others = sorted(path.name for path in (run_dir / CHECKPOINTS).glob("step_*") if path.name not in names)
+    names = set()
+    whole_steps = []
+    for checkpoint in checkpoints:
+        step = checkpoint["step"]
+        checkpoint["eval_loss"] = losses.get(step)
+        names.add(checkpoint["name"])
+        if not checkpoint["problems"]:
+            whole_steps.append(step)
+    others = []
+    for path in (run_dir / CHECKPOINTS).glob("step_*"):
+        if path.name not in names:
+            others.append(path.name)
     return {
         "run": str(run_dir),
         "done": (run_dir / DONE).is_file(),
-        "newest_whole": max((one["step"] for one in checkpoints if not one["problems"]), default=None),
+        "newest_whole": max(whole_steps, default=None),
         "best_step": min(losses, key=losses.__getitem__, default=None),
         "checkpoints": checkpoints,
-        "beside": [{"name": name, "what": _what_is(name)} for name in others],
+        "beside": [{"name": name, "what": _what_is(name)} for name in sorted(others)],
     }
 
 
+_SUMMARY_KEYS = ("tokens_seen", "world_size", "zero_stage", "precision")
+"""Values of a checkpoint's state that its line in the table of a run shows."""
+
+
 def _summary(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = {"name": folder.name, "step": step_of(folder), "problems": checkpoint_problems(folder)}
-    keys = ("tokens_seen", "world_size", "zero_stage", "precision")
-    facts |= dict.fromkeys(keys) | {"bytes": _bytes_of(folder)}
+    """Return the facts of a checkpoint in the table of a run. None for what state.json does not say."""
+    facts: dict[str, Any] = {
+        "name": folder.name,
+        "step": step_of(folder),
+        "problems": checkpoint_problems(folder),
+    }
+    for key in _SUMMARY_KEYS:
+        facts[key] = None
+    facts["bytes"] = _bytes_of(folder)
     try:
         state = read_state(folder).values
     except CheckpointError as error:
-        return facts | {"problems": facts["problems"] or [str(error)]}
-    return facts | {key: state.get(key) for key in keys}
+        if not facts["problems"]:
+            facts["problems"] = [str(error)]
+        return facts
+    for key in _SUMMARY_KEYS:
+        facts[key] = state.get(key)
+    return facts
 
 
 def _bytes_of(folder: Path) -> int:
@@ -194,27 +230,43 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
         newest = "none"
     else:
         newest = f"step {facts['newest_whole']:,}"
+    if facts["done"]:
+        done = "done"
+    else:
+        done = "not done"
+    lines = [f"{facts['run']}: {done}; newest whole checkpoint: {newest}"]
     rows = [["checkpoint", "tokens seen", "MiB", "ranks", "ZeRO", "type", "eval loss", "state"]]
-    for one in facts["checkpoints"]:
-        if one["step"] == facts["best_step"]:
-            best = " (best)"
-        else:
-            best = ""
-        if one["eval_loss"] is None:
-            loss = "-"
-        else:
-            loss = f"{bounded(one['eval_loss'])}{best}"
-        size = f"{one['bytes'] / 2**20:,.1f}"
-        if one["problems"]:
-            state = f"damaged: {one['problems'][0]}"
-        else:
-            state = "whole"
-        known = [_or_dash(one[key]) for key in ("tokens_seen", "world_size", "zero_stage", "precision")]
-        rows.append([one["name"], known[0], size, *known[1:], loss, state])
+    for checkpoint in facts["checkpoints"]:
+        is_best = checkpoint["step"] == facts["best_step"]
+        rows.append(_run_row(checkpoint, is_best=is_best))
+    if facts["checkpoints"]:
+        lines += format_table(rows)
+    for other in facts["beside"]:
+        lines.append(f"{other['name']}: {other['what']}")
+    return lines
+
+
+def _run_row(checkpoint: dict[str, Any], *, is_best: bool) -> list[str]:
+    """Return the row of a checkpoint in the table of a run."""
+    if checkpoint["eval_loss"] is None:
+        loss = "-"
+    else:
+        loss = bounded(checkpoint["eval_loss"])
+        if is_best:
+            loss += " (best)"
+    if checkpoint["problems"]:
+        state = f"damaged: {checkpoint['problems'][0]}"
+    else:
+        state = "whole"
     return [
-        f"{facts['run']}: {'done' if facts['done'] else 'not done'}; newest whole checkpoint: {newest}",
-        *(format_table(rows) if facts["checkpoints"] else []),
-        *(f"{one['name']}: {one['what']}" for one in facts["beside"]),
+        checkpoint["name"],
+        _or_dash(checkpoint["tokens_seen"]),
+        f"{checkpoint['bytes'] / 2**20:,.1f}",
+        _or_dash(checkpoint["world_size"]),
+        _or_dash(checkpoint["zero_stage"]),
+        _or_dash(checkpoint["precision"]),
+        loss,
+        state,
     ]
 
 
@@ -238,18 +290,33 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
         lanes = [_lane_file(path) for path in lane_files(folder) if lanes_of(path)]
     except CheckpointError as error:
         problems.append(str(error))
-    own = ("format_version", "code_version", "step", "tokens_seen", "world_size", "zero_stage", "precision")
+    values = saved.values
+    health = {
+        "skipped_steps": saved.health.skipped_steps,
+        "num_spikes": saved.health.num_spikes,
+        "rewinds": saved.health.rewinds,
+    }
     return {
         "checkpoint": str(folder),
         "problems": problems,
         "bytes": _bytes_of(folder),
-        **{key: saved.values[key] for key in (*own, "loss_scale", "vocab_size", "parameters")},
+        "format_version": values["format_version"],
+        "code_version": values["code_version"],
+        "step": values["step"],
+        "tokens_seen": values["tokens_seen"],
+        "world_size": values["world_size"],
+        "zero_stage": values["zero_stage"],
+        "precision": values["precision"],
+        "loss_scale": values["loss_scale"],
+        "vocab_size": values["vocab_size"],
+        "parameters": values["parameters"],
         "phase": _phase_facts(folder, saved.step),
         "kinds": kinds,
         "lanes": lanes,
         "stream": _stream_facts(folder, saved.stream),
-        "health": {key: getattr(saved.health, key) for key in ("skipped_steps", "num_spikes", "rewinds")},
-        **{key: saved.values[key] for key in ("tokenizer_fingerprint", "config_fingerprint")},
+        "health": health,
+        "tokenizer_fingerprint": values["tokenizer_fingerprint"],
+        "config_fingerprint": values["config_fingerprint"],
     }
 
 
@@ -259,87 +326,161 @@ def _phase_facts(folder: Path, step: int) -> dict[str, int] | None:
     None for a run without phases, or a checkpoint without settings.
     """
     with suppress(TxlError, OSError):
-        phases = list(each_phase(load_config(folder / SETTINGS)))
-        if len(phases) > 1:
-            number = next((n for n, (steps, _) in enumerate(phases, 1) if step <= steps.stop), len(phases))
-            train = phases[number - 1][1].train
-            lengths = {key: getattr(train, key) for key in ("num_lanes", "segment_len", "memory_len")}
-            return {"number": number, "of": len(phases), **lengths}
+        config = load_config(folder / SETTINGS)
+        phases = list(each_phase(config))
+        if len(phases) < 2:
+            return None
+        number = 0
+        for steps, phase in phases:
+            number += 1
+            train = phase.train
+            if step <= steps.stop:
+                break
+        return {
+            "number": number,
+            "of": len(phases),
+            "num_lanes": train.num_lanes,
+            "segment_len": train.segment_len,
+            "memory_len": train.memory_len,
+        }
     return None
 
 
 def _lane_file(path: Path) -> dict[str, Any]:
     with reading("the memories", path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        shapes = {name: one.get_shape() for name, one in slices.items()}
-        dtypes = {name: str(one.get_dtype()) for name, one in slices.items()}
+        shapes = {name: part.get_shape() for name, part in slices.items()}
+        dtypes = {name: str(part.get_dtype()) for name, part in slices.items()}
     form = memory_form(shapes)
     if form is None:
         raise CheckpointError(f"the memories in {path} have the shapes {shapes}, not [layers, lanes, tokens, width].")
-    shape = {
+    lanes = lanes_of(path)
+    facts: dict[str, Any] = {
+        "file": f"lanes/{path.name}",
+        "first": lanes.start,
+        "last": lanes.stop - 1,
         "num_layers": len(form.memory_lens),
         "memory_len": max(form.memory_lens),
-        **({"memory_lens": list(form.memory_lens)} if len(set(form.memory_lens)) > 1 else {}),
-        "width": form.width,
-        "dtype": dtypes[min(dtypes.keys() - {"document"})],
     }
-    lanes = lanes_of(path)
-    return {"file": f"lanes/{path.name}", "first": lanes.start, "last": lanes.stop - 1, **shape}
+    if len(set(form.memory_lens)) > 1:
+        facts["memory_lens"] = list(form.memory_lens)
+    facts["width"] = form.width
+    memory_names = dtypes.keys() - {"document"}
+    facts["dtype"] = dtypes[min(memory_names)]
+    return facts
 
 
 def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
-    """Per corpus; how often it has been read is known only where it lies on this machine."""
-    tokens: dict[tuple[str, str], int] = {}
-    with suppress(TxlError, OSError):
-        config = with_corpora_found(load_config(folder / SETTINGS), folder)
-        if all(Path(path).is_dir() for path in config.data.paths):
-            splits = [corpus.split(config.data.train_split) for corpus in open_all(config.data)]
-            tokens = {(split.corpus.fingerprint, split.name): split.tokens for split in splits}
-    found = []
-    for one in stream.corpora:
-        num_tokens = tokens.get((one.fingerprint, one.split))
-        found.append(
+    """Return the facts of each corpus. How often it has been read is known only where it is on this machine."""
+    tokens_of_split = _tokens_of_splits(folder)
+    facts = []
+    for corpus in stream.corpora:
+        key = (corpus.fingerprint, corpus.split)
+        num_tokens = tokens_of_split.get(key)
+        num_epochs: float | None = num_tokens
+        if num_tokens:
+            num_epochs = epochs_read(corpus.cut(), corpus.position, num_tokens=num_tokens)
+        facts.append(
             {
-                **{key: getattr(one, key) for key in ("name", "split", "fingerprint", "num_lanes", "position")},
-                "cut_in_epoch": one.epoch,
-                "epochs_read": num_tokens and epochs_read(one.cut(), one.position, num_tokens=num_tokens),
-                "skips": [list(skip) for skip in one.skips],
+                "name": corpus.name,
+                "split": corpus.split,
+                "fingerprint": corpus.fingerprint,
+                "num_lanes": corpus.num_lanes,
+                "position": corpus.position,
+                "cut_in_epoch": corpus.epoch,
+                "epochs_read": num_epochs,
+                "skips": [list(skip) for skip in corpus.skips],
             }
         )
-    return found
+    return facts
+
+
+def _tokens_of_splits(folder: Path) -> dict[tuple[str, str], int]:
+    """Return the tokens of each training split by (fingerprint, name). Empty if a corpus is not on this machine."""
+    tokens: dict[tuple[str, str], int] = {}
+    with suppress(TxlError, OSError):
+        config = load_config(folder / SETTINGS)
+        config = with_corpora_found(config, folder)
+        if not all(Path(path).is_dir() for path in config.data.paths):
+            return {}
+        splits = [corpus.split(config.data.train_split) for corpus in open_all(config.data)]
+        for split in splits:
+            key = (split.corpus.fingerprint, split.name)
+            tokens[key] = split.tokens
+    return tokens
 
 
 def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
     """Describe the facts of a checkpoint in lines for people."""
-    counts = {name: math.prod(shape) for name, shape in facts["parameters"].items()}
-    rows = [["parameter", "values", "shape"]]
-    rows += [[name, f"{counts[name]:,}", f"{shape}"] for name, shape in facts["parameters"].items()]
-    hidden = len(counts) - max_parameters
-    health = facts["health"]
-    return [
-        f"{facts['checkpoint']}: {'damaged' if facts['problems'] else 'whole'}, {format_bytes(facts['bytes'])}, "
-        f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}",
-        *(f"  {problem}" for problem in facts["problems"]),
-        f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {counted(facts['world_size'], 'rank')}, ZeRO "
-        f"{facts['zero_stage']}, {facts['precision']}"
-        + (f", loss scale {facts['loss_scale']['cur_scale']:g}" if facts["loss_scale"] else ""),
-        *_phase_lines(facts["phase"]),
-        f"skipped steps: {health['skipped_steps']}; spikes: {health['num_spikes']}; rewinds: {health['rewinds']}",
-        f"tokenizer {facts['tokenizer_fingerprint'][:16]}, {facts['vocab_size']:,} ids; settings "
-        f"{facts['config_fingerprint'][:16]}",
-        "",
-        *_stream_lines(facts["stream"]),
-        "",
-        *(
-            f"{one['file']}: memories of lanes {one['first']} to {one['last']}, "
-            f"{counted(one['num_layers'], 'layer')} x "
-            f"{' '.join(map(str, one.get('memory_lens', [one['memory_len']])))} tokens x {one['width']}, {one['dtype']}"
-            for one in facts["lanes"]
-        ),
-        f"{sum(counts.values()):,} values in {len(counts)} parameters, each with {', '.join(facts['kinds'])}",
-        *format_table(rows[: max_parameters + 1]),
-        *([f"... and {hidden:,} more"] if hidden > 0 else []),
+    lines = _state_lines(facts)
+    lines.append("")
+    lines += _stream_lines(facts["stream"])
+    lines.append("")
+    for lane_file in facts["lanes"]:
+        lines.append(_lane_file_line(lane_file))
+    lines += _parameter_lines(facts, max_parameters=max_parameters)
+    return lines
+
+
+def _state_lines(facts: dict[str, Any]) -> list[str]:
+    """Describe a checkpoint's state: damage, step, phase, skipped steps, fingerprints."""
+    if facts["problems"]:
+        state = "damaged"
+    else:
+        state = "whole"
+    lines = [
+        f"{facts['checkpoint']}: {state}, {format_bytes(facts['bytes'])}, "
+        f"format version {facts['format_version']}, written by txl_dist {facts['code_version']}"
     ]
+    for problem in facts["problems"]:
+        lines.append(f"  {problem}")
+    ranks = counted(facts["world_size"], "rank")
+    reached = (
+        f"step {facts['step']:,}, {facts['tokens_seen']:,} tokens; {ranks}, ZeRO {facts['zero_stage']}, "
+        f"{facts['precision']}"
+    )
+    if facts["loss_scale"]:
+        reached += f", loss scale {facts['loss_scale']['cur_scale']:g}"
+    lines.append(reached)
+    lines += _phase_lines(facts["phase"])
+    health = facts["health"]
+    lines.append(
+        f"skipped steps: {health['skipped_steps']}; spikes: {health['num_spikes']}; rewinds: {health['rewinds']}"
+    )
+    tokenizer = facts["tokenizer_fingerprint"][:16]
+    settings = facts["config_fingerprint"][:16]
+    lines.append(f"tokenizer {tokenizer}, {facts['vocab_size']:,} ids; settings {settings}")
+    return lines
+
+
+def _lane_file_line(lane_file: dict[str, Any]) -> str:
+    """Describe a file of memories."""
+    lanes = f"{lane_file['first']} to {lane_file['last']}"
+    layers = counted(lane_file["num_layers"], "layer")
+    memory_lens = lane_file.get("memory_lens", [lane_file["memory_len"]])
+    lengths = " ".join(str(memory_len) for memory_len in memory_lens)
+    return (
+        f"{lane_file['file']}: memories of lanes {lanes}, {layers} x {lengths} tokens x {lane_file['width']}, "
+        f"{lane_file['dtype']}"
+    )
+
+
+def _parameter_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
+    """List the parameters of a checkpoint, up to a number."""
+    rows = [["parameter", "values", "shape"]]
+    num_values = 0
+    for name, shape in facts["parameters"].items():
+        count = math.prod(shape)
+        num_values += count
+        rows.append([name, f"{count:,}", f"{shape}"])
+    num_parameters = len(facts["parameters"])
+    kinds = ", ".join(facts["kinds"])
+    lines = [f"{num_values:,} values in {num_parameters} parameters, each with {kinds}"]
+    lines += format_table(rows[: max_parameters + 1])
+    num_hidden = num_parameters - max_parameters
+    if num_hidden > 0:
+        lines.append(f"... and {num_hidden:,} more")
+    return lines
 
 
 def _phase_lines(phase: dict[str, int] | None) -> list[str]:
@@ -351,12 +492,24 @@ def _phase_lines(phase: dict[str, int] | None) -> list[str]:
 
 def _stream_lines(corpora: Sequence[dict[str, Any]]) -> list[str]:
     rows = [["corpus", "split", "fingerprint", "lanes", "position", "cut in epoch", "epochs read", "left out per lane"]]
-    for one in corpora:
-        if one["epochs_read"] is None:
+    for corpus in corpora:
+        if corpus["epochs_read"] is None:
             epochs = "?"
         else:
-            epochs = f"{one['epochs_read']:.3f}"
-        numbers = [f"{one[key]:,}" for key in ("num_lanes", "position", "cut_in_epoch")]
-        skipped = sum(end - first for first, end in one["skips"])
-        rows.append([one["name"], one["split"], one["fingerprint"][:16], *numbers, epochs, f"{skipped:,}"])
+            epochs = f"{corpus['epochs_read']:.3f}"
+        num_skipped = 0
+        for first, end in corpus["skips"]:
+            num_skipped += end - first
+        rows.append(
+            [
+                corpus["name"],
+                corpus["split"],
+                corpus["fingerprint"][:16],
+                f"{corpus['num_lanes']:,}",
+                f"{corpus['position']:,}",
+                f"{corpus['cut_in_epoch']:,}",
+                epochs,
+                f"{num_skipped:,}",
+            ]
+        )
     return format_table(rows)

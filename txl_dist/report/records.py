@@ -80,15 +80,23 @@ class RecordTable:
 
     def last(self, name: str) -> float | None:
         """Return the newest number of a column."""
-        finite = self[name][np.isfinite(self[name])]
+        column = self[name]
+        finite = column[np.isfinite(column)]
         if len(finite):
             return float(finite[-1])
         return None
 
     def numbered(self, prefix: str) -> list[str]:
         """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
-        names = [name for name in self.columns if name.startswith(prefix) and name.removeprefix(prefix).isdecimal()]
-        return sorted(names, key=lambda name: int(name.removeprefix(prefix)))
+
+        def number_of(name: str) -> int:
+            return int(name.removeprefix(prefix))
+
+        names = []
+        for name in self.columns:
+            if name.startswith(prefix) and name.removeprefix(prefix).isdecimal():
+                names.append(name)
+        return sorted(names, key=number_of)
 
     def newest(self, prefix: str) -> FloatArray:
         """Those of the last record."""
@@ -126,9 +134,13 @@ class History:
     @property
     def step(self) -> int:
         """The newest step on record."""
-        ends = [table.last("step") or 0.0 for table in (self.train, self.memory, *self.evals.values())]
-        starts = [event.step for event in self.events[-1:]]
-        return int(max([*ends, *starts]))
+        newest = 0.0
+        for table in (self.train, self.memory, *self.evals.values()):
+            step = table.last("step")
+            newest = max(newest, step or 0.0)
+        if self.events:
+            newest = max(newest, self.events[-1].step)
+        return int(newest)
 
 
 def read_history(run_dir: Path) -> History:
@@ -201,11 +213,13 @@ def read_loss_parts(run_dir: Path) -> Parts:
 
 
 def _parts_of(listed: object) -> list[LossPart]:
-    if isinstance(listed, list):
-        known = [one for one in listed[:_MAX_LIST] if isinstance(one, dict)]
-    else:
-        known = []
-    return [_part_of(values) for values in known]
+    parts: list[LossPart] = []
+    if not isinstance(listed, list):
+        return parts
+    for values in listed[:_MAX_LIST]:
+        if isinstance(values, dict):
+            parts.append(_part_of(values))
+    return parts
 
 
 def _part_of(values: dict[str, Any]) -> LossPart:
@@ -219,10 +233,15 @@ def _part_of(values: dict[str, Any]) -> LossPart:
 
 def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
-        found = parse_object(read_bytes(run_dir / SCORES))
+        content = read_bytes(run_dir / SCORES)
+        scores = parse_object(content)
     except (OSError, ValueError):
         return []
-    rows = [(printable(name[:_MAX_NAME]), values) for name, values in found.items() if isinstance(values, dict)]
+    rows = []
+    for name, values in scores.items():
+        if isinstance(values, dict):
+            short_name = printable(name[:_MAX_NAME])
+            rows.append((short_name, values))
     return rows[:_MAX_SCORES]
 
 
@@ -250,10 +269,11 @@ class _Rows:
         limit = np.full(len(step) + 1, np.inf)
         for rows, at in reached:  # what was written before, of later steps, was given up
             limit[rows] = min(limit[rows], at)
-        limit = np.minimum.accumulate(limit[::-1])[::-1][1:]
-        kept = np.flatnonzero(step <= limit)
-        _, newest = np.unique(step[kept][::-1], return_index=True)  # sorted by step; of equal ones the later
-        kept = kept[::-1][newest]
+        backwards = np.minimum.accumulate(limit[::-1])
+        limit = backwards[::-1][1:]
+        newest_first = np.flatnonzero(step <= limit)[::-1]
+        _, first = np.unique(step[newest_first], return_index=True)  # sorted by step; of equal ones the later
+        kept = newest_first[first]
         return RecordTable({name: values[kept] for name, values in columns.items()})
 
 
@@ -294,7 +314,10 @@ class _Reader:
             self._samples.pop((step, prompt), None)
             self._samples[step, prompt] = TextSample(step, prompt, text)
         elif kind in ("train", "memory", "layers") or kind.startswith("eval"):
-            self._rows.setdefault(kind, _Rows()).append(dict(self._numbers(record)) | {"hours": self._hours})
+            rows = self._rows.setdefault(kind, _Rows())
+            numbers = dict(self._numbers(record))
+            numbers["hours"] = self._hours
+            rows.append(numbers)
 
     def history(self) -> History:
         """Return the history that all lines give together."""
@@ -302,13 +325,19 @@ class _Reader:
         for kind, rows in self._rows.items():
             reached = [(counts.get(kind, 0), step) for counts, step in self._reached]
             tables[kind] = rows.table(reached)
+        evals = {}
+        for kind, table in tables.items():
+            if kind.startswith("eval") and len(table):
+                evals[kind] = table
+        samples = list(self._samples.values())
+        samples.sort(key=lambda sample: sample.step)
         return History(
             train=tables["train"],
-            evals={kind: table for kind, table in tables.items() if kind.startswith("eval") and len(table)},
+            evals=evals,
             memory=tables["memory"],
             layers=tables["layers"],
             events=self._events,
-            samples=sorted(self._samples.values(), key=lambda sample: sample.step),
+            samples=samples,
             hosts=self._hosts,
             hours=self._hours,
             last_time_s=self._time_s,
@@ -326,7 +355,8 @@ class _Reader:
             spent_s = max(time_s - self._time_s, 0.0)
         elif record["kind"] == "train" and is_number(record.get("step_ms")):
             spent_s = max(step - self._last_step, 0) * record["step_ms"] / 1000
-        self._hours += 0.0 if is_start else spent_s / 3600
+        if not is_start:
+            self._hours += spent_s / 3600
         if is_number(time_s):
             self._time_s = float(time_s)
         if record["kind"] == "train" or is_start or record.get("event") == "rewound":
@@ -340,7 +370,8 @@ class _Reader:
         if "no_bits" in fields:
             self._not_kept -= BITS.keys()
         if name in ("start", "rewound"):
-            self._reached.append(({kind: rows.num for kind, rows in self._rows.items()}, step))
+            num_rows = {kind: rows.num for kind, rows in self._rows.items()}
+            self._reached.append((num_rows, step))
             self._samples = {key: sample for key, sample in self._samples.items() if sample.step <= step}
 
     def _numbers(self, record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -348,15 +379,22 @@ class _Reader:
             if is_number(value) and name not in self._not_kept and len(name) <= _MAX_NAME:
                 yield name, value
             elif name == "rank_ms" and isinstance(value, list):
-                if len(known := sorted(filter(is_number, value))) > 1:
-                    yield "fastest_rank_ms", known[0]
-                    yield "median_rank_ms", known[len(known) // 2]
-                    yield "slowest_rank_ms", known[-1]
+                times = sorted(filter(is_number, value))
+                if len(times) > 1:
+                    yield "fastest_rank_ms", times[0]
+                    yield "median_rank_ms", times[len(times) // 2]
+                    yield "slowest_rank_ms", times[-1]
             elif isinstance(value, list):
-                for index, one in enumerate(value[:_MAX_LIST]):
-                    yield f"{name}_{index}", one if is_number(one) else math.nan
-            elif name == "slowest_host" and type(record.get("slowest_rank")) is int:
-                self._hosts[record["slowest_rank"]] = printable(str(value)[:_MAX_NAME])
+                for index, number in enumerate(value[:_MAX_LIST]):
+                    if is_number(number):
+                        yield f"{name}_{index}", number
+                    else:
+                        yield f"{name}_{index}", math.nan
+            elif name == "slowest_host":
+                rank = record.get("slowest_rank")
+                if type(rank) is int:
+                    host = str(value)[:_MAX_NAME]
+                    self._hosts[rank] = printable(host)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -43,7 +43,10 @@ def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
         check_writable(path)
     run = read_run(run_dir)
     facts = facts_of(run)
-    return [*fact_lines(facts), write_page(path, "report.html.j2", **_content(run, facts, folder=path.parent))]
+    lines = fact_lines(facts)
+    content = _content(run, facts, folder=path.parent)
+    written = write_page(path, "report.html.j2", **content)
+    return [*lines, written]
 
 
 def check_writable(path: Path) -> None:
@@ -88,16 +91,37 @@ def render(template: str, **content: Any) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
-    environment.tests["a_number"] = lambda cell: bool(_NUMBER.fullmatch(str(cell)))
+    environment.tests["a_number"] = _is_a_number
     html = environment.get_template(template).render(**content)
-    return "".join(character if character >= " " or character in "\n\t" else "\ufffd" for character in html)
+    return _CONTROL.sub("\ufffd", html)
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]")
+"""Characters that no page may hold: below the space, but for tab and newline."""
+
+
+def _is_a_number(cell: object) -> bool:
+    """Whether a cell of a table holds a number, for its alignment."""
+    return bool(_NUMBER.fullmatch(str(cell)))
 
 
 def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[str, Any]:
+    events = run.history.events
     samples = run.history.samples
+    shown_samples = []
+    for sample in reversed(spread(samples, most=_MAX_SAMPLES)):
+        text = cut(sample.text)
+        prompt = cut(sample.prompt)
+        shown_samples.append(sample._replace(text=text, prompt=prompt))
     scores = read_scores(run.path)
+    loss_parts = read_loss_parts(run.path)
+    score_pictures = memory_sweep(scores)
+    score_pictures += part_pictures(loss_parts)
     return {
         "title": f"Run {run.name}",
         "run": run,
@@ -106,13 +130,10 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
         "marks": marks_explained(run),
         "groups": pictures_of(run),
         "score_rows": _score_rows(scores),
-        "score_pictures": memory_sweep(scores) + part_pictures(read_loss_parts(run.path)),
-        "event_rows": _event_rows(run.history.events),
-        "event_counts": Counter(event.name for event in run.history.events),
-        "samples": [
-            one._replace(text=cut(one.text), prompt=cut(one.prompt))
-            for one in reversed(spread(samples, most=_MAX_SAMPLES))
-        ],
+        "score_pictures": score_pictures,
+        "event_rows": _event_rows(events),
+        "event_counts": Counter(event.name for event in events),
+        "samples": shown_samples,
         "num_samples": len(samples),
         "setting_rows": setting_rows([run.settings, defaults()], ["this run", "default"]),
         "files": _links(run.path, folder=folder),
@@ -121,25 +142,34 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
 
 def cut(text: str, *, most: int = _MAX_TEXT) -> str:
     """Cut off the end of a text that is too long for a page."""
-    if len(text) <= most:
+    num_cut = len(text) - most
+    if num_cut <= 0:
         return text
-    return f"{text[:most]}... ({counted(len(text) - most, 'character')} more)"
+    rest = counted(num_cut, "character")
+    return f"{text[:most]}... ({rest} more)"
 
 
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:
     """Return as many events as a page shows: the important ones first, and the newest of the others."""
-    by_weight = sorted(range(len(events)), key=lambda index: (events[index].name in _ORDINARY, -index))
-    shown = [events[index] for index in sorted(by_weight[:_MAX_EVENTS])]
-    rows = [
-        [
-            one.name.replace("_", " "),
-            f"{one.step:,}",
-            format_duration(3600 * one.hours),
-            cut(event_details(one.name, one.fields), most=300),
-        ]
-        for one in shown
-    ]
-    return [["event", "step", "after", "details"], *rows]
+
+    def weight(index: int) -> tuple[bool, int]:
+        is_ordinary = events[index].name in _ORDINARY
+        return is_ordinary, -index
+
+    by_weight = sorted(range(len(events)), key=weight)
+    rows = [["event", "step", "after", "details"]]
+    for index in sorted(by_weight[:_MAX_EVENTS]):
+        event = events[index]
+        details = event_details(event.name, event.fields)
+        rows.append(
+            [
+                event.name.replace("_", " "),
+                f"{event.step:,}",
+                format_duration(3600 * event.hours),
+                cut(details, most=300),
+            ]
+        )
+    return rows
 
 
 def _score_rows(scores: Scores) -> list[list[str]]:
@@ -150,8 +180,12 @@ def _score_rows(scores: Scores) -> list[list[str]]:
     for name, values in scores.items():
         row = [name]
         for key in columns:
-            num_digits = 0 if key == "tokens" else 4
-            row.append(fixed(values.get(key), num_digits) or "-")
+            if key == "tokens":
+                num_digits = 0
+            else:
+                num_digits = 4
+            number = fixed(values.get(key), num_digits)
+            row.append(number or "-")
         rows.append(row)
     return rows
 
@@ -159,19 +193,32 @@ def _score_rows(scores: Scores) -> list[list[str]]:
 def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
     """Settings in which some differ, a column for each; one that a version did not have counts as its default."""
     usual = defaults()
+    foreign = set()
+    for settings in known:
+        foreign |= settings.keys() - usual.keys()
     rows = [["setting", *names]]
-    for key in [*usual, *sorted({key for settings in known for key in settings} - set(usual))]:
-        values = [
-            settings.get(key, usual.get(key, "unknown to this version")) if settings else "unknown"
-            for settings in known
-        ]
-        if len({json.dumps(value, default=str) for value in values}) > 1:
-            rows.append([key, *(cut(str(value), most=200) for value in values)])
+    for key in [*usual, *sorted(foreign)]:
+        default = usual.get(key, "unknown to this version")
+        row = [key]
+        distinct = set()
+        for settings in known:
+            if settings:
+                value = settings.get(key, default)
+            else:
+                value = "unknown"
+            distinct.add(json.dumps(value, default=str))
+            row.append(cut(str(value), most=200))
+        if len(distinct) > 1:
+            rows.append(row)
     return rows
 
 
 def _links(run_dir: Path, *, folder: Path) -> list[tuple[str, str]]:
     """(name, relative address) of what the run directory has."""
     base = os.path.relpath(run_dir.resolve(), folder.resolve())
-    found = [name for name in _FILES if (run_dir / name).exists()]
-    return [(name, quote(os.path.join(base, name).removeprefix("./"))) for name in found]
+    links = []
+    for name in _FILES:
+        if (run_dir / name).exists():
+            address = os.path.join(base, name).removeprefix("./")
+            links.append((name, quote(address)))
+    return links
