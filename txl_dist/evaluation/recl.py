@@ -73,7 +73,9 @@ class Recl(NamedTuple):
     """Values g_i(c, c + step) of every context but the longest, also beyond the RECL."""
 
     def __str__(self) -> str:
-        return f"{self.context:,}" + (" or more" if self.is_longest else "")
+        if self.is_longest:
+            return f"{self.context:,} or more"
+        return f"{self.context:,}"
 
 
 def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> float:
@@ -81,17 +83,29 @@ def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> 
     baseline_S = losses_NCS[:, context].min(axis=0)
     num_hard = max(1, round(r * len(baseline_S)))
     hard = np.argsort(-baseline_S, kind="stable")[:num_hard]
-    short, longer = (
-        float(np.exp(np.minimum(baseline_S, losses_NCS[model, index])[hard].mean())) for index in (context, context + 1)
-    )
+
+    def hard_perplexity(index: int) -> float:
+        """Perplexity of the hard targets, where only losses below the baseline count."""
+        counted_S = np.minimum(baseline_S, losses_NCS[model, index])
+        mean = counted_S[hard].mean()
+        return float(np.exp(mean))
+
+    short = hard_perplexity(context)
+    longer = hard_perplexity(context + 1)
     return (short - longer) / short
 
 
 def compute_recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
     """Compute the RECL of one model of the group."""
-    gains = [relative_gain(losses_NCS, model=model, context=index, r=r) for index in range(len(contexts) - 1)]
-    stop = next((index for index, gain in enumerate(gains) if gain < THRESHOLD), len(gains))
-    return Recl(contexts[stop], stop == len(gains), gains)
+    gains = []
+    for index in range(len(contexts) - 1):
+        gain = relative_gain(losses_NCS, model=model, context=index, r=r)
+        gains.append(gain)
+    stop = 0
+    while stop < len(gains) and not gains[stop] < THRESHOLD:
+        stop += 1
+    is_longest = stop == len(gains)
+    return Recl(contexts[stop], is_longest, gains)
 
 
 def compare_contexts(

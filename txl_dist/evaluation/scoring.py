@@ -87,17 +87,24 @@ def _with_overrides(
         memory_len = 0
     same_length = _same_length(config, overrides, memory_len=memory_len)
     values = config.model_dump(mode="json")
-    values["data"]["eval_split"] = overrides.split or config.data.eval_split
-    values["eval"] |= _eval_values(config, overrides, memory_len=memory_len, segment_len=segment_len)
+    if overrides.split:
+        values["data"]["eval_split"] = overrides.split
+    eval_values = _eval_values(config, overrides, memory_len=memory_len, segment_len=segment_len)
+    values["eval"].update(eval_values)
     # The training lengths too, so that the rules between settings are checked for this evaluation.
-    values["train"]["memory_len"] = memory_len
-    values["train"]["memory_lens"] = config.train.memory_lens and memory_of_layers(
-        memory_len, config.train.memory_lens, num_layers=config.model.num_layers
-    )
+    train_values = values["train"]
+    train_values["memory_len"] = memory_len
+    if config.train.memory_lens:
+        train_values["memory_lens"] = memory_of_layers(
+            memory_len,
+            config.train.memory_lens,
+            num_layers=config.model.num_layers,
+        )
+    model_values = values["model"]
     if clamp_len >= 0:
-        values["model"]["clamp_len"] = clamp_len
+        model_values["clamp_len"] = clamp_len
     if same_length != "trained":
-        values["model"]["same_length"] = same_length
+        model_values["same_length"] = same_length
     changed = config_from_dict(values, source=f"evaluation of {target.path}")
     _check_memory_off(changed, overrides, memory_len=memory_len)
     check_config(changed)

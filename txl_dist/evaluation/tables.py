@@ -23,7 +23,10 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     for name, values in results.items():
         row = [name]
         for key in columns:
-            row.append(_number(key, values[key]) if key in values else "-")
+            if key in values:
+                row.append(_number(key, values[key]))
+            else:
+                row.append("-")
         row.append(bounded(values["loss"]))
         row.append(f"{int(values['tokens']):,}")
         rows.append(row)
@@ -32,7 +35,8 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
         lines.append(f"no bits per byte: {units.problem}")
     if units.unknown_pct:
         lines.append(f"unknown: {units.unknown_pct:.2f} % of the tokens")
-    if len({values["tokens"] for values in results.values()}) > 1:
+    token_counts = {values["tokens"] for values in results.values()}
+    if len(token_counts) > 1:
         lines.append("these rows are over different numbers of tokens: they do not compare")
     return lines
 
@@ -40,9 +44,16 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
 def _columns(results: dict[str, Result], units: TextUnits) -> dict[str, str]:
     """Return the titles of the columns for which some result has a value, by its key."""
     if units.problem:
-        columns = {"ppl": f"ppl/{units.token}", "bits_per_token": f"bits/{units.token}"}
+        columns = {
+            "ppl": f"ppl/{units.token}",
+            "bits_per_token": f"bits/{units.token}",
+        }
     else:
-        columns = {"bits_per_byte": "bits/byte", "bits_per_character": "bits/char", "word_ppl": "ppl/word"}
+        columns = {
+            "bits_per_byte": "bits/byte",
+            "bits_per_character": "bits/char",
+            "word_ppl": "ppl/word",
+        }
     columns["accuracy_pct"] = "accuracy, %"
     known: set[str] = set()
     for values in results.values():
@@ -76,14 +87,16 @@ def _parts_line(title: str, parts: Sequence[Result]) -> str:
     texts = []
     for part in parts:
         if part["tokens"]:
-            texts.append(f"{part['first']}-{part['last']} {bounded(part['loss'])} ({part['tokens']:,})")
+            loss = bounded(part["loss"])
+            texts.append(f"{part['first']}-{part['last']} {loss} ({part['tokens']:,})")
     return f"{title} (tokens): {', '.join(texts)}"
 
 
 def _merged(parts: Sequence[Result]) -> list[Result]:
     """Merge neighbouring parts, down to as many as are printed."""
     merged = []
-    for indices in np.array_split(np.arange(len(parts)), min(_POSITIONS, len(parts))):
+    num_groups = min(_POSITIONS, len(parts))
+    for indices in np.array_split(np.arange(len(parts)), num_groups):
         group = [parts[index] for index in indices.tolist()]
         tokens = sum(part["tokens"] for part in group)
         nats = sum((part["loss"] or 0.0) * part["tokens"] for part in group)
@@ -91,5 +104,12 @@ def _merged(parts: Sequence[Result]) -> list[Result]:
             loss = nats / tokens
         else:
             loss = None
-        merged.append({"first": group[0]["first"], "last": group[-1]["last"], "loss": loss, "tokens": tokens})
+        merged.append(
+            {
+                "first": group[0]["first"],
+                "last": group[-1]["last"],
+                "loss": loss,
+                "tokens": tokens,
+            }
+        )
     return merged

@@ -26,7 +26,10 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
 
     Raises TxlError where a real run would.
     """
-    device = torch.device("cuda" if uses_gpu() else "cpu")
+    if uses_gpu():
+        device = torch.device("cuda")
+    else:
+        device = torch.device("cpu")
     ranks = RankInfo(0, world_size, 0, device, num_threads=torch.get_num_threads())
     plan = plan_run(config, ranks)
     first_stage = plan.stages[0]
@@ -69,7 +72,7 @@ def describe_cost(context: RunContext) -> Iterator[str]:
     total_flops = step_flops * len(context.steps)
     yield f"cost: {per_token(context.flops)}, {step_flops / 1e9:,.1f} GFLOP per step, {total_flops:.3g} FLOP in all"
     needed = bytes_per_rank(config, plan=context.plan, vocab_size=vocab_size, on_gpu=on_gpu)
-    needed_mib = {name: size / 2**20 for name, size in needed.items()}
+    needed_mib = {name: num_bytes / 2**20 for name, num_bytes in needed.items()}
     total_mib = sum(needed.values()) / 2**20
     listed = ", ".join(f"{name} {mib:,.1f}" for name, mib in needed_mib.items())
     yield f"memory per rank, estimated: {total_mib:,.1f} MiB in addition to the program ({listed})"
@@ -77,5 +80,7 @@ def describe_cost(context: RunContext) -> Iterator[str]:
         owner = "a GPU"
     else:
         owner = "this machine, left for all its ranks"
-    yield f"memory of {owner}: {room_bytes(device) / 2**20:,.1f} MiB"
-    yield f"checkpoint: {checkpoint_size(config, vocab_size=vocab_size)}"
+    room_mib = room_bytes(device) / 2**20
+    yield f"memory of {owner}: {room_mib:,.1f} MiB"
+    size = checkpoint_size(config, vocab_size=vocab_size)
+    yield f"checkpoint: {size}"

@@ -44,10 +44,19 @@ def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
     """Return a point for every number of GPUs that divides the global batch. Micro-batches are at most as large as
     `work`'s."""
     works = []
-    for gpus in (count for count in range(1, min(num_lanes, MOST_GPUS) + 1) if num_lanes % count == 0):
+    most_gpus = min(num_lanes, MOST_GPUS)
+    for gpus in range(1, most_gpus + 1):
+        if num_lanes % gpus:
+            continue
         lanes = num_lanes // gpus
         microbatch = largest_divisor(lanes, at_most=work.microbatch_lanes)
-        works.append(replace(work, world_size=gpus, microbatch_lanes=microbatch, num_microbatches=lanes // microbatch))
+        point = replace(
+            work,
+            world_size=gpus,
+            microbatch_lanes=microbatch,
+            num_microbatches=lanes // microbatch,
+        )
+        works.append(point)
     return curve(works, cluster)
 
 
@@ -63,17 +72,23 @@ def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
     first: dict[str, float] = {}
     for work in works:
         step = step_time(work, cluster)
-        per_token = {name: part * work.world_size / work.tokens_per_step for name, part in asdict(step).items()}
-        first = first or per_token
+        per_token = {}
+        for name, part in asdict(step).items():
+            per_token[name] = part * work.world_size / work.tokens_per_step
+        if not first:
+            first = per_token
         growth = {name: part - first[name] for name, part in per_token.items()}
         limit = max(growth, key=growth.__getitem__)
+        has_grown = growth[limit] > 0
+        if not has_grown:
+            limit = ""
         points.append(
             Point(
                 gpus=work.world_size,
                 lanes_per_gpu=work.microbatch_lanes * work.num_microbatches,
                 tokens_per_s=work.tokens_per_step / step.total_s,
                 efficiency=sum(first.values()) / sum(per_token.values()),
-                limited_by=limit if growth[limit] > 0 else "",
+                limited_by=limit,
             )
         )
     return points
@@ -81,7 +96,10 @@ def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
 
 def breaking_point(points: Sequence[Point]) -> Point | None:
     """Return the first point with an efficiency below `BROKEN`. None if there is none."""
-    return next((point for point in points if point.efficiency < BROKEN), None)
+    for point in points:
+        if point.efficiency < BROKEN:
+            return point
+    return None
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:

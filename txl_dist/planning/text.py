@@ -27,17 +27,20 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         host_share = chosen.step.host / chosen.step.total_s
     else:
         host_share = 0.0
-    is_small = host_share > 0.5 and max(option.needed_gib for option in plan.options) < SMALL_SHARE * plan.usable_gib
+    most_needed_gib = max(option.needed_gib for option in plan.options)
+    is_small = host_share > 0.5 and most_needed_gib < SMALL_SHARE * plan.usable_gib
     yield f"plan for {plan.gpus_used} x {cluster.gpu.device}: predicted, not measured (docs/planning.md says from what)"
     yield (
         f"machines: {counted(cluster.gpus_per_node, 'GPU')} each, bus bandwidth {cluster.gpu.bus_gb_s:g} GB/s "
         "among them, "
         f"network {cluster.network_gb_s:g} GB/s per machine"
     )
-    yield from (f"note: {note}" for note in plan.notes)
+    for note in plan.notes:
+        yield f"note: {note}"
     yield f"model: {plan.parameters:,} parameters with a vocabulary of {question.vocab_size:,}"
     if question.corpus_tokens:
-        yield from (f"  warning: {one}" for one in warnings_on_size(plan.parameters, tokens=question.corpus_tokens))
+        for warning in warnings_on_size(plan.parameters, tokens=question.corpus_tokens):
+            yield f"  warning: {warning}"
     yield f"work: {per_token(plan.flops_per_token)}; {plan.tokens_per_step:,} tokens per step"
     yield ""
     yield from _memory(plan, is_small=is_small)
@@ -71,7 +74,11 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 def per_token(flops_by_part: Mapping[str, float]) -> str:
     """Operations of a training step per token, and what they are for."""
     total = sum(flops_by_part.values())
-    listed = ", ".join(f"{name} {100 * part / total:.0f}%" for name, part in flops_by_part.items() if part)
+    shares = []
+    for name, part in flops_by_part.items():
+        if part:
+            shares.append(f"{name} {100 * part / total:.0f}%")
+    listed = ", ".join(shares)
     return f"{total / 1e6:,.2f} MFLOP per token ({listed})"
 
 
@@ -98,25 +105,34 @@ def _memory(plan: Plan, *, is_small: bool) -> Iterator[str]:
         )
         table: dict[str, list[str]] = {}
         for option in plan.options:  # by stage, and in it by size
-            name = f"ZeRO {option.engine.zero_stage}{', recomputed' if option.engine.activation_checkpointing else ''}"
+            name = f"ZeRO {option.engine.zero_stage}"
+            if option.engine.activation_checkpointing:
+                name += ", recomputed"
             if option.fits:
                 speed = f"{option.tokens_per_s:,.0f}"
             else:
                 speed = "too large"
-            table.setdefault(name, [name]).append(f"{option.needed_gib:.1f} {speed}")
-        head = ["micro-batch, lanes", *(f"{size:,}" for size in sizes)]
-        yield from (f"  {line}" for line in format_table([head, *table.values()]))
+            row = table.setdefault(name, [name])
+            row.append(f"{option.needed_gib:.1f} {speed}")
+        head = ["micro-batch, lanes"]
+        for size in sizes:
+            head.append(f"{size:,}")
+        for line in format_table([head, *table.values()]):
+            yield f"  {line}"
     absent = sorted({0, 1, 2, 3} - set(stages))
     if absent:
-        yield f"  (the settings rule out ZeRO {', '.join(map(str, absent))})"
+        listed = ", ".join(str(stage) for stage in absent)
+        yield f"  (the settings rule out ZeRO {listed})"
 
 
 def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
     given = plan.as_configured
-    yield f"choose: {' '.join(chosen.flags) or 'the settings as they are'}"
+    flags = " ".join(chosen.flags) or "the settings as they are"
+    yield f"choose: {flags}"
     if isinstance(given, Option) and given.engine.precision != chosen.engine.precision:
         yield f"  {chosen.engine.precision}: half the bytes of fp32, and the tensor cores' rate"
-    if len({option.engine.zero_stage for option in plan.options}) == 1:
+    stages = {option.engine.zero_stage for option in plan.options}
+    if len(stages) == 1:
         yield f"  ZeRO {chosen.engine.zero_stage}: the only stage that the other settings allow"
     else:
         what = f"ZeRO {chosen.engine.zero_stage}, micro-batches of {chosen.lanes}"
@@ -127,8 +143,12 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
         yield "  a CUDA graph: without one the host issues work more slowly than the GPU does it"
     if chosen.attention != "kernels":
         yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"
-    parts = ", ".join(f"{name} {gib:.2f}" for name, gib in chosen.needed_by_part_gib.items() if gib)
-    yield f"  GiB per GPU: {chosen.needed_gib:.2f} ({parts})"
+    parts = []
+    for name, gib in chosen.needed_by_part_gib.items():
+        if gib:
+            parts.append(f"{name} {gib:.2f}")
+    listed = ", ".join(parts)
+    yield f"  GiB per GPU: {chosen.needed_gib:.2f} ({listed})"
     if isinstance(given, str):
         yield f"  as configured it cannot run: {given}"
     elif chosen.flags:
@@ -147,9 +167,10 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
 
 def _time(chosen: PlannedOption, *, is_small: bool, is_short: bool) -> Iterator[str]:
     total = chosen.step.total_s
-    parts = [
-        f"{name} {1e3 * part:.1f} ({100 * part / total:.0f}%)" for name, part in asdict(chosen.step).items() if part
-    ]
+    parts = []
+    for name, part in asdict(chosen.step).items():
+        if part:
+            parts.append(f"{name} {1e3 * part:.1f} ({100 * part / total:.0f}%)")
     if is_small:
         mfu = ""
     else:
@@ -171,29 +192,35 @@ def _time(chosen: PlannedOption, *, is_small: bool, is_short: bool) -> Iterator[
             "by heart: lower train.max_steps, or prepare more text"
         )
     if chosen.stages:
-        head = ["steps", "lanes x segment", "memory", "micro-batch", "GiB", "ms per step", "tokens/s"]
-        rows = [
-            [
-                f"{one.first_step:,} to {one.last_step:,}",
-                f"{one.num_lanes:,} x {one.segment_len:,}",
-                f"{one.memory_len:,}",
-                f"{one.microbatch_lanes:,}",
-                f"{one.needed_gib:.2f}",
-                f"{1e3 * one.step_s:.1f}",
-                f"{one.tokens_per_s:,.0f}",
-            ]
-            for one in chosen.stages
-        ]
+        rows = [["steps", "lanes x segment", "memory", "micro-batch", "GiB", "ms per step", "tokens/s"]]
+        for stage in chosen.stages:
+            rows.append(
+                [
+                    f"{stage.first_step:,} to {stage.last_step:,}",
+                    f"{stage.num_lanes:,} x {stage.segment_len:,}",
+                    f"{stage.memory_len:,}",
+                    f"{stage.microbatch_lanes:,}",
+                    f"{stage.needed_gib:.2f}",
+                    f"{1e3 * stage.step_s:.1f}",
+                    f"{stage.tokens_per_s:,.0f}",
+                ]
+            )
         yield "by stage:"
-        yield from (f"  {line}" for line in format_table([head, *rows]))
+        for line in format_table(rows):
+            yield f"  {line}"
 
 
 def _saving(saving: SavingPlan) -> Iterator[str]:
-    parts = ", ".join(f"{name} {format_bytes(round(gib * 2**30))}" for name, gib in saving.size_by_part_gib.items())
+    parts = []
+    for name, gib in saving.size_by_part_gib.items():
+        part_size = format_bytes(round(gib * 2**30))
+        parts.append(f"{name} {part_size}")
+    listed = ", ".join(parts)
     size = format_bytes(round(saving.size_gib * 2**30))
+    steps = counted(saving.every_steps, "step")
+    interval = format_duration(saving.interval_s)
     yield (
-        f"checkpoint: {size} ({parts}); save every {counted(saving.every_steps, 'step')} "
-        f"({format_duration(saving.interval_s)}), a step waiting about {saving.wait_s:.0f} s"
+        f"checkpoint: {size} ({listed}); save every {steps} ({interval}), a step waiting about {saving.wait_s:.0f} s"
     )
     between_failures = format_duration(saving.between_failures_s)
     yield (
