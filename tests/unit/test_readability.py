@@ -14,7 +14,7 @@ PACKAGE = ROOT / "txl_dist"
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in package_files(ROOT)}
 MOST_PER_FILE = 9.0
 """Syntax nodes per line of code. OLMo-core has 7.0 on average, litgpt 7.2, lingua 7.7, nanochat 9.8."""
-MOST_ON_AVERAGE = 6.44
+MOST_ON_AVERAGE = 6.43
 """Syntax nodes per line of code over the package."""
 FEWEST_LINES = 15
 """A file with fewer lines of code has no density to speak of."""

@@ -173,7 +173,9 @@ class Product(NamedTuple):
         operations = 2 * self.rows * self.inner * self.columns
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         rate = gpu.matmul_share * gpu.flops(work.precision)
-        return self.times * (operations / rate + numbers * work.num_bytes / _bandwidth(gpu))
+        computing_s = operations / rate
+        moving_s = numbers * work.num_bytes / _bandwidth(gpu)
+        return self.times * (computing_s + moving_s)
 
 
 def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepTime:
@@ -185,13 +187,16 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
     products = again * sum(product.seconds(gpu, work) for product in _layer_products(work, program))
     attention = again * _attention_s(work, gpu, program)
     inner = model.num_heads * model.head_width
-    passes = program
-    numbers = passes.width_passes * model.width + passes.ff_passes * model.ff_width + passes.inner_passes * inner
+    numbers = program.width_passes * model.width
+    numbers += program.ff_passes * model.ff_width
+    numbers += program.inner_passes * inner
     elementwise = again * model.num_layers * work.tokens * numbers * work.num_bytes / _bandwidth(gpu)
     vocabulary = _vocabulary_s(work, gpu, program)
     computing = products + attention + elementwise + vocabulary
     host = _host_s(work, gpu, program, computing=computing)
-    backward_s = 2 / 3 * (computing + host) * (times if work.zero_stage >= 2 else 1)
+    backward_s = 2 / 3 * (computing + host)
+    if work.zero_stage >= 2:
+        backward_s *= times
     return StepTime(
         products=times * products,
         attention=times * attention,
@@ -220,10 +225,17 @@ def exchange_bytes(work: Work) -> float:
         reduced = times
     else:
         reduced = 1
-    sent = once * (reduced + GATHERS[stage] * (times if stage == 3 else 1))
+    gathered = GATHERS[stage]
+    if stage == 3:
+        gathered *= times
+    sent = once * (reduced + gathered)
     if work.orthogonalizes:  # in fp32: at stage 0 what it makes goes to all, else to its owners, as what it is made of
-        values = sum(rows * columns for rows, columns in _matrix_shapes(work.model)) * others
-        sent += 4 * (values if stage == 0 else 2 * values / work.world_size)
+        num_values = sum(rows * columns for rows, columns in _matrix_shapes(work.model))
+        values = num_values * others
+        if stage == 0:
+            sent += 4 * values
+        else:
+            sent += 4 * (2 * values / work.world_size)
     return sent
 
 
@@ -270,10 +282,10 @@ def _layer_products(work: Work, program: Program) -> Iterator[Product]:
 
 
 def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
-    return sum(
-        count * _layer_attention_s(work, memory_len, gpu, program)
-        for memory_len, count in Counter(work.memory_lens).items()
-    )
+    seconds = 0.0
+    for memory_len, count in Counter(work.memory_lens).items():
+        seconds += count * _layer_attention_s(work, memory_len, gpu, program)
+    return seconds
 
 
 def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) -> float:
@@ -287,12 +299,17 @@ def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) 
         seen = float(keys)
     if model.same_length != "off" and program.skips_masked:
         seen = min(seen, memory_len + 1.0)
-    num_scores = 3 if model.scheme.has_distance_terms else 2  # products: keys, distances, values
+    if model.scheme.has_distance_terms:
+        num_scores = 3  # products: keys, distances, values
+    else:
+        num_scores = 2
     if work.attention == "kernels":
         operations = heads * num_scores * 3 * 2 * model.head_width * queries * seen
         return operations * KERNEL_WORK / (KERNEL_SHARE * gpu.flops(work.precision))
     product = Product(queries, model.head_width, seen, 3 * num_scores * heads)
-    passes = program.score_passes[work.attention] + (program.dropout_passes if model.attention_dropout else 0)
+    passes = program.score_passes[work.attention]
+    if model.attention_dropout:
+        passes += program.dropout_passes
     return product.seconds(gpu, work) + heads * queries * seen * passes * work.num_bytes / _bandwidth(gpu)
 
 
@@ -304,7 +321,10 @@ def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
     for index, share in enumerate(work.shares):
         table_width = embed_width // model.div_value**index
         size = edges[index + 1] - edges[index]
-        rows = work.tokens * (1.0 if index == 0 else share)
+        if index == 0:
+            rows = work.tokens * 1.0
+        else:
+            rows = work.tokens * share
         seconds += Product(rows, table_width, size, 3).seconds(gpu, work)
         if model.div_value > 1 or embed_width != model.width:
             seconds += Product(rows + work.tokens * share, model.width, table_width, 3).seconds(gpu, work)
@@ -319,7 +339,10 @@ def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
 
 
 def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
-    own = work.parameters / (work.world_size if work.zero_stage else 1)
+    if work.zero_stage:
+        updated = work.parameters / work.world_size
+    else:
+        updated = work.parameters / 1
     moved = program.state_bytes[work.num_bytes == 2]
     if work.needs_whole_tensors and program is OURS:
         moved += NORMS_EXTRA_BYTES
@@ -327,14 +350,17 @@ def _optimizer_s(work: Work, gpu: Gpu, program: Program) -> float:
         products = _newton_schulz_flops(work.model) / work.world_size
     else:
         products = 0.0
-    return own * moved / _bandwidth(gpu) + products / (gpu.matmul_share * gpu.flops(work.precision))
+    rate = gpu.matmul_share * gpu.flops(work.precision)
+    return updated * moved / _bandwidth(gpu) + products / rate
 
 
 def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
     """Return the shapes of the matrices that Muon orthogonalizes."""
     width = model.width
     inner = model.num_heads * model.head_width
-    num_projections = 5 if model.scheme.sinusoids == "distances" else 4  # queries, keys, values, output, distances
+    num_projections = 4  # queries, keys, values, output
+    if model.scheme.sinusoids == "distances":
+        num_projections += 1
     shapes = [(width, inner)] * num_projections + [(width, model.ff_width)] * model.num_ff_matrices
     return shapes * model.num_layers
 

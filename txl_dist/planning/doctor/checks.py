@@ -255,18 +255,23 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
     """Report the facts in which nodes differ and should be equal."""
     compared = {node: _compared(facts) for node, facts in nodes.items()}
-    found = []
+    findings = []
     for name in next(iter(compared.values())):
-        where: dict[str, list[str]] = {}
+        nodes_of_value: dict[str, list[str]] = {}
         for node, values in compared.items():
-            where.setdefault(values[name] or "none", []).append(node)
-        if len(where) > 1:
-            listed = "; ".join(f"{value} on {', '.join(those)}" for value, those in where.items())
+            value = values[name] or "none"
+            nodes_of_value.setdefault(value, []).append(node)
+        if len(nodes_of_value) > 1:
+            groups = []
+            for value, names in nodes_of_value.items():
+                groups.append(f"{value} on {', '.join(names)}")
+            listed = "; ".join(groups)
             verdict, remedy = BEARABLE.get(name, UNBEARABLE)
-            found.append(Finding("differences", verdict, f"{name}: {listed}", remedy))
-    return found or [
-        Finding("differences", "ok", f"none between {counted(len(nodes), 'node')} in versions, GPUs and ranks")
-    ]
+            findings.append(Finding("differences", verdict, f"{name}: {listed}", remedy))
+    if not findings:
+        num_nodes = counted(len(nodes), "node")
+        findings.append(Finding("differences", "ok", f"none between {num_nodes} in versions, GPUs and ranks"))
+    return findings
 
 
 BEARABLE: dict[str, tuple[Verdict, str]] = {
@@ -278,15 +283,15 @@ UNBEARABLE: tuple[Verdict, str] = ("problem", "Make the nodes equal: the same im
 
 
 def _compared(facts: Facts) -> dict[str, str]:
-    return {
-        "Python": facts.python,
-        **{name: facts.versions.get(name, "") for name in WATCHED},
-        "CUDA of torch": facts.torch_cuda,
-        "NCCL": facts.backends.get("nccl", ""),
-        "driver": facts.driver,
-        "GPUs": ", ".join(device.name for device in facts.devices),
-        "ranks": str(facts.num_local_ranks),
-    }
+    values = {"Python": facts.python}
+    for name in WATCHED:
+        values[name] = facts.versions.get(name, "")
+    values["CUDA of torch"] = facts.torch_cuda
+    values["NCCL"] = facts.backends.get("nccl", "")
+    values["driver"] = facts.driver
+    values["GPUs"] = ", ".join(device.name for device in facts.devices)
+    values["ranks"] = str(facts.num_local_ranks)
+    return values
 
 
 def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> Finding:
@@ -294,9 +299,19 @@ def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> 
     best = max(figure.bus_gb_s for figure in figures)
     direct = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO: GPUs that do not reach each other directly go by the host."
     network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."
+    measured = []
+    for figure in figures:
+        size = format_bytes(figure.num_bytes)
+        measured.append(f"{size} {figure.ms:.3g} ms ({figure.bus_gb_s:.3g} GB/s)")
+    if on_gpu:
+        least_network = 1.0
+    else:
+        least_network = 0.1
+    is_direct_slow = on_gpu and num_nodes == 1 and best < 5
+    is_network_slow = num_nodes > 1 and best < least_network
     return first_of(
         "all-reduce",
-        ", ".join(f"{format_bytes(one.num_bytes)} {one.ms:.3g} ms ({one.bus_gb_s:.3g} GB/s)" for one in figures),
-        (on_gpu and num_nodes == 1 and best < 5, "warning", direct),
-        (num_nodes > 1 and best < (1.0 if on_gpu else 0.1), "warning", network),
+        ", ".join(measured),
+        (is_direct_slow, "warning", direct),
+        (is_network_slow, "warning", network),
     )
