@@ -1001,7 +1001,7 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd:
     taken = listen(Serving(port=0))
     port = str(taken.getsockname()[1])
     for flags, message in (
-        (["--port", port], f"cannot listen on 127.0.0.1, port {port}: Address already in use. Stop the program that uses it, or"),
+        (["--port", port], f"port {port}: Address already in use. Stop the program that uses it, or choose another"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: it must be 1 or more texts."),
         (["--api-key", "a b"], "printable ASCII without blanks"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read --api-key-file"),
