@@ -1,1 +1,4 @@
-"""The network. It imports torch and `config.schema`, and knows nothing of data, ranks or engines."""
+"""Transformer-XL network as torch modules.
+
+It imports torch and `config.schema`. It does not import the packages that read data, start ranks or train.
+"""

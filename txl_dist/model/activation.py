@@ -1,8 +1,10 @@
-"""The feed-forward network's first layer. Its bias, activation and dropout are one kernel on a GPU in half precision.
+"""The feed-forward network's first layer. On a GPU in half precision, one kernel applies its bias, activation and
+dropout.
 
-Where the kernels cannot run (`kernels.rows.runs`), they are torch's operations. swiglu has two arguments and no kernel.
+Torch's operations replace the kernel where it cannot run (see `kernels.rows.runs`). The activation swiglu has two
+arguments and no kernel.
 
-Shapes: R rows, F their width.
+Shapes: R rows (one per token), F width of a row.
 """
 
 from __future__ import annotations
@@ -25,20 +27,27 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu_dropout,
     "relu2": relu2_dropout,
 }
-"""Each activation with the dropout that follows it, whose rate is 0 by default. They may overwrite their input."""
+"""Function of each activation, which also applies the dropout that follows it. The dropout rate is 0 by default. The
+function may overwrite its input."""
 TILE_COLUMNS = 128
-"""Most columns in a tile of a program."""
+"""Largest number of columns in a tile, the numbers that a program of the kernel computes at a time."""
 
 
 class ActivatedLinear(nn.Linear):
-    """Linear layer that computes dropout(activation(x W' + b)). It always has the bias b."""
+    """Linear layer of a feed-forward network, which computes dropout(activation(x W' + b)).
+
+    The bias b is always there.
+    """
 
     def __init__(self, num_in: int, num_out: int, *, activation: str) -> None:
         super().__init__(num_in, num_out)
         self.activation = activation
 
     def forward(self, x_RD: Tensor, drop: Drop) -> Tensor:  # type: ignore[override]
-        """Apply the layer to rows x. Returns a tensor [R, F]."""
+        """Apply the layer, its activation and its dropout to the rows of x. Returns a tensor [R, F].
+
+        `drop` says at which rate dropout is applied, and whether a Triton kernel applies it.
+        """
         if not drop.by_kernel:
             return ACTIVATIONS[self.activation](super().forward(x_RD), drop.rate)
         product_RF = F.linear(x_RD, self.weight)
@@ -49,14 +58,15 @@ class ActivatedLinear(nn.Linear):
 
 
 def swiglu(x: Tensor, gate: Tensor) -> Tensor:
-    """Compute x silu(gate) (Shazeer 2020)."""
+    """Compute the gated activation x silu(gate) of Shazeer 2020, element by element."""
     return x * F.silu(gate)
 
 
 class _Activation(torch.autograd.Function):
-    """Autograd function of `ActivatedLinear` by the kernels, from the matrix product on.
+    """Autograd function for the bias, activation and dropout of `ActivatedLinear`, computed by the kernels.
 
-    relu keeps the result for the backward pass. Other activations keep the product, the bias and the seed.
+    For relu the result is kept for the backward pass. For other activations the product, the bias and the seed are
+    kept.
     """
 
     @staticmethod

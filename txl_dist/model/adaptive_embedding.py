@@ -1,12 +1,12 @@
 """Adaptive input embedding (Baevski and Auli 2019, as in the original Transformer-XL).
 
-The vocabulary is in frequency order and is cut into clusters. With `div_value` 1 all clusters share one table. With a
-larger value, cluster i has its own table of width E // div_value**i and a projection to the model width. The result is
+The vocabulary is in frequency order and is cut into clusters. If `div_value` is 1, all clusters use one table. If it is
+larger, cluster i has its own table of width E // div_value**i and a projection to the model width. The result is
 multiplied by sqrt(D) if the model scales its embeddings.
 
-Every cluster runs in every step with at least one padded row, whatever the tokens. A cluster that only some ranks use
-would break the collectives of ZeRO. The host computes the partition (`vocabulary_clusters`), so nothing here waits for
-the device.
+Every cluster is computed in every step, for at least one padded row, even if no token belongs to it. If only some ranks
+computed a cluster, the collectives of ZeRO would hang. The host computes the partition (`vocabulary_clusters`), so
+nothing here waits for the device.
 
 Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocabulary, R padded rows of a cluster.
 """
@@ -27,11 +27,16 @@ from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_b
 Partition = Sequence[ClusterRows]
 
 ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
-"""A cluster's rows are padded to a multiple of this, by kind of device: few shapes on a GPU, few rows on a CPU."""
+"""Number to whose multiples the rows of a cluster are padded, by kind of device. A GPU should see few different shapes,
+and a CPU should compute few rows."""
 
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
-    """Partition ids into clusters. It waits for the device, so training sends a partition with each segment instead."""
+    """Group token ids by cluster, as `AdaptiveEmbedding` and `AdaptiveSoftmax` need them. Returns one item per cluster.
+
+    The item holds the ids of the cluster's tokens and their positions. The function waits for the device, so training
+    computes the partition on the host and sends it with each segment.
+    """
     device = ids.device
     if device.type == "cpu":
         kind = "cpu"
@@ -47,14 +52,14 @@ def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...
 
 
 def is_projected(model: ModelSection, *, table_width: int) -> bool:
-    """Whether embeddings of width `table_width` pass through a projection to the model width."""
+    """Return True if embeddings of width `table_width` pass through a projection to the model width."""
     if table_width != model.width:
         return True
     return model.div_value > 1 and model.project_same_width
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Embedding of token ids as hidden states. Its tables and projections may be shared with the softmax."""
+    """Embedding that turns token ids into hidden states. The softmax may use the same tables and projections."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int) -> None:
         super().__init__()
@@ -81,20 +86,21 @@ class AdaptiveEmbedding(nn.Module):
             self.register_parameter(f"projection_{i}", projection)
 
     def weight(self, i: int) -> nn.Parameter:
-        """Return table i, [V_i, E_i]."""
+        """Return the weights of table i, [V_i, E_i]. V_i is the number of tokens in its cluster."""
         return cast(nn.Parameter, getattr(self, f"weight_{i}"))
 
     def projection(self, i: int) -> nn.Parameter | None:
-        """Return the projection of table i, [D, E_i], or None if the table has none."""
+        """Return the projection from table i to the model width, [D, E_i], or None if the table has no projection."""
         return cast(nn.Parameter | None, getattr(self, f"projection_{i}"))
 
     def forward(
         self, tokens_BT: Tensor, *, partition: Partition | None = None, sparse_gradient: bool = False
     ) -> Tensor:
-        """Embed tokens. Returns hidden_BTD.
+        """Look up the embeddings of tokens and return them as hidden_BTD.
 
-        `partition` groups the tokens into the clusters of `edges`. A single table ignores it. With `sparse_gradient` a
-        single table may have a sparse gradient, for a caller that adds it to a dense one.
+        `partition` groups the tokens into the clusters of `edges`. It is ignored if there is a single table. With
+        `sparse_gradient` a single table may get a sparse gradient. The caller must be able to add that gradient to a
+        dense one.
         """
         if self.num_tables == 1:
             # Dense on a GPU, where a sparse sum has no fixed order.
@@ -116,7 +122,7 @@ class AdaptiveEmbedding(nn.Module):
         return hidden_BTD * self.scale
 
     def _embed(self, i: int, ids: Tensor, *, sparse: bool = False) -> Tensor:
-        """Look up ids in table i and project them. Returns [..., D]."""
+        """Look up ids in table i and project the embeddings to the model width. Returns [..., D]."""
         embedded = F.embedding(ids, self.weight(i), sparse=sparse)
         projection = self.projection(i)
         if projection is None:

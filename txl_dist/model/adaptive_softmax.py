@@ -1,11 +1,13 @@
 """Adaptive softmax (Grave et al. 2017): the loss over a large vocabulary, per token and in token order.
 
-The head is a softmax over the most frequent words and one column per tail cluster. A tail word's log-probability is
-that of its cluster's column plus that of the word within the cluster. Column i belongs to tail cluster i + 1. (The
-original PyTorch code has them reversed, and conversion flips them.) Weights may be tied to the input embedding, and
-each cluster's output projection to its input projection. A tied tensor is the same Parameter in both modules.
+The head is a softmax over the most frequent words and one column per tail cluster. The log-probability of a tail word
+is a sum: the log-probability of its cluster's column, plus the log-probability of the word within the cluster. Column i
+belongs to tail cluster i + 1. (The original PyTorch code has these columns in reverse order, and conversion reverses
+them.) Weights may be tied to the input embedding, and a cluster's output projection may be tied to its input
+projection. A tied tensor is the same Parameter in the softmax and in the embedding.
 
-Every cluster runs in every step (see `adaptive_embedding`). Normalisers and log-probabilities are at least fp32.
+Every cluster is computed in every step (see `adaptive_embedding`). Normalisers and log-probabilities have the type fp32
+or fp64.
 
 Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocabulary, C tail clusters.
 """
@@ -27,33 +29,36 @@ from txl_dist.vocabulary_clusters import cluster_edges
 
 
 class Columned(Protocol):
-    """Softmax of one cluster, which computes the losses of its columns."""
+    """Softmax of one cluster that computes the losses of given columns."""
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """Return -log p of one column of each row, at least fp32, [R]."""
+        """Return -log p of one target column for each row, [R], in fp32 or fp64."""
 
 
 class ClusterTable(NamedTuple):
-    """Weights of one cluster's logits."""
+    """Weights that turn hidden states into one cluster's logits."""
 
     weight_VE: Tensor
     bias_V: Tensor
     projection_DE: Tensor | None
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Compute the logits of any rows, [R, V]."""
+        """Compute the cluster's logits for any hidden states [R, D]. Returns [R, V]."""
         inner_RE = hidden_RD
         if self.projection_DE is not None:
             inner_RE = F.linear(hidden_RD, self.projection_DE.t())
         return F.linear(inner_RE, self.weight_VE, self.bias_V)
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """Return -log p of one column of each row, at least fp32, [R]."""
+        """Return -log p of each row's target column, [R], in fp32 or fp64."""
         return column_losses(self.logits(hidden_RD), targets_R)
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Softmax from hidden states and targets to losses in nats. Without cutoffs it is a plain softmax."""
+    """Output layer that turns hidden states and target tokens into losses in nats.
+
+    If the model has no cutoffs, it is a plain softmax over the vocabulary.
+    """
 
     def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding) -> None:
         super().__init__()
@@ -90,14 +95,14 @@ class AdaptiveSoftmax(nn.Module):
         weight_BT: Tensor | None = None,
         with_top1: bool = False,
     ) -> Tensor:
-        """Compute nll_BT, the loss of each token in nats, or what the arguments ask for instead.
+        """Compute nll_BT, the loss of each target token in nats. The arguments can ask for other results:
 
-        With `with_top1`: score_2BT, the losses, then 1.0 where the target is the most probable token. With `weight_BT`:
-        the sum of weight * loss over all tokens. Without targets: log p of the whole vocabulary after each token,
-        [B * T, V].
+            with_top1        score_2BT: the losses, then 1.0 where the target is the most probable token, else 0.0
+            weight_BT        the sum of weight * loss over all tokens, a scalar
+            targets_BT None  log p of the whole vocabulary after each token, [B * T, V]
 
-        `partition` groups the targets into the clusters of `edges`. Where gradients are enabled, the weighted sum is
-        computed together with its gradients (see `fused_softmax`).
+        `partition` groups the targets into the clusters of `edges`. If it is None, it is computed here. Where gradients
+        are enabled, the weighted sum is computed together with its gradients (see `fused_softmax`).
         """
         if targets_BT is None:
             return self.log_probabilities(hidden_BTD.flatten(0, 1))
@@ -116,7 +121,7 @@ class AdaptiveSoftmax(nn.Module):
         return nll_BT
 
     def _clusters(self, targets_S: Tensor, *, partition: Partition) -> list[Cluster]:
-        """Describe the head and the tails for `fused_linear_cross_entropy`."""
+        """Describe the head's and the tails' weights and tokens for `fused_linear_cross_entropy`."""
         head = Cluster(
             rows_R=None,
             targets_R=self._head_columns(targets_S),
@@ -144,7 +149,8 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Compute nll_BT, the loss of each token in nats, without `fused_softmax.fused_linear_cross_entropy`.
 
-        `tables` is the value of `tables()`, which a caller with frozen weights keeps: making it copies the head.
+        `tables` is the result of the method `tables()`. A caller with frozen weights computes it once, because it
+        copies the head. If `tables` is None, it is computed here.
         """
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)
@@ -163,16 +169,16 @@ class AdaptiveSoftmax(nn.Module):
         return nll_S[:-1].view(targets_BT.shape)
 
     def _head_columns(self, targets_S: Tensor) -> Tensor:
-        """Return the target's column in the head: the target itself, or the column of its tail cluster."""
+        """Return each target's column in the head: the target itself, or the column of its tail cluster."""
         cluster_S = torch.zeros_like(targets_S)
         for edge in self.edges[1:-1]:
             cluster_S += targets_S >= edge
         return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
     def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
-        """Compute log p of the whole vocabulary, [S, V]: for generation and probes, not for training.
+        """Compute log p of the whole vocabulary for each hidden state, [S, V]. Generation and probes use it.
 
-        `tables` as in `losses`.
+        Training does not use it, because the result is large. `tables` is the same argument as in `losses`.
         """
         if tables is None:
             tables = self.tables()
@@ -189,9 +195,10 @@ class AdaptiveSoftmax(nn.Module):
     def top1_correct(
         self, hidden_BTD: Tensor, targets_BT: Tensor, *, tables: Sequence[ClusterTable] | None = None
     ) -> Tensor:
-        """Return top1_BT, 1.0 where the target is the most probable token, else 0.0.
+        """Return top1_BT: 1.0 where the target is the most probable token, else 0.0.
 
-        Tokens are taken in chunks, to limit the logits in memory. `tables` as in `losses`.
+        Tokens are processed in chunks, so that few logits are in memory at a time. `tables` is the same argument as in
+        `losses`.
         """
         if tables is None:
             tables = self.tables()
@@ -209,8 +216,8 @@ class AdaptiveSoftmax(nn.Module):
     def _most_probable(self, hidden_SD: Tensor, tables: Sequence[ClusterTable]) -> Tensor:
         """Return the ids of the most probable tokens, [S]. It waits for the device.
 
-        No word is more probable than its cluster's column. So a tail is computed only for the tokens where its column
-        is more probable than the best word so far.
+        A word is never more probable than its cluster's column. So a tail is computed only for the tokens where the
+        tail's column is more probable than the best word so far.
         """
         head_SV = _log_softmax(tables[0].logits(hidden_SD))
         best_S, ids_S = head_SV[:, : self.edges[1]].max(1)
@@ -228,7 +235,10 @@ class AdaptiveSoftmax(nn.Module):
         return ids_S
 
     def tables(self) -> list[ClusterTable]:
-        """Return the weights of each cluster's logits. Those of the head, the first, end with a column per tail."""
+        """Return the weights of each cluster's logits, the head first.
+
+        The head's logits end with one column per tail.
+        """
         tables = []
         for i in range(self.num_tails + 1):
             weights: list[Tensor] = []
@@ -249,7 +259,7 @@ class AdaptiveSoftmax(nn.Module):
         return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:
-        """Return the slices of tables that hold the weights of cluster i's logits."""
+        """Return the slices of tables whose rows are the weights of cluster i's logits."""
         low = self.edges[i]
         high = self.edges[i + 1]
         if self.one_table:
@@ -273,7 +283,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 def column_losses(logits_RV: Tensor, targets_R: Tensor) -> Tensor:
-    """Return -log p of one column of each row, at least fp32, [R]."""
+    """Return -log p of each row's target column, [R], in fp32 or fp64, from logits [R, V]."""
     log_p_RV = _log_softmax(logits_RV)
     return F.nll_loss(log_p_RV, targets_R, reduction="none")
 

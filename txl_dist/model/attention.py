@@ -1,8 +1,9 @@
-"""The attention layer: projections of queries, keys and values around the function that scores them.
+"""The attention layer. It projects to queries, keys and values, attends, and projects the result.
 
-`implementation` chooses that function. Keys and values are projected separately from queries, so that the past can be
-cached as keys and values. Each parameter belongs to the module whose `forward` uses it, because ZeRO-3 gathers it
-there. `positions` builds the layer of each positional scheme.
+`implementation` chooses the function that computes attention from the queries, keys and values. Keys and values are
+projected separately from queries, so that generation can cache the keys and values of past tokens. Each parameter
+belongs to the module whose `forward` uses it, because ZeRO-3 gathers it there. `positions` builds the layer of each
+positional scheme.
 
 Shapes: B lanes, T queries, K keys, S any positions, D model width, N heads, H head width.
 """
@@ -27,20 +28,20 @@ from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.rms_norm import rms_norm
 
 QUERY_KEY_GAIN = 1.2
-"""Gain of normed queries and keys (nanochat): without it their products hardly differ between keys."""
+"""Factor on normed queries and keys, as in nanochat. Without the factor, all keys would have nearly the same score."""
 
 
 class RelativeEncodings(NamedTuple):
-    """Encodings of the distances K-1 ... 0 in one layer, in that order."""
+    """Encodings that one layer uses for the distances K-1 ... 0, in that order."""
 
     key_KNH: Tensor
-    """The encodings r as the layer sees them."""
+    """Encodings r of the distances, after the layer's projection."""
     bias_KN: Tensor | None
-    """Learned term (d) per distance. None where term (d) is computed from the bias v."""
+    """Learned number per distance, which is term (d). None where term (d) is computed from the bias v."""
 
 
 class KeyValue(nn.Linear):
-    """Projection to keys and values. A bias, where the model has one, is on the values only."""
+    """Linear layer that projects hidden states to keys and values. If the model has biases, only values get one."""
 
     def __init__(self, model: ModelSection) -> None:
         inner = model.num_heads * model.head_width
@@ -48,7 +49,7 @@ class KeyValue(nn.Linear):
         self.value_bias = nn.Parameter(torch.empty(inner)) if model.value_bias else None
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Return keys, then values, of any positions: [B, S, 2 N H]."""
+        """Project hidden states of any positions. Returns [B, S, 2 N H]: the keys, then the values."""
         bias: Tensor | None = self.value_bias
         if bias is not None:
             bias = F.pad(bias, (bias.numel(), 0))
@@ -56,9 +57,10 @@ class KeyValue(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Attention by content and, with a module `distance` that computes `RelativeEncodings`, by distance.
+    """Attention layer. It scores by content and, if it has a module `distance`, also by distance.
 
-    The biases u (content) and v (position) are arguments, because layers may share them.
+    The module `distance` computes `RelativeEncodings`. The biases u (content) and v (position) are arguments of the
+    methods, because several layers may use the same biases.
     """
 
     def __init__(
@@ -90,9 +92,10 @@ class Attention(nn.Module):
         """True if attention uses queries, keys and values exactly as the projections return them."""
 
     def supports_fused_qkv(self, hidden: Tensor) -> bool:
-        """Whether training can use the fused projection of queries, keys and values for hidden states like these.
+        """Return True if training can use the fused projection to queries, keys and values for these hidden states.
 
-        The Triton kernels read the parts of the product where they are. So nothing may change them in between.
+        The Triton kernels read queries, keys and values directly from the projection's result. So this is possible only
+        if no norm or mix changes them first.
         """
         if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
             return False
@@ -103,9 +106,10 @@ class Attention(nn.Module):
         return shape_reason is None and attention_launch.unsupported_device_reason(hidden) is None
 
     def project_segment(self, hidden_BTD: Tensor) -> Tensor:
-        """Project a segment to query_key_value_BT3NH.
+        """Project a segment to queries, keys and values in one tensor, query_key_value_BT3NH.
 
-        It is one matrix product, or two under ZeRO-3, which gathers weights for the module that owns them.
+        This takes one matrix product. Under ZeRO-3 it takes two, because ZeRO-3 gathers weights for the module that
+        owns them.
         """
         if hasattr(self.query.weight, "ds_id"):
             products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
@@ -117,19 +121,23 @@ class Attention(nn.Module):
         return products.view(*products.shape[:-1], 3, self.num_heads, self.head_width)
 
     def project_query(self, hidden_BTD: Tensor) -> Tensor:
-        """Project to query_BTNH, normed where the model norms queries."""
+        """Project hidden states to query_BTNH. The queries are normed if the model norms queries."""
         query_BTNH = self.query(hidden_BTD).unflatten(-1, (self.num_heads, self.head_width))
         return self.qk_norm(query_BTNH)
 
     def project_key_value(self, hidden_BSD: Tensor) -> Tensor:
-        """Project any positions to key_value_BS2NH, which `prepare_kv` then makes ready for attention."""
+        """Project hidden states of any positions to key_value_BS2NH.
+
+        `prepare_kv` then makes the result ready for attention.
+        """
         key_value: Tensor = self.key_value(hidden_BSD)
         return key_value.view(*key_value.shape[:-1], 2, self.num_heads, self.head_width)
 
     def prepare_kv(self, key: Tensor, value: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Make keys and values [..., H] of any positions ready for attention, as the model's settings say.
+        """Apply the norm of keys and the mix of values to keys and values [..., H] of any positions.
 
-        Keys are normed. Values are mixed with `first_value`, the first layer's values at the same positions.
+        Keys are normed if the model norms keys. Values are mixed with `first_value`, the first layer's values at the
+        same positions, if it is not None. The results are ready for attention.
         """
         if self.value_share is not None:
             assert first_value is not None
@@ -137,22 +145,25 @@ class Attention(nn.Module):
         return self.qk_norm(key), value
 
     def prepare_fused_kv(self, key_value_BS2NH: Tensor, first_value_BSNH: Tensor | None) -> Tensor:
-        """Make keys and values in one tensor ready for attention; see `prepare_kv`."""
+        """Apply `prepare_kv` to keys and values that are in one tensor."""
         if self.norm_eps is None and self.value_share is None:
             return key_value_BS2NH
         key, value = key_value_BS2NH.unbind(-3)
         return torch.stack(self.prepare_kv(key, value, first_value_BSNH), dim=-3)
 
     def qk_norm(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
-        """Divide queries or keys [..., H] by their root mean square, where the model norms them."""
+        """Divide queries or keys [..., H] by their root mean square.
+
+        If the model does not norm them, return them unchanged.
+        """
         if self.norm_eps is None:
             return heads
         return rms_norm(heads, eps=self.norm_eps, gain=gain)
 
     def _check_encodings(self, encodings: object, *, num_distances: int) -> None:
-        """Check the value that `distance` returned, which may be a plugin's.
+        """Check the result of the module `distance`, which may be a plugin's. Raises ConfigError if it is unusable.
 
-        Raises ConfigError if it is not `RelativeEncodings` of `num_distances` distances.
+        It must be a `RelativeEncodings` with `num_distances` distances.
         """
         key_shape = (num_distances, self.num_heads, self.head_width)
         what = type(encodings).__name__
@@ -176,9 +187,10 @@ class Attention(nn.Module):
         )
 
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> RelativeEncodings | None:
-        """Encode the distances K-1 ... 0, from their sinusoids `encoding_KD` where the scheme uses them.
+        """Compute the layer's encodings of the distances K-1 ... 0. Returns None if the layer does not score by
+        distance.
 
-        Returns None if the layer does not score by distance.
+        `encoding_KD` holds the sinusoids of these distances. Positional schemes without sinusoids ignore it.
         """
         if self.distance is None:
             return None
@@ -197,10 +209,10 @@ class Attention(nn.Module):
         distances: RelativeEncodings | None,
         visible: AttentionMask,
     ) -> Tensor:
-        """Attend from `hidden_BTD` and return the projected context_BTD.
+        """Attend from the positions of `hidden_BTD`. Returns the context after the output projection, [B, T, D].
 
-        Keys and values are `key_BKNH` and `value_BKNH`. With `past_BMD`, which needs `supports_fused_qkv`, they are
-        those of the past and of the segment itself.
+        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. With `past_BMD`, the raw memory, both
+        are computed here. That needs a layer where `supports_fused_qkv` is True.
         """
         if past_BMD is not None:
             assert distances is not None
@@ -229,7 +241,10 @@ class Attention(nn.Module):
     def attend_fused_qkv(
         self, segment_BT3NH: Tensor, past_BM2NH: Tensor, *, distance_KNH: Tensor, visible: AttentionMask
     ) -> Tensor:
-        """Attend over fused projections by the Triton kernels, in training. Returns context_BTNH."""
+        """Attend over fused projections by the Triton kernels, in training.
+
+        Returns context_BTNH, before the output projection.
+        """
         assert self.content_bias is not None
         assert self.position_bias is not None
         return attention_launch.triton_attention_of_products(
@@ -243,7 +258,7 @@ class Attention(nn.Module):
         )
 
     def attend(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
-        """Attend by the function that `implementation` chooses. Returns context_BTNH."""
+        """Attend by the function that `implementation` chooses. Returns context_BTNH, before the output projection."""
         attention = implementation(self.kernel, terms)
         if self.training:
             dropout = self.dropout
@@ -253,9 +268,10 @@ class Attention(nn.Module):
 
 
 def joint_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Multiply x [..., D] by matrices [n, D] and [m, D] in one product, [..., n + m]; each gradient is one product too.
+    """Multiply x [..., D] by two matrices [n, D] and [m, D] in one product. Returns [..., n + m].
 
-    Nothing is copied where the second matrix follows the first in memory, as in a flat parameter.
+    Each gradient takes one product too. If the second matrix follows the first in memory, as in a flat parameter,
+    nothing is copied.
     """
     product: Tensor = _JointLinear.apply(x, first, second)  # type: ignore[no-untyped-call]
     return product
@@ -282,7 +298,7 @@ class _JointLinear(torch.autograd.Function):
 
 
 def _joint(first: Tensor, second: Tensor) -> Tensor:
-    """Return both matrices as one, [n + m, D]: a view where they are adjacent in memory."""
+    """Return two matrices as one, [n + m, D]. The result is a view if they are adjacent in memory, else a copy."""
     shares_storage = first.untyped_storage()._cdata == second.untyped_storage()._cdata
     follows = second.storage_offset() == first.storage_offset() + first.numel()
     if shares_storage and follows and first.is_contiguous() and second.is_contiguous():
@@ -291,10 +307,10 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
 
 
 def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tensor]:
-    """Return the function that computes attention of these terms, by the setting `engine.attention`.
+    """Return the function that computes attention of these terms, as the setting `engine.attention` says.
 
-    All of them have the same signature. Raises ConfigError if the setting asks for the Triton kernels and they cannot
-    run.
+    All such functions have the same signature. Raises ConfigError if the setting asks for the Triton kernels and they
+    cannot run.
     """
     if terms.distance_KNH is None:
         return dot_product_attention
@@ -311,7 +327,10 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
 
 
 def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend by scaled dot products of queries and keys alone, by torch's function. Returns context_BTNH."""
+    """Attend by scaled dot products of queries and keys, without distances. Returns context_BTNH.
+
+    It calls torch's own attention function.
+    """
     query = terms.query_BTNH.transpose(1, 2)
     key = terms.key_BKNH.transpose(1, 2)
     value = terms.value_BKNH.transpose(1, 2)

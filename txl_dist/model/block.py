@@ -1,7 +1,7 @@
 """One Transformer-XL layer: attention and a feed-forward network, each with dropout and a residual sum.
 
-Layer norm follows each sum (the paper) or precedes each sublayer (`pre_norm`). A memory stores the layer's raw input,
-so pre-norm normalises it again when it is read, as the original code does.
+A layer norm follows each sum, as in the paper, or precedes each sublayer (`pre_norm`). A memory stores the layer's
+input before any norm. So with `pre_norm` the memory is normalised again whenever it is read, as in the original code.
 
 Shapes: B lanes, T segment, M memory, K = M + T, D model width, N heads, H head width.
 """
@@ -24,34 +24,37 @@ from txl_dist.model.rms_norm import RmsNorm
 
 
 def build_norm(model: ModelSection) -> nn.Module:
-    """Build the norm that `model.norm` names."""
+    """Build the norm of hidden states that the setting `model.norm` names."""
     if model.norm == "rms":
         return RmsNorm(eps=model.norm_eps)
     return nn.LayerNorm(model.width, eps=model.norm_eps)
 
 
 def build_residual_norm(model: ModelSection) -> nn.Module:
-    """Build the norm that `model.norm` names, fused with a residual sum."""
+    """Build the module that adds a residual and norms the sum. The setting `model.norm` names the norm."""
     if model.norm == "rms":
         return ResidualRmsNorm(eps=model.norm_eps)
     return ResidualLayerNorm(model.width, eps=model.norm_eps)
 
 
 class ResidualMix(nn.Module):
-    """Input of a block as a learned mix, lambda x + mu x0 (`model.residual_scalars`)."""
+    """Learned mix of a block's input x and the embedding's output x0: lambda x + mu x0 (`model.residual_scalars`)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scales = nn.Parameter(torch.empty(2))
 
     def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
-        """Mix x and x0, of any shape."""
+        """Return lambda x + mu x0 for tensors of the same shape, which may be any."""
         scales = self.scales.to(hidden.dtype)
         return scales[0] * hidden + scales[1] * first
 
 
 class Block(nn.Module):
-    """One layer over a memory of hidden states. `inference.kv_cache` runs its parts over cached keys and values."""
+    """One Transformer-XL layer. It attends over a segment and a memory of earlier hidden states.
+
+    `inference.kv_cache` calls its methods with cached keys and values in place of the memory.
+    """
 
     def __init__(
         self, model: ModelSection, *, biases: AttentionBiases, is_first: bool = True, kernel: AttentionKernel = "auto"
@@ -87,10 +90,11 @@ class Block(nn.Module):
         visible: AttentionMask,
         first_value_BKNH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (the layer's output for a segment, the first layer's values where later layers mix them in).
+        """Return (the layer's output for a segment, the first layer's values).
 
-        The arguments are positional, because activation checkpointing passes them so. `encoding_KD` are the sinusoids
-        of the distances K-1 ... 0, where the attention uses them.
+        The second item is None unless later layers mix the first layer's values into their own. The arguments are
+        positional, because activation checkpointing passes them so. `encoding_KD` holds the sinusoids of the distances
+        K-1 ... 0, where the attention uses them.
         """
         distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
         if self.pre_norm:
@@ -119,7 +123,8 @@ class Block(nn.Module):
     def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
         """Compute key_value_BS2NH of any positions, ready for attention.
 
-        `hidden_BSD` are the layer's raw inputs there, `first_value_BSNH` the first layer's values.
+        `hidden_BSD` holds the layer's raw inputs at these positions. `first_value_BSNH` holds the first layer's values
+        there, or is None.
         """
         if self.pre_norm:
             normed = self.attention_norm(hidden_BSD)
@@ -130,7 +135,10 @@ class Block(nn.Module):
         return self.attention.prepare_fused_kv(key_value_BS2NH, first_value_BSNH)
 
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
-        """Compute the layer's output from its input and from the output of its attention."""
+        """Compute the layer's output from its input and its attention's output.
+
+        It includes the feed-forward network.
+        """
         attention_drop, inner_drop, output_drop = self._drops(hidden_BTD)
         if self.pre_norm:
             hidden, ff_input = self.ff_norm(hidden_BTD, context_BTD, attention_drop)
@@ -152,7 +160,7 @@ class Block(nn.Module):
         return output
 
     def _drops(self, hidden: Tensor) -> list[Drop]:
-        """Return the dropouts after attention, inside the feed-forward network and after it."""
+        """Return three dropouts: after attention, inside the feed-forward network, and after the network."""
         rates = (0.0, 0.0, 0.0)
         if self.training:
             rates = (self.projection_dropout, self.ff_dropout, self.ff_dropout)
@@ -167,9 +175,9 @@ class Block(nn.Module):
 
 
 def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
-    """Return the last positions of the first layer's values, where that layer remembers more than this one.
+    """Cut the first layer's values to the positions that this layer remembers.
 
-    Values of the right length are returned as they are: the gradient of a slice is a copy.
+    Values of the right length are returned without a slice, because the gradient of a slice is a copy.
     """
     if first_value_BSNH is None or first_value_BSNH.shape[1] == num_positions:
         return first_value_BSNH
@@ -179,8 +187,9 @@ def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
 class _Joined(torch.autograd.Function):
     """Keys and values [B, K, N, H] of the memory, then of the segment, in the layout that attention reads.
 
-    A copy is needed anyway, so it chooses the layout: by heads on a CPU, by positions on a GPU, whose kernels accept
-    strided keys. The gradients are copied once, into the layout of the products. Autograd would join them first.
+    Joining needs a copy, and the copy can choose the layout. On a CPU the layout is by heads. On a GPU it is by
+    positions, because the kernels there accept strided keys. The gradients are copied once, into the layout of the
+    products. Autograd would make a second copy.
     """
 
     @staticmethod

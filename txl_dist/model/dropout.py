@@ -1,11 +1,12 @@
-"""Dropout. On a CPU its masks need few random words. On a GPU torch's own dropout is one kernel.
+"""Dropout whose masks need few random words on a CPU. On a GPU it is torch's own dropout, which is one kernel.
 
-On a CPU torch draws a Bernoulli number in 8 ns, which makes a sixth of a training step. Here one call fills 64-bit
-words, and every number takes 16 bits of them. A number is kept if these bits, as an integer, are below a bound. So
-rates are rounded to multiples of 2 ** -16, and are at least that. Above 0.999 this is coarse. Kept numbers are divided
-by the exact 1 - rate. Masks come from torch's default generator. They depend only on its state and on the shape.
+On a CPU torch draws a Bernoulli number in 8 ns. That would take a sixth of a training step. Here one call fills 64-bit
+random words, and every number of the tensor uses 16 bits. A number is kept if its 16 bits, as an integer, are below a
+bound. So rates are rounded to multiples of 2 ** -16, and the smallest rate is 2 ** -16. Rates above 0.999 are rounded
+coarsely. Kept numbers are divided by the exact 1 - rate. Masks come from torch's default generator. A mask depends only
+on the generator's state and on the tensor's shape.
 
-Tensors are processed in pieces that are short enough to stay in the cache.
+Tensors are processed in pieces that fit the CPU's cache.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS = 16
-"""Random bits per number."""
+"""Random bits that decide whether one number is kept."""
 WORD_LEN = 64 // BITS
-"""Numbers that share a random word."""
+"""Numbers whose random bits come from the same 64-bit word."""
 PIECE = 2**17
-"""Numbers in a piece, a multiple of those that share a word."""
+"""Numbers that are processed at a time, a multiple of WORD_LEN."""
 
 
 def torch_draws(x: Tensor) -> bool:
-    """Whether torch's own dropout is used for `x`: on a GPU, where it is one kernel."""
+    """Return True if torch's own dropout is used for `x`. That is so on a GPU, where it is one kernel."""
     return x.is_cuda
 
 
 def dropout(x: Tensor, rate: float) -> Tensor:
-    """Set each number to 0 with probability `rate` (0 <= rate < 1), and divide the others by 1 - rate."""
+    """Set each number of a tensor to 0 with probability `rate`, and divide the other numbers by 1 - rate.
+
+    The rate must satisfy 0 <= rate < 1.
+    """
     if rate == 0:
         return x
     if torch_draws(x):
@@ -41,7 +45,7 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 
 def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
-    """Compute dropout(relu(x), rate) in place; `x` is contiguous.
+    """Compute dropout(relu(x), rate) in place. The tensor `x` must be contiguous.
 
     On a CPU no mask is kept for the backward pass, because the result is 0 wherever the gradient is 0.
     """
@@ -53,20 +57,20 @@ def relu_dropout_(x: Tensor, rate: float = 0.0) -> Tensor:
 
 
 def gelu_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
-    """Apply gelu, then dropout with probability `rate`."""
+    """Apply the activation gelu to x, then dropout with probability `rate`."""
     return dropout(F.gelu(x), rate)
 
 
 def relu2_dropout(x: Tensor, rate: float = 0.0) -> Tensor:
-    """Compute dropout(relu(x) ** 2, rate). Overwrites `x` by relu(x)."""
+    """Compute dropout(relu(x) ** 2, rate). The tensor `x` is overwritten by relu(x)."""
     squared = torch.relu_(x).square()
     return dropout(squared, rate)
 
 
 def draw_kept_(keep: Tensor, rate: float) -> Tensor:
-    """Fill `keep` with 1 with probability 1 - rate, else 0.
+    """Draw a mask into `keep`: 1 with probability 1 - rate, else 0.
 
-    `keep` is contiguous int16 [n] on a CPU, with n a multiple of WORD_LEN.
+    The tensor `keep` is contiguous int16 [n] on a CPU, and n is a multiple of WORD_LEN.
     """
     words = keep.view(torch.int64)
     words.random_(-(2**63), None)
@@ -77,7 +81,10 @@ def draw_kept_(keep: Tensor, rate: float) -> Tensor:
 
 
 def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
-    """Allocate int16 [n] for the numbers of `x`, but at most for `most` of them, rounded up to whole words."""
+    """Allocate an int16 mask with one number for each number of `x`, but at most `most` numbers.
+
+    Its length is rounded up to whole words.
+    """
     if most is None:
         length = x.numel()
     else:
@@ -87,13 +94,13 @@ def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
 
 
 def _pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split flat views of contiguous tensors into pieces, and yield the pieces of all tensors together."""
+    """Split flat views of contiguous tensors into pieces. Yields the n-th pieces of all tensors together."""
     splits = [x.view(-1).split(PIECE) for x in tensors]
     return zip(*splits, strict=True)
 
 
 class _Dropout(torch.autograd.Function):
-    """Autograd function of `dropout` on a CPU. It keeps the mask in int16."""
+    """Autograd function of `dropout` on a CPU. It keeps the mask for the backward pass, in int16."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:
@@ -120,7 +127,7 @@ class _Dropout(torch.autograd.Function):
 
 
 class _ReluDropout(torch.autograd.Function):
-    """Autograd function of `relu_dropout_` on a CPU. It keeps the result instead of a mask."""
+    """Autograd function of `relu_dropout_` on a CPU. It keeps the result for the backward pass, instead of a mask."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rate: float) -> Tensor:

@@ -1,9 +1,9 @@
-"""Floating-point operations per token by formula, a device's peak, and the number of parameters.
+"""Counts by formula: floating-point operations per token, a device's peak, and the number of parameters.
 
-The model FLOPs utilisation (MFU) is the ratio of the first two. Operations are counted per trained token, forward and
-backward. A multiply-add is 2 operations. Symbols: L layers, D width, N*H inner width, F feed-forward width, T segment,
-M memory, K = M + T, b lanes per rank and micro-batch, C tail clusters. Cluster i has width E_i, size V_i, and a share
-p_i of the tokens.
+The model FLOPs utilisation (MFU) is the ratio of the operations per second to the device's peak. Operations are counted
+per trained token, forward and backward. A multiply-add is 2 operations. Symbols: L layers, D width, N*H inner width, F
+feed-forward width, T segment, M memory, K = M + T, b lanes (rows) per rank and micro-batch, C tail clusters. Cluster i
+has width E_i, size V_i, and a share p_i of the tokens.
 
     linear      L (4 D NH + 2 D F) 2*3            query, key, value, output, feed-forward of the segment (swiglu: 3 D F)
     memory      L (M / T) 2 D NH 2*2              keys and values of the memory: no gradient flows into it
@@ -13,8 +13,8 @@ p_i of the tokens.
     softmax     ((V_0 + C) E_0 + sum p_i V_i E_i) 2*3        head, then the tails
     projections (D E_0 + sum p_i D E_i) 2*3  and  sum p_i D E_i 2*3      of softmax and embedding, where they have any
 
-A token sees S = M + (T+1)/2 keys on average, or with same_length M or M + 1. MFU counts only these useful operations,
-not masked parts of blocks, padded rows of clusters, or activations that are computed twice.
+A token sees S = M + (T+1)/2 keys on average. With same_length it sees M or M + 1 keys. MFU counts only these useful
+operations. It does not count masked parts of blocks, padded rows of clusters, or activations that are computed twice.
 """
 
 from __future__ import annotations
@@ -49,15 +49,17 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "RTX 4090": (165.2, 82.6, 82.6),
     "RTX 3090": (71.0, 35.6, 35.6),
 }
-"""Dense peaks in TFLOP/s by device: (half precision with fp32 accumulation, TF32, fp32).
-
-The key's words must be in the device's name, and the first match counts. The figures are from NVIDIA's datasheets (half
-of those "with sparsity"). For RTX they are from its architecture whitepapers. Boards without TF32 or bf16 have the
-figure of the type that they would use instead."""
+"""Dense peaks in TFLOP/s by device: (half precision with fp32 accumulation, TF32, fp32). The words of a key must all be
+in the device's name, and the first key that matches is used. The figures are from NVIDIA's datasheets, where figures
+"with sparsity" are halved. The figures of RTX cards are from NVIDIA's architecture whitepapers. A board without TF32 or
+bf16 has the figure of the type that it would use instead."""
 
 
 def peak_tflops(device_name: str, *, precision: str) -> float:
-    """Return the dense peak in TFLOP/s of a device for "fp32", "tf32", "bf16" or "fp16", or 0 if it is not known."""
+    """Return a device's dense peak in TFLOP/s for a type, or 0 if the device is not known.
+
+    The type is "fp32", "tf32", "bf16" or "fp16".
+    """
     words = set(re.split(r"[\s-]+", device_name))
     column = {"tf32": 1, "fp32": 2}.get(precision, 0)
     for name, peaks in PEAK_TFLOPS.items():
@@ -67,14 +69,14 @@ def peak_tflops(device_name: str, *, precision: str) -> float:
 
 
 def count_parameters(model: ModelSection, *, vocab_size: int) -> int:
-    """Count the trainable numbers, each tied tensor once. It allocates nothing."""
+    """Count the trainable parameters (single numbers) of a model. A tied tensor counts once. Nothing is allocated."""
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
     return sum(parameter.numel() for parameter in network.parameters())
 
 
 def has_projections(model: ModelSection) -> bool:
-    """Whether any embeddings are projected to the model width."""
+    """Return True if the embeddings of any cluster are projected to the model width."""
     embed_width = model.embed_width_or_default()
     for i in range(len(model.cutoffs) + 1):
         table_width = embed_width // model.div_value**i
@@ -92,10 +94,10 @@ def flops_by_part(
     microbatch_lanes: int,
     cluster_shares: Sequence[float] = (),
 ) -> dict[str, float]:
-    """Return the operations of a training step per token, by the parts of the formula above.
+    """Return the operations of a training step per token, for each part of the formula above.
 
-    `memory_lens` are the tokens that each layer remembers. `cluster_shares` are the shares of the tokens, one per
-    cluster, as `vocabulary_clusters.cluster_shares` counts them. Without them `typical_shares` are used.
+    `memory_lens` holds the number of tokens that each layer remembers. `cluster_shares` holds each cluster's share of
+    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is None, `typical_shares` are used.
     """
     T = segment_len
     L = model.num_layers
@@ -127,7 +129,7 @@ def flops_by_part(
 def _vocabulary_flops(model: ModelSection, *, vocab_size: int, shares: Sequence[float]) -> dict[str, float]:
     """Return the operations of softmax and projections per token.
 
-    Every token passes through the head. A share of them passes through each tail and through each embedding table.
+    Every token passes through the head. Only a share of the tokens passes through each tail and each embedding table.
     """
     edges = (0, *model.cutoffs, vocab_size)
     embed_width = model.embed_width_or_default()

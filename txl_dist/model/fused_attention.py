@@ -1,6 +1,6 @@
 """Relative attention as one autograd function with a hand-written backward, for any device and floating type.
 
-It has the signature and the result of `relative_attention`, and takes less time and memory:
+It has the signature and the result of `relative_attention`, but takes less time and memory for these reasons:
 
     blocks   Queries are processed in blocks. The block [i, j) is itself a small relative attention: its memory has
              M + i keys, its keys are [0, M + j), and its distances are the last M + j. So few of the pairs that are
@@ -9,22 +9,22 @@ It has the signature and the result of `relative_attention`, and takes less time
              backward pass it is a view of the buffer that the products with the scores' gradient read.
     mask     The mask is added as 0 or -inf, and made once per block for all heads. Filling by a boolean mask takes
              longer than a matrix product.
-    heads    Only as many heads are processed at a time as have scores that fit the cache, whatever the batch size.
+    heads    Heads are processed in groups that are small enough for the scores of a group to fit the cache.
 
 The probabilities of the visible blocks are kept for the backward pass. Computing them again would take a quarter more
-products. Inputs are kept without copies. Nothing waits for the device, and the order of all sums is fixed.
+products. Inputs are kept without copies. No operation waits for the device, and the order of all sums is fixed.
 
 An example of the shift, for one head and lane, a block of b = 3 queries and k = 5 keys. A digit is the index of a
-distance among the last k, and a dot is 0. Query i meets key j at index j - i + b - 1. After the end of a row follow
-future keys, which are masked:
+distance among the last k, and a dot is 0. Query i meets key j at index j - i + b - 1. The keys after the end of a row
+are in the future and are masked:
 
     unshifted: [b, k] after zeros, rows S > k apart        shifted: the same cells, rows S - 1 apart
     . . . 0 1 2 3 4                                        2 3 4 . .
     . . . 0 1 2 3 4                                        1 2 3 4 .
     . . . 0 1 2 3 4                                        0 1 2 3 4
 
-Products read and write rows that begin at multiples of 8 numbers if k is one, which tensor cores need. Only sums and
-copies use the shifted rows.
+Matrix products use the unshifted rows. If k is a multiple of 8, these rows begin at multiples of 8 numbers, as tensor
+cores need. Only sums and copies use the shifted rows.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width. Within a block of a group of heads: n
 heads, b queries, k keys, X = n B, R = B b.
@@ -46,7 +46,7 @@ from txl_dist.model.relative_attention import Terms, at_least_fp32
 
 
 def fused_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend by content and distance, like `relative_attention`. Returns context_BTNH.
+    """Attend by content and distance, in blocks. Returns context_BTNH, the same as `relative_attention`.
 
     Dropout draws from the default generator. Second derivatives are not supported.
     """
@@ -58,22 +58,22 @@ def fused_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: f
 
 
 class _Tile(NamedTuple):
-    """Amount of work that is computed at a time."""
+    """Amount of work that is computed at a time: queries and scores."""
 
     block_len: int
     """Number of queries in a block."""
     scores_bytes: int
-    """Size of the scores of a block and a group of heads: about as much as the cache holds."""
+    """Size of the scores of a block and a group of heads. It is about as large as the cache."""
 
 
 CPU = _Tile(64, 2**20)
-"""Tile on a CPU."""
+"""Amount of work that a CPU computes at a time."""
 GPU = _Tile(128, 2**25)
-"""Tile on a GPU."""
+"""Amount of work that a GPU computes at a time."""
 
 
 class _Block(NamedTuple):
-    """Queries [start, stop), which may see the keys [0, num_keys)."""
+    """Block of queries [start, stop), which may see the keys [0, num_keys)."""
 
     start: int
     stop: int
@@ -81,12 +81,12 @@ class _Block(NamedTuple):
 
     @property
     def num_queries(self) -> int:
-        """Number of queries b in the block."""
+        """Number of queries in the block, b in the legend of shapes."""
         return self.stop - self.start
 
 
 class _Heads(NamedTuple):
-    """Inputs of a group of heads, which all blocks use. Queries and biases include the scale H ** -0.5."""
+    """Inputs of a group of heads, used by all blocks of queries. Queries and biases include the scale H ** -0.5."""
 
     content_query_XTH: Tensor
     position_query_nBTH: Tensor
@@ -97,7 +97,7 @@ class _Heads(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """`Terms` of which only the last may be None."""
+    """Inputs of attention, with the fields of `Terms`. Only the last field may be None."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
@@ -115,7 +115,7 @@ class _Inputs(NamedTuple):
         return [_Block(start, stop, memory_len + stop) for start, stop in pairwise(edges)]
 
     def groups(self) -> list[slice]:
-        """Divide the heads into groups whose scores fit the cache. A group has at least one head."""
+        """Divide the heads into groups whose scores fit the cache. Every group has at least one head."""
         B, T, N, _ = self.query_BTNH.shape
         K = self.key_BKNH.shape[1]
         tile = self.tile()
@@ -125,13 +125,13 @@ class _Inputs(NamedTuple):
         return [slice(first, min(first + size, N)) for first in range(0, N, size)]
 
     def tile(self) -> _Tile:
-        """Return the tile for the inputs' device."""
+        """Return the amount of work that suits the inputs' device."""
         if self.query_BTNH.is_cuda:
             return GPU
         return CPU
 
     def heads(self, group: slice) -> _Heads:
-        """Prepare the inputs of a group of heads. Keys and values are copied only if it has several heads."""
+        """Prepare the inputs of a group of heads. Keys and values are copied only if the group has several heads."""
         query_nBTH = _head_major(self.query_BTNH[:, :, group])
         key_nBKH = _head_major(self.key_BKNH[:, :, group])
         value_nBKH = _head_major(self.value_BKNH[:, :, group])
@@ -154,7 +154,7 @@ class _Inputs(NamedTuple):
 
 
 class _ShiftBuffer:
-    """Buffer for the relative shift, used by one block after the other."""
+    """Buffer for the relative shift. All blocks use it, one after the other."""
 
     def __init__(self, inputs: _Inputs) -> None:
         num_lanes = inputs.query_BTNH.shape[0]
@@ -166,8 +166,8 @@ class _ShiftBuffer:
     def views(self, block: _Block, heads: _Heads) -> tuple[Tensor, Tensor]:
         """Return (unshifted_nRk, shifted_Xbk), two views of the same cells.
 
-        Cells that no product or copy writes are read too. They are zero. They are set to zero only when the shape
-        changes, so groups of heads with the same shape share them.
+        Some cells that are read are never written by a product or copy. They must be zero. They are set to zero only
+        when the shape changes, so groups of heads with the same shape use the same zeros.
         """
         n, B = heads.position_query_nBTH.shape[:2]
         b = block.num_queries
@@ -188,7 +188,7 @@ class _ShiftBuffer:
 
 
 class _Gradients:
-    """Gradients of the inputs, to which each block adds its part."""
+    """Gradients of the inputs. Each block of queries adds its contribution."""
 
     def __init__(self, inputs: _Inputs) -> None:
         like = inputs.query_BTNH
@@ -215,9 +215,10 @@ class _Gradients:
         views: tuple[Tensor, Tensor],
         beta: int,
     ) -> None:
-        """Add the gradients that flow through the scores of a block: those of all inputs except the values.
+        """Add the gradients that flow through a block's scores, for all inputs except the values.
 
-        `views` are those of the shift buffer. `beta` is 0 for the block that begins the sums over blocks, else 1.
+        `views` holds the two views of the shift buffer. `beta` is 0 for the first block, whose contribution overwrites
+        the sums, and 1 for all other blocks.
         """
         i, j, k = block
         unshifted_nRk, shifted_Xbk = views
@@ -242,9 +243,9 @@ class _Gradients:
         torch.add(d_content_query, d_position_query, out=d_query_nBbH)
 
     def scaled(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the order and the layout of the inputs.
+        """Return the gradients of all inputs, in the order and the layout of the inputs.
 
-        The queries in `_Heads` include the scale, so their gradients are multiplied by it here.
+        The queries in `_Heads` include the scale, so the queries' gradients are multiplied by the scale here.
         """
         scale = self.query_BTNH.shape[-1] ** -0.5
         distance_bias_KN = None
@@ -264,7 +265,8 @@ class _Gradients:
 class _RelativeAttention(torch.autograd.Function):
     """Autograd function of `fused_relative_attention`.
 
-    Arguments: the seven inputs, the mask, the dropout rate, and whether to keep what the backward pass needs.
+    Its arguments are the seven inputs, the mask, the dropout rate, and a flag. The flag says whether to keep the values
+    that the backward pass needs.
     """
 
     @staticmethod
@@ -333,14 +335,17 @@ class _RelativeAttention(torch.autograd.Function):
 
 
 def _additive_mask(visible: AttentionMask, block: _Block, *, like: Tensor) -> Tensor:
-    """Build mask_Bbk, which is added to scores: 0 where a key is seen, else -inf."""
+    """Build mask_Bbk, which is added to scores. It is 0 where a query sees a key, else -inf."""
     seen = like.new_zeros(())
     unseen = like.new_full((), -math.inf)
     return torch.where(visible.mask(block.start, block.stop), seen, unseen)
 
 
 def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tensor, Tensor]) -> Tensor:
-    """Compute scores_Xbk of a block, scaled and masked: terms (b) + (d), shifted, then (a) + (c)."""
+    """Compute the scaled and masked scores of a block, scores_Xbk.
+
+    Terms (b) + (d) are computed and shifted first. Then terms (a) + (c) are added.
+    """
     i, j, k = block
     unshifted_nRk, shifted_Xbk = views
     num_lanes = len(mask_Bbk)
@@ -357,7 +362,7 @@ def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tens
 
 
 def _dropped(x: Tensor, keep: Tensor | None, rate: float) -> Tensor:
-    """Set numbers to 0 where `keep` is False, and scale up the others. Without `keep` return `x` itself."""
+    """Set numbers to 0 where `keep` is False, and scale up the other numbers. If `keep` is None, return `x` itself."""
     if keep is None:
         return x
     return (x * keep).mul_(1 / (1 - rate))
@@ -372,10 +377,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, *, beta: int = 1) -
 
 
 def _head_major(x_BSNH: Tensor) -> Tensor:
-    """View x as [N, B, S, H], for any positions S."""
+    """Return a view of x as [N, B, S, H], for any number of positions S."""
     return x_BSNH.permute(2, 0, 1, 3)
 
 
 def _row(num_keys: int) -> int:
-    """Return the cells in a row of the buffer: the next multiple of 8, so that a row begins with at least one zero."""
+    """Return the length of a buffer row: the next multiple of 8 that leaves at least one zero at its start."""
     return (num_keys // 8 + 1) * 8

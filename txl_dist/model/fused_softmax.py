@@ -1,19 +1,21 @@
 """The weighted sum of (adaptive) softmax losses and all its gradients in one pass, as one autograd function.
 
-The forward pass computes the gradients too, one chunk of tokens at a time, because everything they need is there:
+The forward pass computes the gradients too, one chunk of tokens at a time, while the chunk's logits exist:
 
     logits   Logits exist for one chunk at a time, in one buffer for all chunks. Their gradient overwrites them.
     tables   Each table has one buffer for its gradient. Clusters that are slices of one table write to slices of it.
              (Autograd would make a gradient as large as the whole table for every slice.)
-    tokens   Tokens of weight 0 contribute nothing. Neither do the padded rows of a partition.
+    tokens   Tokens of weight 0 contribute nothing. The padded rows of a partition contribute nothing either.
     types    In half precision the gradient of the logits is divided by the largest weight. Otherwise a weight of one
              over the number of tokens would make it underflow. The backward pass multiplies by that weight, together
-             with the loss scale. Sums over tokens, of losses and of parameters' gradients, are at least fp32.
+             with the loss scale. Losses and parameters' gradients are summed over tokens in fp32 or fp64.
 
-On a GPU one Triton kernel adds the bias and turns logits into gradients, instead of 24 operations. The backward pass
-only multiplies by the incoming scalar, in place, so it can run once. Nothing waits for the device.
+On a GPU one Triton kernel adds the bias and turns logits into gradients. It replaces 24 operations. The backward pass
+only multiplies the gradients by the incoming scalar. It does so in place, so it can run only once. No operation waits
+for the device.
 
-Shapes: S tokens, D model width, E width of a table, V its rows; R rows of a cluster, c of them in a chunk.
+Shapes: S tokens, D model width, E width of a table, V rows of a table, R rows of a cluster, c rows of a cluster in one
+chunk.
 """
 
 from __future__ import annotations
@@ -31,19 +33,23 @@ from txl_dist.model.kernels import attention_launch
 from txl_dist.model.relative_attention import at_least_fp32
 
 CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
-"""Fewest tokens in a chunk, by kind of device: each chunk reads all weights and writes their gradient."""
+"""Smallest number of tokens in a chunk, by kind of device. Each chunk reads all weights and writes their gradient, so
+small chunks are slow."""
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
-"""Most logits in a chunk that has more than CHUNK_ROWS tokens."""
+"""Largest number of logits in a chunk that has more than CHUNK_ROWS tokens."""
 ALIGNMENT = 16
-"""Rows of logits begin at multiples of this, because cuBLAS is slow with odd leading dimensions."""
+"""Number of elements to whose multiples rows of logits are padded, because cuBLAS is slow with odd leading dimensions.
+"""
 CACHED_LOGITS = {"cpu": 2**17, "cuda": 2**62}
-"""Logits that become gradients at a time, at least those of one token. On a CPU they stay in the cache."""
+"""Number of logits that become gradients at a time. It limits them so that they stay in a CPU's cache. At least one
+token's logits are processed."""
 KERNEL_TILE = 4096
-"""Logits that a program of the Triton kernel (eight warps) holds at a time: of one row, or of several short rows."""
+"""Number of logits that a program (eight warps) of the Triton kernel holds at a time. They come from one row, or from
+several short rows."""
 
 
 class Columns(NamedTuple):
-    """Some columns of logits: the rows [low, high) of a table and of its bias."""
+    """Some of a cluster's columns of logits. They belong to the rows [low, high) of a table and of its bias."""
 
     weight_VE: Tensor
     bias_V: Tensor
@@ -52,33 +58,33 @@ class Columns(NamedTuple):
 
     @property
     def num_columns(self) -> int:
-        """Number of columns of logits."""
+        """Number of columns of logits that the slice has."""
         return self.high - self.low
 
 
 class Cluster(NamedTuple):
-    """Softmax of one cluster, over some of the tokens."""
+    """Softmax of one cluster, over the tokens that belong to it."""
 
     rows_R: Tensor | None
-    """Indices of the tokens, int64, padded with S. None: all tokens, in order."""
+    """Indices of the cluster's tokens, int64, padded with S. None means all tokens, in order."""
     targets_R: Tensor
-    """Target column of each token, int64. Padded rows have any column."""
+    """Target column of each token, int64. The targets of padded rows are arbitrary."""
     columns: tuple[Columns, ...]
-    """Slices whose columns of logits are joined in this order."""
+    """Slices of tables. Their columns of logits are joined in this order."""
     projection_DE: Tensor | None
     """Projection from model width to table width. None if the hidden states have the width of the tables."""
 
     @property
     def num_columns(self) -> int:
-        """Number of columns of logits."""
+        """Number of columns of logits that the cluster has."""
         return sum(columns.num_columns for columns in self.columns)
 
 
 def fused_linear_cross_entropy(hidden_SD: Tensor, clusters: Sequence[Cluster], *, weight_S: Tensor) -> Tensor:
-    """Compute the sum over tokens of weight * (sum of the token's losses in its clusters).
+    """Compute the weighted sum of all tokens' losses as a scalar in nats, in fp32 or fp64.
 
-    Returns a scalar in nats, at least fp32. The slices of a table must cover it exactly once. The weights are constants
-    and get no gradient.
+    A token's loss is the sum of its losses in its clusters, and `weight_S` holds each token's weight. The slices of a
+    table must cover the table exactly once. The weights are constants and get no gradient.
     """
     parameters: dict[Tensor, None] = {}  # an ordered set: a tensor that clusters share is in it once
     for cluster in clusters:
@@ -146,14 +152,17 @@ class _WeightedLoss(torch.autograd.Function):
 
 
 def _is_known_as_one(scalar: Tensor) -> bool:
-    """Whether a tensor is 1 and the host knows it without waiting: on a CPU, and not a FakeTensor."""
+    """Return True if a tensor's value is 1 and the host knows that without waiting for the device.
+
+    The host knows the values of tensors on a CPU, except FakeTensors.
+    """
     if scalar.device.type != "cpu" or type(scalar) is not Tensor:
         return False
     return bool(scalar.numpy() == 1)
 
 
 class _Sums:
-    """Sums of losses and gradients, to which the clusters add. Tensors over tokens have a last row for padded rows."""
+    """Sums of losses and gradients over clusters. Tensors over tokens have one more row, which padded rows use."""
 
     def __init__(
         self,
@@ -201,7 +210,8 @@ class _Sums:
     def _add_chunk(self, cluster: Cluster, start: int, stop: int, *, logits: Tensor, bias: Tensor | None) -> None:
         """Add the losses and gradients of the rows [start, stop) of a cluster.
 
-        `logits` is the part of the buffer for them. `bias` is the kernel's (see `_padded_bias`), or None without it.
+        `logits` is the part of the buffer for these rows. `bias` is the kernel's bias (see `_padded_bias`), or None if
+        the kernel does not run.
         """
         if cluster.rows_R is None:
             rows: Tensor | slice = slice(start, stop)
@@ -241,7 +251,7 @@ class _Sums:
     def _accumulate(
         self, parameter: Tensor, rows: slice, left: Tensor, right: Tensor, *, overwrite: bool = False
     ) -> None:
-        """Add the product left right to some rows of a parameter's gradient, or overwrite them by it."""
+        """Add the product left right to some rows of a parameter's gradient, or overwrite these rows by the product."""
         if parameter not in self.parameters:
             return
         total = self.parameters[parameter][rows]
@@ -258,9 +268,9 @@ def _gradient_buffers(
 ) -> dict[Tensor, Tensor]:
     """Allocate the gradient of each parameter.
 
-    The first chunk of a cluster overwrites its slice of a table's gradient, because zeros would cost a pass over it. If
-    every cluster of a table has one chunk, nothing is summed, and the gradient has the table's type. All other
-    gradients have the type `sum_dtype`.
+    The first chunk of a cluster overwrites its slice of a table's gradient, so the gradient need not be set to zero
+    first. If every cluster of a table has one chunk, nothing is summed, and the gradient has the table's type. All
+    other gradients have the type `sum_dtype`.
     """
     tables: set[Tensor] = set()
     summed_tables: set[Tensor] = set()
@@ -295,21 +305,24 @@ def _chunk_shape(cluster: Cluster, device: torch.device) -> tuple[int, int]:
 
 
 def runs_kernel(hidden_SD: Tensor) -> bool:
-    """Whether the Triton kernel can compute the gradients of logits on this device and in this type."""
+    """Return True if the Triton kernel can compute the gradients of logits on this device and in this type."""
     return hidden_SD.dtype != torch.float64 and attention_launch.unsupported_device_reason(hidden_SD) is None
 
 
 def _padded_bias(cluster: Cluster, stride: int) -> Tensor:
-    """Return the bias for `logits_to_gradient`, [stride] in fp32: -inf where a row of the buffer has no column."""
+    """Return the bias for `logits_to_gradient`, [stride] in fp32.
+
+    It is -inf for the padding at the end of a buffer row.
+    """
     biases = [columns.bias_V[columns.low : columns.high] for columns in cluster.columns]
     bias = torch.cat(biases).float()
     return F.pad(bias, (0, stride - cluster.num_columns), value=-math.inf)
 
 
 def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor, share_c: Tensor) -> Tensor:
-    """Apply `_into_gradient` to logits + bias, in one pass. Returns the losses, [c].
+    """Apply `_into_gradient` to logits + bias by the Triton kernel, in one pass. Returns the losses, [c].
 
-    Rows of logits are as far apart as the bias is long.
+    The distance between two rows of logits equals the length of the bias.
     """
     from txl_dist.model.kernels.softmax import logits_to_gradient
 
@@ -326,7 +339,7 @@ def _into_gradient_by_kernel(logits_cV: Tensor, bias: Tensor, targets_c: Tensor,
 
 
 def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> Tensor:
-    """Replace logits by share * (softmax - one-hot target). Returns the losses, [c]."""
+    """Replace logits by their gradient, share * (softmax - one-hot target). Returns the losses, [c]."""
     if logits_cV.is_cuda:
         kind = "cuda"
     else:
@@ -338,7 +351,7 @@ def _into_gradient(logits_cV: Tensor, targets_c1: Tensor, share_c1: Tensor) -> T
 
 
 def _rows_into_gradient(logits_rV: Tensor, targets_r1: Tensor, share_r1: Tensor) -> Tensor:
-    """Do the work of `_into_gradient` for rows that fit the cache. Returns the losses, [r]."""
+    """Do the work of `_into_gradient` for as many rows as fit the cache. Returns the losses, [r]."""
     wide = logits_rV.to(share_r1.dtype)  # the same tensor, except in half precision
     target_logit = wide.gather(1, targets_r1)
     largest = wide.amax(1, keepdim=True)

@@ -1,4 +1,6 @@
-"""Initial weights of all parameters (as `weights_init` of peers; Dai et al. 2019 give no formula).
+"""Initial values of all parameters.
+
+They are those of `weights_init` in other Transformer-XL code, because Dai et al. 2019 give no formula.
 
     linear and embedding weights, attention biases u and v       N(0, init_std)
     embedding and output projections                             N(0, projection_init_std)
@@ -8,7 +10,7 @@
     residual scalars (`residual_scalars`)                        as nanochat's: smaller for x and x0 in deeper layers
     shares of the first layer's values (`value_residual`)        0.5
 
-A plugin's positional scheme may draw its parameters again, in `reset_parameters`.
+A plugin's positional scheme may set other initial values in its method `reset_parameters`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from txl_dist.config.schema import ModelSection
 
 
 def initialize(module: nn.Module, model: ModelSection) -> None:
-    """Draw all parameters from torch's default generator, in the order of their names' first appearance."""
+    """Set the initial values of all parameters of a model, in place.
+
+    They are drawn from torch's default generator, in the order in which the parameters' names first appear.
+    """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:  # it has a shape but no storage
             continue
@@ -50,7 +55,7 @@ def initialize(module: nn.Module, model: ModelSection) -> None:
 
 
 def _reset_positions(module: nn.Module) -> None:
-    """Let the modules of a plugin's positional scheme set their own initial values, where they have a method for it."""
+    """Call `reset_parameters` of the modules of a plugin's positional scheme that have this method."""
     for name, part in module.named_modules():
         reset = getattr(part, "reset_parameters", None)
         if not name.endswith(".attention.distance") or not callable(reset):

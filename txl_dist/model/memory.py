@@ -1,9 +1,9 @@
 """The recurrent memory as a value (Dai et al. 2019, section 3.2).
 
-A `Memory` holds the last M inputs of every layer for every lane of a batch. For each of these positions it holds the
-document that the position came from. Its shape is fixed from the first step. A position that holds nothing yet has the
-document `EMPTY` and is masked out of attention. The model owns no memory: the caller passes one in and receives the
-next one. So training, evaluation and generation cannot disturb each other.
+A `Memory` holds the last M inputs of every layer for every lane (row) of a batch. It also holds the document of each of
+these positions. The memory's shape is fixed from the first step. A position that holds nothing yet has the document
+`EMPTY`, and attention ignores it. The model owns no memory. Its caller passes a memory in and receives the next memory.
+So training, evaluation and generation cannot disturb each other.
 
 Shapes: L layers, B lanes, M memory length, T segment length, K = M + T, D model width.
 """
@@ -17,26 +17,32 @@ import torch
 from torch import Tensor
 
 EMPTY = -1
-"""Document of a position that holds nothing."""
+"""Document number of a position that holds nothing yet."""
 
 
 class Memory(NamedTuple):
-    """Hidden states that every lane remembers. They never require a gradient."""
+    """Hidden states that the network remembers from earlier segments, for every lane (row) of a batch.
+
+    A caller passes it to the model with a segment and gets the next memory back. Its tensors never require a gradient.
+    """
 
     hidden: tuple[Tensor, ...]
-    """hidden_BMD of each layer: its input at the last positions, oldest first. Layers may remember fewer than M."""
+    """Inputs hidden_BMD of each layer at the last positions, the oldest first. Some layers may remember fewer than M
+    positions."""
     document_BM: Tensor
-    """int64: document of each of the last M positions, or EMPTY."""
+    """Document number of each of the last M positions, int64, or EMPTY."""
 
     @property
     def memory_len(self) -> int:
-        """Length M in tokens: that of the longest memory of any layer."""
+        """Length M of the memory in tokens. It is the length of the layer that remembers most."""
         return self.document_BM.shape[1]
 
     def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:
-        """Return the memory after a segment, whose positions are appended while the oldest are dropped (paper, 3.2).
+        """Return the memory after a segment. The segment's positions are appended, and the oldest are dropped (paper,
+        3.2).
 
-        `hidden_BTD` are the inputs of the layers. Every position of the new memory is written exactly once.
+        `hidden_BTD` holds the inputs of the layers, one tensor per layer. Every position of the new memory is written
+        exactly once.
         """
         num_tokens = document_BT.shape[1]
         hidden = tuple(torch.empty_like(old_BMD) for old_BMD in self.hidden)
@@ -61,7 +67,10 @@ class Memory(NamedTuple):
 
 
 def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like: Tensor) -> Memory:
-    """Make a memory that holds nothing, of `memory_lens` tokens per layer, with the type and device of `like`."""
+    """Make a memory that holds nothing yet. Its tensors have the type and the device of `like`.
+
+    `memory_lens` holds the number of tokens that each layer remembers.
+    """
     longest = max(memory_lens)
     document_BM = torch.full((num_lanes, longest), EMPTY, dtype=torch.int64, device=like.device)
     hidden = tuple(like.new_zeros(num_lanes, length, width) for length in memory_lens)
@@ -69,26 +78,28 @@ def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like
 
 
 def attended(memory: Memory) -> Memory:
-    """Return the memory with every position visible, so that empty positions are attended as zeros.
+    """Return the memory with every position visible, so that queries attend to empty positions as zeros.
 
-    Hugging Face and the TensorFlow code begin so. It needs document 0 for every token, that is, no document masks.
+    Hugging Face and the TensorFlow code begin in this way. It needs document 0 for every token, so documents must not
+    be masked.
     """
     return memory._replace(document_BM=torch.zeros_like(memory.document_BM))
 
 
 class AttentionMask(NamedTuple):
-    """Keys that each query may see.
+    """Mask that says which keys each query may see. The attention functions take it.
 
-    Query i sees key j if j <= i + M and both belong to one document. Where the attended length is fixed, it does not
-    see the oldest i keys.
+    Query i sees key j if j <= i + M and both belong to one document. Where the attended length is fixed, query i does
+    not see the oldest i keys.
     """
 
     query_document_BT: Tensor
     key_document_BK: Tensor
-    """Documents of the memory, then of the segment. A position that is EMPTY is never seen. Without document masks all
-    documents are 0."""
+    """Document of each key: first of the memory, then of the segment. A key whose document is EMPTY is never seen.
+    Without document masks all documents are 0."""
     oldest: int | None
-    """First key that query 0 sees, where the attended length is fixed; query i begins i keys later. Else None."""
+    """First key that query 0 sees, if the attended length is fixed, else None. The first key of query i is i keys
+    later."""
 
     @property
     def num_keys(self) -> int:
@@ -107,9 +118,9 @@ class AttentionMask(NamedTuple):
         return self._replace(key_document_BK=self.key_document_BK[:, self.memory_len - memory_len :])
 
     def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Build mask_BTK of the queries [start, stop), True where a key is seen.
+        """Build mask_BTK for the queries [start, stop). It is True where a query sees a key.
 
-        The keys are [0, M + stop), up to the last one that query stop - 1 may see.
+        The keys are [0, M + stop), which ends with the last key that query stop - 1 may see.
         """
         if stop is None:
             stop = self.query_document_BT.shape[1]
@@ -128,10 +139,10 @@ class AttentionMask(NamedTuple):
 def build_mask(
     memory: Memory, document_BT: Tensor, *, same_length: Literal["off", "memory", "memory_and_self"] = "off"
 ) -> AttentionMask:
-    """Build the mask of a segment over the memory and itself.
+    """Build the mask of a segment whose queries see the memory and the segment itself.
 
     With `same_length` every query sees equally many keys: M with itself ("memory") or M + 1 ("memory_and_self").
-    Without it query i sees M + 1 + i.
+    Without it query i sees M + 1 + i keys.
     """
     oldest = {"off": None, "memory": 1, "memory_and_self": 0}[same_length]
     key_document_BK = torch.cat([memory.document_BM, document_BT], dim=1)

@@ -1,11 +1,11 @@
-"""The positional schemes that `model.positions` names: encodings, learned tables, and the layer that uses them.
+"""The positional schemes that `model.positions` names: encodings, learned tables and attention layers.
 
     relative           sinusoids of the distance, projected by W_R, biases u and v (the paper)
     learned_relative   a learned vector and number per distance, bias u (Shaw; labml)
     absolute           sinusoids of the position, added to the embedding (Vaswani; vanilla)
 
-The properties of each scheme that the rest of the program uses are a row of `config.schema.SCHEMES`. Each parameter
-belongs to the module whose `forward` uses it, because ZeRO-3 gathers it there.
+`config.schema.SCHEMES` describes the properties of each scheme for the rest of the program. Each parameter belongs to
+the module whose `forward` uses it, because ZeRO-3 gathers it there.
 
 Shapes: K keys, P rows of a table, D model width, N heads, H head width, I = N H.
 """
@@ -25,10 +25,10 @@ from txl_dist.model.relative_attention import at_least_fp32
 
 
 def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
-    """Compute R_KD, the sinusoids of the distances K-1 ... 0, [sin | cos] as in the original code.
+    """Compute R_KD, the sinusoids of the distances K-1 ... 0, as [sin | cos] like the original code.
 
-    They are computed in at least fp32 and cast last: bf16 has only 513 different values for 1,024 positions.
-    `clamp_len` > 0 makes all larger distances share one encoding.
+    They are computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024 positions. If
+    `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`.
     """
     dtype = at_least_fp32(like.dtype)
     distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
@@ -44,14 +44,14 @@ def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: T
 
 
 class SinusoidalDistances(nn.Linear):
-    """Projection W_R from sinusoids of the distances to a layer's encodings."""
+    """Projection W_R that turns sinusoids of the distances into one layer's encodings."""
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__(model.width, model.num_heads * model.head_width, bias=False)
         self.head_width = model.head_width
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:  # type: ignore[override]
-        """Project the sinusoids of the distances K-1 ... 0; the same signature as `LearnedDistances.forward`."""
+        """Project the sinusoids of the distances K-1 ... 0. The signature is that of `LearnedDistances.forward`."""
         assert encoding_KD is not None
         assert encoding_KD.shape[0] == num_distances
         projected_KI = super().forward(encoding_KD)
@@ -60,7 +60,10 @@ class SinusoidalDistances(nn.Linear):
 
 
 class LearnedDistances(nn.Module):
-    """Table with a row per distance, shortest first. Larger distances share the last row."""
+    """Learned table of encodings with a row per distance, the shortest distance first.
+
+    Distances beyond the table's end use the last row.
+    """
 
     def __init__(self, model: ModelSection) -> None:
         super().__init__()
@@ -71,7 +74,7 @@ class LearnedDistances(nn.Module):
         self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
-        """Return the rows of the distances K-1 ... 0. The sinusoids are ignored."""
+        """Return the learned encodings of the distances K-1 ... 0. The argument with the sinusoids is ignored."""
         key_KNH = self._rows(self.weight, num_distances)
         bias_KN = self._rows(self.bias, num_distances)
         return RelativeEncodings(key_KNH, bias_KN)
@@ -86,14 +89,17 @@ class LearnedDistances(nn.Module):
 
 
 class AttentionBiases(NamedTuple):
-    """Biases that layers may share: u (content), and v (position) where the distances are sinusoids."""
+    """Biases u (content) and v (position) of attention, which layers may have in common.
+
+    The bias v exists only if the distances are encoded by sinusoids.
+    """
 
     content_NH: nn.Parameter
     position_NH: nn.Parameter
 
 
 def attention_biases(num_heads: int, head_width: int) -> AttentionBiases:
-    """Make the biases u and v, not yet initialised."""
+    """Make the biases u and v of attention as parameters that have no initial values yet."""
     shape = (num_heads, head_width)
     content = nn.Parameter(torch.empty(shape))
     position = nn.Parameter(torch.empty(shape))
@@ -103,10 +109,10 @@ def attention_biases(num_heads: int, head_width: int) -> AttentionBiases:
 def build_attention(
     model: ModelSection, *, biases: AttentionBiases, mixes_values: bool = False, kernel: AttentionKernel = "auto"
 ) -> Attention:
-    """Build the attention layer that `model.positions` names.
+    """Build the attention layer for the positional scheme that `model.positions` names.
 
-    `kernel` is the setting `engine.attention`, for relative positions. `mixes_values`: the layer mixes the first
-    layer's values into its own. Raises ConfigError if a plugin's scheme fails.
+    `kernel` is the setting `engine.attention`, which only relative positions use. With `mixes_values` the layer mixes
+    the first layer's values into its own values. Raises ConfigError if a plugin's scheme fails.
     """
     content, position = biases
     build = partial(Attention, model, mixes_values=mixes_values)

@@ -1,16 +1,16 @@
-"""Relative attention (Dai et al. 2019, section 3.3) as a function, in plain torch. `attention` has the layers.
+"""Relative attention (Dai et al. 2019, section 3.3) as a function, in plain torch. The layer is in `attention`.
 
-The score of query i for key j, a distance i - j apart (positions counted over memory and segment):
+The score of query i for key j has four terms. Their distance is i - j, and positions are counted over memory and
+segment:
 
     (a) q_i . k_j   +   (b) q_i . r_{i-j}   +   (c) u . k_j   +   (d) v . r_{i-j}
 
-With learned encodings r, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as in the original
-code).
+With learned encodings r, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as in the original code).
 
 (a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances, in
-descending order. Row i of it must be shifted left by T-1-i. With one zero column in front, that relative shift is a
-*view* of the same buffer (row stride K, offset T): nothing is copied. Where the view wraps around, the keys are in the
-future, so they are always masked.
+descending order. Row i of the second product must be shifted left by T-1-i. With one zero column in front, that
+relative shift is a *view* of the same buffer (row stride K, offset T): nothing is copied. Where the view wraps around,
+the keys are in the future, so they are always masked.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, D model width, N heads, H head width.
 """
@@ -27,32 +27,32 @@ from txl_dist.model.memory import AttentionMask
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return the type for normalisers, log-probabilities and encodings: fp64 stays, all others become fp32."""
+    """Return the type for normalisers, log-probabilities and encodings: fp64 for fp64, and fp32 for all other types."""
     if dtype == torch.float64:
         return torch.float64
     return torch.float32
 
 
 class Terms(NamedTuple):
-    """Inputs of attention. The last four are None for plain dot products of queries and keys."""
+    """Inputs of an attention function. The last four are None for plain dot products of queries and keys."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
     value_BKNH: Tensor
     distance_KNH: Tensor | None = None
-    """Encodings r of the distances K-1 ... 0, in one layer."""
+    """Encodings r of the distances K-1 ... 0 in one layer."""
     content_bias_NH: Tensor | None = None
-    """Bias u of term (c)."""
+    """Bias u, which term (c) uses."""
     position_bias_NH: Tensor | None = None
-    """Bias v of term (d). None where term (d) is learned or missing."""
+    """Bias v, which term (d) uses. None where term (d) is learned or missing."""
     distance_bias_KN: Tensor | None = None
-    """Learned term (d), s of the distances K-1 ... 0."""
+    """Learned term (d): a number s for each of the distances K-1 ... 0."""
 
 
 def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend by content and distance. Returns context_BTNH.
+    """Attend by content and distance, in plain torch. Returns context_BTNH.
 
-    Every query must see at least one key. In a Transformer-XL it sees itself.
+    Every query must see at least one key. In a Transformer-XL each query sees itself.
     """
     assert terms.distance_KNH is not None
     assert terms.content_bias_NH is not None

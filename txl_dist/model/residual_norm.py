@@ -1,10 +1,10 @@
 """Dropout, residual sum and norm after each sublayer, as one kernel on a GPU in half precision.
 
 `ResidualLayerNorm` and `ResidualRmsNorm` return the sum and the normed sum. Post-norm uses only the normed sum, and
-pre-norm uses both. `residual_sum` is the sum alone, for the end of a pre-norm layer. Where the kernels cannot run
-(`kernels.rows.runs`), they are torch's operations.
+pre-norm uses the sum too. `residual_sum` returns only the sum, for the end of a pre-norm layer. Torch's operations
+replace the kernel where it cannot run (see `kernels.rows.runs`).
 
-Shapes: hidden states of any shape [..., D]; R rows.
+Shapes: hidden states of any shape [..., D], R rows of D numbers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from txl_dist.model.rms_norm import RmsNorm
 
 
 class Drop(NamedTuple):
-    """How a dropout is to be applied."""
+    """Description of one dropout: its rate, and the way in which it is applied."""
 
     rate: float
     by_kernel: bool = False
-    """Whether a Triton kernel applies it, together with the operations around it."""
+    """True if a Triton kernel applies the dropout, together with the operations around it."""
     seed: Tensor | None = None
-    """Seed for the kernel, int64 [1]. None without a kernel, or if the rate is 0."""
+    """Seed for the kernel, int64 [1]. It is None if no kernel applies the dropout, or if the rate is 0."""
 
 
 class ResidualLayerNorm(nn.LayerNorm):
-    """Layer norm of a residual sum."""
+    """Module that adds a residual to a sublayer's output and applies layer norm to the sum."""
 
     def forward(self, residual: Tensor, update: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return (residual + dropout(update), the same after the norm)."""
+        """Return (residual + dropout(update), the layer norm of that sum)."""
         if not drop.by_kernel:
             total = residual + dropout(update, drop.rate)
             return total, super().forward(total)
@@ -43,10 +43,10 @@ class ResidualLayerNorm(nn.LayerNorm):
 
 
 class ResidualRmsNorm(RmsNorm):
-    """`RmsNorm` of a residual sum."""
+    """Module that adds a residual to a sublayer's output and applies `RmsNorm` to the sum."""
 
     def forward(self, residual: Tensor, update: Tensor, drop: Drop) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Return (residual + dropout(update), the same after the norm)."""
+        """Return (residual + dropout(update), the norm of that sum)."""
         if not drop.by_kernel:
             total = residual + dropout(update, drop.rate)
             return total, super().forward(total)
@@ -54,7 +54,7 @@ class ResidualRmsNorm(RmsNorm):
 
 
 def residual_sum(residual: Tensor, update: Tensor, drop: Drop) -> Tensor:
-    """Compute residual + dropout(update)."""
+    """Compute the sum residual + dropout(update) without a norm."""
     if not drop.by_kernel or drop.rate == 0:
         return residual + dropout(update, drop.rate)
     total: Tensor
@@ -65,7 +65,7 @@ def residual_sum(residual: Tensor, update: Tensor, drop: Drop) -> Tensor:
 def _by_kernel(
     residual: Tensor, update: Tensor, drop: Drop, weight: Tensor | None, bias: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum, normed sum) by the kernels. See `_ResidualNorm` for arguments that are None."""
+    """Compute (sum, normed sum) by the kernels. `_ResidualNorm` says which arguments may be None."""
     threshold = rows.threshold_of(drop.rate)
     total, normed = _ResidualNorm.apply(  # type: ignore[no-untyped-call]
         residual.contiguous(), update.contiguous(), weight, bias, drop.seed, threshold, eps
@@ -76,7 +76,7 @@ def _by_kernel(
 class _ResidualNorm(torch.autograd.Function):
     """Autograd function with results (sum, normed sum), by the kernels.
 
-    Without `eps` there is no norm. Without `weight` the norm divides by the root mean square.
+    If `eps` is None, there is no norm. If `weight` is None, the norm is a division by the root mean square.
     """
 
     @staticmethod

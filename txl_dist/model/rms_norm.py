@@ -1,6 +1,7 @@
 """Division by the root mean square (Zhang and Sennrich 2019), without gain and bias.
 
-On a CPU torch's own `rms_norm` and its gradient consist of many operations. Here both need few passes over the numbers.
+On a CPU torch's own `rms_norm` and its gradient consist of many operations. Here the norm and its gradient need few
+passes over the numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from txl_dist.model.relative_attention import at_least_fp32
 
 
 def rms_norm(x: Tensor, *, eps: float, gain: float = 1.0) -> Tensor:
-    """Compute gain x / sqrt(mean of x^2 over the last dimension + eps)."""
+    """Compute gain x / sqrt(mean of x^2 + eps). The mean is over the last dimension."""
     needs_gradient = torch.is_grad_enabled() and x.requires_grad
     if x.is_cuda or not needs_gradient:
         normed = F.rms_norm(x, x.shape[-1:], eps=eps)
@@ -33,7 +34,7 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm hidden states of any shape."""
+        """Norm hidden states of any shape over the last dimension."""
         return rms_norm(x, eps=self.eps)
 
 

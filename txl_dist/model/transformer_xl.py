@@ -1,8 +1,8 @@
-"""Transformer-XL: embedding, blocks, softmax. Memory comes in and goes out as a value.
+"""Transformer-XL: embedding, blocks and softmax. The memory is an argument and a result, not a part of the model.
 
 `TransformerXL.forward` computes hidden states. `TransformerXL.softmax` turns them into losses or log-probabilities.
-`SegmentLoss` is the module that training wraps: one segment in, the loss and the next memory out. With frozen weights
-`inference.kv_cache` computes the same from cached keys and values, for less work.
+`SegmentLoss` is the module that training wraps. It takes one segment and returns the loss and the next memory. For
+frozen weights `inference.kv_cache` computes the same results with less work, from cached keys and values.
 
 Shapes: B lanes, T segment, M memory, K = M + T, D model width, L layers, N heads, H head width.
 """
@@ -32,8 +32,8 @@ from txl_dist.model.positions import attention_biases, distance_encoding
 class TransformerXL(nn.Module):
     """The network of Dai et al. 2019, initialised from torch's default generator.
 
-    `recompute_every` n: the backward pass runs every n-th block again instead of keeping its activations. 0 keeps all
-    activations. `attention` and `memory_lens` are the settings of these names.
+    If `recompute_every` is n, the backward pass computes every n-th block again instead of keeping its activations. A
+    value of 0 keeps all activations. `attention` and `memory_lens` are the settings of these names.
 
     Raises ConfigError if the cutoffs do not fit `vocab_size`, or if an argument has the wrong type.
     """
@@ -83,13 +83,13 @@ class TransformerXL(nn.Module):
         initialize(self, model)
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """Make a memory that holds nothing, in this model's compute type and on its device."""
+        """Make a memory that holds nothing yet, in this model's compute type and on its device."""
         lens = self.memory_of_layers(memory_len)
         weight = self.embedding.weight(0)
         return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=weight)
 
     def memory_of_layers(self, memory_len: int) -> tuple[int, ...]:
-        """Return the number of tokens that each layer remembers, where the longest memory has `memory_len`."""
+        """Return the number of tokens that each layer remembers. `memory_len` is the length of the longest memory."""
         return memory_of_layers(memory_len, self.memory_lens, num_layers=self.section.num_layers)
 
     def forward(
@@ -101,12 +101,13 @@ class TransformerXL(nn.Module):
         partition: Partition | None = None,
         with_loss: bool = False,
     ) -> tuple[Tensor, Memory]:
-        """Compute hidden_BTD of a segment. Returns it with the memory after the segment.
+        """Compute the hidden states of a segment, hidden_BTD, and the memory after the segment. Returns both.
 
-        `document_BT` (int64, >= 0) confines each query to its own document. None lets a query see all documents.
-        `partition` groups `tokens_BT` into the clusters of `embedding.edges`. None makes it here, which waits for the
-        device. `with_loss`: the softmax will compute a gradient to which a tied embedding can add its own.
-        Raises ConfigError if there is a memory and the model's positions do not support one.
+        `document_BT` (int64, >= 0) gives each token's document, and a query then sees only its own document. If it is
+        None, a query sees all documents. `partition` groups `tokens_BT` into the clusters of `embedding.edges`. If it
+        is None, it is computed here, which waits for the device. `with_loss` says that the softmax will compute a
+        gradient to which a tied embedding can add its own gradient. Raises ConfigError if there is a memory and the
+        model's positions do not support one.
         """
         section = self.section
         scheme = section.scheme
@@ -156,20 +157,23 @@ class TransformerXL(nn.Module):
 
 
 class Batch(NamedTuple):
-    """One segment of some lanes, on the device: the input of `SegmentLoss`."""
+    """One segment of some lanes (rows of the batch), on the device. It is the input of `SegmentLoss`."""
 
     tokens_BT: Tensor
     targets_BT: Tensor
     scored_BT: Tensor
-    """1 where the target's loss counts, else 0."""
+    """Number 1 where the target's loss counts, else 0."""
     document_BT: Tensor | None
-    """Document of each token. None lets the memory cross document borders."""
+    """Document number of each token. If it is None, attention crosses document borders."""
     token_partition: Partition | None = None
     target_partition: Partition | None = None
 
 
 class SegmentLoss(nn.Module):
-    """Loss of one segment of some lanes: the module that an engine wraps."""
+    """Module that computes the loss of one segment of some lanes (rows of the batch).
+
+    An engine wraps it for training.
+    """
 
     def __init__(self, model: TransformerXL) -> None:
         super().__init__()
@@ -183,11 +187,12 @@ class SegmentLoss(nn.Module):
         predicts: bool = False,
         with_top1: bool = False,
     ) -> tuple[Tensor, Memory]:
-        """Return (sum of the scored losses in nats / normalizer, memory after the segment).
+        """Return (loss, memory after the segment). The loss is the sum of the scored losses in nats, divided by
+        `normalizer`.
 
-        The loss is at least fp32. Without a normalizer it is not reduced: nll_BT, for evaluation and probes. With
-        `with_top1` it is score_2BT of `AdaptiveSoftmax.forward`. With `predicts` it is log p_BV of the token after the
-        segment.
+        The loss has the type fp32 or fp64. If `normalizer` is None, the losses are not summed, and nll_BT is returned
+        for evaluation and probes. With `with_top1` the first item is score_2BT of `AdaptiveSoftmax.forward`. With
+        `predicts` it is log p_BV of the token after the segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,

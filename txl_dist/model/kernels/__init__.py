@@ -1,1 +1,4 @@
-"""Fused GPU kernels, one file each, with plain twins in `model/`. Importing this package does not import triton."""
+"""Fused GPU kernels, one file each. `txl_dist/model` has the same computations in plain torch.
+
+Importing this package does not import triton.
+"""

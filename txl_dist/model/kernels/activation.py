@@ -1,13 +1,13 @@
 """Triton kernels of bias + activation + dropout, forward and backward. `model/activation.py` starts them.
 
-`model/activation.py` also has the same computation in torch. The backward pass of relu needs only the result: where it
-is 0, the gradient is 0, whether the number was negative or dropped. Other activations keep the matrix product, and
-compute the dropout mask again from the seed. Each program of the backward pass computes a part of the bias's gradient.
-`residual_norm.sum_all` adds the parts.
+`model/activation.py` also has the same computation in torch. The backward pass of relu needs only the result. Where the
+result is 0, the gradient is 0, because the number was negative or dropped. Other activations keep the matrix product,
+and compute the dropout mask again from the seed. Each program of the backward pass computes a part of the bias's
+gradient. `residual_norm.sum_all` adds the parts.
 
 There are no atomics, so the result is always the same. Intermediate values are in fp32.
 
-Shapes: R rows, F their width. The bias is [F], and all other tensors are contiguous RF.
+Shapes: R rows (one per token), F width of a row. The bias is [F], and all other tensors are contiguous RF.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -23,12 +23,12 @@ SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 """Density of the normal distribution at 0: 1 / sqrt(2 pi)."""
 NOT_SPECIAL = ["num_rows", "threshold"]
-"""Arguments whose values are not worth a compilation each."""
+"""Arguments for whose values Triton does not compile a special version of the kernel."""
 
 
 @triton.jit
 def tile_of(row_tile, column_tile, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return (rows, offsets, mask) of a tile. Offsets and mask are [ROWS, COLUMNS]."""
+    """Return (rows, offsets, mask) of a program's tile. Offsets and mask are [ROWS, COLUMNS]."""
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < F)[None, :]
@@ -38,9 +38,9 @@ def tile_of(row_tile, column_tile, num_rows, F: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def load_bias(BIAS, column_tile, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile of the bias as [ROWS, COLUMNS] in fp32, the same in all rows.
+    """Load a tile of the bias as [ROWS, COLUMNS] in fp32, with equal rows.
 
-    Loading a single row would move two bytes at a time.
+    Loading a single row would move only two bytes at a time.
     """
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     pointer = tl.broadcast_to((BIAS + column)[None, :], [ROWS, COLUMNS])
@@ -96,8 +96,8 @@ def activation_gradients(
 ):
     """Compute the gradient of the product, and partial sums [parts, F] of the bias's gradient.
 
-    relu needs RESULT for it. Other activations need PRODUCT, BIAS and SEED. Part p of P covers the tiles of rows p,
-    p + P, p + 2 P ... Programs: (parts, tiles of columns).
+    The activation relu needs RESULT. Other activations need PRODUCT, BIAS and SEED. Part p of P covers the tiles of
+    rows p, p + P, p + 2 P ... Programs: (parts, tiles of columns).
     """
     factor = 65536.0 / (65536 - threshold)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

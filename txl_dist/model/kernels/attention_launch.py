@@ -1,8 +1,9 @@
-"""Relative attention by the Triton kernels of `kernels/relative_attention.py`: when they can run, and their launches.
+"""Relative attention by the Triton kernels: when they can run, and how they are launched.
 
 `triton_relative_attention` computes the same as `relative_attention`, in half precision on a GPU. Between forward and
-backward it keeps the inputs, the context, and one number per query and head. Only the score buffer has T x K numbers.
-It holds a chunk at a time: some lanes and heads. `launches` plans all launches for any sizes, without a device.
+backward it keeps the inputs, the context, and one number per query and head. The kernels are in
+`kernels/relative_attention.py`. Only the score buffer has T x K numbers. It holds the scores of some lanes and heads at
+a time, called a chunk. `launches` plans all launches for given sizes, and needs no device.
 
 No launch waits for the device. The seed of dropout is a tensor, drawn from the device's default generator. Activation
 checkpointing restores that generator, so recomputation draws the same mask.
@@ -34,17 +35,18 @@ from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
-"""Other head widths are padded by zeros, so that every row of a head begins at a multiple of 16 bytes."""
+"""Number to whose multiples head widths are padded by zeros. Then every row of a head begins at a multiple of 16 bytes.
+"""
 SCORE_BUFFER_BYTES = 192 * 2**20
-"""Largest score buffer of a chunk. A layer of each recipe fits in it. A buffer of 30 MB would stay in the L2 cache of
-an H100 or H200 (50 and 60 MB), but launches would be many and too small to fill a device.
+"""Largest score buffer of a chunk, in bytes. The scores of one layer fit in it for every recipe. A buffer of 30 MB
+would stay in the L2 cache of an H100 or H200 (50 and 60 MB), but launches would be many and too small to fill a device.
 `python -m tools.benchmarks.attention --buffers` measures which size is better."""
 MAX_MATRICES = 65_535 // 8
 """Most score matrices in a chunk. An axis of a CUDA grid has at most 65,535 programs, and a matrix needs 8."""
 NUM_MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200, for which a wave of programs is counted."""
+"""Number of multiprocessors of an H100 or H200. A wave is the number of programs that they run at a time."""
 FORWARD = ("distance_scores", "attend")
-"""Kernels of the forward pass in order, launched for each chunk."""
+"""Names of the kernels of the forward pass, in order. They are launched for each chunk."""
 BACKWARD = (
     "distance_scores",
     "key_value_gradients",
@@ -52,44 +54,48 @@ BACKWARD = (
     "distance_query_gradients",
     "distance_gradients",
 )
-"""Kernels of the backward pass in order, launched for each chunk."""
+"""Names of the kernels of the backward pass, in order. They are launched for each chunk."""
 SUM = "sum_parts"
-"""Kernel that runs once after all chunks of the backward pass."""
+"""Name of the kernel that runs once after all chunks of the backward pass."""
 WIDTH_ROWS = 32
 """Rows of heads that a program of `set_width` copies."""
 KEEP_LEVELS = 65_536
-"""The dropout rate is rounded to a multiple of 1 / KEEP_LEVELS."""
+"""Number of levels of the dropout rate, which is rounded to a multiple of 1 / KEEP_LEVELS."""
 
 
 class Tile(NamedTuple):
-    """How a kernel is compiled: one program's part of the scores, its warps, and its stages of loads in flight."""
+    """Way in which a kernel is compiled: a program's part of the scores, its warps, and its stages of loads."""
 
     rows: int
     columns: int
     num_warps: int
     num_stages: int
     resident: int
-    """Programs that a multiprocessor of sm_90 holds at a time, given their registers, shared memory and warps."""
+    """Number of programs that a multiprocessor of sm_90 holds at a time. Registers, shared memory and warps limit it.
+    """
     max_registers: int | None = None
-    """Registers per thread. With 168, three programs of four warps share a multiprocessor."""
+    """Largest number of registers per thread. With 168 registers, a multiprocessor holds three programs of four warps.
+    """
 
 
 class Sizes(NamedTuple):
-    """Sizes of one layer's attention, which decide how it is divided into launches."""
+    """Sizes of one layer's attention. They decide how the work is divided into launches."""
 
     B: int
     T: int
     K: int
     N: int
     H: int
-    """Head width, padding included."""
+    """Head width in numbers, padding included."""
     has_dropout: bool = False
     value_bytes: int = 2
-    """Bytes per number: 2 in half precision."""
+    """Bytes of one number. It has 2 bytes in half precision."""
 
     @classmethod
     def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
-        """Return the sizes for a micro-batch of `lanes` lanes in half precision, with a full memory."""
+        """Return the sizes for a micro-batch of `lanes` lanes (rows of the batch) in half precision, with a full
+        memory.
+        """
         head_width = _ceil_div(model.head_width, HEAD_WIDTH_MULTIPLE) * HEAD_WIDTH_MULTIPLE
         return cls(
             B=lanes,
@@ -112,7 +118,7 @@ class Sizes(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Sizes and strides as an argument of the kernels.
+    """Sizes and strides that are passed to the kernels as one argument.
 
     Triton compiles a kernel again for None, for the value 1, and for values that are multiples of 16.
     """
@@ -127,9 +133,9 @@ class Shape(NamedTuple):
     key_stride: int
     """Distance from one key or value to the next, in numbers."""
     past_stride: int
-    """Distance from one key or value of the memory to the next, where the memory is a tensor of its own."""
+    """Distance from one key or value of the memory to the next, in numbers, if the memory is a separate tensor."""
     oldest: int | None
-    """First key that query 0 sees, or None; see `AttentionMask.oldest`."""
+    """First key that query 0 sees, or None if queries see all earlier keys; see `AttentionMask.oldest`."""
 
 
 class KernelChunk(NamedTuple):
@@ -147,12 +153,12 @@ class Launch(NamedTuple):
     kernel: str
     tile: Tile
     grid: tuple[int, ...]
-    """Number of programs along each axis."""
+    """Number of programs along each axis of the grid."""
     chunk: KernelChunk
 
     @property
     def waves(self) -> float:
-        """How many times its programs fill an H100 or H200."""
+        """Number of programs divided by the number that an H100 or H200 runs at a time."""
         num_resident = NUM_MULTIPROCESSORS * self.tile.resident
         return math.prod(self.grid) / num_resident
 
@@ -169,7 +175,7 @@ def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_positio
 
 
 def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
-    """Return why the kernels cannot compute attention of these queries, or None if they can."""
+    """Return why the kernels cannot compute attention of these queries on their device, or None if they can."""
     shape_reason = unsupported_shape_reason(
         query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias
     )
@@ -198,7 +204,8 @@ def _has_triton() -> bool:
 def missing_compiler_reason() -> str:
     """Return what is missing to compile a kernel's launcher, or an empty string if nothing is missing.
 
-    Triton compiles a launcher in C, against Python's headers, when the first kernel runs. This compiles a probe.
+    Triton compiles a launcher in C, against Python's headers, when the first kernel runs. This function compiles a
+    small C file in the same way.
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which(compiler) is None:
@@ -222,9 +229,9 @@ def missing_compiler_reason() -> str:
 
 
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
-    """Attend, like `relative_attention`. Returns context_BTNH.
+    """Attend by content and distance with the Triton kernels. Returns context_BTNH, like `relative_attention`.
 
-    `unsupported_reason` says whether it can, which implies that the first six terms are given.
+    `unsupported_reason` says whether the kernels can run. They need the first six of the terms.
     """
     query, key, value, *others = terms[:6]
     key_value = torch.stack([key, value], 2)
@@ -241,9 +248,10 @@ def triton_attention_of_products(
     visible: AttentionMask,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend over fused projections: queries, keys and values of the segment, and keys and values of the memory.
+    """Attend over fused projections with the Triton kernels. Returns context_BTNH.
 
-    They are read where they are, without copies, and each tensor gets one gradient. Returns context_BTNH.
+    One tensor holds queries, keys and values of the segment. The other holds keys and values of the memory. The kernels
+    read both tensors without copies, and each tensor gets one gradient.
     """
     past = past_BM2NH if past_BM2NH.shape[1] else None
     others = (distance_KNH, content_bias_NH, position_bias_NH)
@@ -258,9 +266,10 @@ def _attend(
     visible: AttentionMask,
     dropout: float,
 ) -> Tensor:
-    """Attend. Returns context_BTNH.
+    """Attend with the Triton kernels. Returns context_BTNH.
 
-    Along G the segment's tensor has queries, and also keys and values unless `key_value_BK2NH` holds those of all K.
+    Along axis G the segment's tensor always holds queries. It also holds keys and values, unless `key_value_BK2NH`
+    holds the keys and values of all K positions.
     """
     seed = torch.randint(2**63 - 1, (1,), device=segment_BTGNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
@@ -278,9 +287,9 @@ def _attend(
 
 
 def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
-    """Return each kernel's possible tiles for heads of this width, the largest first.
+    """Return the tiles that each kernel may use for heads of this width, the largest first.
 
-    They are chosen so that no registers spill on sm_90.
+    The tiles are small enough that no registers spill on sm_90.
     """
     if head_width <= 64:
         small = {
@@ -328,7 +337,7 @@ def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
 
 
 def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
-    """Plan the launches of one layer's forward or backward pass, in order. It needs no device."""
+    """Plan the launches of one layer's forward or backward pass. Returns them in order and needs no device."""
     all_chunks = list(chunks(sizes))
     largest = all_chunks[0]
     kernels = BACKWARD if backward else FORWARD
@@ -348,7 +357,9 @@ def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
 
 
 def _tile(kernel: str, sizes: Sizes, largest: KernelChunk) -> Tile:
-    """Choose the largest tile whose programs fill a device and compute at most 1/8 more than the smallest tile's.
+    """Choose the largest tile whose programs fill a device and waste little work.
+
+    The tile's programs compute at most 1/8 more than those of the smallest tile.
 
     The excess is the part of tiles that lies beyond the ends of a score matrix.
     """
@@ -397,7 +408,8 @@ def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: KernelChunk, largest: Ke
 def chunks(sizes: Sizes) -> Iterator[KernelChunk]:
     """Divide all (lane, head) pairs into chunks whose scores fit the buffer.
 
-    A chunk has all lanes of some heads where they fit, because then their gradient of R takes one pass.
+    If all lanes of a head fit, a chunk has all lanes of some heads. Then one pass computes the gradient of R for these
+    heads.
     """
     num_lanes = sizes.B
     num_heads = sizes.N
@@ -416,18 +428,18 @@ def chunks(sizes: Sizes) -> Iterator[KernelChunk]:
 
 
 def _even_part(whole: int, most: int) -> int:
-    """Return the size of the parts if `whole` is split evenly into as few parts of at most `most` as possible."""
+    """Split `whole` evenly into the fewest parts that are not larger than `most`. Returns the size of a part."""
     num_parts = _ceil_div(whole, most)
     return _ceil_div(whole, num_parts)
 
 
 def _ceil_div(number: int, divisor: int) -> int:
-    """Divide and round up."""
+    """Divide two integers and round the result up."""
     return -(-number // divisor)
 
 
 class _Kernels:
-    """The kernels for one layer's inputs: their module, their plan, and the arguments that all launches share."""
+    """Kernels for one layer's inputs: their module, their plan, and the arguments that all launches get."""
 
     def __init__(
         self, inputs: _Products, *, num_keys: int, oldest: int | None, has_dropout: bool, backward: bool
@@ -459,7 +471,7 @@ class _Kernels:
         return next(launch.grid for launch in self.launches if launch.kernel == name)
 
     def run(self, launch: Launch, *arguments: Any) -> None:
-        """Launch one kernel with these arguments and the chunk's."""
+        """Launch one kernel with these arguments and with the arguments of the chunk."""
         tile, chunk = launch.tile, launch.chunk
         kernel: Any = getattr(self.source, launch.kernel)
         where = () if launch.kernel == SUM else (chunk.num_lanes, chunk.first_lane, chunk.first_head)
@@ -487,7 +499,7 @@ class _Kernels:
 
 
 class _Products(NamedTuple):
-    """Views of the queries and keys in the fused projections, each [B, S, N, H] of a contiguous [B, S, G, N, H]."""
+    """Views of queries and keys in the fused projections. Each view is [B, S, N, H] of a contiguous [B, S, G, N, H]."""
 
     query: Tensor
     key: Tensor
@@ -495,14 +507,14 @@ class _Products(NamedTuple):
 
     @classmethod
     def of(cls, segment: Tensor, key_value: Tensor | None, past: Tensor | None) -> Self:
-        """Return the views into the tensors that `_attend` takes, or into their gradients."""
+        """Return the views into the tensors that `_attend` takes, or into the gradients of these tensors."""
         key = segment[:, :, 1] if key_value is None else key_value[:, :, 0]
         past_key = None if past is None else past[:, :, 0]
         return cls(segment[:, :, 0], key, past_key)
 
 
 class _Attention(torch.autograd.Function):
-    """Autograd function of `_attend`."""
+    """Autograd function of the function `_attend`."""
 
     @staticmethod
     def forward(
@@ -609,15 +621,15 @@ class _Attention(torch.autograd.Function):
 
 
 def _with_width(tensors: Sequence[Tensor | None], width: int) -> list[Tensor | None]:
-    """Apply `with_width` to the tensors that are not None."""
+    """Apply `with_width` to all tensors that are not None."""
     resized = iter(with_width([x for x in tensors if x is not None], width))
     return [x if x is None else next(resized) for x in tensors]
 
 
 def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
-    """Copy tensors [..., N, H] to contiguous ones [..., N, width], by one launch.
+    """Copy tensors [..., N, H] to contiguous tensors [..., N, width], by one launch.
 
-    Each head is padded by zeros at its end, or cut.
+    If `width` is larger than H, each head is padded by zeros at its end. If it is smaller, each head is cut.
     """
     from txl_dist.model.kernels.head_width import set_width
 

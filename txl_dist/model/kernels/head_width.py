@@ -1,7 +1,7 @@
 """A Triton kernel that changes the width of heads: it pads or cuts each head. `attention_launch` starts it.
 
 The attention kernels need heads whose rows begin at multiples of 16 bytes. With torch, padding takes a fill and a copy
-per tensor, forward and backward. That would be half of a layer's launches.
+per tensor, in the forward and in the backward pass. These would be half of a layer's launches.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -24,7 +24,7 @@ def set_width(
     ROWS: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Copy several tensors [positions, heads, H] to contiguous ones [positions, heads, H_TO].
+    """Copy several tensors [positions, heads, H] to contiguous tensors [positions, heads, H_TO].
 
     The first four arguments are tuples with an item per tensor. `num_rows` are positions times heads. `strides` are the
     distances between positions. Programs: tiles of rows of the first tensor, then of the next.

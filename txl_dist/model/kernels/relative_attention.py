@@ -1,10 +1,10 @@
 """Flash-style Triton kernels of relative attention: the forward pass and all gradients. `attention_launch` starts them.
 
 The score of query i for key j is (q_i + u) . k_j + (q_i + v) . r_c, where c = j - i + T - 1 is the row of R for their
-distance. The second product is easy to compute over c, and it is needed over j. That is the relative shift (paper,
-appendix B). Here a score buffer [T, S] does it, where S is K rounded up to 16: numbers are written to it over c and
-read from it over j. This costs nothing if whole vectors of 16 bytes move, which are eight numbers. So a tile takes
-queries that are eight apart, i = 8 a + residue, and its columns are n = j - 8 a, in cells of eight keys:
+distance. The second product is easy to compute for all c, but it is needed for all j. That is the relative shift
+(paper, appendix B). Here a score buffer [T, S] does the shift, where S is K rounded up to 16. Numbers are written to
+the buffer at c and read from it at j. This costs nothing if whole vectors of 16 bytes (eight numbers) are moved. So a
+tile takes queries that are eight apart, i = 8 a + residue, and its columns are n = j - 8 a, in cells of eight keys:
 
                 n = -16   -8     0     8    16   ...
     a = 0                     |  0 - |  8 - | 16 - |      A column has the same c = n + T - 1 - residue in all rows.
@@ -28,19 +28,20 @@ few queries, so few of their numbers lie beyond the ends of the parallelogram.
                       sum_parts                 dR, du, dv_bias from their partial sums
 
 There are no atomics, so the result is always the same. Sums are in fp32. Tiles that no query sees are skipped. Tiles
-that all queries see are not masked: a program checks once whether any document ends among its keys. Then only tiles at
-the edge of the visible keys are masked, by a branch, because a separate loop for them would need more registers. Masked
-scores are -inf, and the running maximum begins at a finite number. So a tile that a query does not see contributes
-exp(-inf) = 0 and never NaN. The dropout mask is a function of (seed, lane, head, i, j). Each kernel that needs it
-computes it again.
+that all queries see are not masked. For this, a program checks once whether any document ends among its keys. If none
+ends there, only tiles at the edge of the visible keys are masked, by a branch, because a separate loop for them would
+need more registers. Masked scores are -inf, and the running maximum begins at a finite number. So a tile that a query
+does not see contributes exp(-inf) = 0, and never NaN. The dropout mask is a function of (seed, lane, head, i, j). Each
+kernel that needs it computes it again.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Contexts and their
 gradients are contiguous BTNH. Documents are BT and BK, int64. Queries are rows `query_stride` numbers apart, and keys
-are rows `key_stride` apart. With PAST, KEY holds the keys of the segment alone. PAST holds those of the memory,
+are rows `key_stride` apart. With PAST, KEY holds only the keys of the segment, and PAST holds the keys of the memory,
 `past_stride` apart. A value is N H numbers after its key. Each gradient has the layout of its input.
 
-A launch computes `lanes` lanes from `first_lane` on, and the heads from `first_head` on. SCORES holds only those:
-[heads, lanes, T, S]. CAST is True in Triton's interpreter, which multiplies bf16 as integers. Compiled it is False.
+A launch computes `lanes` lanes from `first_lane` on, and the heads from `first_head` on. SCORES holds only the scores
+of these lanes and heads: [heads, lanes, T, S]. CAST is True in Triton's interpreter, which would multiply bf16 numbers
+as integers. It is False in compiled kernels.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -53,14 +54,14 @@ import triton.language as tl
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOT_SPECIAL = ["threshold", "lanes", "first_lane", "first_head"]
-"""Arguments whose values are not worth a compilation each."""
+"""Arguments for whose values Triton does not compile a special version of the kernel."""
 LOWEST = tl.constexpr(-1.0e30)
-"""Start of the running maximum: below all scores, but finite."""
+"""Start of the running maximum. It is below all scores, but finite."""
 
 
 @triton.jit
 def head_mask(known, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Mask [rows, BLOCK_H] of the rows that are `known`, within the head width H."""
+    """Compute the mask [rows, BLOCK_H] that is True for `known` rows and for columns within the head width H."""
     if H == BLOCK_H:
         mask = known[:, None]
     else:
@@ -71,7 +72,7 @@ def head_mask(known, H: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def load_rows(POINTER, row, known, stride, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load [rows, BLOCK_H] of one head. Unknown rows, and numbers from H on, are zeros."""
+    """Load rows of one head as [rows, BLOCK_H]. Unknown rows, and columns from H on, are zeros."""
     h = tl.arange(0, BLOCK_H)
     pointer = POINTER + row[:, None] * stride + h[None, :]
     return tl.load(pointer, mask=head_mask(known, H, BLOCK_H), other=0.0)
@@ -79,7 +80,7 @@ def load_rows(POINTER, row, known, stride, H: tl.constexpr, BLOCK_H: tl.constexp
 
 @triton.jit
 def store_rows(POINTER, row, known, stride, value, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Store [rows, BLOCK_H] of one head in the pointer's type: the inverse of `load_rows`."""
+    """Store rows [rows, BLOCK_H] of one head in the pointer's type. It is the inverse of `load_rows`."""
     h = tl.arange(0, BLOCK_H)
     pointer = POINTER + row[:, None] * stride + h[None, :]
     tl.store(pointer, value.to(POINTER.dtype.element_ty), mask=head_mask(known, H, BLOCK_H))
@@ -87,7 +88,7 @@ def store_rows(POINTER, row, known, stride, value, H: tl.constexpr, BLOCK_H: tl.
 
 @triton.jit
 def key_rows(KEY, PAST, lane, head, j, shape, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Return pointers [keys, BLOCK_H] to keys j of a head."""
+    """Return pointers [keys, BLOCK_H] to the keys j of one head."""
     if PAST is None:
         lane_start = lane.to(tl.int64) * shape.K * shape.key_stride
         row = KEY + lane_start + head * H + j * shape.key_stride
@@ -110,9 +111,9 @@ def key_mask(j, shape, H: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def load_bias(BIAS, head, ROWS: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load a bias of one head as [ROWS, BLOCK_H] in fp32, the same in all rows.
+    """Load a bias of one head as [ROWS, BLOCK_H] in fp32, with equal rows.
 
-    Loading a single row would move two bytes at a time.
+    Loading a single row would move only two bytes at a time.
     """
     h = tl.arange(0, BLOCK_H)
     pointers = tl.broadcast_to((BIAS + head * H + h)[None, :], [ROWS, BLOCK_H])
@@ -122,7 +123,7 @@ def load_bias(BIAS, head, ROWS: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.const
 
 @triton.jit
 def dot(left, right, total, CAST: tl.constexpr):
-    """Compute total + left @ right in fp32, without tf32."""
+    """Compute total + left @ right in fp32, without rounding to tf32."""
     if CAST:
         left = left.to(tl.float32)
         right = right.to(tl.float32)
@@ -131,7 +132,10 @@ def dot(left, right, total, CAST: tl.constexpr):
 
 @triton.jit
 def visible(i, j, query_document, key_document, shape):
-    """Compute `AttentionMask.mask` in registers, for arguments that broadcast to a tile. Queries i >= T see nothing."""
+    """Compute `AttentionMask.mask` in registers, for a tile of queries and keys.
+
+    The arguments broadcast to the tile. Queries i >= T see nothing.
+    """
     newest = tl.where(i < shape.T, i + (shape.K - shape.T), -1)
     seen = (j <= newest) & (query_document == key_document)
     if shape.oldest is not None:
@@ -141,14 +145,17 @@ def visible(i, j, query_document, key_document, shape):
 
 @triton.jit
 def load_documents(POINTER, lane, row, length):
-    """Load the documents of some rows of one lane, int32. Beyond the lane's end they are 0, as an async copy has it."""
+    """Load the document numbers of some rows of one lane (row of the batch), int32.
+
+    Beyond the lane's end they are 0, because an asynchronous copy fills in zeros.
+    """
     document = tl.load(POINTER + lane * length + row, mask=row < length, other=0)
     return document.to(tl.int32)
 
 
 @triton.jit
 def has_border(POINTER, start, stop, document, others):
-    """Whether any row in [start, stop), or any of `others` [rows], is of another document than `document`."""
+    """Return True if any row in [start, stop), or any of `others` [rows], is of another document than `document`."""
     differs = tl.zeros([128], tl.int32)
     for first in range(start, stop, 128):
         row = first + tl.arange(0, 128)
@@ -161,10 +168,10 @@ def has_border(POINTER, start, stop, document, others):
 
 @triton.jit
 def kept(seed, lane, head, i, j0, threshold, COLUMNS: tl.constexpr):
-    """Return [rows, COLUMNS], True where dropout keeps the probability of a key, from key j0 on.
+    """Return a mask [rows, COLUMNS], True where dropout keeps the probability of a key. The first column is key j0.
 
-    The rate is threshold / 65536. One call of philox gives 128 bits, 16 for each of eight keys. It has seven rounds, as
-    in FlashAttention.
+    The rate is threshold / 65536. One call of the generator philox gives 128 bits, 16 for each of eight keys. A call
+    has seven rounds, as in FlashAttention.
     """
     group = j0 // 8 + tl.arange(0, COLUMNS // 8)
     w, x, y, z = tl.philox(seed, group[None, :], i[:, None], lane, head, n_rounds=7)
@@ -177,7 +184,7 @@ def kept(seed, lane, head, i, j0, threshold, COLUMNS: tl.constexpr):
 
 @triton.jit
 def class_rows(tile, residue, lanes, ROWS: tl.constexpr):
-    """Return (a, lane, query) of the rows of a tile over n. The queries are 8 a + residue, of all lanes."""
+    """Return (a, lane, query) for the rows of a tile over n. The queries are 8 a + residue, of all lanes."""
     row = tile * ROWS + tl.arange(0, ROWS)
     a = row // lanes
     return a, row % lanes, 8 * a + residue
@@ -185,9 +192,9 @@ def class_rows(tile, residue, lanes, ROWS: tl.constexpr):
 
 @triton.jit
 def skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS: tl.constexpr):
-    """Return (pointers, mask) [rows, COLUMNS] into SCORES for the columns n0 and on of a tile over n.
+    """Return (pointers, mask) into SCORES for a tile over n, each [rows, COLUMNS]. The first column is n0.
 
-    The mask covers whole vectors. So it is also True for some n below `first` or above `last`.
+    The mask covers whole vectors of eight numbers. So it is also True for some n below `first` or above `last`.
     """
     column = tl.arange(0, COLUMNS)
     matrix_row = (head * lanes + lane).to(tl.int64) * shape.T + i
@@ -202,7 +209,7 @@ def skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS: tl.
 
 @triton.jit
 def seen_columns(residue, last_a, shape):
-    """Return the (first, last) n that queries of this residue see, up to row `last_a`."""
+    """Return the first and the last n that queries of this residue see, up to row `last_a`."""
     first = -8 * last_a
     if shape.oldest is not None:
         first = tl.maximum(first, residue + shape.oldest)
@@ -236,10 +243,10 @@ def distance_scores(
 
     Programs: (tiles of n, tiles of rows, 8 residues x heads).
 
-    In the backward pass the first program of each tile of rows, which has the least work, also writes what later
-    kernels need of these rows: q + u, q + v, and delta = d_context . context. The softmax subtracts delta from all
-    gradients of a row of scores. Dropout scales probabilities up by 1 / kept_part. Their gradients here and dS are
-    without that factor, which is part of `d_scale` in the kernels that use them.
+    In the backward pass the first program of each tile of rows has the least work. So it also writes the values of
+    these rows that later kernels need: q + u, q + v, and delta = d_context . context. The softmax subtracts delta from
+    all gradients of a row of scores. Dropout scales probabilities up by 1 / kept_part. The gradients of the
+    probabilities here, and dS, do not include this factor. The kernels that use them include it in `d_scale`.
     """
     residue_and_head = tl.program_id(2)
     residue = residue_and_head % 8
@@ -306,7 +313,7 @@ def attend(
     STAGES: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute the context, and the log of the sum of exponentials in base 2.
+    """Compute the context, and the base-2 logarithm of each row's sum of exponentials.
 
     Programs: (tiles of queries, heads x lanes).
     """
@@ -413,9 +420,11 @@ def key_value_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute dk and dv of COLUMNS keys. All queries' scores for them become dS. Programs: (key tiles, heads x lanes).
+    """Compute dk and dv of COLUMNS keys. The scores of all queries for these keys are overwritten by dS. Programs: (key
+    tiles, heads x lanes).
 
-    In each row dS is written only in vectors that hold a key which the query sees. Later kernels read no others.
+    In each row dS is written only to vectors of eight numbers that hold a key which the query sees. Later kernels read
+    only these vectors.
     """
     T = shape.T
     K = shape.K
@@ -513,7 +522,7 @@ def query_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute dq from terms (a) and (c), and its sum over a tile, a part of du.
+    """Compute dq from terms (a) and (c). Also sum it over a tile, which gives a part of du.
 
     Programs: (tiles of queries, heads x lanes).
     """
@@ -570,7 +579,7 @@ def distance_query_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Add terms (b) and (d) to dq, and compute their sum over a tile, a part of dv_bias.
+    """Add terms (b) and (d) to dq. Also sum these terms over a tile, which gives a part of dv_bias.
 
     Programs: (tiles of rows, 8 residues x heads).
     """
@@ -683,7 +692,7 @@ def sum_parts(
 
 @triton.jit
 def sum_rows(PARTS, TOTAL, tile, num_rows, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum all rows, which are `length` long, in one tile of columns."""
+    """Sum rows of `length` numbers, in one tile of columns."""
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, num_rows, ROWS):

@@ -1,15 +1,15 @@
-"""Triton kernels of dropout + residual sum + norm, forward and backward. `model/residual_norm.py` starts them.
+"""Triton kernels for dropout + residual sum + norm, forward and backward. `model/residual_norm.py` starts them.
 
-`model/residual_norm.py` also has the same computation in torch. One program holds each row in registers: it computes
-the sum, writes it once, and norms it from there. The backward pass needs the sum, and mean and scale of each row. It
-computes the dropout mask again from the seed. Each of its programs computes a part of the gradient of a layer norm's
-gains and biases. `sum_all` adds the parts.
+`model/residual_norm.py` also has the same computation in torch. A program holds its rows in registers. It computes the
+sum, writes it once, and norms it without reading it again. The backward pass needs the sum, and the mean and the scale
+of each row. It computes the dropout mask again from the seed. Each program of the backward pass computes a part of the
+gradient of a layer norm's gains and biases. `sum_all` adds the parts.
 
 There are no atomics, so the result is always the same. Statistics are in fp32. They are computed from the rounded sum,
-because the backward pass and the next layer see only that.
+because the backward pass and the next layer see only the rounded sum.
 
-Shapes: R rows, D their width. MEAN and SCALE are [R] in fp32, and all other tensors are contiguous RD. Without WEIGHT
-the norm is a division by the root mean square. Without NORMED (D_NORMED) there is no norm.
+Shapes: R rows (one per token), D width of a row. MEAN and SCALE are [R] in fp32, and all other tensors are contiguous
+RD. Without WEIGHT the norm is a division by the root mean square. Without NORMED (D_NORMED) there is no norm.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
@@ -22,12 +22,12 @@ import triton.language as tl
 from txl_dist.model.kernels.relative_attention import kept, sum_rows
 
 NOT_SPECIAL = ["num_rows", "threshold"]
-"""Arguments whose values are not worth a compilation each."""
+"""Arguments for whose values Triton does not compile a special version of the kernel."""
 
 
 @triton.jit
 def places(row, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return (offsets, mask) of these rows, [rows, BLOCK_D]."""
+    """Return (offsets, mask) of the numbers in these rows, each [rows, BLOCK_D]."""
     column = tl.arange(0, BLOCK_D)
     place = row.to(tl.int64)[:, None] * D + column[None, :]
     mask = (row < num_rows)[:, None] & (column < D)[None, :]
@@ -36,9 +36,9 @@ def places(row, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def gains(POINTER, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load gains or biases as [ROWS, BLOCK_D] in fp32, the same in all rows.
+    """Load gains or biases as [ROWS, BLOCK_D] in fp32, with equal rows.
 
-    Loading a single row would move two bytes at a time.
+    Loading a single row would move only two bytes at a time.
     """
     column = tl.arange(0, BLOCK_D)
     pointer = tl.broadcast_to((POINTER + column)[None, :], [ROWS, BLOCK_D])
@@ -48,7 +48,7 @@ def gains(POINTER, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def dropped(value, SEED, row, threshold, BLOCK_D: tl.constexpr):
-    """Apply dropout to these rows: kept numbers are scaled up, the others become 0."""
+    """Apply dropout to these rows. Kept numbers are scaled up, and the other numbers become 0."""
     keep = kept(tl.load(SEED), 0, 0, row, 0, threshold, BLOCK_D)
     scale = 65536.0 / (65536 - threshold)
     return tl.where(keep, value * scale, 0.0)
@@ -72,7 +72,7 @@ def residual_norm(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute residual + dropout(update), and its norm. Programs: tiles of rows."""
+    """Compute the sum residual + dropout(update), and the norm of the sum. Programs: tiles of rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place, mask = places(row, num_rows, D, BLOCK_D)
     update = tl.load(UPDATE + place, mask=mask, other=0.0).to(tl.float32)
@@ -114,7 +114,7 @@ def residual_norm_gradients(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute the gradient of the residual, and of the update where dropout makes it another one.
+    """Compute the gradients of the residual and of the update. Without dropout they are the same tensor.
 
     Also compute partial sums [programs, 2, D] of the gradients of WEIGHT and BIAS. Program p of P covers the tiles of
     rows p, p + P, p + 2 P ...

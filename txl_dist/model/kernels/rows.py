@@ -1,7 +1,8 @@
-"""Launch of the kernels that work on rows of a block, `residual_norm` and `activation`.
+"""Launch of the kernels that work on rows of hidden states, `residual_norm` and `activation`.
 
-They run where the attention kernels do, by the same setting. Their dropout is seeded like attention's: by tensors drawn
-from the device's default generator. So nothing waits, and activation checkpointing draws the same masks.
+They run where the attention kernels run, and the same setting (`engine.attention`) chooses them. The seeds of their
+dropout are tensors that are drawn from the device's default generator. So the host does not wait for the device, and
+activation checkpointing draws the same masks again.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from txl_dist.config.schema import AttentionKernel
 from txl_dist.model.kernels.attention_launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, unsupported_device_reason
 
 MAX_WIDTH = 8192
-"""Longest row that a program can hold: sixteen numbers per thread, with the largest number of warps."""
+"""Longest row that a program can hold. This is sixteen numbers per thread, with the largest number of warps."""
 TILE_LEN = 2048
 """Numbers that a program of four warps holds at a time."""
 MAX_PARTS = 4 * NUM_MULTIPROCESSORS
-"""Largest number of programs that each compute a partial sum over rows of a gradient."""
+"""Largest number of programs that compute partial sums of a gradient over rows."""
 SUM_ROWS = 64
-"""Rows of a tile of partial sums."""
+"""Rows in a tile of partial sums."""
 SUM_COLUMNS = 32
-"""Columns of a tile of partial sums."""
+"""Columns in a tile of partial sums."""
 
 
 def runs(setting: AttentionKernel, x: Tensor) -> bool:
-    """Whether the kernels run for rows like `x`, by the setting `engine.attention`."""
+    """Return True if the kernels run for rows like `x`. The setting `engine.attention` and the device decide."""
     return fits(setting, x) and unsupported_device_reason(x) is None
 
 
 def fits(setting: AttentionKernel, x: Tensor) -> bool:
-    """Whether the kernels run for rows like `x` on a device that supports them."""
+    """Return True if the kernels can process rows like `x`, on a device that supports the kernels."""
     if setting not in ("auto", "triton"):
         return False
     is_half = x.dtype in (torch.bfloat16, torch.float16)
@@ -41,19 +42,22 @@ def fits(setting: AttentionKernel, x: Tensor) -> bool:
 
 
 def draw_seeds(count: int, *, like: Tensor) -> tuple[Tensor, ...]:
-    """Draw `count` seeds of dropout, [1] int64 each, in one launch."""
+    """Draw `count` seeds of dropout in one launch. Returns int64 tensors [1]."""
     seeds = torch.randint(2**63 - 1, (count, 1), device=like.device)
     return seeds.unbind(0)
 
 
 def threshold_of(rate: float) -> int:
-    """Return how many of `KEEP_LEVELS` numbers dropout sets to 0: never all."""
+    """Return the number of levels, of `KEEP_LEVELS`, at which dropout sets a number to 0. It is never all of them."""
     threshold = round(rate * KEEP_LEVELS)
     return min(threshold, KEEP_LEVELS - 1)
 
 
 def start(name: str, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Launch the kernel of this name, of `kernels.activation` or `kernels.residual_norm`, on `grid` programs."""
+    """Launch a kernel on `grid` programs.
+
+    It is found by its name in `kernels.activation` or `kernels.residual_norm`.
+    """
     from txl_dist.model.kernels import activation, residual_norm
 
     module = residual_norm if hasattr(residual_norm, name) else activation

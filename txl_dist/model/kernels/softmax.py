@@ -2,8 +2,8 @@
 
 `fused_softmax` also has the same computation in torch. The kernel reads each row twice. The first pass computes the
 row's maximum and sum of exponentials, online. The second writes the gradient over the logits while the cache still
-holds the row. That moves six bytes per logit in half precision. Separate operations would pass over the whole chunk
-24 times.
+holds the row. This moves six bytes per logit in half precision. Separate operations would pass over the whole chunk 24
+times.
 
 A logit is overwritten only after its whole row has been read. No program reads memory that another program writes. Sums
 are in fp32, and always in the same order.
@@ -18,7 +18,7 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1.0e30)
-"""Start of the running maximum: below all logits, but finite."""
+"""Start of the running maximum. It is below all logits, but finite."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -35,8 +35,8 @@ def logits_to_gradient(
 ):
     """Replace logits by share * (softmax(logits + bias) - one-hot target), and write each row's loss.
 
-    Programs: tiles of rows. Rows are `stride` numbers apart, a multiple of 16. BIAS has `stride` numbers in fp32. After
-    the last column they are -inf, so the padding of a row counts for nothing and becomes 0.
+    Programs: tiles of rows. Rows are `stride` numbers apart, a multiple of 16. BIAS has `stride` numbers in fp32. They
+    are -inf after the last column, so the padding of a row has no weight and its gradient is 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     known = row < num_rows
