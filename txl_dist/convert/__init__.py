@@ -1,1 +1,1 @@
-"""Import of other programs' models and vocabularies, and export to their formats."""
+"""Import of other programs' models and vocabularies, and export of this package's models to other formats."""

@@ -1,6 +1,7 @@
 """`txl export`: write a committed checkpoint or a bundle as a bundle, a Hugging Face folder or ONNX graphs.
 
-It needs no running job. The result is checked by the probe that the training engine recorded in the checkpoint.
+It needs no running job. The training engine recorded a probe in the checkpoint: some tokens and their losses. The
+export computes these losses again and compares them.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 T = TypeVar("T")
 NOTHING_STATED = Stated()
-"""Value for a card to which the user adds nothing."""
+"""Statements for a model card to which the user adds nothing."""
 MOST_SAMPLED = 16_000_000
-"""Parameters of the largest model that generates a sample for its card at export, if its training recorded none. Larger
-models are never in memory as a whole."""
+"""Largest number of parameters for which an export generates a sample of text for the model card. It does so if
+training recorded no sample. The weights of larger models are never in memory as a whole."""
 SAMPLE_SETTINGS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
-"""Arguments of `LanguageModel.generate` for this sample."""
+"""Arguments of `LanguageModel.generate` for the sample of text in the model card."""
 
 
 class Trained(NamedTuple):
-    """Content of a checkpoint."""
+    """Content of one checkpoint: its folder, its settings, and the package of weights, tokenizer and model card."""
 
     folder: Path
     config: Config
@@ -48,28 +49,32 @@ class Trained(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """Result of an export."""
+    """Result of an export to a bundle."""
 
     source: Path
-    """Folder that was exported."""
+    """Folder of the checkpoint or bundle that was exported."""
     error: float
-    """Largest difference from the source on the probe, in nats."""
+    """Largest difference between the source's losses and the bundle's losses on the probe, in nats."""
     num_bytes: int
-    """Size of the weights' file in bytes."""
+    """Size of the bundle's weights file in bytes."""
     share: float
-    """This size as a share of the weights' size in fp32."""
+    """Size of the weights file divided by the size that the weights have in fp32."""
 
 
 def read_trained(run: Path) -> Trained:
-    """Read the checkpoint that `use_trained` finds, with all weights in memory."""
+    """Read a run's newest undamaged checkpoint, or a checkpoint folder, with all weights in memory.
+
+    Raises CheckpointError if there is no undamaged checkpoint.
+    """
     return use_trained(run, _in_memory)
 
 
 def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False) -> T:
-    """Return the result of `use` for a run's newest undamaged checkpoint, or for a checkpoint folder.
+    """Call `use` with a run's newest undamaged checkpoint, or with a checkpoint folder, and return its result.
 
-    `use` can read the weights piece by piece, or their averages with `use_ema`. The run may still be training: it does
-    not prune the checkpoint while it is used. Checkpoints that it pruned before are not considered.
+    `use` gets the checkpoint's content and can read the weights piece by piece. With `use_ema` it gets the moving
+    averages of the weights instead. The run may still be training. It does not prune the checkpoint while `use` runs.
+    Checkpoints that the run pruned before are ignored.
 
     Raises CheckpointError if there is no undamaged checkpoint.
     """
@@ -149,7 +154,7 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
 
 
 def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
-    """Return (folder of the weights, model with its card) of a run, a checkpoint or a bundle."""
+    """Return (folder of the weights, package with its model card) for a run, a checkpoint or a bundle."""
     if detect_artifact(source) is not ArtifactKind.BUNDLE:
         trained = read_trained(source)
         return trained.folder, _with_card(trained, stated)
@@ -160,7 +165,10 @@ def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
 
 
 def _with_card(trained: Trained, stated: Stated) -> Package:
-    """Return a checkpoint's package with a model card, which has what its run recorded and what the user states."""
+    """Return a checkpoint's package with a model card.
+
+    The card has the metadata that the run recorded and the statements of the user.
+    """
     package = trained.package
     saved = read_state(trained.folder)
     is_average = bool(package.source.get("average"))
@@ -173,7 +181,10 @@ def _with_card(trained: Trained, stated: Stated) -> Package:
 
 
 def _sample(package: Package, *, where: str) -> Sample | None:
-    """Generate a sample for the card; None for a large model, and for a model that cannot begin a document."""
+    """Generate a sample of text for the model card.
+
+    Returns None for a large model, and for a model that cannot begin a document.
+    """
     if _num_parameters(package) > MOST_SAMPLED:
         return None
     try:
@@ -191,7 +202,10 @@ def _num_parameters(package: Package) -> int:
 
 
 def _rounded_once(package: Package, dtype: str) -> Package:
-    """Let the probe be compared in type `dtype`, to which a bundle's weights are rounded, whatever type is written."""
+    """Return the package with a probe that is compared in type `dtype`.
+
+    A bundle's weights are already rounded to this type, so the probe needs no other type, whatever type is written.
+    """
     if dtype == "fp32":
         return package
     return dataclasses.replace(package, probe_dtype=dtype)
@@ -200,9 +214,10 @@ def _rounded_once(package: Package, dtype: str) -> Package:
 def export_bundle(
     source: Path, out: Path, *, dtype: str = "fp32", use_ema: bool = False, stated: Stated = NOTHING_STATED
 ) -> Exported:
-    """Write a bundle from a run, a checkpoint or another bundle, some MiB of the weights at a time.
+    """Write a bundle from a run, a checkpoint or another bundle. A bundle is a folder with all that inference needs.
 
-    With `use_ema` it has the averages of the weights, if the run kept them. `stated` is added to its card.
+    The weights are read and written some MiB at a time. With `use_ema` the bundle gets the moving averages of the
+    weights, if the run kept them. `stated` holds statements of the user for the model card.
 
     Raises CheckpointError if no undamaged source is found, if the probe disagrees, or if `out` cannot be written.
     """
@@ -226,7 +241,10 @@ def export_bundle(
 
 
 def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED) -> Path:
-    """Write a Hugging Face folder from a run, a checkpoint or a bundle. Returns the folder of the source's weights.
+    """Write a folder for Hugging Face's own TransfoXL from a run, a checkpoint or a bundle.
+
+    Returns the folder of the weights that were exported. `dtype` is the type of the written weights. `stated` holds
+    statements of the user for the model card.
 
     Raises CheckpointError if no undamaged source is found, if `out` cannot be written, or if the format cannot express
     the model.
@@ -240,8 +258,8 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32", state
 def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) -> float:
     """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle.
 
-    Returns the largest difference of a log-probability from the source, in nats. Raises the errors of `export_onnx`,
-    and CheckpointError if no undamaged source is found.
+    Returns the largest difference between a log-probability of the graphs and of the source, in nats. Raises the errors
+    of `export_onnx`, and CheckpointError if no undamaged source is found.
     """
     folder, package = _read(source, stated)
     _check_alike(package)
@@ -255,9 +273,10 @@ def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) 
 def export_to_huggingface_code(
     source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED
 ) -> Written:
-    """Write a Hugging Face folder with its own code, from a run, a checkpoint or a bundle.
+    """Write a Hugging Face folder that includes the model's code, from a run, a checkpoint or a bundle.
 
-    Raises the errors of `export_huggingface_code`, and CheckpointError if no undamaged source is found.
+    transformers loads it with `trust_remote_code=True`. Raises the errors of `export_huggingface_code`, and
+    CheckpointError if no undamaged source is found.
     """
     folder, package = _read(source, stated)
     _check_alike(package)
@@ -266,7 +285,7 @@ def export_to_huggingface_code(
 
 
 def _check_alike(package: Package) -> None:
-    """Raise ConfigError if layers have memories of different lengths, which only bundles can express."""
+    """Raise ConfigError if the layers have memories of different lengths. Only bundles can express such models."""
     if len(set(package.memory_lens)) > 1:
         raise ConfigError(
             f"layers with memories of their own (train.memory_lens={list(package.memory_lens)}) are known to bundles "
@@ -277,11 +296,11 @@ def _check_alike(package: Package) -> None:
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     """Open a trained model: a bundle, a checkpoint, or a run's newest complete checkpoint.
 
-    A checkpoint is opened as the bundle in fp32 that `txl export` would write. A string may be the address of a bundle
-    on the Hugging Face Hub, hf://OWNER/NAME[@REVISION], which is downloaded.
+    A checkpoint is opened as if `txl export` had written it as a bundle in fp32. A string may be the address of a
+    bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION], which is downloaded.
 
-    Raises CheckpointError if no complete checkpoint is found, ConfigError for a path to something else and for a
-    device that does not exist.
+    Raises CheckpointError if no complete checkpoint is found. Raises ConfigError if the path leads to something else,
+    or if the device does not exist.
     """
     path = local_model(source)
     device = check_device(device)

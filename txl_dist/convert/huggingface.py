@@ -1,10 +1,12 @@
 """Import and export of folders of Hugging Face's TransfoXLLMHeadModel (transformers 4.x, `deprecated.transfo_xl`).
 
-Names are the original's with the prefix `transformer.`. The columns of tail clusters are in natural order. The biases u
-and v are in every layer, and with `untie_r` False at the top as well. A folder has config.json, and pytorch_model.bin
-or model.safetensors. An export is read back and compared before it replaces anything.
+The names of tensors are those of the original code with the prefix `transformer.`. The columns of tail clusters are in
+natural order. The biases u and v are in every layer. If `untie_r` is False, they are at the top as well. A folder has
+config.json, and pytorch_model.bin or model.safetensors. An export is read back and compared before it replaces an older
+folder.
 
-Hugging Face begins with a memory of zeros that is attended. Score with `zero_memory` to get its numbers.
+Hugging Face's model begins with a memory of zeros, and its queries attend to these zeros. Use `zero_memory` when
+scoring to get the same numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenize
 
 
 def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a folder. `user_settings` complete its settings. Raises CheckpointError, or DataError for its vocabulary."""
+    """Read a folder with a model of Hugging Face's TransfoXL. Returns the model with our settings and names.
+
+    `user_settings` are settings, by Hugging Face's names, that the folder's config.json lacks. Raises CheckpointError,
+    or DataError for a vocabulary that cannot be read.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Name the folder with config.json and the weights.")
     if not (path / "config.json").is_file():
@@ -71,9 +77,9 @@ def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported
 
 
 def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> None:
-    """Write a folder that transformers 4.46.3 loads.
+    """Write a folder that transformers 4.46.3 loads as TransfoXL.
 
-    Raises CheckpointError for a model that the format cannot express, or if `out` is another folder.
+    Raises CheckpointError if the format cannot express the model, or if `out` is a folder that is not such an export.
     """
     model = package.section
     tokenizer = package.tokenizer
@@ -110,7 +116,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder is empty or an older export, so that replacing it loses nothing."""
+    """Return True if a folder is empty or an older export, so that replacing it loses nothing."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
@@ -118,9 +124,10 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write the files of TransfoXLTokenizer, if it can express the vocabulary: words, one of them for unknown words.
+    """Write the files of TransfoXLTokenizer, if this tokenizer can express the vocabulary.
 
-    The files name its special tokens. Otherwise it would add its default ones after the vocabulary.
+    It can express vocabularies of words, of which one word stands for unknown words. The files name their special
+    tokens. Otherwise the tokenizer would add its default special tokens after the vocabulary.
     """
     symbols = tokenizer.symbols
     unknowns = [symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols]
@@ -147,7 +154,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def inexpressible(model: ModelSection) -> list[str]:
-    """Return the settings of a model that transformers' TransfoXL lacks, in words; empty if there are none."""
+    """Return descriptions of a model's settings that transformers' TransfoXL lacks.
+
+    The result is empty if it has all of them.
+    """
     default = ModelSection()
     names = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding"]
     names += ["norm", "query_key_norm", "residual_scalars", "value_residual"]
@@ -168,7 +178,7 @@ def inexpressible(model: ModelSection) -> list[str]:
 
 
 def _read_parts(folder: Path) -> dict[str, Any]:
-    """Read the state dict of a folder: one file, or several that an index lists."""
+    """Read the state dict of a folder, from one file or from several files that an index lists."""
     for name in WEIGHTS:
         if (folder / name).is_file():
             content: dict[str, Any] = read_weights(folder / name)
@@ -187,9 +197,10 @@ def _read_parts(folder: Path) -> dict[str, Any]:
 
 
 def _original_names(peer_weights: Weights, *, where: str) -> Weights:
-    """Return Hugging Face's weights under the original's names. Raises CheckpointError for a model without softmax.
+    """Return Hugging Face's weights under the original code's names.
 
-    Shared biases are in every layer as well. These aliases are compared and dropped.
+    Shared biases are also in every layer. These aliases are compared and dropped. Raises CheckpointError for a model
+    without softmax.
     """
     if "word_emb.emb_layers.0.weight" in peer_weights and "crit.out_layers.0.bias" not in peer_weights:
         raise CheckpointError(f"{where} is a model without the softmax (TransfoXLModel). Save a TransfoXLLMHeadModel.")
@@ -209,7 +220,10 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
 
 
 def _flip_clusters(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor, with its rows reversed if they are tail clusters: Hugging Face has the other order."""
+    """Return a tensor.
+
+    Its rows are reversed if they are tail clusters, because Hugging Face has them in the other order.
+    """
     if name in ("crit.cluster_weight", "crit.cluster_bias"):
         return tensor.flip(0)
     return tensor
@@ -222,7 +236,10 @@ def _huggingface_name(name: str) -> str:
 
 
 def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
-    """Return our weights as Hugging Face's, with a copy of each, because the file format refuses shared memory."""
+    """Return our weights under Hugging Face's names.
+
+    Each tensor is a copy, because the file format refuses tensors that share memory.
+    """
     original = to_original(weights, model)
     tied = partners(model)
     named: Weights = {}
@@ -239,7 +256,10 @@ def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
 
 
 def _config(package: Package, *, dtype: str) -> dict[str, Any]:
-    """Return config.json. A window of memory_len + 1 keys is expressed as memory_len keys over a longer memory."""
+    """Return the content of config.json.
+
+    A model whose window has memory_len + 1 keys is written as one with memory_len keys and a longer memory.
+    """
     model = package.section
     is_wider = model.same_length == "memory_and_self"
     ties = model.tie_projections or (False,) * (len(model.cutoffs) + 1)
@@ -277,7 +297,7 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
 
 
 def _end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id of end-of-text, or of the end of a line if there is none; None if there is neither."""
+    """Return the id of end-of-text, or of end-of-line if there is no end-of-text. Returns None if neither exists."""
     if tokenizer.end_of_text is not None:
         return tokenizer.end_of_text
     if END_OF_LINE in tokenizer.symbols:
@@ -286,7 +306,7 @@ def _end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with transformers' defaults for the settings that it lacks."""
+    """Return the content of config.json. Settings that it lacks get the default values of transformers."""
     cutoffs = config.get("cutoffs")
     if isinstance(cutoffs, list):
         num_tails = len(cutoffs)

@@ -1,4 +1,4 @@
-"""Export of a folder that current transformers load and generate with, by code in the folder (`huggingface_code`).
+"""Export of a folder that current versions of transformers load, with code in the folder (`huggingface_code`).
 
     configuration_txl.py, modeling_txl.py   the model and its memory: torch and transformers alone
     config.json, generation_config.json     settings, and which classes to load
@@ -36,9 +36,9 @@ from txl_dist.io.tensor_files import write_tensors
 from txl_dist.tokenizers.base import END_OF_TEXT, UNKNOWN
 
 SOURCE = Path(__file__).parent / "huggingface_code"
-"""Folder of the code that is copied."""
+"""Folder of the code that is copied into an export."""
 MODULES = ("configuration_txl.py", CODE)
-"""Files that are copied from there."""
+"""Names of the code files that are copied into an export."""
 CHECKED_SEGMENTS = 5
 """Number of segments on which the written model is compared with the bundle."""
 SAME_NAMES = (
@@ -72,19 +72,20 @@ SAME_NAMES = (
 
 
 class Written(NamedTuple):
-    """Result of an export with code."""
+    """Result of an export that includes the model's code."""
 
     difference: float | None
-    """Largest difference of a log-probability from the bundle's, in nats. None if transformers 5 is not installed."""
+    """Largest difference between a log-probability of the exported model and of the bundle, in nats. It is None if
+    transformers 5 is not installed."""
     has_tokenizer: bool
-    """Whether transformers can load the tokenizer."""
+    """True if transformers can load the exported tokenizer."""
 
 
 def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
-    """Write a model with its own code to the folder `out`.
+    """Write a model, its tokenizer and the code that runs it to the folder `out`. transformers can then load it.
 
-    Raises ConfigError for absolute positions or a plugin's. Raises CheckpointError if the probe or the model that
-    transformers loads differ, or if the folder cannot be written.
+    Raises ConfigError if the model has absolute positions or a plugin's positions. Raises CheckpointError if the probe
+    or the model that transformers loads gives other numbers, or if the folder cannot be written.
     """
     section = bundle.section
     if not section.scheme.uses_memory:
@@ -121,7 +122,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
 
 
 def _config(bundle: Bundle) -> dict[str, Any]:
-    """Return the content of config.json, without the ids of special tokens."""
+    """Return the content of config.json, except the ids of special tokens."""
     section = bundle.section
     settings = section.model_dump(mode="json")
     same_settings = {name: settings[name] for name in SAME_NAMES}
@@ -176,9 +177,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _difference(folder: Path, bundle: Bundle) -> float | None:
-    """Return the largest difference of a log-probability from the bundle's, in nats, over CHECKED_SEGMENTS segments.
+    """Return the largest difference between a log-probability of transformers' model and of the bundle, in nats.
 
-    Returns None if no transformers is installed that has what the code needs.
+    CHECKED_SEGMENTS segments are compared. Returns None if the installed transformers, if any, lacks features that the
+    code needs.
     """
     try:
         from txl_dist.convert.huggingface_code.modeling_txl import TxlForCausalLM
@@ -209,7 +211,7 @@ def _difference(folder: Path, bundle: Bundle) -> float | None:
 
 @contextmanager
 def _without_progress(logging: Any) -> Iterator[None]:
-    """Hide the progress bars of transformers; `logging` is its own module for them."""
+    """Hide the progress bars of transformers. The argument `logging` is transformers' module for them."""
     was_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,7 +1,7 @@
-"""This package's tokenizers as pipelines of the library `tokenizers`, which needs neither torch nor this package.
+"""Conversion of this package's tokenizers to pipelines of the library `tokenizers`.
 
-Before a pipeline is written, its ids and texts are compared with those of the tokenizer, on texts of random ids. These
-differences remain:
+The library needs neither torch nor this package. Before a pipeline is written, its ids and texts are compared with the
+tokenizer's ids and texts, for texts of random ids. These differences remain:
 
     long texts            bpe and unigram divide texts of more than 64 KiB first. The library does not.
     unknown characters    Without `<unk>` in the vocabulary, the library leaves them out. This package raises DataError.
@@ -27,15 +27,15 @@ from txl_dist.tokenizers.subwords import BpeTokenizer, UnigramTokenizer, byte_le
 from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 SAMPLES = ("Hello, world!\n  A line, and 3.14 more.\n", "def f(x):\n    return x\n", "", "\n\n", "a")
-"""Texts that are compared, in addition to those of random ids."""
+"""Texts that are compared, in addition to the texts of random ids."""
 NUM_RANDOM = 20
 """Number of texts of random ids that are compared."""
 
 
 def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
-    """Write the bundle's tokenizer as txl_tokenizer.json, and as tokenizer.json for the library if it has an equal one.
+    """Write a bundle's tokenizer as txl_tokenizer.json, and as tokenizer.json for the library `tokenizers`.
 
-    Returns whether tokenizer.json was written.
+    tokenizer.json is written only if the library has an equal tokenizer. Returns True if it was written.
     """
     bundle.tokenizer.save(folder / "txl_tokenizer.json")
     library = library_tokenizer(bundle.tokenizer, begins_documents=bundle.begins_documents)
@@ -45,9 +45,9 @@ def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
 
 
 def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | None:
-    """Return the library's tokenizer that gives the same ids and texts, or None if there is none.
+    """Return a tokenizer of the library `tokenizers` that gives the same ids and texts, or None if there is none.
 
-    With `begins_documents` it adds an end-of-text before each text, if the tokenizer has one.
+    With `begins_documents` it adds an end-of-text before each text, if the tokenizer has an end-of-text.
     """
     library = _pipeline(tokenizer)
     if library is None:
@@ -69,7 +69,10 @@ def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | 
 
 
 def _pipeline(tokenizer: Tokenizer) -> Any | None:
-    """Build the library's pipeline for a tokenizer's kind, without special tokens. None if the library has none."""
+    """Build the library's pipeline for this kind of tokenizer, without special tokens.
+
+    Returns None if the library has no such pipeline.
+    """
     from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
@@ -120,7 +123,7 @@ def _pipeline(tokenizer: Tokenizer) -> Any | None:
 
 
 def _renumbered(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
-    """Return the content of the foreign tokenizer.json with this package's ids."""
+    """Return the content of a foreign tokenizer.json, where this package's ids replace the foreign ids."""
     content = parse_object(tokenizer.content)
     own_ids = {int(foreign): i for i, foreign in enumerate(tokenizer.foreign_ids) if foreign != ADDED}
     model = content["model"]
@@ -146,7 +149,7 @@ def _renumbered(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
 
 
 def _gives_the_same(library: Any, tokenizer: Tokenizer) -> bool:
-    """Whether both encode and decode the sample texts in the same way.
+    """Return True if both tokenizers encode and decode the sample texts in the same way.
 
     Texts that contain a special token, or characters outside the vocabulary, are left out.
     """

@@ -1,8 +1,9 @@
 """Result type of every importer, and the checks that all importers make.
 
-An importer reads a peer's file into tensors, and its settings into a `PeerSettings`. Both together give a
-`ModelSection`: a setting counts if there is one, and shapes give the rest. Then all names and shapes are compared with
-those that the model must have. An error names the key, and the expected and the actual shape.
+An importer reads another program's (a peer's) file into tensors, and its settings into a `PeerSettings`. Tensors and
+settings together give a `ModelSection`. Settings that are not there are computed from the tensors' shapes. Then all
+names and shapes are compared with the names and shapes that the model must have. An error names the key, and the
+expected and the actual shape.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from txl_dist.tokenizers.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)
-"""Last parts of names of buffers, which are recomputed."""
+"""Last parts of the names of buffers. They are not imported, because they can be computed again."""
 WRAPPERS = frozenset(
     {
         "module",  # DataParallel, DeepSpeed
@@ -38,35 +39,38 @@ WRAPPERS = frozenset(
         "_checkpoint_wrapped_module",
     }
 )
-"""Parts of tensors' names that wrappers add. No peer's model has a part with such a name."""
+"""Parts that wrappers such as DDP add to tensors' names. The names in other programs' models have no such part."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A peer's model with our settings and names."""
+    """Model of another program with this package's settings and names. Every importer returns one."""
 
     model: ModelSection
     weights: Weights
-    """Weights by our names, fp32."""
+    """Weights in fp32 by this package's names."""
     vocab_size: int
     segment_len: int
-    """Tokens per segment in training; 0 if neither the file nor the settings say."""
+    """Tokens per segment in training. It is 0 if neither the file nor the settings say it."""
     memory_len: int
-    """Tokens of memory in training; -1 if neither the file nor the settings say."""
+    """Tokens of memory in training. It is -1 if neither the file nor the settings say it."""
     tokenizer: Tokenizer | None
-    """Tokenizer of the file's vocabulary; None if it has none."""
+    """Tokenizer made from the file's vocabulary. It is None if the file has no vocabulary."""
 
 
 class PeerSettings(BaseModel):
-    """Settings by a peer's own names. None means not given. Settings that are not fields do not affect the model."""
+    """Settings of another program's model, by that program's own names. None means that a setting is not given.
+
+    Settings that have no field here do not affect the model.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
     @classmethod
     def of(cls: type[S], from_file: Mapping[str, Any], from_user: Mapping[str, Any], *, where: str) -> S:
-        """Merge the settings in a file and those that a user gives, which take precedence.
+        """Merge the settings in a file with the settings that a user gives. The user's settings take precedence.
 
-        Raises CheckpointError for a value of another type, and for a user's setting that looks like a misspelt one.
+        Raises CheckpointError if a value has the wrong type, or if a user's setting looks like a misspelt field name.
         """
         for name in sorted(from_user.keys() - cls.model_fields.keys()):
             similar = nearest(name, cls.model_fields, least_alike=0.8)
@@ -82,7 +86,10 @@ class PeerSettings(BaseModel):
 
 
 def read_peer_settings(path: Path | None) -> dict[str, Any]:
-    """Read a JSON object of settings; return an empty one without a path. Raises CheckpointError."""
+    """Read a JSON file with settings by another program's names. Returns an empty dict if there is no path.
+
+    Raises CheckpointError if the file cannot be read or is not an object.
+    """
     if path is None:
         return {}
     remedy = 'It must hold one JSON object, such as {"n_layer": 12, ...}.'
@@ -91,14 +98,14 @@ def read_peer_settings(path: Path | None) -> dict[str, Any]:
 
 
 def plain_name(name: str) -> str:
-    """Return a tensor's name without the parts that wrappers add: `layers.0` for `module._orig_mod.layers.0`."""
+    """Return a tensor's name without the parts that wrappers add. For `module._orig_mod.layers.0` it is `layers.0`."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def only_tensors(values: Any, *, where: str) -> Weights:
-    """Return the tensors of a state dict, in fp32, by their plain names and without buffers.
+    """Return the tensors of a state dict in fp32, by their plain names and without buffers.
 
-    Raises CheckpointError for anything else, and if two different tensors have the same plain name.
+    Raises CheckpointError if there are values that are not tensors, or two different tensors with the same plain name.
     """
     is_state_dict = isinstance(values, dict) and all(isinstance(name, str) for name in values)
     if not is_state_dict or not values:
@@ -126,7 +133,7 @@ def only_tensors(values: Any, *, where: str) -> Weights:
 
 
 def count(peer_weights: Weights, prefix: str) -> int:
-    """Return one more than the largest number that follows `prefix` in a name; 0 if there is none."""
+    """Return one more than the largest number that follows `prefix` in a name. Returns 0 if no name has the prefix."""
     largest = -1
     for name in peer_weights:
         if not name.startswith(prefix):
@@ -140,7 +147,7 @@ def count(peer_weights: Weights, prefix: str) -> int:
 def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: str) -> int:
     """Return the size of a tensor along an axis.
 
-    Raises CheckpointError if the tensor is missing, or has another number of dimensions than `dims`.
+    Raises CheckpointError if the tensor is missing, or if its number of dimensions is not `dims`.
     """
     if name not in peer_weights:
         first_names = ", ".join(list(peer_weights)[:3])
@@ -158,7 +165,7 @@ def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: s
 
 
 def section(values: dict[str, Any], *, where: str) -> ModelSection:
-    """Build a model section from a file's values. Raises CheckpointError if they do not describe a model."""
+    """Build a model section from the values in a file. Raises CheckpointError if they do not describe a model."""
     try:
         return ModelSection.model_validate(values)
     except ValidationError as error:
@@ -172,10 +179,10 @@ def shape_problems(
     optional: Container[str] = (),
     shown: Callable[[str], str] = str,
 ) -> list[str]:
-    """Return descriptions of the tensors that are missing, surplus, or of another shape.
+    """Return descriptions of the tensors that are missing, not expected, or of the wrong shape.
 
     Args:
-        optional: Names that may be missing.
+        optional: Names of tensors that may be missing.
         shown: Maps a name to the one in the file, for messages.
     """
     missing = []
@@ -196,7 +203,7 @@ def shape_problems(
 
 
 def refuse(problems: list[str], *, where: str) -> None:
-    """Raise CheckpointError with the first few problems, if there are any."""
+    """Raise CheckpointError with the first few problems of a file, if it has any."""
     if problems:
         if len(problems) > 4:
             more = f" and {len(problems) - 4} more"
@@ -209,7 +216,7 @@ def refuse(problems: list[str], *, where: str) -> None:
 
 
 def _settings_error(error: Exception, *, where: str) -> CheckpointError:
-    """Return the error for settings that pydantic or JSON refused; it shows the first problem."""
+    """Return the error for settings that pydantic or JSON refused. It shows only the first problem."""
     if not isinstance(error, ValidationError):
         return CheckpointError(f"{where}: the settings cannot be read: {error}.")
     problem = error.errors()[0]

@@ -1,4 +1,4 @@
-"""`txl import`: write another program's weights as a bundle, which scores, generates, exports, and starts training."""
+"""`txl import`: write another program's weights as a bundle, for scoring, generation, export and training."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Format = Literal["original", "nvidia", "huggingface", "labml"]
 
 
 class Reader(Protocol):
-    """Function that reads a model from a file or folder of one format."""
+    """Function that reads a model from a file or folder in one program's format."""
 
     def __call__(self, path: Path, *, user_settings: dict[str, Any]) -> Imported:
-        """Read the model; `user_settings` are the user's settings, by the peer's names. Raises TxlError."""
+        """Read the model. `user_settings` are the user's settings, by the other program's names. Raises TxlError."""
 
 
 READERS: dict[Format, Reader] = {
@@ -36,12 +36,12 @@ READERS: dict[Format, Reader] = {
 
 
 class Summary(NamedTuple):
-    """Facts of an imported model."""
+    """Facts about an imported model, which `txl import` prints."""
 
     num_parameters: int
     vocab_size: int
     has_vocabulary: bool
-    """Whether there was a vocabulary; if not, texts are ids in decimal."""
+    """True if a vocabulary was found. If it is False, texts are ids in decimal."""
     segment_len: int
     memory_len: int
 
@@ -57,15 +57,15 @@ def import_model(
     memory_len: int = -1,
     dtype: str = "fp32",
 ) -> Summary:
-    """Read a peer's file or folder, and write a bundle to `out`. Code in the file is not run.
+    """Read another program's file or folder, and write a bundle to `out`. Code in the file is not run.
 
     Raises CheckpointError, DataError or ConfigError.
 
     Args:
-        settings: A JSON object with settings that the file lacks, by the peer's own names.
-        vocab: The vocabulary's file, if the peer's file has none, or another one.
-        segment_len: Tokens per segment; 0 is the value of the file or the settings.
-        memory_len: Tokens of memory; -1 is the value of the file or the settings.
+        settings: A JSON file with settings that the model file lacks, by the other program's names.
+        vocab: A vocabulary file. It is used instead of the vocabulary in the model file.
+        segment_len: Tokens per segment. If it is 0, the value is from the file or the settings.
+        memory_len: Tokens of memory. If it is -1, the value is from the file or the settings.
         dtype: The type of the bundle's weights.
     """
     if not path.exists():
@@ -100,7 +100,10 @@ def import_model(
 
 
 def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Path) -> tuple[int, int]:
-    """Return the segment and memory lengths, the user's before the file's. Raises ConfigError if one is unknown."""
+    """Return the segment length and the memory length. The user's values take precedence over the file's values.
+
+    Raises ConfigError if a length is unknown.
+    """
     if not imported.model.scheme.uses_memory and memory_len < 0:
         memory_len = 0  # even if the file gives a length: the original fails with a memory there
     if segment_len < 0 or memory_len < -1:

@@ -1,13 +1,14 @@
-"""Map between this package's tensor names and the original PyTorch code's, which NVIDIA and Hugging Face inherited.
+"""Map between this package's tensor names and the names of the original PyTorch code.
 
-One table serves reading and writing. `to_original`, applied to tensors without storage, also gives the names and shapes
-that a file must have. These tensors differ not only in their names:
+NVIDIA's and Hugging Face's code use the original names too. The same table is used for reading and writing.
+`to_original` for tensors without storage also gives the names and shapes that a file must have. Most tensors differ
+only in their names, but these differ in other ways too:
 
-    qkv_net            has rows of query, key, value; here these are `query` and `key_value`
-    cluster_weight     has tail cluster C - i in row i; here it is i + 1, so rows are flipped
-    r_w_bias           is one for all layers, or (learned positions) [L, N, H]; here every layer that uses it has it
-    r_emb, r_bias      are [L, P, ...], with distance 0 in the last row; here it is the first, so rows are flipped
-    tied tensors       are under both names, or under one
+    qkv_net            has rows of query, key, value. Here they are in `query` and `key_value`.
+    cluster_weight     has tail cluster C - i in row i. Here it has cluster i + 1, so rows are flipped.
+    r_w_bias           is one for all layers, or [L, N, H] with learned positions. Here it is in every layer.
+    r_emb, r_bias      are [L, P, ...], with distance 0 in the last row. Here it is in the first, so rows are flipped.
+    tied tensors       are under both of their names, or only under one
 
 Shapes: C tail clusters, L layers, P rows of a table, N heads, H head width.
 """
@@ -41,9 +42,9 @@ _TABLES = {"attention.distance.weight": "r_emb", "attention.distance.bias": "r_b
 
 
 def to_original(weights: Weights, model: ModelSection) -> Weights:
-    """Return our weights under the original's names.
+    """Return this package's weights under the original's names, for an export or for the names a file must have.
 
-    Tied weights must be under each of their names (`TransformerXL.state_dict`).
+    Tied weights must be under each of their names, as in `TransformerXL.state_dict`.
     """
     original: Weights = {}
     for original_name, our_name in one_to_one(model).items():
@@ -65,15 +66,15 @@ def to_original(weights: Weights, model: ModelSection) -> Weights:
 
 
 def _stack_layers(weights: Weights, name: str, model: ModelSection) -> Tensor:
-    """Stack a tensor of all layers, [L, ...]."""
+    """Stack the tensors of all layers into one tensor [L, ...]."""
     tensors = [weights[f"blocks.{layer}.{name}"] for layer in range(model.num_layers)]
     return torch.stack(tensors)
 
 
 def from_original(original: Weights, model: ModelSection) -> Weights:
-    """Return the original's weights under our names: the inverse of `to_original`.
+    """Return the original's weights under this package's names. It is the inverse of `to_original`.
 
-    A tied or shared tensor may be under only one of its names, both in the argument and in the result.
+    A tied or shared tensor may be under only one of its names, in the argument and in the result.
     """
     weights: Weights = {}
     for original_name, our_name in one_to_one(model).items():
@@ -99,9 +100,9 @@ def from_original(original: Weights, model: ModelSection) -> Weights:
 
 
 def one_to_one(model: ModelSection) -> dict[str, str]:
-    """Return our name by the original's name, for tensors that are equal in both.
+    """Return this package's name for each name of the original, for tensors that are equal in both programs.
 
-    Embedding tables and projections that a model lacks, or that are tied, are included.
+    Embedding tables and projections that are tied, or that the model lacks, are included.
     """
     in_layer = dict(_IN_LAYER)
     if model.positions == "absolute":
@@ -129,7 +130,10 @@ def one_to_one(model: ModelSection) -> dict[str, str]:
 
 
 def partners(model: ModelSection) -> dict[str, str]:
-    """Return, for all tensors that this model ties, the embedding's name by the softmax's name (the original's)."""
+    """Return the embedding's name for each softmax's name, for all tensors that this model ties.
+
+    Names are the original's.
+    """
     if model.div_value == 1:
         num_tables = 1
     else:
@@ -145,13 +149,16 @@ def partners(model: ModelSection) -> dict[str, str]:
 
 
 def shapes_of(model: ModelSection, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor by the original's name, tied tensors under both names."""
+    """Return the shape of every tensor by the original's name. Tied tensors are under both of their names."""
     weights = without_storage(model, vocab_size=vocab_size)
     original = to_original(weights, model)
     return {name: tuple(tensor.shape) for name, tensor in original.items()}
 
 
 def without_storage(model: ModelSection, *, vocab_size: int) -> Weights:
-    """Return our weights as shapes only, tied ones under each of their names. Allocates no memory."""
+    """Return this package's weights as tensors with shapes but without values. Allocates no memory.
+
+    Tied weights are under each of their names.
+    """
     with torch.device("meta"):
         return dict(TransformerXL(model, vocab_size=vocab_size).state_dict())

@@ -1,9 +1,9 @@
 """Import of state dicts of labml's annotated Transformer-XL (labml_nn.transformers.xl).
 
-The model has pre-norm with a final norm, learned relative positions per layer, and biases on values and attention's
-output. Embeddings are not scaled, and output rows are not tied. Its tables have a row for every distance to the past
-and to the future, with distance 0 at row P of 2 P. A language model reads only rows 0 to P, so only those are imported.
-The number of heads follows from the tables' shape.
+The model has pre-norm with a final norm, learned relative positions in each layer, and biases on values and on
+attention's output. Embeddings are not scaled, and the output weights are not tied to them. The tables of positions have
+a row for every distance to the past and to the future. Distance 0 is at row P of 2 P. A language model reads only rows
+0 to P, so only these rows are imported. The number of heads is computed from the tables' shape.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class LabmlSettings(PeerSettings):
 
 
 def import_labml(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a state dict; `user_settings` are the user's settings. Raises CheckpointError."""
+    """Read a state dict of labml's Transformer-XL. Returns the model with our settings and names.
+
+    `user_settings` are the user's settings, by labml's names. Raises CheckpointError.
+    """
     settings = LabmlSettings.of({}, user_settings, where=str(path))
     peer_weights = only_tensors(read_weights(path), where=str(path))
     model = _section(peer_weights, settings, where=str(path))
@@ -94,7 +97,7 @@ def import_labml(path: Path, *, user_settings: dict[str, Any]) -> Imported:
 
 
 def _section(peer_weights: Weights, settings: LabmlSettings, *, where: str) -> ModelSection:
-    """Return the model section: from the settings, and from shapes where there is no setting."""
+    """Return the model section. Settings that are not given are computed from the tensors' shapes."""
     num_layers = settings.n_layers or count(peer_weights, "transformer.layers.")
     # The last layer is checked first, so that a wrong number of layers is an error before they are all built.
     dim_size(peer_weights, f"transformer.layers.{num_layers - 1}.norm_ff.weight", 0, dims=1, where=where)
@@ -124,14 +127,17 @@ def _section(peer_weights: Weights, settings: LabmlSettings, *, where: str) -> M
 
 
 def _zero_row(num_rows: int) -> int:
-    """Return the row of distance 0: the middle of a whole table, or the last row if rows of the future were cut off."""
+    """Return the row of distance 0.
+
+    It is the middle row of a whole table, or the last row if the future was cut off.
+    """
     if num_rows % 2 == 0:
         return num_rows // 2
     return num_rows - 1
 
 
 def _names(model: ModelSection) -> dict[str, str]:
-    """Return our name by labml's name, for tensors that are equal in both."""
+    """Return this package's name for each name of labml, for tensors that are equal in both programs."""
     names = dict(_AROUND)
     for layer in range(model.num_layers):
         for name, our_name in _IN_LAYER.items():
@@ -142,7 +148,7 @@ def _names(model: ModelSection) -> dict[str, str]:
 
 
 def _check(peer_weights: Weights, model: ModelSection, *, vocab_size: int, where: str) -> None:
-    """Raise CheckpointError if a tensor is missing, surplus, or of another shape than the model needs."""
+    """Raise CheckpointError if a tensor is missing, not expected, or of another shape than the model needs."""
     weights = without_storage(model, vocab_size=vocab_size)
     expected: dict[str, tuple[int, ...]] = {}
     for name, our_name in _names(model).items():

@@ -1,8 +1,8 @@
 """Import of checkpoints of NVIDIA's code (DeepLearningExamples, PyTorch): `checkpoint_last.pt`, `checkpoint_best.pt`.
 
-The model is the original's, with other names in the softmax, tied tensors stored once, and a same-length window one key
-wider. The file has the arguments of the model's constructor, and its vocabulary. Optimizer state and memories are not
-imported.
+The model is that of the original code with three differences. The softmax has other names, tied tensors are stored
+once, and the same-length window is one key wider. The file has the arguments of the model's constructor, and its
+vocabulary. Optimizer state and memories are not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from txl_dist.errors import CheckpointError
 CHECKPOINTS = ("checkpoint_last.pt", "checkpoint_best.pt")
 ALIAS = "crit.shared_out_projs."
 MAX_CLUSTERS = 100
-"""Number of clusters for which there are names; no known model has so many."""
+"""Number of clusters for which this module has names. No known model has so many clusters."""
 
 
 def _softmax_names() -> dict[str, str]:
@@ -35,13 +35,17 @@ def _softmax_names() -> dict[str, str]:
 
 
 ORIGINAL = _softmax_names()
-"""Original name by NVIDIA's name, for names that differ."""
+"""Original name for each name of NVIDIA's code, where the names differ."""
 THEIRS = {original: nvidia for nvidia, original in ORIGINAL.items()}
-"""NVIDIA's name by the original name."""
+"""Name in NVIDIA's code for each original name, where the names differ."""
 
 
 def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a checkpoint; of a folder the last one, or if there is none the best one. Raises CheckpointError."""
+    """Read a checkpoint of NVIDIA's code. Returns the model with our settings and names.
+
+    If `path` is a folder, the last checkpoint in it is read, or the best one if there is no last one. Raises
+    CheckpointError.
+    """
     file = path
     if path.is_dir():
         existing = [path / name for name in CHECKPOINTS if (path / name).is_file()]
@@ -76,9 +80,9 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
 
 
 def _without_aliases(weights: Weights, *, where: str) -> Weights:
-    """Drop the input projections that the softmax lists a second time, tied to them or not.
+    """Drop the aliases of input projections that the softmax lists, whether they are tied or not.
 
-    Raises CheckpointError if one of these aliases differs from its projection.
+    Raises CheckpointError if an alias differs from its projection.
     """
     kept: Weights = {}
     problems = []

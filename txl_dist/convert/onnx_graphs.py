@@ -8,12 +8,13 @@
     MANIFEST.json            size and sha256 of each file
 
 The memory is an input and an output. It has keys and values of each layer at the last M positions, oldest first, and
-for each row the number of positions that are filled. Earlier positions are masked, not attended as zeros. So a new
-memory is zeros with length 0, for any model. The model's `same_length` and `clamp_len` are part of the graphs. Hidden
-states, which training keeps, would be half as large, but each token would need M projections.
+for each row the number of positions that are filled. Positions that are not filled are masked, so queries do not attend
+to zeros there. So a new memory is zeros with length 0, for any model. The model's `same_length` and `clamp_len` are
+part of the graphs. A memory of hidden states, as in training, would be half as large. But then each token would need M
+projections to keys and values.
 
-The graphs are made from the model's own modules, with keys and values as arguments. Before the folder is published,
-their results are compared with the bundle's.
+The graphs are made from the model's own modules, with keys and values as arguments. Before the folder is published, the
+graphs' results are compared with the bundle's results.
 
 Shapes: L layers, N heads, B rows, T tokens of a graph, M memory, K = M + T, H head width, V vocabulary.
 """
@@ -52,20 +53,21 @@ from txl_dist.model.transformer_xl import TransformerXL
 FORMAT_VERSION = 2
 WEIGHTS = "weights.bin"
 INPUTS = ("tokens", "memory", "length", "num_tokens")
-"""Names of the graphs' inputs. Only the chunk's graph has the last one."""
+"""Names of the graphs' inputs. Only the graph for a chunk has the last input."""
 OUTPUTS = ("log_probs", "next_memory", "next_length")
 """Names of the graphs' outputs."""
 TOLERANCE = 1e-4
-"""Largest difference from the bundle that is accepted, in nats."""
+"""Largest difference from the bundle's log-probabilities that is accepted, in nats."""
 CHECKED_SEGMENTS = 5
 """Number of segments on which the graphs are compared with the bundle."""
 
 
 def export_onnx(out: Path, bundle: Bundle) -> float:
-    """Write the folder, run its graphs, and return the largest difference from the bundle in nats of log-probability.
+    """Write a folder that ONNX Runtime runs, and run its graphs once to compare them with the bundle.
 
-    Raises ConfigError for absolute positions or a missing package. Raises CheckpointError if graphs or probe differ, or
-    if the folder cannot be written.
+    Returns the largest difference between a log-probability of the graphs and of the bundle, in nats. Raises
+    ConfigError for absolute positions or a missing package. Raises CheckpointError if the graphs or the probe give
+    other numbers, or if the folder cannot be written.
     """
     section = bundle.section
     network = bundle.model
@@ -124,7 +126,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
 
 
 class Step(nn.Module):
-    """Module that is exported as a graph: it reads `num_tokens` tokens of some rows over their memory."""
+    """Module that is exported as a graph. It reads `num_tokens` tokens of some rows and their memory."""
 
     encoding_KD: Tensor
 
@@ -142,7 +144,7 @@ class Step(nn.Module):
     def forward(
         self, tokens_BT: Tensor, memory_L2NBMH: Tensor, length_B: Tensor, num_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log_p_BTV, the memory after the tokens, its lengths).
+        """Return (log_p_BTV, the memory after the tokens, the number of filled positions of each row).
 
         With `num_tokens`, only the first `num_tokens` tokens are appended to the memory.
         """
@@ -194,7 +196,7 @@ class Step(nn.Module):
 
 
 def _embedded(embedding: AdaptiveEmbedding, tokens_BT: Tensor) -> Tensor:
-    """Compute the embedding's hidden_BTD without a partition of the tokens into clusters on the host."""
+    """Compute the tokens' embeddings hidden_BTD without grouping the tokens by cluster on the host."""
     if embedding.num_tables == 1:
         return cast(Tensor, embedding(tokens_BT))
     hidden_BTD = torch.zeros(())
@@ -214,12 +216,12 @@ def _embedded(embedding: AdaptiveEmbedding, tokens_BT: Tensor) -> Tensor:
 
 
 def _inputs(takes_count: bool) -> list[str]:
-    """Return the names of a graph's inputs; `takes_count` says whether num_tokens is one of them."""
+    """Return the names of a graph's inputs. `takes_count` says whether num_tokens is an input."""
     return list(INPUTS if takes_count else INPUTS[:-1])
 
 
 def _exported(step: Step, *, takes_count: bool) -> Any:
-    """Export a step. Returns its graph as a model of the library onnx_ir."""
+    """Export a step to ONNX. Returns its graph as a model of the library onnx_ir."""
     section = step.network.section
     num_rows = 2
     tokens = torch.zeros(num_rows, step.num_tokens, dtype=torch.int64)
@@ -253,7 +255,7 @@ def _exported(step: Step, *, takes_count: bool) -> Any:
 
 @contextmanager
 def _plain_attention(network: TransformerXL) -> Iterator[None]:
-    """Use the plain attention during the block, because ONNX has no operators for the other kernels."""
+    """Use the plain attention during the block, because ONNX has no operators for the fused kernels."""
     attentions = [block.attention for block in cast(list[Block], list(network.blocks))]
     kernels = [attention.kernel for attention in attentions]
     try:
@@ -280,7 +282,10 @@ def _quiet() -> Iterator[None]:
 
 
 def _move_weights(graphs: list[Any], folder: Path) -> None:
-    """Write the tensors of all graphs to one file, equal ones once, and make the graphs refer to it."""
+    """Write the tensors of all graphs to one file, and make the graphs refer to that file.
+
+    Tensors that are equal are written once.
+    """
     import onnx_ir
 
     places: dict[tuple[str, str], tuple[int, int]] = {}
@@ -303,10 +308,10 @@ def _move_weights(graphs: list[Any], folder: Path) -> None:
 
 
 def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> float:
-    """Return the largest difference of any log-probability between the graphs and the bundle, in nats.
+    """Return the largest difference between a log-probability of the graphs and of the bundle, in nats.
 
-    It compares two rows, one of which begins a segment later. They have five segments, the last one cut short, then
-    single tokens.
+    Two rows are compared, and the second row begins one segment later. The rows have five segments, of which the last
+    is shorter, and then single tokens.
     """
     from onnxruntime import InferenceSession, SessionOptions
 

@@ -1,8 +1,9 @@
-"""Import of the original PyTorch code's weights (kimiyoung/transformer-xl), and the part that its descendants share.
+"""Import of the weights of the original PyTorch code (kimiyoung/transformer-xl).
 
-A `model.pt` is a whole pickled module, with all settings and without the vocabulary. A plain state dict has shapes
-only. The other settings (cutoffs with div_val 1, heads of absolute attention, pre_lnorm, clamp_len, same_length,
-lengths) come from a JSON object, by the names of the constructor's arguments.
+The importers for programs that were made from this code use the functions here too. A `model.pt` is a whole pickled
+module, with all settings and without the vocabulary. A plain state dict has only the shapes of tensors. The other
+settings (cutoffs with div_val 1, heads of absolute attention, pre_lnorm, clamp_len, same_length, lengths) are read from
+a JSON object. Its keys are the names of the constructor's arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from txl_dist.errors import CheckpointError, ConfigError, translate_errors
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
 TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"
 STATE_DICTS = ("model_state", "model_state_dict", "state_dict", "model", "module")
-"""Keys under which trainers save the weights: the peers, Lightning, DeepSpeed."""
+"""Keys under which trainers save the weights in a checkpoint: other Transformer-XL code, Lightning, DeepSpeed."""
 _MAX_NESTING = 8
 Window = Literal["memory", "memory_and_self"]
 
@@ -63,7 +64,8 @@ class OriginalSettings(PeerSettings):
     sample_softmax: int = -1
     untie_r: bool | None = None
     ext_len: int = 0
-    """Accepted without effect: here the overlap of segments is a setting of evaluation (eval.overlap_len)."""
+    """Number that is accepted and ignored. In this package the overlap of segments is a setting of evaluation
+    (eval.overlap_len)."""
     tgt_len: int | None = None
     mem_len: int | None = None
     dropout: float = 0.0
@@ -74,7 +76,10 @@ class OriginalSettings(PeerSettings):
 
 
 def import_original(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read `model.pt`, a folder that holds one, or a state dict (.pt, .safetensors). Raises CheckpointError."""
+    """Read a model of the original code: `model.pt`, a folder that holds it, or a state dict (.pt, .safetensors).
+
+    Returns the model with our settings and names. Raises CheckpointError.
+    """
     if path.is_dir():
         file = path / "model.pt"
     else:
@@ -99,7 +104,7 @@ def import_original(path: Path, *, user_settings: dict[str, Any]) -> Imported:
 
 
 def read_weights(file: Path) -> Any:
-    """Read a .safetensors or torch.save file; return the state dict if it is inside other dicts."""
+    """Read a file of .safetensors or torch.save. If it is a dict that contains a state dict, return the state dict."""
     if file.suffix == ".safetensors":
         with translate_errors(
             CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)
@@ -129,12 +134,12 @@ def model_of(
     where: str,
     shown: Callable[[str], str] = str,
 ) -> Imported:
-    """Build our model from weights under the original's names. Raises CheckpointError.
+    """Build this package's model from weights under the original code's names. Raises CheckpointError.
 
     Args:
-        same_length: Our value of the peer's same_length=True.
-        ties_are_listed: Whether the weights have a tied tensor under both its names.
-        shown: Maps the original's name of a tensor to the file's, for errors.
+        same_length: The value of `model.same_length` for the other program's same_length=True.
+        ties_are_listed: True if the weights have a tied tensor under both of its names.
+        shown: Maps a tensor's original name to its name in the file, for errors.
     """
     model = section_of(peer_weights, settings, same_length=same_length, where=where)
     if model.positions == "learned_relative" and settings.clamp_len == 1:
@@ -171,7 +176,7 @@ def model_of(
 
 
 def section_of(peer_weights: Weights, settings: OriginalSettings, *, same_length: Window, where: str) -> ModelSection:
-    """Return the model section: from the settings, and from shapes where there is no setting.
+    """Return the model section. Settings that are not given are computed from the tensors' shapes.
 
     Raises CheckpointError with the name of a missing tensor or setting.
     """
@@ -225,7 +230,7 @@ def section_of(peer_weights: Weights, settings: OriginalSettings, *, same_length
 
 
 def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str) -> str:
-    """Return our positions scheme, by the setting or by the tensors' names.
+    """Return the positional scheme, by the setting or by the tensors' names.
 
     Raises CheckpointError for a scheme that this program does not have.
     """
@@ -264,7 +269,7 @@ def _heads(
 ) -> tuple[int, int]:
     """Return the number of heads and their width, from the settings or from the shape of the biases.
 
-    Raises CheckpointError for absolute attention, which has no biases, if the number of heads is not given.
+    Absolute attention has no biases. Raises CheckpointError if it is used and the number of heads is not given.
     """
     if settings.n_head and settings.d_head:
         return settings.n_head, settings.d_head
@@ -292,7 +297,7 @@ def _heads(
 def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -> tuple[int, ...]:
     """Return the cutoffs, from the settings or from the sizes of the tables.
 
-    Raises CheckpointError if neither has them: one table may be that of several clusters.
+    One table may serve several clusters. Raises CheckpointError if the settings have no cutoffs and there is one table.
     """
     sizes = _table_sizes(peer_weights, where=where)
     if settings.cutoffs is not None:
@@ -319,7 +324,10 @@ def _table_sizes(peer_weights: Weights, *, where: str) -> list[int]:
 
 
 def _div_value(widths: list[int]) -> int:
-    """Return the smallest divisor that gives these widths; 1 if there is none, and the check of shapes then fails."""
+    """Return the smallest divisor that gives these widths.
+
+    If there is none, return 1, and the check of shapes fails later.
+    """
     if len(widths) == 1:
         smallest = 1
     else:
@@ -332,7 +340,7 @@ def _div_value(widths: list[int]) -> int:
 
 
 def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
-    """Return whether embedding and softmax are tied: by the setting, or if all their tables are equal."""
+    """Return True if embedding and softmax are tied. The setting says so, or else all their tables are equal."""
     if settings.tie_weight is not None:
         return settings.tie_weight
     if settings.tie_word_embeddings is not None:
@@ -342,7 +350,10 @@ def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tabl
 
 
 def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
-    """Return whether each cluster's projection is tied: by the setting, or if both are equal. Empty if none is."""
+    """Return, for each cluster, True if its two projections are tied. The result is empty if none is tied.
+
+    They are tied if the setting says so, or else if they are equal.
+    """
     num_projections = count(peer_weights, SHARED)
     if not num_projections:
         return ()
@@ -359,14 +370,14 @@ def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_
 
 
 def _is_same(weights: Weights, name: str, other: str) -> bool:
-    """Whether two tensors exist and are equal."""
+    """Return True if both tensors exist and are equal."""
     if name not in weights or other not in weights:
         return False
     return torch.equal(weights[name], weights[other])
 
 
 def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:
-    """Return the constructor's arguments of a pickled MemTransformerLM, from its attributes."""
+    """Return the constructor's arguments of a pickled MemTransformerLM. They are read from its attributes."""
     state = vars(module)
     if type(module).__name__ != "MemTransformerLM":
         raise CheckpointError(f"{where} is a pickled {type(module).__name__}, not a MemTransformerLM.")

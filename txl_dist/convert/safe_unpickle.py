@@ -1,16 +1,16 @@
 """Reader for files of `torch.save` and `pickle.dump` that runs none of the code in them.
 
-A pickle is a program: it may name any function of any installed library and call it. The unpickler here imports
-nothing. A name in the file becomes one of three things:
+A pickle is a program. It may name any function of any installed library and call it. The unpickler here imports
+nothing. Each name in the file leads to one of three results:
 
-    a harmless constructor     For a tensor, a dict, a set. Each file gets new constructors, so a file that changes them
+    a harmless constructor     For a tensor, a dict or a set. Each file gets new ones, so a file that changes them
                                changes nothing outside itself.
-    an Inert stand-in          For a class of the peers' code bases, of torch.nn, and so on (PACKAGES). It keeps the
+    an Inert stand-in          For a class of other Transformer-XL code, torch.nn, and so on (PACKAGES). It keeps the
                                state and has no behaviour.
-    CheckpointError            For anything else, with file and name.
+    CheckpointError            For any other name. The error names it and the file.
 
-Limits: the content of objects whose state only their own class understands (numpy scalars, patterns) cannot be read. A
-hostile file can still request much memory.
+Some objects cannot be read, because only their own class understands their state (numpy scalars, patterns). A hostile
+file can still request much memory.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from torch import Tensor
 from txl_dist.errors import CheckpointError
 
 ZIP_START = b"PK\x03\x04"
-"""First bytes of a file of torch.save since torch 1.6."""
+"""First bytes of a file that torch.save of torch 1.6 or later wrote."""
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of a file of torch.save before that: a pickled number."""
+"""First bytes of a file that torch.save before torch 1.6 wrote. They are a pickled number."""
 PACKAGES = (
     "mem_transformer",
     "data_utils",
@@ -55,7 +55,7 @@ PACKAGES = (
     "pytorch_transformers",
     "pytorch_pretrained_bert",
 )
-"""Packages whose classes become Inert, those of their submodules too."""
+"""Packages whose classes become Inert. This includes the classes of their submodules."""
 INERT = {
     ("argparse", "Namespace"),
     ("re", "_compile"),
@@ -65,15 +65,15 @@ INERT = {
     ("numpy.core.multiarray", "scalar"),
     ("numpy._core.multiarray", "scalar"),
 }
-"""Further (module, name) pairs that become Inert."""
+"""Further names that become Inert, as pairs (module, name)."""
 MAX_DEPTH = 100
-"""Largest depth of nested modules."""
+"""Largest depth of nested modules that is read."""
 CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
-"""Names in PACKAGES that are read as classes."""
+"""Pattern of the names in PACKAGES that are read as classes."""
 
 
 class Inert:
-    """Stand-in for an object of a class that is not imported. `type(it)` has that class's name and module.
+    """Stand-in for an object of a class that is not imported. `type(it)` has the name and module of that class.
 
     The object's state is its `__dict__`. Attributes hold everything else: arguments of a call, items of a list or set,
     pairs of a dict, and a state that is not a dict.
@@ -126,19 +126,22 @@ class Inert:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save, with tensors on the CPU. Raises CheckpointError."""
+    """Read a file of torch.save without running code in it. Tensors are on the CPU. Raises CheckpointError."""
     with _reading(path, "a file of torch.save") as file:
         return _load_torch(file, path)
 
 
 def read_pickle_file(path: Path) -> Any:
-    """Read a file of pickle.dump. Raises CheckpointError."""
+    """Read a file of pickle.dump without running code in it. Raises CheckpointError."""
     with _reading(path, "a pickle") as file:
         return _restricted_pickle(path).load(file, encoding="utf-8")
 
 
 def read_any(path: Path) -> Any:
-    """Read a file of torch.save or pickle.dump, as its first bytes say. Raises CheckpointError."""
+    """Read a file of torch.save or pickle.dump without running code in it. Raises CheckpointError.
+
+    The file's first bytes say which of the two wrote it.
+    """
     with _reading(path, "a file of torch.save or a pickle") as file:
         start = file.peek(len(LEGACY_START))
     if start.startswith((ZIP_START, LEGACY_START)):
@@ -149,14 +152,17 @@ def read_any(path: Path) -> Any:
 def modules_tensors(module: Inert) -> dict[str, Tensor]:
     """Return the state dict of a pickled torch.nn.Module: parameters and buffers under dotted names.
 
-    A tensor that modules share is in it under each of its names. Raises CheckpointError if a module contains itself, or
-    if modules are nested too deeply.
+    A tensor that several modules use is there under each of its names. Raises CheckpointError if a module contains
+    itself, or if modules are nested too deeply.
     """
     return dict(_named_tensors(module, prefix="", inside=()))
 
 
 def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of a module and its submodules. `inside` are the modules around it, outermost first."""
+    """Yield (name, tensor) for a module and its submodules.
+
+    `inside` lists the modules around it, the outermost first.
+    """
     if any(module is outer for outer in inside):
         raise CheckpointError(f"the pickled module {type(inside[0]).__name__} holds itself, as {prefix[:-1]}.")
     if len(inside) > MAX_DEPTH:
@@ -185,7 +191,7 @@ def _entries(state: dict[str, Any], kind: str) -> list[tuple[str, Any]]:
 
 
 class _Unmapped(io.BufferedReader):
-    """A file without a descriptor. With one, torch.load would first try to read it as an old tar archive."""
+    """File object without a descriptor. With a descriptor, torch.load would first try to read an old tar archive."""
 
     def fileno(self) -> int:
         raise io.UnsupportedOperation("fileno")
@@ -263,7 +269,7 @@ def _restricted_pickle(path: Path) -> Any:
 
 
 def _is_inert(module: str, name: str) -> bool:
-    """Whether a name in a file becomes an Inert class."""
+    """Return True if a name in a file becomes an Inert class."""
     if (module, name) in INERT:
         return True
     is_in_package = any(module == package or module.startswith(f"{package}.") for package in PACKAGES)
@@ -283,10 +289,10 @@ def _without_sources(persistent_load: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _constructors() -> dict[tuple[str, str], Any]:
-    """Return the callables that a file may call. They are new at each call, except types that cannot be changed."""
+    """Return the callables that a file may call. They are made again at each call, except types that cannot change."""
 
     class Parameter:
-        """Constructor that returns a plain tensor, or an empty one if the data comes later as the state."""
+        """Constructor that returns a plain tensor. If the data comes later as the state, the tensor is empty."""
 
         def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
             if data is None:
@@ -317,7 +323,7 @@ def _constructors() -> dict[tuple[str, str], Any]:
 
 
 def _tensor(storage: Any, offset: int, size: Iterable[int], stride: Iterable[int]) -> Tensor:
-    """Make a tensor on a storage. Raises UnpicklingError if it would reach beyond the storage."""
+    """Make a tensor on a storage. Raises UnpicklingError if the tensor would reach beyond the storage."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise pickle.UnpicklingError("a tensor without storage")
     size = tuple(size)
@@ -332,7 +338,10 @@ def _tensor(storage: Any, offset: int, size: Iterable[int], stride: Iterable[int
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Encode text as bytes, which pickles of protocol 2 need for bytes. Raises UnpicklingError except for latin1."""
+    """Encode text as bytes, because pickles of protocol 2 store bytes as text.
+
+    Raises UnpicklingError for any encoding except latin1.
+    """
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
     return text.encode("latin1")

@@ -1,8 +1,8 @@
 """Metadata that a run recorded about one checkpoint, for the model card.
 
-It has the corpora, tokens, commit, date, scores, and a sample. Scores and the sample must be of the checkpoint's own
-step, because those of other steps belong to other weights. A run's records may be missing, damaged or of another
-version. The card calls everything that cannot be read "not stated".
+It has the corpora, tokens, commit, date, scores, and a sample of text. Scores and the sample must be of the
+checkpoint's own step, because other steps have other weights. A run's records may be missing, damaged or of another
+version. The card says "not stated" for everything that cannot be read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Record = dict[str, Any]
 
 
 def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_ema: bool) -> Card:
-    """Return the card of a checkpoint. `use_ema` says whether it describes the averages of the weights."""
+    """Return the model card of a checkpoint, from the records of its run.
+
+    `use_ema` says whether the card describes the moving averages of the weights.
+    """
     state = saved.values
     start, records = _records_at(folder.parent.parent, step=saved.step)
     paths = state.get("corpora", ())
@@ -57,9 +60,10 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_e
 
 
 def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
-    """Return (record of the start that computed a step, records of that step by kind, with the name of an event).
+    """Return (record of the start that computed a step, records of that step by their kind).
 
-    The last record of a kind counts, because a run that resumes an older checkpoint computes steps again.
+    A record's kind includes the name of an event. If there are several records of a kind, the last one counts, because
+    a run that resumes an older checkpoint computes steps again.
     """
     start: Record = {}
     found: dict[str, Record] = {}
@@ -77,7 +81,7 @@ def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
 
 
 def _parsed(lines: Iterator[bytes], *, step: int) -> Iterator[Record]:
-    """Yield the records of starts and of a step. Lines that a crash cut short are skipped."""
+    """Yield the records of starts and of a step. Lines that a crash cut short are left out."""
     at_step = f'"step": {step}'.encode()
     for line in lines:
         if at_step not in line and b'"start"' not in line:  # so that a million lines need no parsing
@@ -89,7 +93,10 @@ def _parsed(lines: Iterator[bytes], *, step: int) -> Iterator[Record]:
 
 
 def _score(record: Record, config: Config, *, corpora: list[Any], token: str) -> Score | None:
-    """Return the score in the record of an evaluation; None for another record, and for numbers that are not finite."""
+    """Return the score in the record of an evaluation.
+
+    Returns None for another kind of record, and for numbers that are not finite.
+    """
     kind = str(record.get("kind"))
     if kind != "eval" and not kind.startswith("eval_"):
         return None
@@ -116,7 +123,7 @@ def _score(record: Record, config: Config, *, corpora: list[Any], token: str) ->
 
 
 def _sample(record: Record, *, step: int) -> Sample | None:
-    """Return the sample in a record; None if it has none."""
+    """Return the sample of text in a record, or None if the record has none."""
     prompt = record.get("prompt")
     text = record.get("text")
     if not isinstance(prompt, str) or not isinstance(text, str):
@@ -125,7 +132,7 @@ def _sample(record: Record, *, step: int) -> Sample | None:
 
 
 def _number(value: object) -> float | None:
-    """Return a JSON value as a float; None if it is no number."""
+    """Return a JSON value as a float, or None if it is not a number."""
     if isinstance(value, int | float):
         return float(value)
     return None

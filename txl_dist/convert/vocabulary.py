@@ -1,18 +1,18 @@
 """Import of other programs' vocabularies as tokenizers, with ids unchanged.
 
-    tokenizer.json          this package's
-    *.json                  a list of symbols, or an object of symbol: id (labml's, and those of characters)
+    tokenizer.json          a tokenizer of this package
+    *.json                  a list of symbols, or an object {symbol: id}, as labml's code writes it
     vocab.txt               a symbol per line
-    cache.pt, vocab.bin     files of torch.save: the original's Corpus, a Vocab, a dict of its fields, a checkpoint of
-                            NVIDIA's
-    vocab.pkl               the same from pickle.dump: Hugging Face's
+    cache.pt, vocab.bin     files of torch.save: a Corpus or Vocab of the original code, a dict of a Vocab's fields, or
+                            a checkpoint of NVIDIA's code
+    vocab.pkl               the same from pickle.dump, as Hugging Face writes it
 
-The symbols show what a file does not say. `<eos>` ends each line; without it `<S>` is at both ends of each line.
-`<unk>` or `<UNK>` stands for unknown words; without them these are refused. Only GPT-2's vocabulary, which NVIDIA's
-code can use, has a mark for the end of a document.
+The symbols give facts that a file does not state. If there is `<eos>`, it ends each line. If there is only `<S>`, it is
+at both ends of each line. `<unk>` or `<UNK>` stands for unknown words. Without either of them, unknown words are
+refused. Only GPT-2's vocabulary, which NVIDIA's code can use, has a mark for the end of a document.
 
-Limitations: the peers' own splitting of raw text (Hugging Face's moses) is not imported. Texts are split at blanks,
-like the corpora of these vocabularies.
+The other programs' own splitting of raw text (Hugging Face's moses) is not imported. Texts are split at blanks, as in
+the corpora of these vocabularies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from txl_dist.tokenizers.tokenizer import build_tokenizer, load_tokenizer
 from txl_dist.tokenizers.word_tokenizer import END_OF_LINE
 
 SENTENCE = "<S>"
-"""Mark at both ends of each line of lm1b."""
+"""Mark at both ends of each line, in vocabularies of the lm1b corpus."""
 UNKNOWNS = ("<unk>", "<UNK>")
 PICKLE_SUFFIXES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 PICKLE_START = b"\x80"
@@ -38,7 +38,10 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 
 
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Read a vocabulary file of any kind. Raises DataError or CheckpointError for damage, or another size."""
+    """Read a vocabulary file of any kind as a tokenizer. The ids stay the same.
+
+    Raises DataError or CheckpointError if the file is damaged, or if its size is not the expected one.
+    """
     with translate_errors(DataError, f"cannot read the vocabulary {path}", "Check the path."):
         with open_regular(path) as file:
             start = file.read(len(ZIP_START))
@@ -57,9 +60,10 @@ def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
-    """Build a tokenizer from a vocabulary in memory: a Vocab, an object with one, symbols, or ids by symbol.
+    """Build a tokenizer from a vocabulary in memory. `where` names it in errors.
 
-    `where` names it in errors. Raises DataError if it is not a vocabulary, damaged, or of another size.
+    The vocabulary is an object of class Vocab, an object that has one, a list of symbols, or a dict from symbols to
+    ids. Raises DataError if it is something else, damaged, or of another size than expected.
     """
     fields = _fields_of(vocab)
     if isinstance(fields.get("vocab"), Inert | dict):
@@ -79,7 +83,7 @@ def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
 
 
 def identity_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return the tokenizer of a model without a vocabulary: its words are the ids in decimal, "17 4 0"."""
+    """Return the tokenizer of a model without a vocabulary. Its words are the ids in decimal, as in "17 4 0"."""
     return build_tokenizer(
         {
             "kind": "word",
@@ -92,7 +96,7 @@ def identity_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _parse_if_json(text: str, path: Path) -> Any:
-    """Return the content of a JSON file; None for a list of lines."""
+    """Return the content of a JSON file, or None if the file is a list of lines."""
     first_character = text.lstrip()[:1]
     is_json = path.suffix == ".json" or first_character in ("[", "{")
     if not is_json:
@@ -106,7 +110,7 @@ def _parse_if_json(text: str, path: Path) -> Any:
 
 
 def _symbols_of_lines(text: str, path: Path) -> list[str]:
-    """Return the first word of each line. As in the original, a line that repeats an earlier one has no id."""
+    """Return the first word of each line. A line that repeats an earlier word has no id, as in the original code."""
     lines = [line.split() for line in text.removesuffix("\n").split("\n")]
     if [] in lines:
         raise DataError(f"the vocabulary {path} has no symbol in line {lines.index([]) + 1}. {_REMEDY}")
@@ -122,7 +126,7 @@ def _fields_of(value: Any) -> dict[Any, Any]:
 
 
 def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
-    """Return a tokenizer's values for the original's class Vocab, which the others copied."""
+    """Return a tokenizer's values, read from an object of the original's class Vocab or of a copy of that class."""
     symbols = fields.get("idx2sym")
     ids = fields.get("sym2idx")
     if symbols is None:
@@ -145,7 +149,7 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
 
 
 def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool = False) -> dict[str, Any]:
-    """Return the values of a tokenizer of words or characters, with the marks that are among its symbols."""
+    """Return the values of a tokenizer of words or characters, with the special marks among its symbols."""
     unknowns = [symbol for symbol in UNKNOWNS if symbol in symbols]
     values = {
         "symbols": symbols,
@@ -164,7 +168,7 @@ def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool 
 
 
 def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
-    """Return a tokenizer's values for GPT-2's tokenizer class of 2019, with the words that pad it."""
+    """Return a tokenizer's values, read from GPT-2's tokenizer class of 2019, including the words that pad it."""
     encoder = fields.get("encoder")
     ranks = fields.get("bpe_ranks")
     added = fields.get("added_tokens_encoder", fields.get("_added_tokens_encoder")) or {}
@@ -189,7 +193,7 @@ def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
 
 
 def _in_order(ids: Any, *, where: str) -> list[Any]:
-    """Return the keys in the order of their values. Raises DataError if these are not 0, 1, 2 ..."""
+    """Return the keys in the order of their values. Raises DataError if the values are not 0, 1, 2 ..."""
     if isinstance(ids, dict):
         values = [value for value in ids.values() if isinstance(value, int)]
         wanted = list(range(len(ids)))
@@ -199,7 +203,7 @@ def _in_order(ids: Any, *, where: str) -> list[Any]:
 
 
 def _are_characters(symbols: Iterable[Any]) -> bool:
-    """Return whether every symbol is one character, except the symbol for unknown ones."""
+    """Return True if every symbol is one character, except the symbol for unknown characters."""
     for symbol in symbols:
         if not isinstance(symbol, str):
             return False
@@ -209,7 +213,10 @@ def _are_characters(symbols: Iterable[Any]) -> bool:
 
 
 def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
-    """Build a tokenizer. Raises DataError for symbols that are no text or occur twice, or another size."""
+    """Build a tokenizer.
+
+    Raises DataError if symbols are not text, occur twice, or have another number than expected.
+    """
     for symbol in values["symbols"]:
         if not isinstance(symbol, str):
             raise DataError(f"{where}: the symbol {symbol!r} is not text. {_REMEDY}")

@@ -1,8 +1,7 @@
-"""The feed-forward network's first layer. On a GPU in half precision, one kernel applies its bias, activation and
-dropout.
+"""The feed-forward network's first layer.
 
-Torch's operations replace the kernel where it cannot run (see `kernels.rows.runs`). The activation swiglu has two
-arguments and no kernel.
+On a GPU in half precision, one kernel applies its bias, activation and dropout. Torch's operations replace the kernel
+where it cannot run (see `kernels.rows.runs`). The activation swiglu has two arguments and no kernel.
 
 Shapes: R rows (one per token), F width of a row.
 """

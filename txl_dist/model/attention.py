@@ -187,10 +187,10 @@ class Attention(nn.Module):
         )
 
     def distances(self, num_distances: int, *, encoding_KD: Tensor | None) -> RelativeEncodings | None:
-        """Compute the layer's encodings of the distances K-1 ... 0. Returns None if the layer does not score by
-        distance.
+        """Compute the layer's encodings of the distances K-1 ... 0.
 
-        `encoding_KD` holds the sinusoids of these distances. Positional schemes without sinusoids ignore it.
+        Returns None if the layer does not score by distance. `encoding_KD` holds the sinusoids of these distances.
+        Positional schemes without sinusoids ignore it.
         """
         if self.distance is None:
             return None

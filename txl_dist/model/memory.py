@@ -38,11 +38,10 @@ class Memory(NamedTuple):
         return self.document_BM.shape[1]
 
     def append(self, hidden_BTD: Sequence[Tensor], *, document_BT: Tensor) -> Memory:
-        """Return the memory after a segment. The segment's positions are appended, and the oldest are dropped (paper,
-        3.2).
+        """Return the memory after a segment.
 
-        `hidden_BTD` holds the inputs of the layers, one tensor per layer. Every position of the new memory is written
-        exactly once.
+        The segment's positions are appended, and the oldest are dropped (paper, 3.2). `hidden_BTD` holds the inputs of
+        the layers, one tensor per layer. Every position of the new memory is written exactly once.
         """
         num_tokens = document_BT.shape[1]
         hidden = tuple(torch.empty_like(old_BMD) for old_BMD in self.hidden)

@@ -187,12 +187,12 @@ class SegmentLoss(nn.Module):
         predicts: bool = False,
         with_top1: bool = False,
     ) -> tuple[Tensor, Memory]:
-        """Return (loss, memory after the segment). The loss is the sum of the scored losses in nats, divided by
-        `normalizer`.
+        """Return (loss, memory after the segment).
 
-        The loss has the type fp32 or fp64. If `normalizer` is None, the losses are not summed, and nll_BT is returned
-        for evaluation and probes. With `with_top1` the first item is score_2BT of `AdaptiveSoftmax.forward`. With
-        `predicts` it is log p_BV of the token after the segment.
+        The loss is the sum of the scored losses in nats, divided by `normalizer`. The loss has the type fp32 or fp64.
+        If `normalizer` is None, the losses are not summed, and nll_BT is returned for evaluation and probes. With
+        `with_top1` the first item is score_2BT of `AdaptiveSoftmax.forward`. With `predicts` it is log p_BV of the
+        token after the segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,

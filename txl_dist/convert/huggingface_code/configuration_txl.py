@@ -4,7 +4,7 @@
 # Unless required by applicable law or agreed to in writing, software distributed under the License is distributed on
 # an "AS IS" BASIS, WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied. See the License for the
 # specific language governing permissions and limitations under the License.
-"""Settings of a Transformer-XL (Dai et al. 2019). Needs transformers 5."""
+"""Settings of a Transformer-XL (Dai et al. 2019). This code needs transformers 5."""
 
 from transformers import PreTrainedConfig
 
@@ -31,51 +31,58 @@ class TxlConfig(PreTrainedConfig):
     embed_width: int = 128
     """Embedding width of the most frequent words."""
     cutoffs: list | tuple = ()
-    """First id of each tail cluster of adaptive softmax. Empty: a plain softmax."""
+    """First id of each tail cluster of the adaptive softmax. An empty list means a plain softmax."""
     div_value: int = 1
-    """Cluster i has embeddings of width embed_width // div_value**i. 1 means one table for all."""
+    """Divisor of embedding widths: cluster i has embeddings of width embed_width // div_value**i. With a value of 1 all
+    clusters use one table."""
     tie_weights_to_embedding: bool = True
-    """Whether the output weights are the input embeddings."""
+    """True if the output weights are the input embeddings."""
     tie_projections: list | tuple = ()
-    """For each cluster, whether its output projection is its input projection. Empty: none is."""
+    """One value per cluster, True if its output projection is its input projection. An empty list means that all output
+    projections are separate."""
     project_same_width: bool = True
-    """With div_value > 1, whether embeddings as wide as the model have a projection too."""
+    """True if embeddings as wide as the model have a projection too. It matters only if div_value is above 1."""
     scale_embedding: bool = True
-    """Multiply embeddings by sqrt(width)."""
+    """True if embeddings are multiplied by sqrt(width)."""
     pre_norm: bool = False
-    """Layer norm before each sublayer instead of after its residual sum."""
+    """True if the layer norm is before each sublayer, False if it is after each residual sum."""
     final_norm: bool = False
-    """Layer norm on the last hidden state."""
+    """True if the last hidden state is normed."""
     norm_eps: float = 1e-5
     norm: str = "layer"
-    """layer: layer norm with gain and bias. rms: a division by the root mean square."""
+    """Kind of norm. "layer" is layer norm with gain and bias. "rms" is a division by the root mean square."""
     activation: str = "relu"
-    """relu, gelu, relu2 (the square of relu) or swiglu (with a third matrix)."""
+    """Activation of the feed-forward networks: relu, gelu, relu2 (the square of relu) or swiglu (with a third matrix).
+    """
     query_key_norm: bool = False
-    """Divide queries, keys and encodings of distances by their root mean square."""
+    """True if queries, keys and encodings of distances are divided by their root mean square."""
     residual_scalars: bool = False
-    """The input of each block is a learned mix of the hidden state and the embedding."""
+    """True if the input of each block is a learned mix of the hidden state and the embedding."""
     value_residual: bool = False
-    """The values of each block are a learned mix of its own and those of the first block."""
+    """True if the attention values of each block are a learned mix of its own values and the first block's values."""
     value_bias: bool = False
     output_bias: bool = False
     positions: str = "relative"
-    """relative: sinusoids of the distance. learned_relative: a learned vector and number per distance."""
+    """Positional scheme. "relative" uses sinusoids of the distance. "learned_relative" uses a learned vector and number
+    per distance."""
     num_distances: int = 0
-    """Rows of the table of learned distances. Larger distances share the last row."""
+    """Number of rows in the table of learned distances. Larger distances use the last row."""
     share_biases: bool = True
-    """One pair of attention biases for all layers."""
+    """True if all layers use the same pair of attention biases."""
     same_length: str = "off"
-    """memory: every query sees memory_len keys, with itself. memory_and_self: memory_len + 1 keys. off: the memory, and
-    its segment up to itself."""
+    """Number of keys that a query sees. "memory": memory_len keys, itself included. "memory_and_self": memory_len + 1
+    keys. "off": the whole memory, and its segment up to itself."""
     clamp_len: int = 0
-    """Larger distances share one encoding. 0: no clamping."""
+    """Largest distance with an encoding of its own. Larger distances use the same encoding. A value of 0 means no
+    limit."""
     segment_len: int = 64
-    """Tokens that are read at a time."""
+    """Number of tokens that the model reads at a time."""
     memory_len: int = 128
-    """Tokens of the past that a segment sees."""
+    """Number of earlier tokens that a segment sees."""
     generation_memory_len: int = 128
-    """Like `memory_len`, for generation: at least as many as the last token of a segment saw in training."""
+    """Number of earlier tokens that generation sees. It is at least the number that the last token of a segment saw in
+    training."""
     document_mask: bool = False
-    """True: a token sees only its own document, which begins with eos_token_id. False: it also sees earlier ones."""
+    """True if a token sees only its own document, which begins with eos_token_id. False if it also sees earlier
+    documents."""
     initializer_range: float = 0.02

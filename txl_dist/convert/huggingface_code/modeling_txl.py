@@ -11,12 +11,12 @@
     model.generate(**tokenizer("Once upon", return_tensors="pt"), max_new_tokens=40)
 
 The memory is a `TxlMemory`: the keys and values of each layer at the last M positions. So the cost of a token does not
-depend on the length of its text. A text of any length is read in segments of `config.segment_len`, as in training.
-Rows of a batch may be padded on the left. Padding is never seen. Each row is divided into segments from its own first
-token, so its results are those of the row alone.
+depend on the length of its text. A text of any length is read in segments of `config.segment_len`, as in training. Rows
+of a batch may be padded on the left, and tokens never see the padding. Each row is divided into segments from its own
+first token, so its results do not depend on the other rows.
 
-`logits` are log-probabilities of the whole vocabulary, in nats, also with an adaptive softmax. There is no dropout, and
-no gradient flows from one segment to the one before: this code is for inference and small adaptations.
+`logits` are log-probabilities of the whole vocabulary in nats, even with an adaptive softmax. There is no dropout, and
+no gradient flows from one segment to the segment before. So this code is for inference and small adaptations.
 
 Shapes: B rows, T tokens, S positions of the past, K = S + T keys, N heads, H head width, D model width, V vocabulary.
 """
@@ -35,11 +35,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .configuration_txl import TxlConfig
 
 EMPTY = -1
-"""Document of a position that holds padding."""
+"""Document number of a position that holds padding."""
 
 
 class MemoryLayer(CacheLayerMixin):
-    """Keys and values [B, N, S, H] of one layer, oldest first."""
+    """Keys and values [B, N, S, H] of one layer for the past positions, the oldest first."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class MemoryLayer(CacheLayerMixin):
         K-1 ... 0."""
 
     def lazy_initialization(self, key_states, value_states):
-        """Begin with an empty past."""
+        """Make an empty past, with the type and the device of these keys."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         self.keys = key_states[:, :, :0]
@@ -56,7 +56,7 @@ class MemoryLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append a segment to the past. Returns both together."""
+        """Append a segment's keys and values to the past. Returns the keys and values of past and segment."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = torch.cat([self.keys, key_states], dim=2)
@@ -64,50 +64,50 @@ class MemoryLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def keep(self, num_positions):
-        """Forget all but the last positions. No gradient flows into the kept ones."""
+        """Forget all positions except the last ones. No gradient flows into the positions that are kept."""
         first = max(0, self.keys.shape[2] - num_positions)
         self.keys = self.keys[:, :, first:].detach()
         self.values = self.values[:, :, first:].detach()
 
     def get_seq_length(self):
-        """Return the number of positions S."""
+        """Return the number of past positions, S."""
         return self.keys.shape[2] if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length):
-        """Return the number of keys K and the position of the first key."""
+        """Return the number of keys K of past and segment, and the position of the first key."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self):
-        """Return -1: the length of a text is not limited."""
+        """Return -1, because the length of a text is not limited."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in the first releases of 5
 
     def reset(self):
-        """Forget the whole past."""
+        """Forget all past keys and values."""
         self.keys = None
         self.values = None
         self.distances = None
         self.is_initialized = False
 
     def batch_repeat_interleave(self, repeats):
-        """Repeat each row `repeats` times."""
+        """Repeat each row of the batch `repeats` times."""
         if self.is_initialized:
             self.keys = self.keys.repeat_interleave(repeats, dim=0)
             self.values = self.values.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices):
-        """Keep the rows with these indices."""
+        """Keep only the rows of the batch that have these indices."""
         if self.is_initialized:
             self.keys = self.keys[indices]
             self.values = self.values[indices]
 
 
 class TxlMemory(Cache):
-    """Memory of the rows of a batch: the last `memory_len` positions of each layer, and the document of each position.
+    """Memory of a batch: each layer's keys and values at the last `memory_len` positions, and the positions' documents.
 
-    `memory_len` may be larger than in training. None means `config.generation_memory_len`. Raises ValueError for a
-    length of 0 with same_length "memory".
+    `memory_len` may be larger than in training. If it is None, it is `config.generation_memory_len`. Raises ValueError
+    if the length is 0 and same_length is "memory".
     """
 
     def __init__(self, config, memory_len=None):
@@ -121,56 +121,56 @@ class TxlMemory(Cache):
         self.document_BS = None
 
     def get_seq_length(self, layer_idx=0):
-        """Return the number of tokens read, padding included. It may exceed the length of the memory."""
+        """Return the number of tokens that were read, padding included. It may exceed the length of the memory."""
         return self.num_seen
 
     def keep(self, num_positions):
-        """Forget all but the last positions."""
+        """Forget all positions of all layers except the last ones."""
         for layer in self.layers:
             layer.keep(num_positions)
         first = max(0, self.document_BS.shape[1] - num_positions)
         self.document_BS = self.document_BS[:, first:]
 
     def reset(self):
-        """Forget the whole past."""
+        """Forget all past positions of all layers."""
         super().reset()
         self.num_seen = 0
         self.document_BS = None
 
     def crop(self, tokens_to_remove):
-        """Raise NotImplementedError: positions that the memory dropped cannot come back."""
+        """Raise NotImplementedError, because positions that the memory dropped cannot come back."""
         raise NotImplementedError("a memory of fixed length cannot go back. Copy it before (copy.deepcopy).")
 
     def reorder_cache(self, beam_idx):
-        """Keep the rows that continue, for beam search."""
+        """Keep the rows that beam search continues, in the order of `beam_idx`."""
         super().reorder_cache(beam_idx)
         if self.document_BS is not None:
             self.document_BS = self.document_BS.index_select(0, beam_idx.to(self.document_BS.device))
 
     def batch_repeat_interleave(self, repeats):
-        """Repeat each row `repeats` times."""
+        """Repeat each row of the batch `repeats` times."""
         super().batch_repeat_interleave(repeats)
         if self.document_BS is not None:
             self.document_BS = self.document_BS.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices):
-        """Keep the rows with these indices."""
+        """Keep only the rows of the batch that have these indices."""
         super().batch_select_indices(indices)
         if self.document_BS is not None:
             self.document_BS = self.document_BS[indices]
 
 
 def cluster_edges(cutoffs, vocab_size):
-    """Return (first id, first id after the last) of each cluster."""
+    """Return the pair (first id, first id after the last) for each cluster."""
     edges = [0, *cutoffs, vocab_size]
     return list(itertools.pairwise(edges))
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Embedding of token ids as hidden states (Baevski and Auli 2019).
+    """Embedding that turns token ids into hidden states (Baevski and Auli 2019).
 
-    There is one table, or with div_value > 1 one per cluster. Tables of rarer words are narrower, and each has a
-    projection to the model width.
+    If div_value is 1, there is one table. If it is larger, there is one table per cluster. Tables of rarer words are
+    narrower, and each table has a projection to the model width.
     """
 
     def __init__(self, config):
@@ -190,7 +190,10 @@ class AdaptiveEmbedding(nn.Module):
             self.register_parameter(f"projection_{i}", projection)
 
     def forward(self, input_ids):
-        """Embed ids [B, T]. Returns hidden_BTD. Raises IndexError for an id outside the vocabulary."""
+        """Look up the embeddings of ids [B, T].
+
+        Returns hidden_BTD. Raises IndexError for an id outside the vocabulary.
+        """
         hidden = self.weight_0.new_zeros(*input_ids.shape, self.width)
         cluster_BT = torch.zeros_like(input_ids)
         for low, _ in self.edges[1:]:
@@ -209,9 +212,9 @@ class AdaptiveEmbedding(nn.Module):
 class AdaptiveSoftmax(nn.Module):
     """Softmax from hidden states to log-probabilities (Grave et al. 2017).
 
-    The head has the most frequent words and a column per tail cluster. A tail word's log-probability is that of its
-    cluster's column plus that of the word within the cluster. Weights that are tied to the embedding are parameters of
-    the embedding alone.
+    The head has the most frequent words and a column per tail cluster. The log-probability of a tail word is a sum: the
+    log-probability of its cluster's column, plus the log-probability of the word within the cluster. Weights that are
+    tied to the embedding are parameters of the embedding only.
     """
 
     def __init__(self, config, embedding):
@@ -243,7 +246,10 @@ class AdaptiveSoftmax(nn.Module):
         return min(i, self.num_tables - 1)
 
     def _logits(self, i, hidden_BTD, embedding):
-        """Return the logits of cluster i. Those of the head, cluster 0, end with a column per tail cluster."""
+        """Return the logits of cluster i.
+
+        Cluster 0 is the head, and its logits end with one column per tail cluster.
+        """
         table = self._table(i)
         low, high = self.edges[i]
         weight = getattr(embedding if self.is_tied else self, f"weight_{table}")
@@ -262,7 +268,7 @@ class AdaptiveSoftmax(nn.Module):
         return F.linear(hidden_BTD, weight, bias)
 
     def forward(self, hidden_BTD, embedding):
-        """Return log p of the whole vocabulary, [B, T, V], in at least fp32."""
+        """Return log p of the whole vocabulary, [B, T, V], in fp32 or fp64."""
         head = self._logits(0, hidden_BTD, embedding)
         dtype = torch.promote_types(torch.float32, head.dtype)
         head = head.log_softmax(-1, dtype=dtype)
@@ -276,7 +282,7 @@ class AdaptiveSoftmax(nn.Module):
 
 
 class SinusoidalDistances(nn.Linear):
-    """Projection from sinusoids of the distances to a layer's encodings."""
+    """Projection that turns sinusoids of the distances into one layer's encodings."""
 
     def __init__(self, config):
         super().__init__(config.width, config.num_heads * config.head_width, bias=False)
@@ -285,7 +291,10 @@ class SinusoidalDistances(nn.Linear):
         self.clamp_len = config.clamp_len
 
     def forward(self, num_distances):
-        """Return encodings [N, K, H] of the distances K-1 ... 0, and None, because no term is learned."""
+        """Return (encodings [N, K, H] of the distances K-1 ... 0, None).
+
+        The second item is None because no term is learned.
+        """
         # In fp32 and in this order, as in training: half precision cannot represent all positions.
         dtype = torch.promote_types(torch.float32, self.weight.dtype)
         distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=self.weight.device)
@@ -302,7 +311,10 @@ class SinusoidalDistances(nn.Linear):
 
 
 class LearnedDistances(nn.Module):
-    """Table with a learned vector and number per distance, shortest first. Larger distances share the last row."""
+    """Table with a learned vector and number per distance, the shortest distance first.
+
+    Distances beyond the table's end use the last row.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -313,7 +325,7 @@ class LearnedDistances(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.num_distances, config.num_heads))
 
     def forward(self, num_distances):
-        """Return encodings [N, K, H] and learned terms [N, K] of the distances K-1 ... 0."""
+        """Return (encodings [N, K, H], learned terms [N, K]) of the distances K-1 ... 0."""
         distance_K = torch.arange(num_distances - 1, -1, -1, device=self.weight.device)
         row_K = distance_K.clamp(max=self.num_rows - 1)
         encoding_NKH = self.weight[row_K].transpose(0, 1)
@@ -322,7 +334,7 @@ class LearnedDistances(nn.Module):
 
 
 class KeyValue(nn.Linear):
-    """Projection to keys and values. A bias, where the model has one, is on the values only."""
+    """Linear layer that projects hidden states to keys and values. If the model has biases, only values get one."""
 
     def __init__(self, config):
         inner = config.num_heads * config.head_width
@@ -330,7 +342,7 @@ class KeyValue(nn.Linear):
         self.value_bias = nn.Parameter(torch.empty(inner)) if config.value_bias else None
 
     def forward(self, hidden_BTD):
-        """Return keys and values, each [B, T, N * H]."""
+        """Return the keys and the values, each [B, T, N * H]."""
         key, value = super().forward(hidden_BTD).chunk(2, dim=-1)
         if self.value_bias is not None:
             value = value + self.value_bias
@@ -364,7 +376,8 @@ class RelativeAttention(nn.Module):
     def keys_and_values(self, hidden_BTD, first_value=None):
         """Return keys and values of any positions, each [B, N, T, H].
 
-        `first_value` holds the values of the first layer there. It is needed if the model mixes them in.
+        `first_value` holds the first layer's values at the same positions. It is needed only if the model mixes them
+        into later layers.
         """
         key, value = self.key_value(hidden_BTD)
         key = self._by_heads(key)
@@ -374,20 +387,20 @@ class RelativeAttention(nn.Module):
         return self._normed(key), value
 
     def _by_heads(self, x_BTI):
-        """View [B, T, N * H] as [B, N, T, H]."""
+        """Return a view of [B, T, N * H] as [B, N, T, H]."""
         x_BTNH = x_BTI.unflatten(-1, (self.num_heads, -1))
         return x_BTNH.transpose(1, 2)
 
     def _normed(self, heads, gain=1.2):
-        """Divide queries, keys or encodings by their root mean square, where the model does so."""
+        """Divide queries, keys or encodings by their root mean square if the model norms them."""
         if self.norm_eps is None:
             return heads
         return gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
 
     def forward(self, hidden_BTD, memory_layer, is_seen_BTK, biases, first_value=None):
-        """Attend. Returns (output_BTD, values [B, N, T, H] at these positions).
+        """Attend from some positions. Returns (output_BTD, the values [B, N, T, H] at these positions).
 
-        Appends keys and values to `memory_layer`. `biases` is the layer's module that has the biases u and v.
+        Keys and values are appended to `memory_layer`. `biases` is the module that holds this layer's biases u and v.
         """
         key_BNTH, value_BNTH = self.keys_and_values(hidden_BTD, first_value)
         key_BNKH, value_BNKH = memory_layer.update(key_BNTH, value_BNTH)
@@ -415,9 +428,9 @@ class RelativeAttention(nn.Module):
         return self.output(context_BTI), value_BNTH
 
     def _distances(self, memory_layer, num_distances):
-        """Return encodings [N, K, H] and learned terms [N, K], or None, of K distances.
+        """Return the encodings [N, K, H] and the learned terms [N, K], or None, of K distances.
 
-        They are the same for all texts. So they are cached in the memory, unless gradients are enabled.
+        They are the same for all texts, so they are cached in the memory. They are not cached if gradients are enabled.
         """
         needs_gradient = torch.is_grad_enabled()
         distances = memory_layer.distances
@@ -441,7 +454,7 @@ def build_norm(config):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, each with a residual sum."""
+    """One Transformer-XL layer: attention and a feed-forward network, each with a residual sum."""
 
     def __init__(self, config, *, has_biases, is_first):
         super().__init__()
@@ -456,7 +469,7 @@ class Block(nn.Module):
         self.ff_norm = build_norm(config)
 
     def forward(self, hidden, memory_layer, is_seen_BTK, biases, first_value=None):
-        """Return (the layer's output_BTD, its values [B, N, T, H])."""
+        """Return (the layer's output_BTD, the values [B, N, T, H] of its attention)."""
         normed = self.attention_norm(hidden) if self.pre_norm else hidden
         context, value = self.attention(normed, memory_layer, is_seen_BTK, biases, first_value)
         if self.pre_norm:
@@ -479,19 +492,19 @@ class Block(nn.Module):
 
 
 class ResidualMix(nn.Module):
-    """Weighted sum of a block's input and the embedding of the tokens."""
+    """Learned weighted sum of a block's input and the tokens' embeddings."""
 
     def __init__(self):
         super().__init__()
         self.scales = nn.Parameter(torch.empty(2))
 
     def forward(self, hidden, first):
-        """Return a tensor of the same shape as each input."""
+        """Return the weighted sum of two tensors of the same shape."""
         return self.scales[0] * hidden + self.scales[1] * first
 
 
 class TxlForCausalLM(PreTrainedModel, GenerationMixin):
-    """Transformer-XL with its softmax, for text generation."""
+    """Transformer-XL language model with its softmax, for scoring and text generation in transformers."""
 
     config_class = TxlConfig
     base_model_prefix = ""
@@ -527,12 +540,15 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch=None,
         **kwargs,
     ):
-        """Read tokens after those in the memory.
+        """Read tokens that follow those in the memory. Returns log-probabilities, the loss and the memory.
 
-        `input_ids` are [B, T]. `attention_mask` is [B, T], or longer (then its last T columns count), and is 0 for
-        padding. `past_key_values` is a `TxlMemory`, which is changed in place. The first token given begins a segment.
-        `labels` [B, T] are the ids themselves, or -100 where they do not count. The loss is that of each token given
-        all earlier ones. `logits_to_keep` n returns log-probabilities only after the last n tokens. 0 returns all.
+        `input_ids` are [B, T]. `attention_mask` is 0 for padding. It is [B, T] or longer, and only its last T columns
+        are used. `past_key_values` is a `TxlMemory`, which is changed in place. The first token of `input_ids` begins a
+        segment.
+
+        `labels` [B, T] are equal to `input_ids`, or -100 where a token's loss does not count. The loss of a token
+        depends on all tokens before it. `logits_to_keep` n returns log-probabilities only after the last n tokens. A
+        value of 0 returns all.
 
         Raises ValueError without `input_ids`, or for another kind of cache.
         """
@@ -591,7 +607,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _documents(self, input_ids, memory):
-        """Return the document of each token, [B, T]: all 0 where the memory crosses document borders."""
+        """Return the document number of each token, [B, T]. All are 0 if attention crosses document borders."""
         if not self.config.document_mask or self.config.eos_token_id is None:
             return torch.zeros_like(input_ids)
         last_B1 = torch.zeros_like(input_ids[:, :1])
@@ -603,7 +619,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
     def _seen(self, memory, document_BT, document_BK, begin_BT):
         """Return is_seen_BTK, True where a query sees a key.
 
-        `begin_BT` are the columns where the segments of the queries begin.
+        `begin_BT` holds, for each query, the column where its segment begins.
         """
         num_past = memory.document_BS.shape[1]
         key_K = torch.arange(document_BK.shape[1], device=document_BK.device)
@@ -620,9 +636,9 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         return is_past_TK & is_near_BTK & is_same_document_BTK
 
     def _read(self, input_ids, memory, document_BT, begin_BT):
-        """Run the layers over some tokens, and append these to the memory.
+        """Run the layers over some tokens, and append the tokens to the memory.
 
-        Returns the input of each layer, then the output of the last one after the final norm.
+        Returns the input of each layer, followed by the output of the last layer after the final norm.
         """
         document_BK = torch.cat([memory.document_BS, document_BT], dim=1)
         is_seen_BTK = self._seen(memory, document_BT, document_BK, begin_BT)
@@ -643,9 +659,9 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def zero_memory(self, batch_size, memory_len=None):
-        """Return a memory of zeros that are attended.
+        """Return a memory of zeros that queries attend to. The memory that this model makes itself is empty.
 
-        The TensorFlow code and Hugging Face's TransfoXL begin with it. This model begins with an empty memory.
+        The TensorFlow code and Hugging Face's TransfoXL begin with such zeros.
         """
         memory = TxlMemory(self.config, memory_len)
         hidden = self.blocks[0].ff_in.weight.new_zeros(batch_size, memory.memory_len, self.config.width)
@@ -661,7 +677,10 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        """Return False: `prepare_inputs_for_generation` makes a memory instead of transformers' own cache."""
+        """Return False, so that transformers does not make its own cache.
+
+        `prepare_inputs_for_generation` makes a memory.
+        """
         return False
 
     def prepare_inputs_for_generation(
@@ -669,8 +688,8 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
     ):
         """Return the model's inputs for the next token.
 
-        Tokens before it that the memory does not hold are read here, segment by segment. So the first new token sees as
-        much of the past as later ones. Raises ValueError for padding on the right.
+        Earlier tokens that the memory does not hold yet are read here, segment by segment. So the first new token sees
+        as much of the past as later tokens. Raises ValueError for padding on the right.
         """
         memory = past_key_values
         if memory is None and use_cache:

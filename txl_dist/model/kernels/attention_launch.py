@@ -93,9 +93,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
-        """Return the sizes for a micro-batch of `lanes` lanes (rows of the batch) in half precision, with a full
-        memory.
-        """
+        """Return the sizes for a micro-batch in half precision, with a full memory. `lanes` is its number of rows."""
         head_width = _ceil_div(model.head_width, HEAD_WIDTH_MULTIPLE) * HEAD_WIDTH_MULTIPLE
         return cls(
             B=lanes,

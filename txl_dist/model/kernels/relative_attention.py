@@ -420,11 +420,11 @@ def key_value_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute dk and dv of COLUMNS keys. The scores of all queries for these keys are overwritten by dS. Programs: (key
-    tiles, heads x lanes).
+    """Compute dk and dv of COLUMNS keys.
 
-    In each row dS is written only to vectors of eight numbers that hold a key which the query sees. Later kernels read
-    only these vectors.
+    The scores of all queries for these keys are overwritten by dS. Programs: (key tiles, heads x lanes). In each row dS
+    is written only to vectors of eight numbers that hold a key which the query sees. Later kernels read only these
+    vectors.
     """
     T = shape.T
     K = shape.K
