@@ -1,15 +1,16 @@
-"""The inference bundle: a folder that holds a trained model and proves that it is the trained one.
+"""The inference bundle: a folder that holds a trained model and proves that its weights are the trained ones.
 
-    model.safetensors    weights, each tied tensor once; int8 ones with a scale per row beside them
-    config.json          model settings, vocabulary size, type, memory and segment length, where it came from
-    tokenizer.json       text <-> ids
-    train.toml           settings to go on training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
+    model.safetensors    weights, each tied tensor once; for type int8 also one scale per matrix row
+    config.json          model settings, vocabulary size, type, memory and segment length, origin of the weights
+    tokenizer.json       tokenizer between text and ids
+    train.toml           settings to continue training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
     probe.safetensors    tokens and the losses of the engine that trained the weights; checked at every load
-    card.json            what is known of the training, and what the user stated: `card`
-    README.md            the same for people, as a model card; it may be edited
+    card.json            facts about the training, and facts that the user stated: module `card`
+    README.md            model card for people, made from card.json; it may be edited
     MANIFEST.json        bytes and sha256 of each file
 
-Bundles of older programs have no card.json and no README.md. Loading needs neither DeepSpeed nor a launcher.
+Bundles of older versions of txl_dist have no card.json and no README.md. Loading needs neither DeepSpeed nor a
+launcher.
 """
 
 from __future__ import annotations
@@ -51,20 +52,25 @@ from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSIONS = (1, 2, 3, 4)
-"""Format versions that are read. The last one is written.
+"""Format versions of bundles that this program reads. It writes the last version of the list.
 
-Version 2 added int8 weights, version 3 layers with memories of different lengths. Version 4 has `document_mask`.
+Version 2 added int8 weights. Version 3 added layers with memories of different lengths. Version 4 added the setting
+`document_mask`.
 """
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Types that a network runs in. That of an int8 bundle runs in fp32."""
+"""Number types in which a network can run. The network of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
-"""Largest difference on the probe, by the coarser of the bundle's and the engine's type: in nats for fp32, else as a
-share of the largest loss on the probe (at least 5 nats), since half precisions round relative to it. int8 differs as
-much as bf16: of 14 kinds of random networks both by 0.02 % to 0.8 % of it, three trained ones by 0.1 % to 0.3 %."""
+"""Largest allowed difference on the probe (tokens with recorded losses), by number type.
+
+The probe was computed in one type, and the weights may be stored in another type. The larger difference counts. The
+value of fp32 is in nats. The other values are shares of the largest loss on the probe, because half precisions round
+relative to the loss. That loss counts as at least 5 nats. Measured shares are 0.02 % to 0.8 % for bf16 and for int8, on
+14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
+"""
 
 
 class _Content(BaseModel):
-    """Form of config.json. `begins_documents` is missing in old bundles."""
+    """Form of config.json. The key `begins_documents` is missing in bundles of old versions."""
 
     model_config = ConfigDict(strict=True)
 
@@ -83,31 +89,39 @@ class _Content(BaseModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """Trained model with everything that is needed to use it, whatever its origin."""
+    """Trained model with everything that is needed to use it, before its network is built.
+
+    Exports and imports of models make a package, and `write_bundle` writes it as a bundle.
+    """
 
     section: ModelSection
     weights: Weights
-    """Weights by our names. A tied tensor has at least one of its names. They may be read only when they are taken."""
+    """Weights by the names that txl_dist gives to parameters. A tied tensor has at least one of its names. The values
+    may still be in a file, and are then read when they are used."""
     tokenizer: Tokenizer
     segment_len: int
     memory_len: int
     memory_lens: tuple[int, ...] = ()
-    """Memory length of each layer, if they differ. Else empty."""
+    """Memory length of each layer if the layers differ, else empty."""
     document_mask: bool = False
     begins_documents: bool = True
-    """Whether it was trained to predict a document's first token from an end-of-text. False for a vocabulary without
-    end-of-text, and for models that version 0.1 trained with document masks."""
+    """Whether the model was trained to predict a document's first token from an end-of-text. False for a vocabulary
+    without end-of-text, and for models that version 0.1 trained with document masks."""
     source: dict[str, Any]
     """Origin of the weights: run, step and precision, or the file that was imported."""
     probe: dict[str, Tensor]
-    """`tokens` [1, S] and `losses` [1, S - 1] in nats as the training engine computed them."""
+    """Tokens and the losses that the training engine computed for them: `tokens` [1, S] and `losses` [1, S - 1] in
+    nats."""
     probe_dtype: str = "fp32"
     """Type in which the probe was computed."""
     card: Card = NOTHING_STATED
     """Facts about the training, and what the user stated."""
 
     def described(self, *, dtype: str, num_bytes: int) -> Model:
-        """Describe the model for its card, with weights of type `dtype` in a file of `num_bytes` bytes."""
+        """Return the facts for a model card.
+
+        `dtype` and `num_bytes` describe the file of the weights: its type and size.
+        """
         # Tied tensors may be in `weights` under each of their names: the network has each once.
         with torch.device("meta"):
             network = TransformerXL(self.section, vocab_size=self.tokenizer.vocab_size)
@@ -127,9 +141,9 @@ class Package:
         )
 
     def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
-        """Build the network and return an open bundle; `where` names it in errors.
+        """Build the network in the type `dtype` on `device`, and return it with this content as an open bundle.
 
-        Raises CheckpointError if weights and settings do not fit.
+        `where` names the model in messages. Raises CheckpointError if weights and settings do not fit.
         """
         vocab_size = self.tokenizer.vocab_size
         network = network_of(
@@ -145,9 +159,10 @@ class Package:
         return Bundle(**{**vars(self), "weights": weights, "probe": probe, "model": network, "dtype": dtype})
 
     def proven(self, dtype: str, *, where: str) -> float:
-        """Return the largest error on the probe, in nats, with weights in this type that are read piece by piece.
+        """Return the largest error on the probe, in nats, of a network that reads these weights in small ranges.
 
-        Raises CheckpointError if it is larger than the types allow.
+        `dtype` is the type of the weights in their file. `where` names the model in messages. Raises CheckpointError if
+        the error is larger than the types allow.
         """
         vocab_size = self.tokenizer.vocab_size
         with _readable(where):
@@ -164,17 +179,21 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle(Package):
-    """Open package: settings, network and tokenizer. `inference.language_model` scores and generates text with it."""
+    """Open bundle: settings, tokenizer and a network that is ready to run.
+
+    `load_bundle` returns it. `inference.language_model` scores and generates text with it.
+    """
 
     model: TransformerXL
     dtype: str
 
 
 def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:
-    """Write a bundle, read it back, and return its largest error on the probe. An older bundle there is replaced.
+    """Write a model as a bundle, read it back, and return its largest error on the probe, in nats.
 
-    Weights are taken a few MiB at a time, and the probe runs layer by layer: it needs no memory for the whole.
-    Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
+    `dtype` is the type of the weights in the file: fp32, bf16, fp16 or int8. A bundle that is already in the folder is
+    replaced. Weights are read a few MiB at a time and the probe runs layer by layer, so the model need not fit in
+    memory. Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
     """
     folder = folder.resolve()
     if (
@@ -231,15 +250,15 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
 
 
 def _plugins_of(package: Package) -> list[Plugin]:
-    """List the plugins that a model needs: for its positions and for its tokenizer."""
+    """List the plugins that a model needs, for its positions and for its tokenizer."""
     owners = owner_of(SCHEMES, package.section.positions), owner_of(KINDS, package.tokenizer.kind)
     return list(dict.fromkeys(owner for owner in owners if owner is not None))
 
 
 def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
-    """Load a bundle, from a folder or an hf:// address, and check it: hashes, shapes and the probe.
+    """Load a bundle from a folder or an hf:// address, and check its hashes, its shapes and its probe.
 
-    Raises CheckpointError, and ConfigError for a device that is not there.
+    Raises CheckpointError for a bundle that fails a check, and ConfigError for a device that does not exist.
     """
     folder = local_model(path)
     device = check_device(device)
@@ -251,9 +270,9 @@ def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
 
 
 def read_bundle(folder: Path) -> tuple[Package, str]:
-    """Return (content of a bundle, type of its weights), after a check of the hashes.
+    """Check the hashes of a bundle's files, and return (the bundle's content, the type of its weights).
 
-    The weights stay in their file. Raises CheckpointError.
+    The weights stay in their file until they are used. Raises CheckpointError.
     """
     if detect_artifact(folder) is not ArtifactKind.BUNDLE:
         raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
@@ -292,7 +311,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
 
 @contextmanager
 def _readable(where: Path | str) -> Iterator[None]:
-    """Raise CheckpointError about this bundle for any error in the block."""
+    """Raise CheckpointError that names the bundle `where`, in place of any error in the block."""
     try:
         yield
     except ValidationError as error:
@@ -314,7 +333,8 @@ def _readable(where: Path | str) -> Iterator[None]:
 def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
     """Return the largest error of a network on a package's probe, in nats, as `probe_error` defines it.
 
-    Raises CheckpointError if it is larger than the types allow: then the weights are not the trained ones.
+    `dtype` is the type of the network's weights in their file. Raises CheckpointError if the error is larger than the
+    types allow, because then the weights are not the trained ones. The message names the model `where`.
     """
     tolerance = probe_tolerance({dtype, package.probe_dtype}, largest_loss=float(package.probe["losses"].max()))
     worst = probe_error(network, package.probe, memory_len=package.memory_len)
@@ -327,9 +347,9 @@ def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -
 
 
 def check_device(device: str) -> str:
-    """Return the name of a device as torch spells it.
+    """Check that tensors can be made on a device, and return its name as torch spells it.
 
-    Raises ConfigError for a device that does not exist, or cannot hold tensors.
+    Raises ConfigError for a device that does not exist, or that cannot hold tensors.
     """
     try:
         found = torch.device(device)
@@ -343,7 +363,10 @@ def check_device(device: str) -> str:
 
 
 def probe_tolerance(dtypes: set[str], *, largest_loss: float) -> float:
-    """Return the largest allowed difference in nats on the probe between these types; see `PROBE_TOLERANCE`."""
+    """Return the largest allowed difference on the probe, in nats, between results in these number types.
+
+    `largest_loss` is the largest loss of the probe in nats. See `PROBE_TOLERANCE`.
+    """
     scale = max(5.0, largest_loss)
     return max(PROBE_TOLERANCE[dtype] * (1.0 if dtype == "fp32" else scale) for dtype in dtypes)
 
@@ -357,7 +380,11 @@ def network_of(
     where: str,
     memory_lens: Sequence[int] = (),
 ) -> TransformerXL:
-    """Build a network in evaluation mode with given weights; `where` names them in errors. Raises CheckpointError."""
+    """Build a network in evaluation mode with the given weights, ready to run.
+
+    `dtype` is the type of the weights in their file. `memory_lens` is each layer's memory length if the layers differ.
+    Raises CheckpointError if the weights do not fit the model. The message names the model `where`.
+    """
     _fitting(model, vocab_size=vocab_size, weights=weights, where=where)
     with torch.random.fork_rng(devices=[]):  # initial weights are drawn, and overwritten: leave no trace of that
         network = TransformerXL(model, vocab_size=vocab_size, memory_lens=memory_lens).to(_compute_type(dtype))
@@ -366,18 +393,21 @@ def network_of(
 
 
 def copy_weights(network: TransformerXL, weights: Weights) -> None:
-    """Overwrite every parameter, casting to its type. `weights` has each tied tensor under at least one name."""
+    """Overwrite every parameter of a network with the given weights, each cast to the parameter's type.
+
+    `weights` has each tied tensor under at least one of its names.
+    """
     for name, parameter in network.named_parameters():
         copy_in_pieces(parameter, weights[name])
 
 
 def _compute_type(dtype: str) -> torch.dtype:
-    """Return the type that a network runs in, if its bundle has weights of this type."""
+    """Return the type in which a network runs whose bundle has weights of this type."""
     return DTYPES.get(dtype, torch.float32)
 
 
 def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: str) -> list[str]:
-    """Return the names of the model's parameters.
+    """Check that weights fit a model, and return the names of the model's parameters.
 
     Raises CheckpointError if a weight is missing, has another shape, or is not a parameter.
     """

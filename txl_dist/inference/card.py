@@ -1,10 +1,10 @@
 """The model card: what a model is and where it comes from, for people and for the Hugging Face Hub.
 
-    card.json    what an export knows of the training, and what the user stated; part of a bundle
-    README.md    the same for people, after the metadata block that the Hub reads; in every exported folder
+    card.json    facts that an export knows of the training, and facts that the user stated; part of a bundle
+    README.md    the same facts for people, after the metadata block that the Hub reads; in every exported folder
 
-Facts come from the run's records and from flags. What neither says is "not stated"; nothing is guessed. People may
-edit README.md: no program reads it back, and no manifest holds it against the folder.
+Facts come from the run's records and from command-line flags. The card says "not stated" for every other fact, and
+guesses nothing. People may edit README.md, because no program reads it and its hash is not checked.
 
 This module imports no torch, so that `txl report` shows a card at once.
 """
@@ -118,10 +118,10 @@ LICENSES = (
     "unknown",
     "other",
 )
-"""Identifiers that the Hub knows (hub-docs, repositories-licenses, August 2026). Another license is `other` there, with
-a name."""
+"""Identifiers of licenses that the Hub knows (hub-docs, repositories-licenses, August 2026). The metadata of a card
+give another license as `other`, with its name."""
 MAX_STATED = 500
-"""Largest number of characters of a stated fact."""
+"""Largest number of characters of a fact that the user states."""
 TOKENIZERS = {
     "byte": "bytes",
     "char": "characters",
@@ -134,32 +134,33 @@ TOKENIZERS = {
 }
 """Name of each kind of tokenizer on a card."""
 TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
-"""Kinds of tokenizers that encode any prompt, here and in transformers. For others the examples use ids."""
+"""Kinds of tokenizers that encode any text, in txl_dist and in transformers. For other kinds the examples on a card
+give the prompt as ids."""
 PROMPT, PROMPT_IDS = "The ", [1, 2, 3]
-"""Prompt of the commands on a card, as text and as ids."""
+"""Prompt in the example commands of a card, as text and as ids."""
 FACTS = ("fact", "value")
-"""Header row of a table of facts. Without it Markdown shows an empty row."""
+"""Header row of a table of facts. Without a header, Markdown shows an empty row."""
 Rows = list[tuple[str, str]]
-"""(name of a fact, its value for people)."""
+"""Rows of a table of facts: (name of the fact, its value for people)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """Facts that only the user can give about a model. The card says "not stated" for each one left out."""
+    """Facts about a model that only its user can give, from the flags of `txl export`. An empty fact is "not stated"."""
 
     name: str = ""
-    """Name of the model on its card. Default: the run's name."""
+    """Name of the model on its card. Empty means the run's name."""
     license: str = ""
     """License of the weights: an identifier of the Hub, for example apache-2.0, or another name."""
     author: str = ""
     """Author of the model: a person or an organization."""
     base_model: str = ""
-    """Model of the Hub, OWNER/NAME, that gave the initial weights."""
+    """Model on the Hub that gave the initial weights, as OWNER/NAME."""
     data_license: str = ""
     """License of the training text."""
 
     def check(self) -> None:
-        """Raise ConfigError for a text with a character that a card cannot hold, and for an invalid base model."""
+        """Raise ConfigError if a card cannot hold a fact, or if the base model or license is misspelt."""
         for key, value in vars(self).items():
             flag = f"--{key.replace('_', '-')}"
             if value and not value.strip():
@@ -175,7 +176,7 @@ class Stated:
             raise ConfigError(f"--license {self.license}: the Hub spells it {meant}. Type --license {meant}.")
 
     def remark(self) -> str:
-        """Sentence about a license that the Hub does not know; empty for a known one."""
+        """Return a warning about a license that the Hub does not know, or an empty text if the Hub knows it."""
         if self.license.lower() == "other":
             return (
                 "--license other names no license. Type its name, as in --license 'ACME Research 1.0': the card's "
@@ -194,17 +195,17 @@ class _Fact(BaseModel):
 
 
 class Score(_Fact):
-    """Score of exactly these weights on a validation or test split, and how it was measured."""
+    """Score of the exported weights on a validation or test split, and how it was measured."""
 
     corpus: str
     split: str
     loss: float
     """Mean loss in nats per token."""
     ppl: float
-    """Perplexity per token, or per word where a token is a word."""
+    """Perplexity per token. For a word tokenizer a token is a word."""
     token: str = "token"
     bits_per_byte: float | None = None
-    """Bits per byte of the text; None where the loss is not the cost of the text."""
+    """Bits per byte of the text. None if the loss does not cover the whole text."""
     tokens: int
     """Number of tokens that were scored."""
     segment_len: int
@@ -215,7 +216,7 @@ class Score(_Fact):
 
     @property
     def protocol(self) -> str:
-        """How the score was measured, for people."""
+        """Description for people of how the score was measured."""
         if self.overlap_len:
             overlap = f", {counted(self.overlap_len, 'token')} of each segment run again as context"
         else:
@@ -236,11 +237,14 @@ class Sample(_Fact):
     prompt: str
     text: str
     how: str
-    """When and how it was drawn, for people."""
+    """Description for people of when and how the text was generated."""
 
 
 class Card(_Fact):
-    """Facts about a model that its weights and settings do not hold. Empty, 0 and None mean: not stated."""
+    """Facts about a model that its weights and settings do not hold.
+
+    Values that are empty, 0 or None mean "not stated".
+    """
 
     name: str = ""
     license: str = ""
@@ -248,24 +252,24 @@ class Card(_Fact):
     base_model: str = ""
     data_license: str = ""
     corpora: tuple[str, ...] = ()
-    """Names of the corpora that it was trained on."""
+    """Names of the corpora that the model was trained on."""
     tokens_seen: int = 0
-    """Tokens that it was trained on, repetitions counted."""
+    """Number of tokens that the model was trained on. A token that was read twice counts twice."""
     epochs: float | None = None
-    """Passes over the training text."""
+    """Number of passes over the training text."""
     began_with: str = ""
-    """Bundle that gave the initial weights; `fresh` for random weights."""
+    """Bundle that gave the initial weights, or `fresh` for random weights."""
     commit: str = ""
-    """Commit of the program that trained it."""
+    """Git commit of the program that trained the model."""
     version: str = ""
-    """Version of txl_dist that trained it."""
+    """Version of txl_dist that trained the model."""
     date: str = ""
-    """Day, in UTC, on which these weights were saved."""
+    """Day, in UTC, on which the weights were saved."""
     scores: tuple[Score, ...] = ()
     sample: Sample | None = None
 
     def with_stated(self, stated: Stated) -> Card:
-        """Return the card with newly stated facts, which replace those stated before."""
+        """Return a copy of the card with newly stated facts. A fact that `stated` leaves empty keeps its old value."""
         return self.model_copy(update={key: value for key, value in vars(stated).items() if value})
 
 
@@ -275,7 +279,7 @@ NOTHING_STATED = Card()
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Model as its card shows it. Values that are None are unknown."""
+    """Facts about a model that its card shows. A value of None means that the fact is unknown."""
 
     section: ModelSection
     vocab_size: int
@@ -284,24 +288,24 @@ class Model:
     memory_lens: Sequence[int] = ()
     document_mask: bool = False
     dtype: str
-    """Type of the weights in the file."""
+    """Number type of the weights in the file."""
     tokenizer: str | None = None
     """Kind of the tokenizer."""
     num_parameters: int | None = None
     num_bytes: int | None = None
     """Size of the file of weights in bytes."""
     source: Mapping[str, Any] = field(default_factory=dict)
-    """Where the weights came from, as config.json says."""
+    """Origin of the weights, as config.json of the bundle records it."""
     card: Card
 
     @property
     def title(self) -> str:
-        """Title of the card: the stated name, or that of the run, or the kind of model."""
+        """Title of the card: the stated name, else the run's name, else the kind of model."""
         return printable(self.card.name or str(self.source.get("run") or "Transformer-XL language model"))
 
     @property
     def origin(self) -> str:
-        """Run and step, or the file that was imported, for people."""
+        """Origin of the weights for people: a run and step, or the file that was imported."""
         if "step" in self.source:
             if self.source.get("average"):
                 average = ", average of the weights"
@@ -325,10 +329,7 @@ SERVE_THE_BUNDLE = Code("Serve over HTTP the bundle that this folder was exporte
 
 
 def read_card(folder: Path) -> Card:
-    """Return the card of a bundle; `NOTHING_STATED` for bundles of older programs.
-
-    Raises OSError, ValueError.
-    """
+    """Read the card of a bundle. Returns `NOTHING_STATED` if the bundle has no card.json. Raises OSError, ValueError."""
     try:
         content = read_bytes(folder / CARD)
     except FileNotFoundError:
@@ -337,17 +338,20 @@ def read_card(folder: Path) -> Card:
 
 
 def write_card(folder: Path, card: Card) -> None:
-    """Write card.json into a folder. Raises OSError."""
+    """Write a card as card.json into a folder. Raises OSError."""
     write_bytes(folder / CARD, card.model_dump_json(indent=1, exclude_defaults=True).encode() + b"\n")
 
 
 def write_readme(folder: Path, model: Model, kind: ArtifactKind) -> None:
-    """Write README.md for an exported folder of this kind. Raises OSError."""
+    """Write README.md, the model card, into an exported folder of this kind. Raises OSError."""
     write_bytes(folder / README, readme(model, kind).encode())
 
 
 def readme(model: Model, kind: ArtifactKind) -> str:
-    """Return a model card in the form of the Hub: metadata, then Markdown, with commands for its own folder."""
+    """Return the text of a model card: the Hub's metadata, then Markdown with commands that use the folder.
+
+    `kind` is the kind of the exported folder, on which the commands depend.
+    """
     parts = [
         f"---\n{_metadata(model, kind)}---\n",
         f"# {_plain(model.title)}\n",
@@ -364,7 +368,7 @@ def readme(model: Model, kind: ArtifactKind) -> str:
 
 
 def model_rows(model: Model) -> Rows:
-    """List facts about the model: shape, tokenizer, size of the weights."""
+    """List the facts about a model's shape, its tokenizer and the size of its weights."""
     section = model.section
     memory = f"{model.memory_len:,}"
     if len(set(model.memory_lens)) > 1:
@@ -388,7 +392,7 @@ def model_rows(model: Model) -> Rows:
 
 
 def training_rows(model: Model) -> Rows:
-    """List facts about the training, and what the user stated."""
+    """List the facts about a model's training, and the facts that the user stated."""
     card = model.card
     tokens = NOT_STATED
     if card.tokens_seen:
@@ -415,7 +419,7 @@ def training_rows(model: Model) -> Rows:
 
 
 def score_rows(scores: Sequence[Score]) -> list[list[str]]:
-    """Return a table of the scores; the first row is the header."""
+    """Return the scores as rows of a table. The first row is the header."""
     rows = [["corpus", "split", "nats per token", "perplexity", "bits per byte", "tokens"]]
     for score in scores:
         if score.bits_per_byte is None:
@@ -429,14 +433,14 @@ def score_rows(scores: Sequence[Score]) -> list[list[str]]:
 
 
 def protocols(scores: Sequence[Score]) -> list[str]:
-    """List how the scores were measured, each way once."""
+    """List the ways in which the scores were measured, without repetitions."""
     return list(dict.fromkeys(printable(score.protocol) for score in scores))
 
 
 def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
-    """Return code that loads, runs and serves a folder of this kind.
+    """Return example code that loads, runs and serves an exported folder of this kind.
 
-    `address` is its path or its hf:// address.
+    `address` is the folder's path or its hf:// address.
     """
     quoted = shlex.quote(address)
     takes_text = model.tokenizer in TAKE_ANY_TEXT
@@ -502,7 +506,7 @@ def _transformers_code(address: str, *, takes_text: bool) -> str:
 
 
 def license_fields(license: str) -> dict[str, str]:
-    """Return the fields of a stated license in the Hub's metadata."""
+    """Return the keys and values by which the Hub's metadata describe a stated license."""
     if not license:
         return {}
     if license.lower() in LICENSES:
@@ -511,7 +515,7 @@ def license_fields(license: str) -> dict[str, str]:
 
 
 def _otherwise_spelt(license: str) -> str:
-    """Return the Hub's identifier that differs from a license only in spelling (apache-2.0 for Apache2), else ""."""
+    """Return the Hub's spelling of a license (apache-2.0 for Apache2), or an empty text if the Hub has no such license."""
     found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
     if len(found) == 1:
         return found[0]
@@ -527,7 +531,7 @@ def _spelling(license: str) -> str:
 
 
 def _metadata(model: Model, kind: ArtifactKind) -> str:
-    """Return the YAML block: one key per line, its value in JSON, which is valid YAML."""
+    """Return the YAML block of the card. It has one key per line, whose value is in JSON, which is valid YAML."""
     card = model.card
     values: dict[str, Any] = {
         **license_fields(card.license),
@@ -588,7 +592,7 @@ def _fenced(text: str, language: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> str:
-    """Return a Markdown table; the first row is the header. Columns after the first `num_names` are right-aligned."""
+    """Return a Markdown table whose first row is the header. Columns after the first `num_names` are right-aligned."""
     head, *body = ["| " + " | ".join(map(_plain, row)) + " |" for row in rows]
     num_columns = len(rows[0])
     if num_names is None:
@@ -599,12 +603,12 @@ def _table(rows: Sequence[Sequence[str]], *, num_names: int | None = None) -> st
 
 
 def _plain(text: str) -> str:
-    """Escape a text, so that Markdown shows it literally."""
+    """Escape a text so that Markdown shows it literally."""
     return re.sub(r"([\\`*_\[\]|<>&#~])", r"\\\1", printable(text))
 
 
 def _unprintable(text: str) -> str:
-    """Return the first character that one line of YAML and Markdown cannot hold."""
+    """Return the first character that a card cannot hold on a line of YAML and Markdown, or an empty text."""
     wrong = (
         one for one in text if unicodedata.category(one) in ("Cc", "Cs", "Zl", "Zp") or one in "\ufeff\ufffe\uffff"
     )

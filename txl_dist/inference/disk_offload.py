@@ -1,8 +1,8 @@
-"""A network whose weights stay where they are: each part reads its own when it runs, and keeps none of them.
+"""A network whose weights stay in their file: each layer reads its weights when it runs, and does not keep them.
 
-It computes what `TransformerXL` does, by its code, and holds one matrix, or a MiB of a table, at a time. So a bundle
-of any size and type is proven by its probe in far less memory than it needs to be used. The price is speed:
-every segment reads all weights again.
+The network computes the same as `TransformerXL`, whose code it runs. It holds one matrix in memory at a time, or 1 MiB
+of a larger table. So `txl export` can check a bundle's probe with far less memory than the model itself needs. The
+price is speed, because every segment reads all weights again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _MOST_LOGITS = 1 << 19
 
 
 class DiskOffloadedXL(TransformerXL):
-    """Network in evaluation mode whose layers read their weights when they run.
+    """Network in evaluation mode whose layers read their weights from a file when they run.
 
-    It computes in `dtype`. `weights` have the names of the parameters.
+    It is used to check the probe of a bundle that may not fit in memory. It computes in the type `dtype`. The keys of
+    `weights` are the names of the parameters.
     """
 
     def __init__(
@@ -57,15 +58,15 @@ class DiskOffloadedXL(TransformerXL):
         self.eval()
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """Make a memory that holds nothing; see `TransformerXL.empty_memory`."""
+        """Make an empty memory for this number of lanes (batch rows), as `TransformerXL.empty_memory` does."""
         lens = self.memory_of_layers(memory_len)
         return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=self._like)
 
 
 def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtype) -> None:
-    """Compute the buffers of layers of plugins, which were built without storage, from the settings.
+    """Compute the buffers of plugins' layers from the settings, because the network was built without storage.
 
-    Raises CheckpointError, naming the buffer, if another layer has one.
+    Raises CheckpointError if any other layer has a buffer. The message names the buffer.
     """
     build = model.scheme.build
     for block in network.blocks.children():
@@ -89,7 +90,7 @@ def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtyp
 
 
 class _Reader(NamedTuple):
-    """Source of the values of parameters that have no storage."""
+    """Function and settings by which layers read the values of parameters without storage."""
 
     sources: dict[Tensor, Sliced]
     dtype: torch.dtype
@@ -102,7 +103,7 @@ class _Reader(NamedTuple):
 
 
 def _stream(module: nn.Module, reader: _Reader) -> None:
-    """Let each layer in a module read its weights when it runs. The biases u and v are read at once."""
+    """Make each layer in a module read its weights when it runs. The biases u and v are read at once."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(reader.whole(parameter), requires_grad=False))
     for name, child in list(module.named_children()):
@@ -126,7 +127,7 @@ class _Part(nn.Module):
 
 
 class _Embedding(AdaptiveEmbedding):
-    """Embedding that reads only the rows it needs."""
+    """Embedding that reads only the table rows of the ids in its input."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int, reader: _Reader) -> None:
         super().__init__(model, vocab_size=vocab_size)
@@ -142,7 +143,7 @@ class _Embedding(AdaptiveEmbedding):
 
 
 class _Softmax(AdaptiveSoftmax):
-    """Softmax that reads its tables in pieces, for a few positions at a time."""
+    """Softmax that reads its tables in ranges of rows, and computes a few positions at a time."""
 
     def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding, reader: _Reader) -> None:
         super().__init__(model, vocab_size=vocab_size, embedding=embedding)
@@ -156,7 +157,7 @@ class _Softmax(AdaptiveSoftmax):
         partition: Partition | None = None,
         tables: Sequence[Columned] | None = None,
     ) -> Tensor:
-        """Compute the losses as the softmax of the network does."""
+        """Compute the same losses as the softmax of `TransformerXL`."""
         tables = [_Table(self._columns(i), self._projection(i), self.reader) for i in range(self.num_tails + 1)]
         return super().losses(hidden_BTD, targets_BT, partition=partition, tables=tables)
 
@@ -167,7 +168,7 @@ class _Table(NamedTuple):
     reader: _Reader
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """Return -log p of one column of each row, at least fp32, [R]."""
+        """Return [R] losses, -log p of each row's target column, in fp32 or higher."""
         if self.projection_DE is not None:
             hidden_RD = F.linear(hidden_RD, self.reader.whole(self.projection_DE).t())
         num_rows = max(1, _MOST_LOGITS // sum(columns.high - columns.low for columns in self.columns))

@@ -1,20 +1,23 @@
-"""Scores of a model that adapts to the text that it has scored already: gradient steps, or a cache of hidden states.
+"""Losses of a model that adapts to the text that it has scored already, by gradient steps or by a cache.
 
-Dynamic evaluation (Krause et al. 2018 and 2019): each segment is scored first, then one step on its mean loss changes
-the weights, scaled by how large gradients were on training text (`square_sums`), and pulled back to where they began:
+Dynamic evaluation (Krause et al. 2018 and 2019) scores each segment first. Then one gradient step on the segment's mean
+loss changes the weights. The step is scaled by the size of gradients on training text (`square_sums`), and the weights
+are pulled back to their start:
 
     theta <- theta - lr g / (sqrt(ss) + eps) - decay sqrt(ss) (theta - theta_0),        ss = sum of g^2 over batches
 
-The neural cache (Grave et al. 2017): the weights stay. The last `window` hidden states of a lane are kept, with the
-word that followed each. Such a word becomes more likely where the present hidden state is similar:
+With the neural cache (Grave et al. 2017) the weights do not change. The last `window` hidden states of a lane (one
+stream of text, a batch row) are kept, each with the word that followed. Such a word becomes more likely if the present
+hidden state is similar:
 
     p(w) = (1 - l) p_model(w) + l sum over j of softmax_j(theta h_t . h_j) [w_j = w]
 
-No token is seen before it was scored. The weights of the given model are never written: adapted ones are values that
-come in and go out, like memory. Dynamic evaluation costs a backward pass per segment, and memory for about five times
-the weights. The cache costs `window` products per token, and `window` hidden states per lane.
+Each token is scored before the model adapts to it. The weights of the given model are never written: functions take and
+return adapted weights as values, as they do with memory. Dynamic evaluation costs a backward pass per segment, and
+memory for about five times the weights. The cache costs `window` products per token, and `window` hidden states per
+lane.
 
-Shapes: B lanes, T segment, W window, K = W + T entries, D model width.
+Shapes: B lanes, T tokens of a segment, W window, K = W + T entries, D model width.
 """
 
 from __future__ import annotations
@@ -32,25 +35,26 @@ from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 
 MOST_SCORES = 2**22
-"""Largest number of scores of the cache at a time (lanes x queries x entries): 16 MiB in fp32, for a few tensors."""
+"""Largest number of cache scores that are computed at a time (lanes x queries x entries). A tensor of them has 16 MiB
+in fp32."""
 
 Weights = Mapping[str, Tensor]
-"""Weights by their names in `SegmentLoss`, each tied tensor once."""
+"""Weights by their parameter names in `SegmentLoss`. Each tied tensor occurs once."""
 
 
 class DynamicRule(NamedTuple):
-    """Update of the weights after each segment."""
+    """Rule of dynamic evaluation by which the weights change after each segment."""
 
     start: Weights
-    """Trained weights, theta_0 in the equation."""
+    """Trained weights: theta_0 in the equation."""
     root: Weights
-    """Square root of ss, from `square_sums`."""
+    """Square root of ss (the summed squared gradients), from `square_sums`."""
     lr: float
     decay: float
     eps: float
 
     def step(self, weights: Weights, gradients: Weights) -> Weights:
-        """Return the weights after one segment."""
+        """Return the weights after one segment, from the weights before it and the gradients of its loss."""
         updated = {}
         for name, theta in weights.items():
             root = self.root[name]
@@ -66,9 +70,9 @@ def weights_of(module: SegmentLoss) -> Weights:
 
 
 def square_sums(model: TransformerXL, batches: Iterable[Batch], memory: Memory) -> Weights:
-    """Return ss: the squared gradients of the mean loss of each batch, summed over the batches.
+    """Return ss of each weight: its squared gradients of the mean loss per batch, summed over the batches.
 
-    The memory is carried from batch to batch. The weights stay those of the model.
+    The memory after each batch is passed to the next batch. The model's weights do not change.
     """
     module = SegmentLoss(model)
     weights = weights_of(module)
@@ -83,10 +87,10 @@ def square_sums(model: TransformerXL, batches: Iterable[Batch], memory: Memory) 
 def dynamic_losses(
     module: SegmentLoss, batch: Batch, weights: Weights, memory: Memory, *, rule: DynamicRule
 ) -> tuple[Tensor, Weights, Memory]:
-    """Return (nll_BT of a segment by the weights so far, the weights after it, the memory after it).
+    """Return (nll_BT of a segment by the current weights, the weights after it, the memory after it).
 
-    All lanes share the weights: a step follows the mean loss of all of them. The model must be in evaluation mode, and
-    of fp32 or fp64.
+    All lanes share the weights, so a step uses the mean loss over all lanes. The model must be in evaluation mode and
+    in fp32 or fp64.
     """
     nll_BT, gradients, memory = _scored(module, weights, batch, memory)
     return nll_BT, rule.step(weights, gradients), memory
@@ -95,7 +99,7 @@ def dynamic_losses(
 def _scored(
     module: SegmentLoss, weights: Weights, batch: Batch, memory: Memory
 ) -> tuple[Tensor, dict[str, Tensor], Memory]:
-    """Return (nll_BT, gradients of the mean scored loss, the next memory)."""
+    """Return (nll_BT, gradients of the mean loss over the scored targets, the next memory)."""
     assert not module.model.training
     with torch.enable_grad():
         leaves = {name: theta.detach().requires_grad_() for name, theta in weights.items()}
@@ -108,14 +112,14 @@ def _scored(
 
 
 class NeuralCache(NamedTuple):
-    """Last W positions of each lane, oldest first."""
+    """Last W scored positions of each lane (batch row), oldest first."""
 
     hidden_BWD: Tensor
-    """Input of the softmax at each position."""
+    """Hidden state at each position, which is the input of the softmax."""
     word_BW: Tensor
-    """Id of the token that followed."""
+    """Id of the token that followed each position."""
     document_BW: Tensor
-    """Document of that token, or EMPTY where the cache holds nothing."""
+    """Document number of that following token, or EMPTY where the cache holds nothing."""
 
     def joined(self, other: NeuralCache) -> NeuralCache:
         """Return the positions of this cache followed by those of another one."""
@@ -126,7 +130,7 @@ class NeuralCache(NamedTuple):
         )
 
     def newest(self, window: int) -> NeuralCache:
-        """Return the last `window` positions."""
+        """Return a cache with the last `window` positions only."""
         return NeuralCache(
             hidden_BWD=self.hidden_BWD[:, -window:],
             word_BW=self.word_BW[:, -window:],
@@ -135,7 +139,10 @@ class NeuralCache(NamedTuple):
 
 
 def empty_cache(*, num_lanes: int, window: int, width: int, like: Tensor) -> NeuralCache:
-    """Make a cache that holds nothing, on the device of `like`, for hidden states of its type, fp32 or higher."""
+    """Make an empty neural cache for `num_lanes` lanes and at most `window` positions per lane.
+
+    `width` is the model width. The cache is on the device of `like` and has its type, or fp32 if that type is lower.
+    """
     device = like.device
     return NeuralCache(
         hidden_BWD=torch.zeros(num_lanes, window, width, dtype=at_least_fp32(like.dtype), device=device),
@@ -148,11 +155,12 @@ def empty_cache(*, num_lanes: int, window: int, width: int, like: Tensor) -> Neu
 def cache_losses(
     nll_BT: Tensor, segment: NeuralCache, cache: NeuralCache, *, share: float, theta: float
 ) -> tuple[Tensor, NeuralCache]:
-    """Return (nll_BT of the mixture, the cache after the segment).
+    """Mix the model's probabilities with those of a neural cache. Returns (nll_BT of the mixture, the next cache).
 
-    `nll_BT` are the model's losses of the words in `segment`, which holds the T positions that are scored. A position
-    sees the W before it, in its lane and document. A position that sees none keeps the model's loss. Positions without
-    a document (EMPTY) are seen by none. `share` is l, in [0, 1).
+    `nll_BT` are the model's losses of the words in `segment`, which holds the T positions to score. A position sees the
+    W positions before it that are in its lane and document. A position that sees no other keeps the model's loss. No
+    position sees a position without a document (EMPTY). `share` is l in the equation, in [0, 1). `theta` scales the
+    similarity.
     """
     num_lanes, num_tokens = nll_BT.shape
     window = cache.word_BW.shape[1]
@@ -177,9 +185,9 @@ def cache_losses(
 
 
 def _cached(known: NeuralCache, queries: slice, entries: slice, *, window: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return (log of the sum of the scores that a query sees, log probability of its word by the cache), both [B, Q].
+    """Return (log of the summed scores that a query sees, log probability of its word by the cache), both [B, Q].
 
-    The first is -inf for a query that sees no entry.
+    The first value is -inf for a query that sees no entry.
     """
     hidden_BKD, word_BK, document_BK = known
     device = word_BK.device

@@ -1,4 +1,4 @@
-"""Generation of many texts at once, one token of each per step. No text depends on the others.
+"""Generation of many texts at once. Each step makes one token of every text, and no text depends on the others.
 
     decoder = Decoder(model, memory_len=512, segment_len=64)
     decoder.add("a", Request(ids=(5, 17, 3), max_tokens=20))
@@ -7,9 +7,9 @@
             if token.is_last:
                 decoder.remove(token.key)
 
-A prompt is read alone, in chunks of a segment as in training, up to its last token. The last token is run like the
-generated ones: together with the last tokens of all other texts, each after the past in its row of the KV cache. So
-every text may begin and end at any step, and a memory always excludes the last token.
+`add` reads a prompt alone up to its last token, in chunks of one segment length as in training. The last token runs in
+the next step, in one batch with the last tokens of all other texts. Each text has its own row of the KV cache. So every
+text may begin and end at any step, and a text's memory never includes its last token.
 """
 
 from __future__ import annotations
@@ -29,60 +29,62 @@ from txl_dist.model.transformer_xl import TransformerXL
 
 
 class Request(NamedTuple):
-    """Request to continue a text."""
+    """Prompt to continue, with its limits and sampling settings. `Decoder.add` and `Decoder.read` take it."""
 
     ids: tuple[int, ...]
-    """Ids of the prompt, at least one."""
+    """Ids of the prompt, which has at least one token."""
     max_tokens: int
     past: CacheState | None = None
     """Memory of the text before `ids`, for a model whose positions support a memory."""
     num_read: int = 0
-    """Number of leading `ids` that `past` includes already; never the last one."""
+    """Number of leading `ids` that `past` already includes. It never includes the last id."""
     stop_at: int | None = None
     """Id that ends the text and is not part of it."""
     sampling: Sampling = Sampling()
     seed: int = 0
     sample: int = 0
-    """Number of the sample, among several of one prompt and seed."""
+    """Number of this text among the texts that one prompt and seed generate, from 0."""
     num_top: int = 0
     """Number of most probable tokens to return with each token."""
     num_spare: int = 0
-    """Number of tokens that `Decoder.past` can drop without shortening the memory; one more in fact."""
+    """Number of newest tokens that `Decoder.past` can drop without making the memory shorter. The KV cache keeps room
+    for one token more."""
 
 
 class Token(NamedTuple):
-    """Next token of a text."""
+    """Next token of a text, as `Decoder.step` returns it."""
 
     key: Hashable
     id: int
     log_p: float
-    """Log-probability in nats by the model itself; NaN where the model's probabilities are NaN."""
+    """Log-probability in nats that the model gives to the token, before sampling settings apply. NaN if the model's
+    probabilities are NaN."""
     top: list[tuple[int, float]]
-    """Most probable ids with their log-probabilities, as many as the request asked for."""
+    """Most probable ids at this position with their log-probabilities. The request says how many."""
     is_last: bool
-    """True if the text ends with it: the text has `max_tokens`, or this is `stop_at`."""
+    """Whether the text ends with this token: the text has `max_tokens` tokens, or the token is `stop_at`."""
 
 
 class Scored(NamedTuple):
-    """Token of a prompt with its score."""
+    """Token of a prompt with the log-probability that the model gives to it."""
 
     id: int
     log_p: float
-    """Log-probability in nats, given all tokens before it."""
+    """Log-probability of the token in nats, given all tokens before it."""
     top: list[tuple[int, float]]
-    """Most probable ids at its position with their log-probabilities, as many as the request asked for."""
+    """Most probable ids at this position with their log-probabilities. The request says how many."""
 
 
 class PromptChunk(NamedTuple):
-    """Part of a prompt that was read in one step."""
+    """Part of a prompt that the model has read in one step."""
 
     num_tokens: int
     scored: list[Scored]
-    """Scores of the tokens that follow those of the chunk, if asked for. A prompt's first token has none."""
+    """Scores of the tokens that follow each token of this chunk. Empty if no scores were asked for."""
 
 
 Reading = Generator[PromptChunk, None, CacheState | None]
-"""Generator that reads a prompt, one chunk per step. It returns the memory, or None for a model without one."""
+"""Generator that reads a prompt, one chunk per step. It returns the memory, or None for a model without a memory."""
 
 
 class _Text:
@@ -96,7 +98,7 @@ class _Text:
         self.numbers = uniform_numbers(request.seed, sample=request.sample)
 
     def take(self, i: int, log_p: float, likeliest: list[tuple[int, float]]) -> Token:
-        """Append the token with id `i`. `likeliest` are at least as many as the request asks for."""
+        """Append the token with id `i`. `likeliest` has at least as many ids as the request asks for."""
         self.last = i
         self.num_generated += 1
         is_last = self.num_generated >= self.request.max_tokens or i == self.request.stop_at
@@ -104,11 +106,11 @@ class _Text:
 
 
 class Decoder:
-    """Texts that are being generated, under keys that the caller chooses.
+    """Generator of many texts at once. The caller chooses a key for each text.
 
     A token sees `memory_len` tokens of the past, which may be more than in training. The KV cache has room for the
-    longest text so far, and grows when a longer one is added. Prompts are read `segment_len` tokens at a time. A model
-    whose positions support no memory runs the last `segment_len` tokens of each text again for each token.
+    longest text so far, and grows when a longer text is added. Prompts are read `segment_len` tokens at a time. If the
+    model's positions support no memory, each new token runs the last `segment_len` tokens of its text again.
     """
 
     def __init__(self, model: TransformerXL | FrozenModel, *, memory_len: int, segment_len: int) -> None:
@@ -132,24 +134,27 @@ class Decoder:
 
     @property
     def keys(self) -> list[Hashable]:
-        """Keys of the texts that are being generated."""
+        """Keys of the texts that were added and not removed."""
         return [text.key for text in self._texts if text is not None]
 
     @property
     def remembers(self) -> bool:
-        """Whether the model's positions support a memory, so that there is a past to keep."""
+        """Whether the model's positions support a memory, so that `read` and `past` can be called."""
         return isinstance(self._rows, _CachedRows)
 
     def read(self, request: Request) -> CacheState:
-        """Read a prompt up to its last token and return the memory. Raises ConfigError for a model without one."""
+        """Read a prompt up to its last token and return the memory. Raises ConfigError for a model without a memory."""
         return self._rows.past_of(request)
 
     def reading(self, request: Request, *, with_scores: bool = False) -> Reading:
-        """Read a prompt chunk by chunk, so that other texts may continue in between; also for models without memory."""
+        """Return a generator that reads a prompt chunk by chunk, so that other texts can continue between two chunks.
+
+        It works for models without a memory too. `with_scores` also computes log-probabilities of the prompt's tokens.
+        """
         return self._rows.reading(request, with_scores=with_scores)
 
     def add(self, key: Hashable, request: Request) -> None:
-        """Read a prompt up to its last token, and generate its text from the next step on."""
+        """Read a prompt up to its last token. Each following call of `step` generates one token of its text."""
         assert request.ids
         assert request.max_tokens > 0
         assert key not in self.keys
@@ -168,7 +173,10 @@ class Decoder:
             self._seen_BV[row, list(request.ids)] = True
 
     def remove(self, key: Hashable) -> None:
-        """Stop generating a text. Half the rows are released when the other half is enough."""
+        """Stop generating a text.
+
+        Its row of the KV cache becomes free, and half of the rows are released if they are not needed.
+        """
         row = self._row_of(key)
         self._texts[row] = None
         self._rows.forget(row)
@@ -178,15 +186,18 @@ class Decoder:
             self._texts = [self._texts[row] for row in taken]
 
     def past(self, key: Hashable, *, without_last: int = 0) -> CacheState:
-        """Return the memory of a text without its last token, as if `without_last` more had not been generated.
+        """Return the memory of a text. It never includes the text's last token.
 
-        See `KVCache.past`.
+        `without_last` is a number of further tokens at the end that the memory leaves out. See `KVCache.past`.
         """
         return self._rows.past(self._row_of(key), without_last=without_last)
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
-        """Generate the next token of every text. A text that ends keeps its row, for `past`, until it is removed."""
+        """Generate the next token of every text.
+
+        The row of a text that has ended stays until `remove`, so that `past` works.
+        """
         last_ids = [0 if text is None else text.last for text in self._texts]
         log_p_BV = self._rows.run(last_ids)
         groups: dict[Sampling, list[tuple[int, _Text]]] = {}
@@ -199,7 +210,7 @@ class Decoder:
         return tokens
 
     def _step_of(self, group: list[tuple[int, _Text]], sampling: Sampling, log_p_BV: Tensor) -> list[Token]:
-        """Generate the next token of (row, text) pairs that share their sampling settings."""
+        """Generate the next token for (row, text) pairs with the same sampling settings."""
         rows = [row for row, _ in group]
         texts = [text for _, text in group]
         if len(group) < len(self._texts):
@@ -223,7 +234,7 @@ class Decoder:
         return tokens
 
     def _select(self, rows: list[int]) -> None:
-        """Keep these rows only, in this order. A free row may be a copy of any."""
+        """Keep only the rows with these numbers, in this order. A free row may repeat any number."""
         self._rows.select(rows)
         if self._seen_BV is None or not len(self._texts):
             self._seen_BV = None
@@ -237,7 +248,10 @@ class Decoder:
 def read(
     frozen: FrozenModel, ids: Sequence[int], past: CacheState | None = None, *, memory_len: int, segment_len: int
 ) -> CacheState:
-    """Read `ids` after a past, in chunks of `segment_len`, and return the memory of `memory_len` tokens."""
+    """Run the tokens `ids` after a past, in chunks of `segment_len` tokens, and return the memory after them.
+
+    The memory holds the last `memory_len` tokens. A past of None means that no text comes before `ids`.
+    """
     reading = read_by_chunks(frozen, ids, past, memory_len=memory_len, segment_len=segment_len)
     while True:
         try:
@@ -258,9 +272,10 @@ def read_by_chunks(
     targets: Sequence[int] = (),
     num_top: int = 0,
 ) -> Generator[PromptChunk, None, CacheState]:
-    """Read `ids` as `read` does, yielding after each chunk.
+    """Read `ids` as `read` does, and yield after each chunk. The generator returns the memory.
 
-    `targets`, the tokens that follow each of `ids`, are scored, if given.
+    `targets` are the tokens that follow each of `ids`. If they are given, each chunk has their scores, with the
+    `num_top` most probable ids.
     """
     if past is None:
         past_len = 0
@@ -297,11 +312,11 @@ def read_by_chunks(
 
 
 _SCORED_AT_A_TIME = 64
-"""Number of prompt tokens whose probabilities over the whole vocabulary are in memory at a time."""
+"""Number of prompt tokens whose probabilities over the whole vocabulary are computed at a time."""
 
 
 def _scored(log_p_SV: Tensor, targets: Sequence[int], *, num_top: int) -> list[Scored]:
-    """Look up the scores of given tokens, with the `num_top` most probable ids at each position."""
+    """Return the scores of given tokens, with the `num_top` most probable ids at each position."""
     target_S1 = torch.tensor(list(targets), dtype=torch.int64, device=log_p_SV.device)[:, None]
     log_ps = log_p_SV.gather(1, target_S1)[:, 0].tolist()
     scored = []
@@ -311,7 +326,10 @@ def _scored(log_p_SV: Tensor, targets: Sequence[int], *, num_top: int) -> list[S
 
 
 def _likeliest(log_p_SV: Tensor, num_top: int) -> list[list[tuple[int, float]]]:
-    """Return the `num_top` most probable ids of each row with their log-probabilities, or all ids."""
+    """Return the `num_top` most probable ids of each row with their log-probabilities.
+
+    A smaller vocabulary gives all its ids.
+    """
     if not num_top:
         return [[] for _ in log_p_SV]
     values, ids = log_p_SV.topk(min(num_top, log_p_SV.shape[1]))
@@ -395,7 +413,7 @@ class _CachedRows:
 
 
 class _WindowRows:
-    """Rows of tokens, for a model without relative positions, which cannot keep a past (table 9 of the paper)."""
+    """Rows of tokens for a model without relative positions, which cannot keep a past (table 9 of Dai et al. 2019)."""
 
     def __init__(self, model: TransformerXL, *, segment_len: int) -> None:
         self._model = model
