@@ -146,7 +146,10 @@ Rows = list[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Stated:
-    """Facts about a model that only its user can give, from the flags of `txl export`. An empty fact is "not stated"."""
+    """Facts about a model that only its user can give, by flags of `txl export`.
+
+    An empty fact is "not stated" on the card.
+    """
 
     name: str = ""
     """Name of the model on its card. Empty means the run's name."""
@@ -329,7 +332,7 @@ SERVE_THE_BUNDLE = Code("Serve over HTTP the bundle that this folder was exporte
 
 
 def read_card(folder: Path) -> Card:
-    """Read the card of a bundle. Returns `NOTHING_STATED` if the bundle has no card.json. Raises OSError, ValueError."""
+    """Read the card of a bundle. It is `NOTHING_STATED` for a bundle without card.json. Raises OSError, ValueError."""
     try:
         content = read_bytes(folder / CARD)
     except FileNotFoundError:
@@ -515,7 +518,7 @@ def license_fields(license: str) -> dict[str, str]:
 
 
 def _otherwise_spelt(license: str) -> str:
-    """Return the Hub's spelling of a license (apache-2.0 for Apache2), or an empty text if the Hub has no such license."""
+    """Return the Hub's spelling of a license (apache-2.0 for Apache2), or an empty text for a license that it lacks."""
     found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
     if len(found) == 1:
         return found[0]

@@ -1,7 +1,7 @@
-"""The cached core: a model with frozen weights, run over the keys and values of the past.
+"""The cached core runs a model with frozen weights over stored keys and values of the past.
 
-The plain model keeps hidden states and projects the whole memory to keys and values again for every segment. With
-frozen weights each position is projected once, and so is the encoding of each distance. Evaluation, scoring,
+The plain model stores hidden states, and projects the whole memory to keys and values again for every segment. With
+frozen weights each position needs only one projection, and so does the encoding of each distance. Evaluation, scoring,
 generation and serving all run on this core. Its results equal the plain model's up to rounding.
 
     frozen = FrozenModel(model)
@@ -9,16 +9,17 @@ generation and serving all run on this core. Its results equal the plain model's
     hidden_BTD = frozen.run(tokens_BT, ring)                           # T <= chunk_len
     log_p = frozen.log_probabilities(hidden_BTD)
 
-**The ring.** Position p is at slot p mod R of each layer's buffer, R = memory_len + chunk_len, and again R slots later.
-So the last R positions are always contiguous, oldest first, and attention reads them as a view. A chunk costs two
-copies of its own keys and values, whatever the length of the past: nothing is joined, moved or allocated. All rows
-write to the same slots. A row that remembers less has nothing in the oldest slots, and does not see them.
+**The ring.** Each layer has a buffer of 2 R slots, where R = memory_len + chunk_len. Position p is stored twice: in
+slot p mod R, and R slots later. So the last R positions are always contiguous, oldest first, and attention reads them
+as a view. A chunk writes two copies of its own keys and values, and this cost does not depend on the length of the
+past. All rows (texts of the batch) write to the same slots. A row that remembers fewer positions has nothing in the
+oldest slots, and a mask hides these slots from the row.
 
-**The scores.** The term of the distances is one product, [queries, distances K-1 ... 0]. Each of its rows is followed
-by T - 1 cells of -inf, and row i is read T-1-i cells further on. This is the relative shift of
-`model.relative_attention` as a view: a future key has a distance below zero, so it reads -inf and is masked. The view
-is added to the products of queries and keys. Few heads and rows are computed at a time, so that their scores stay in a
-CPU's cache.
+**The scores.** The score of a query and a key is a product of the two, plus a term of their distance. One matrix
+product gives the terms of all distances, [queries, distances K-1 ... 0]. Each row of the result is followed by T - 1
+cells of -inf, and row i is read T-1-i cells further on. This view is the relative shift of `model.relative_attention`.
+A future key has a distance below zero, so its term is -inf and masks the key. The view is added to the products of
+queries and keys. Few heads and rows are computed at a time, so that their scores stay in a CPU's cache.
 
 Shapes: L layers, B rows, T tokens of a chunk, M memory, R = M + chunk_len, K = past + T keys, N heads, H head width.
 """
@@ -48,30 +49,36 @@ from txl_dist.model.rms_norm import RmsNorm, rms_norm
 from txl_dist.model.transformer_xl import TransformerXL
 
 BLOCK_LEN = {"cpu": 128, "cuda": 512}
-"""Queries of a chunk that attend at a time, by kind of device. Short blocks have few scores of future keys."""
+"""Number of queries of a chunk that attend at a time, by kind of device. Shorter blocks compute fewer scores of future
+keys, which are masked."""
 MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
-"""Largest number of scores at a time, but at least one row of one head, by kind of device.
+"""Largest number of attention scores that are computed at a time, by kind of device. One row of one head is never
+split.
 
-On a CPU they stay in the cache. On a GPU they make few large products.
+On a CPU this number keeps the scores in the cache. On a GPU it allows few, large products.
 """
 MOST_LOGITS = 2**26
-"""Largest number of logits at a time without a partition, but at least those of one token: 256 MiB in fp32."""
+"""Largest number of logits that are computed at a time without a partition of the vocabulary: 256 MiB in fp32. One
+token's logits are never split."""
 
 
 class CacheState(NamedTuple):
-    """Memory of one row as a value, which can be kept, saved and put into other rows."""
+    """Memory of one text (one row of a `KVCache`) as a value, which can be kept, saved and put into other rows."""
 
     key_values: tuple[Tensor, ...]
-    """key_value_2NSH of each layer: keys, then values, at the last positions, oldest first.
+    """key_value_2NSH of each layer: keys, then values, of the last S positions, oldest first.
 
-    Layers may have fewer than S positions (`train.memory_lens`).
+    Some layers may have fewer than S positions (setting `train.memory_lens`).
     """
     document_S: Tensor
-    """int64: document of each of the last S <= M positions."""
+    """Document number (int64) of each of the last S positions."""
 
 
 class KVCache:
-    """Memory of some rows: each layer's keys and values at the last positions. Made by `FrozenModel.ring`."""
+    """Memory of several texts, one per row: each layer's keys and values at the last positions.
+
+    `FrozenModel.ring` makes it, and `FrozenModel.run` reads and changes it.
+    """
 
     def __init__(
         self,
@@ -86,13 +93,13 @@ class KVCache:
         section = owner.model.section
         weight = owner.model.embedding.weight(0)
         self.owner = owner
-        """Model that computed the keys and values."""
+        """Model that computes the keys and values."""
         self.memory_len = memory_len
         self.chunk_len = chunk_len
         self.least_len = least_len
         lens = owner.model.memory_of_layers(memory_len)
         self.memory_lens = tuple(max(length, min(least_len, memory_len)) for length in lens)
-        """Memory length of each layer. The longest is `memory_len`."""
+        """Memory length of each layer. The largest of them is `memory_len`."""
         self.size = memory_len + chunk_len
         self.key_values: list[Tensor] = []
         with _room_for(num_rows, memory_len=memory_len):
@@ -111,24 +118,25 @@ class KVCache:
 
     @property
     def num_rows(self) -> int:
-        """B, the number of rows."""
+        """Number of rows, B in the shapes."""
         return self._known_LB.shape[1]
 
     @property
     def num_known(self) -> np.ndarray:
-        """Number of positions that each row remembers, [B], at most `size`."""
+        """Number of positions that each row remembers, [B]. It is at most `size`."""
         num_known: np.ndarray = self._known_LB[self.memory_lens.index(self.memory_len)]
         return num_known
 
     @property
     def past_len(self) -> int:
-        """Number of past positions that a chunk reads: those of the row with the longest past."""
+        """Number of past positions that the next chunk reads: as many as the row with the longest past remembers."""
         return min(int(self.num_known.max(initial=0)), self.memory_len)
 
     def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
-        """Make room for a chunk, before `write` is called with each layer's keys and values.
+        """Make room for a chunk of `num_tokens`. Then `write` adds each layer's keys and values.
 
-        Returns mask_BTK, or None if every row sees all of the past.
+        `document_BT` is the document number of each token, or None without documents. Returns mask_BTK, or None if
+        every row sees all of the past.
         """
         past_len = self.past_len
         first = self._position % self.size
@@ -150,7 +158,10 @@ class KVCache:
         return mask
 
     def write(self, layer: int, key_value_2NBTH: Tensor, *, past_len: int) -> tuple[Tensor, Tensor]:
-        """Append a chunk to the past of a layer. Returns (key_NBKH, value_NBKH) of past and chunk, as views."""
+        """Append a chunk to the past of a layer.
+
+        Returns (key_NBKH, value_NBKH) of past and chunk, as views of the buffer.
+        """
         buffer = self.key_values[layer]
         num_tokens = key_value_2NBTH.shape[3]
         size = self.memory_lens[layer] + self.chunk_len
@@ -167,10 +178,10 @@ class KVCache:
 
     @torch.inference_mode()
     def past(self, row: int, *, without_last: int = 0, most: int | None = None) -> CacheState:
-        """Copy a row's memory, `memory_len` positions or `most`, as if the last `without_last` did not exist.
+        """Copy a row's memory as a value: its last `memory_len` positions, or `most` positions if `most` is given.
 
-        Up to `chunk_len` positions can be dropped so without loss. For more, the oldest positions are missing if the
-        memory was full.
+        `without_last` is a number of newest positions to leave out. Up to `chunk_len` positions can be left out without
+        loss. If more are left out and the memory was full, the copy lacks the oldest positions.
         """
         if most is None:
             limit = self.memory_len
@@ -216,7 +227,7 @@ class KVCache:
 
     @torch.inference_mode()
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows only, in this order. A row may be repeated."""
+        """Keep only the rows with these numbers, in this order. A number may be repeated, which copies its row."""
         index = torch.tensor(rows, dtype=torch.int64, device=self.key_values[0].device)
         with _room_for(len(rows), memory_len=self.memory_len):
             self.key_values = [buffer.index_select(2, index) for buffer in self.key_values]
@@ -225,11 +236,14 @@ class KVCache:
         self._known_LB = self._known_LB[:, list(rows)]
 
     def forget(self, row: int) -> None:
-        """Clear a row's memory, because all rows read as far back as the row with the longest past."""
+        """Clear a row's memory.
+
+        This saves work, because all rows read as many positions as the row with the longest past.
+        """
         self._known_LB[:, row] = 0
 
     def copied(self, *, memory_len: int, chunk_len: int) -> KVCache:
-        """Copy the rows' memory into a ring of other lengths."""
+        """Copy the rows' memory into a new cache with another memory length and another largest chunk."""
         with_documents = self.documents is not None
         ring = self.owner.ring(
             num_rows=self.num_rows,
@@ -246,7 +260,7 @@ class KVCache:
 def _put(slots: Tensor, values: Tensor, *, at: int, size: int, axis: int) -> None:
     """Write the last `size` values before position `at` to both copies of their slots.
 
-    The slots from `at` on are written before they are read.
+    The slots of position `at` and later positions need no values yet, because a later chunk writes them first.
     """
     num_values = values.shape[axis]
     next_slot = at % size
@@ -257,7 +271,10 @@ def _put(slots: Tensor, values: Tensor, *, at: int, size: int, axis: int) -> Non
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that memory could not be allocated. torch has such a class for devices, not for hosts."""
+    """Return whether an error means that memory could not be allocated, on a GPU or on the host.
+
+    torch has an exception class for this error on GPUs, but not on the host.
+    """
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     message = str(error)
@@ -267,7 +284,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
-    """Raise ConfigError if memory cannot be allocated in the block."""
+    """Raise ConfigError about `num_rows` and `memory_len` if memory cannot be allocated in the block."""
     try:
         yield
     except (MemoryError, RuntimeError, TypeError) as error:
@@ -280,10 +297,10 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
 
 
 class _Layer(NamedTuple):
-    """A block, with functions and tensors that are made from its weights once.
+    """A Transformer layer as functions and tensors that are made from its weights once.
 
-    Modules look up their parameters at every call, which takes a tenth of the time of a token on a CPU. So linear maps
-    and norms are functions here.
+    torch modules look up their parameters at every call. On a CPU this takes a tenth of the time per token. So the
+    linear maps and norms here are plain functions.
     """
 
     block: Block
@@ -294,16 +311,17 @@ class _Layer(NamedTuple):
     ff_gate: Callable[[Tensor], Tensor] | None
     ff_out: Callable[[Tensor], Tensor]
     weight: Tensor
-    """Projection to queries, keys and values, [3 N H, D].
+    """Weight of the projection to queries, keys and values, [3 N H, D].
 
-    Queries and their biases are scaled by H ** -0.5 here. Normed queries are scaled after the norm instead.
+    The part for queries includes the factor H ** -0.5. A layer that norms its queries scales them after the norm
+    instead.
     """
     bias: Tensor | None
     query_bias_2N11H: Tensor
-    """Biases u and v, scaled by H ** -0.5. v is 0 where the model has none."""
+    """Biases u and v, scaled by H ** -0.5. v is 0 in a model without v."""
 
     def prepare_qkv(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (query_NBTH, key_value_2NBTH) ready for attention, where the model norms or mixes them."""
+        """Norm or mix projected queries, keys and values as the model needs. Returns (query_NBTH, key_value_2NBTH)."""
         query, key, value = projected_3NBTH.unbind(0)
         attention = self.block.attention
         if attention.norm_eps is not None:
@@ -311,7 +329,10 @@ class _Layer(NamedTuple):
         return query, torch.stack(attention.prepare_kv(key, value, first_value))
 
     def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
-        """Compute the layer's output as `Block.finish` does in evaluation, for positions S of any rows."""
+        """Compute the layer's output from its attention, as `Block.finish` does in evaluation.
+
+        S counts positions of any rows.
+        """
         hidden = hidden_SD + self.output(context_SD)
         if self.block.pre_norm:
             ff_input = self.ff_norm(hidden)
@@ -329,7 +350,7 @@ class _Layer(NamedTuple):
 
 
 def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Make a function of a linear map or a norm, which holds the parameters."""
+    """Return a function that computes the same as a linear map or a norm, and holds its parameters."""
     if isinstance(module, nn.Linear):
         return partial(F.linear, weight=module.weight, bias=module.bias)
     if isinstance(module, RmsNorm):
@@ -343,10 +364,10 @@ def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _Parts(NamedTuple):
-    """Attention of a chunk in parts, whose scores stay in a CPU's cache."""
+    """Attention of a chunk, divided into parts whose scores stay in a CPU's cache."""
 
     slices: list[tuple[slice, slice, slice]]
-    """Heads, rows and queries of each part. Rows are split only where a single head has too many scores."""
+    """Heads, rows and queries of each part. Rows are divided only if a single head has too many scores."""
     buffer: Tensor
     """Buffer for the scores of one part."""
 
@@ -370,9 +391,9 @@ class _Parts(NamedTuple):
 
 
 class FrozenModel:
-    """Model with frozen weights, in evaluation mode, with relative positions.
+    """Model with frozen weights, in evaluation mode, that keeps keys and values of the past in a `KVCache`.
 
-    Raises ConfigError if its positions support no memory (`config.schema.SCHEMES`).
+    Raises ConfigError if the model's positions support no memory (`config.schema.SCHEMES`).
     """
 
     @torch.inference_mode()
@@ -435,12 +456,15 @@ class FrozenModel:
         with_documents: bool = False,
         least_len: int = 0,
     ) -> KVCache:
-        """Make an empty memory of `memory_len` tokens for some rows; at most `chunk_len` tokens are run at a time.
+        """Make an empty memory of `memory_len` tokens for each of `num_rows` texts.
 
-        `with_documents`: each chunk comes with the document of each token, which sees no other document. `least_len`:
-        shortest memory of any layer, as far as `memory_len` allows, even if the layer's memory was shorter in training.
+        One call of `run` takes `chunk_len` tokens.
 
-        Raises ConfigError if there is no room for it, or if a query would see nothing.
+        With `with_documents`, each call of `run` gets the document number of each token, and a token sees only its own
+        document. `least_len` is the shortest memory that any layer gets, at most `memory_len`. It may exceed the
+        layer's memory in training.
+
+        Raises ConfigError if the memory does not fit on the device, or if a query would see nothing.
         """
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
@@ -455,7 +479,7 @@ class FrozenModel:
 
     @torch.inference_mode()
     def past_of(self, memory: Memory) -> list[CacheState]:
-        """Convert a memory of hidden states to keys and values, one `CacheState` per lane."""
+        """Convert a memory of hidden states to keys and values, one `CacheState` per lane (batch row) of the memory."""
         key_values: list[Tensor] = []
         for layer, hidden_BMD in zip(self.layers, memory.hidden, strict=True):
             if key_values:
@@ -486,16 +510,17 @@ class FrozenModel:
     ) -> Tensor:
         """Compute hidden_BTD of a chunk, as `TransformerXL.forward` does, and append the chunk to `ring`.
 
-        `document_BT` (int64, >= 0) if the ring was made `with_documents`. `partition` as in `TransformerXL.forward`.
+        `document_BT` (int64, >= 0) is required if the ring was made `with_documents`. `partition` groups the tokens by
+        vocabulary cluster, as in `TransformerXL.forward`.
         """
         embedded_BTD = self.model.embedding(tokens_BT, partition=partition)
         return self.run_embedded(embedded_BTD, ring, document_BT=document_BT)[-1]
 
     @torch.inference_mode()
     def run_embedded(self, embedded_BTD: Tensor, ring: KVCache, *, document_BT: Tensor | None = None) -> list[Tensor]:
-        """Run a chunk of vectors instead of tokens; see `run`.
+        """Run a chunk of vectors instead of tokens, as `run` does, and append it to `ring`.
 
-        Returns the input of each layer, then the normed output of the last one, [B, T, D] each.
+        Returns L + 1 tensors [B, T, D]: the input of each of the L layers, then the normed output of the last layer.
         """
         num_tokens = embedded_BTD.shape[1]
         assert num_tokens <= ring.chunk_len
@@ -546,12 +571,16 @@ class FrozenModel:
 
     @torch.inference_mode()
     def log_probabilities(self, hidden_SD: Tensor) -> Tensor:
-        """Compute log p of the whole vocabulary, [S, V], at least fp32."""
+        """Compute log-probabilities in nats of the whole vocabulary from hidden states: [S, V], in fp32 or higher."""
         return self.model.softmax.log_probabilities(hidden_SD, tables=self.tables)
 
     @torch.inference_mode()
     def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
-        """Compute nll_BT in nats of the targets, at least fp32. Without a partition, tokens are taken in parts."""
+        """Compute the loss nll_BT of each target in nats, in fp32 or higher.
+
+        `partition` groups the targets by vocabulary cluster. Without it, few tokens are computed at a time to save
+        memory.
+        """
         softmax = self.model.softmax
         num_tokens = targets_BT.numel()
         if partition is not None:
@@ -569,7 +598,7 @@ class FrozenModel:
 
     @torch.inference_mode()
     def top1_correct(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Return top1_BT, 1.0 where the target is the most probable token, else 0.0."""
+        """Return top1_BT: 1.0 where the target is the most probable token, else 0.0."""
         return self.model.softmax.top1_correct(hidden_BTD, targets_BT, tables=self.tables)
 
     def _attend(
@@ -583,9 +612,10 @@ class FrozenModel:
         window: int,
         parts: _Parts,
     ) -> Tensor:
-        """Attend with several queries per row. Returns context_NBTH.
+        """Compute attention of several queries per row. Returns context_NBTH.
 
-        `distances` are K or more, down to that of a query to itself. A query sees at most `window` keys.
+        `distances` has the terms of K or more distances, of which the last one is 0. A query sees at most `window`
+        keys.
         """
         N, B, T, H = query_2NBTH.shape[1:]
         K = key_NBKH.shape[2]
@@ -630,7 +660,10 @@ class FrozenModel:
         *,
         window: int,
     ) -> Tensor:
-        """Attend with one query per row; see `_attend`. Here few operations matter more than a CPU's cache."""
+        """Compute attention of one query per row, as `_attend` does.
+
+        With one query, few operations matter more than a CPU's cache.
+        """
         N, B, _, H = query_2NB1H.shape[1:]
         distance_NHS, bias_NS = distances
         K = min(key_NBKH.shape[2], window)
@@ -651,9 +684,9 @@ class FrozenModel:
         return torch.bmm(probabilities, value).view(N, B, 1, H)
 
     def _distances_of(self, num_distances: int) -> list[tuple[Tensor, Tensor | None]]:
-        """Return each layer's (distance_NHS, bias_NS or None), scaled, of `num_distances` or more, S-1 ... 0.
+        """Return each layer's (distance_NHS, bias_NS or None), scaled, for S >= `num_distances` distances S-1 ... 0.
 
-        They are kept, because they are the same for every chunk.
+        The result is stored, because it is the same for every chunk.
         """
         if not self._distances or self._distances[0][0].shape[2] < num_distances:
             scale = self.model.section.head_width**-0.5
@@ -676,10 +709,10 @@ class FrozenModel:
 def _scores_by_distance(
     query_NBTH: Tensor, distance_NHK: Tensor, bias_NK: Tensor | None, *, num_masked: int, buffer: Tensor
 ) -> Tensor:
-    """Compute scores_NBTK by distance, of keys whose distances from the last query are K-1 ... 0.
+    """Compute the terms scores_NBTK of keys whose distances from the last query are K-1 ... 0.
 
-    They are a view of `buffer`, which has at least N * B * T * (K + T - 1) numbers. Scores of the `num_masked` largest
-    distances and of distances below 0 are -inf.
+    The result is a view of `buffer`, which has at least N * B * T * (K + T - 1) numbers. Scores of the `num_masked`
+    largest distances and of distances below 0 are -inf.
     """
     N, B, T, H = query_NBTH.shape
     K = distance_NHK.shape[2]

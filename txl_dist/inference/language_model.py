@@ -1,12 +1,10 @@
-"""A trained model for use from Python: it scores and generates text, keeps memories and returns hidden states.
+"""A trained model for use from Python: it scores text, generates text, makes memories and returns hidden states.
 
 import txl_dist
 
-lm = txl_dist.load("bundles/first")                  # a bundle, a run or a checkpoint
-lm.score("def load(path):")                          # log-probability of each token
-lm.generate("def load(", max_tokens=40).text
-memory = lm.memory(a_long_text)                      # read once ...
-lm.generate(" and then", memory=memory).text         # ... and continued as often as needed
+lm = txl_dist.load("bundles/first") # a bundle, a run or a checkpoint lm.score("def load(path):") # log-probability of
+each token lm.generate("def load(", max_tokens=40).text memory = lm.memory(a_long_text) # read once ... lm.generate("
+and then", memory=memory).text # ... and continued as often as needed
 """
 
 from __future__ import annotations
@@ -35,28 +33,33 @@ from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.tokenizers.base import Tokenizer
 
 Text = str | Sequence[int]
-"""A text, or the ids of its tokens, which are used unchanged."""
+"""A text as a string, or as the ids of its tokens, which are used unchanged."""
 
 
 class Generation(NamedTuple):
-    """Generated text, with its tokens and their log-probabilities."""
+    """Generated text with its tokens and their log-probabilities, as `LanguageModel.generate` returns it."""
 
     text: str
-    """Text that follows the prompt."""
+    """Generated text, without the prompt."""
     ids: list[int]
-    """Tokens of the text. Where a stop string ended it, the last one is the last complete token before that string."""
+    """Ids of the generated tokens. If a stop string ended the text, the tokens end before that string."""
     finish: FinishReason
-    """Reason why it ended: `length` (it has `max_tokens`), `stop` or `end_of_text`."""
+    """Reason why the text ended: `length` (it has `max_tokens` tokens), `stop` (a stop string) or `end_of_text`."""
     log_probs: list[float]
-    """Log-probability of each token in nats, by the model itself, whatever the temperature."""
+    """Log-probability of each token in nats. The model gives it before the temperature and other sampling settings
+    apply."""
     top: list[list[tuple[int, float]]]
-    """Most probable ids at each token's position with their log-probabilities, if `log_probs` asked for them."""
+    """Most probable ids at each token's position with their log-probabilities. Empty unless the setting `log_probs`
+    asks for them."""
     memory: TextMemory | None
-    """Memory of the prompt and the text, if asked for."""
+    """Memory after the prompt and the text. None unless the call asked for it."""
 
 
 class LanguageModel:
-    """An open bundle on its device. It keeps no state of texts: memories are arguments and results."""
+    """A trained model on its device, which scores and generates text.
+
+    `txl_dist.load` opens one. It keeps no state of texts, so methods take and return memories.
+    """
 
     def __init__(self, bundle: Bundle) -> None:
         self.bundle = bundle
@@ -69,10 +72,10 @@ class LanguageModel:
 
     @property
     def network(self) -> TransformerXL:
-        """The model itself, in evaluation mode.
+        """Network of the model, in evaluation mode.
 
-        Its weights may change between calls, in place or by `load_state_dict`. The next call reads them again, and
-        refuses memories made with the old ones.
+        A program may change its weights between calls, in place or by `load_state_dict`. The next call uses the new
+        weights, and refuses memories that were made with the old weights.
         """
         return self.bundle.model
 
@@ -83,13 +86,13 @@ class LanguageModel:
 
     @property
     def frozen(self) -> FrozenModel:
-        """Cached core with the weights as they are now. Raises ConfigError for a model without a memory."""
+        """Model with a KV cache and the current weights. Raises ConfigError for a model without a memory."""
         self._forget_old_weights()
         return self._frozen
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of settings and weights. The model reads only memories with the same fingerprint."""
+        """Hash (sha256) of the model's settings and weights. The model reads only memories with this fingerprint."""
         self._forget_old_weights()
         return self._fingerprint
 
@@ -102,9 +105,9 @@ class LanguageModel:
         return fingerprint_of(self.network)
 
     def _forget_old_weights(self) -> None:
-        """Drop the cached core and fingerprint if the weights have changed since the last call.
+        """Drop the cached `FrozenModel` and fingerprint if the weights have changed since the last call.
 
-        torch counts the writes to a tensor, except those through `.data`.
+        torch counts the writes to a tensor. It does not count writes through `.data`.
         """
         versions = []
         for parameter in self.network.parameters():
@@ -121,24 +124,26 @@ class LanguageModel:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without an end-of-text.
 
-        Raises ConfigError if it is not text, DataError if the vocabulary cannot encode it.
+        Raises ConfigError if `text` is not a string, and DataError if the vocabulary cannot encode it.
         """
         check_text(text)
         return [int(i) for i in self.tokenizer.encode_prompt(text)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ids. Raises ConfigError for an id outside the vocabulary."""
+        """Return the text for a list of ids. Raises ConfigError for an id outside the vocabulary."""
         return self.tokenizer.decode(check_ids(ids, vocab_size=self.tokenizer.vocab_size, what="ids"))
 
     def score(
         self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1, zero_memory: bool = False
     ) -> Tensor:
-        """Return log p in nats of each token of a text, at least fp32, [tokens].
+        """Return the log-probability in nats of each token of a text, [tokens], in fp32 or higher.
 
-        The first token follows an end-of-text, or the text of `memory`. Without either, where a model cannot begin a
-        document, it has no score. If training used document masks, an end-of-text among the ids begins a document that
-        sees nothing before it. `memory_len` may be more than in training; -1 is as trained. `zero_memory` begins with
-        attended zeros, as Hugging Face and TensorFlow do, instead of an empty memory.
+        The first token is scored after the text of `memory`, or without a memory after an end-of-text. It has no score
+        if the model cannot begin a document and no memory is given. If training used document masks, an end-of-text
+        among the ids begins a document that sees nothing before it. `memory_len` is the number of past tokens that the
+        memory holds. It may be more than in training, and -1 means as many as in training. With `zero_memory` the text
+        begins with a memory of zeros that is attended to, as in Hugging Face and TensorFlow, instead of an empty
+        memory.
 
         Raises ConfigError for ids outside the vocabulary, for a `memory` of another model, and for a `memory` together
         with `zero_memory`.
@@ -153,7 +158,10 @@ class LanguageModel:
         memory_len: int = -1,
         zero_memory: bool = False,
     ) -> list[Tensor]:
-        """Score several texts together; see `score`."""
+        """Score several texts together.
+
+        Returns one tensor per text, as `score` does, whose arguments apply to every text.
+        """
         prompts = [self._read(text, memory) for text in _several(texts)]
         check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
@@ -174,11 +182,11 @@ class LanguageModel:
     ) -> Generation:
         """Generate the text that continues a prompt. An empty prompt begins a document.
 
-        `settings` are those of `SamplingParams`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory`
+        `settings` are fields of `SamplingParams`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory`
         is the memory of the text before the prompt. With `keep_memory` the result holds the memory after the text.
 
-        Raises ConfigError for a setting that is unknown or out of range, ids outside the vocabulary, an empty prompt
-        where the model cannot begin a document, and a memory of another model.
+        Raises ConfigError for an unknown setting, a value out of range, ids outside the vocabulary, or a memory of
+        another model. Also raises it for an empty prompt if the model cannot begin a document.
         """
         _refuse_samples(settings)
         return self.generate_batch([prompt], memory=memory, keep_memory=keep_memory, **settings)[0][0]
@@ -186,7 +194,10 @@ class LanguageModel:
     def generate_batch(
         self, prompts: Sequence[Text], *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
     ) -> list[list[Generation]]:
-        """Generate from several prompts together: `num_samples` texts of each; see `generate`."""
+        """Generate from several prompts together. Returns a list of `num_samples` generations per prompt.
+
+        The arguments apply to every prompt, and `generate` describes them.
+        """
         params = SamplingParams.of(settings)
         encoded = [self.prompt(prompt, memory) for prompt in _several(prompts)]
         texts: dict[tuple[int, int], str] = defaultdict(str)
@@ -202,7 +213,10 @@ class LanguageModel:
         return results
 
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
-        """Generate from one prompt, yielding pieces of the text as they are made; see `generate`."""
+        """Generate from one prompt, and yield each part of the text as soon as it is generated.
+
+        The arguments are the arguments of `generate`.
+        """
         _refuse_samples(settings)
         chunks = self.stream_batch([self.prompt(prompt, memory)], SamplingParams.of(settings))
         return (chunk.text for chunk in chunks if chunk.text)
@@ -210,7 +224,12 @@ class LanguageModel:
     def stream_batch(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
-        """Generate from many prompts, which are read one by one. Yields pieces of all texts as they are made."""
+        """Generate from many prompts, which are read one by one, and yield parts of all texts as soon as they are
+        generated.
+
+        `LanguageModel.prompt` makes the prompts. `writing` holds the sampling settings. With `keep_memory` the last
+        chunk of each text has the memory after the text.
+        """
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
@@ -222,19 +241,20 @@ class LanguageModel:
     def write(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
-        """Call `stream_batch`, after a warning. This is its name of version 0.2."""
+        """Do the same as `stream_batch`, after a deprecation warning. `write` was its name in version 0.2."""
         warn_of_old_method("LanguageModel.write")
         return self.stream_batch(prompts, writing, keep_memory=keep_memory)
 
     def writer(self, *, num_rows: int, memory_len: int = -1) -> Scheduler:
-        """Make a scheduler for prompts that are added and removed at any time.
+        """Make a scheduler to which prompts can be added, and from which they can be removed, at any time.
 
-        It generates `num_rows` texts at once, and reads a segment of the waiting prompts between two tokens.
+        The scheduler generates `num_rows` texts at once. Between two tokens it reads one segment of the waiting
+        prompts. `memory_len` is the number of past tokens that a text sees, and -1 means as many as in training.
         """
         return Scheduler(self._decoder(memory_len), self.tokenizer, num_rows=num_rows, read_len=self.bundle.segment_len)
 
     def generation(self, text: str, ending: Completion, prompt: Prompt) -> Generation:
-        """Combine a complete text, its completion and its prompt into a `Generation`."""
+        """Return a `Generation` for a text that `stream_batch` has completed, from its completion and its prompt."""
         ids = [token.id for token in ending.tokens]
         memory = None
         if ending.past is not None:
@@ -248,9 +268,11 @@ class LanguageModel:
         return Generation(text, ids, ending.finish, log_probs, top, memory)
 
     def memory(self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1) -> TextMemory:
-        """Read a text after that of `memory`, and return the memory of the last `memory_len` tokens; -1 is as trained.
+        """Read a text and return the memory after it, which `score` and `generate` continue from.
 
-        Raises ConfigError if the model has no memory, and for the same inputs as `generate`.
+        The text comes after the text of `memory`, if one is given. The result holds the last `memory_len` tokens, and
+        -1 means as many as in training. Raises ConfigError if the model has no memory, and for the same inputs as
+        `generate`.
         """
         check_count(memory_len, least=-1, what="memory_len")
         prompt = self.prompt(text, memory)
@@ -258,19 +280,25 @@ class LanguageModel:
         return TextMemory(past, prompt.ids[-1], self.fingerprint)
 
     def load_memory(self, path: str | Path) -> TextMemory:
-        """Load a memory that `TextMemory.save` wrote. Raises CheckpointError if it is damaged or of another model."""
+        """Load a memory from a file that `TextMemory.save` wrote.
+
+        Raises CheckpointError if the file is damaged, or if another model made the memory.
+        """
         return load_memory(path_of(path), self.network, fingerprint=self.fingerprint)
 
     def read_memory(self, data: bytes, *, called: str) -> TextMemory:
-        """Read a memory from the content of its file; messages name the content `called`. See `load_memory`."""
+        """Read a memory from the content of its file, as `load_memory` does. Messages name the content `called`."""
         return read_memory(data, self.network, fingerprint=self.fingerprint, called=called)
 
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
     ) -> KVCache:
-        """Make an empty memory for `hidden`: of `num_rows` rows, which takes at most `chunk_len` positions per call.
+        """Make an empty memory of `num_rows` texts for `hidden`, which then takes at most `chunk_len` positions per
+        call.
 
-        Raises ConfigError for an argument that is not a whole number in its range, and for a model without a memory.
+        `memory_len` is the number of past tokens in it, and -1 means as many as in training. With `with_documents`,
+        `hidden` needs the document number of each position. Raises ConfigError for an argument that is not a whole
+        number in its range, and for a model without a memory.
         """
         check_count(num_rows, least=1, what="num_rows")
         check_count(memory_len, least=-1, what="memory_len")
@@ -284,15 +312,16 @@ class LanguageModel:
     def hidden(
         self, inputs: Tensor, memory: KVCache | None = None, *, document_BT: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Return (hidden_LBTD, the memory after the inputs): the inputs of the L layers, then the normed output; L + 1.
+        """Run inputs and return (hidden_LBTD, the memory after them): the hidden states of all layers.
 
-        `inputs` are tokens_BT (int64), or vectors_BTD in the model's type that replace embeddings. `memory` is changed
-        in place: the keys and values of the inputs are appended. None begins an empty memory, as long as in training.
-        `document_BT` (int64, >= 0) confines each position to its own document: after a new number a row sees nothing
-        of before. It needs a memory made `with_documents`.
+        The first axis of hidden_LBTD has the inputs of the L layers, then the normed output of the last layer: L + 1
+        entries. `inputs` are tokens_BT (int64), or vectors_BTD in the model's type that replace embeddings. The inputs'
+        keys and values are appended to `memory` in place. None means a new empty memory, as long as in training.
+        `document_BT` (int64, >= 0) is the document number of each position, which sees only its own document. It needs
+        a memory made `with_documents`.
 
-        Raises ConfigError for inputs that are neither, for ids outside the vocabulary, for a memory or documents that
-        do not fit, and for more positions than the memory takes per call.
+        Raises ConfigError for inputs that are neither tokens nor vectors, and for ids outside the vocabulary. Also
+        raises it for a memory or documents that do not fit, and for more positions than the memory takes per call.
         """
         is_tokens = self._check_inputs(inputs)
         inputs = inputs.to(self.device)
@@ -315,7 +344,10 @@ class LanguageModel:
         return torch.stack(hiddens_BTD), memory  # outside inference mode, so that callers may train on them
 
     def _check_inputs(self, inputs: Tensor) -> bool:
-        """Return whether inputs of `hidden` are tokens; else they are vectors. Raises ConfigError if neither."""
+        """Return True if the inputs of `hidden` are tokens, False if they are vectors.
+
+        Raises ConfigError for other inputs.
+        """
         width = self.network.section.width
         dtype = self.network.embedding.weight(0).dtype
         what = type(inputs).__name__
@@ -331,7 +363,7 @@ class LanguageModel:
         )
 
     def _check_cache(self, memory: KVCache, *, num_rows: int, num_positions: int) -> None:
-        """Check that a memory is this model's and takes inputs of this size. Raises ConfigError."""
+        """Raise ConfigError if a memory belongs to another model, or does not take inputs of this size."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
                 "this memory was not made by empty_memory of this model with its present weights. Make it again."
@@ -346,7 +378,7 @@ class LanguageModel:
     def _check_documents(
         self, document_BT: Tensor | None, memory: KVCache, *, num_rows: int, num_positions: int
     ) -> None:
-        """Check that documents fit the memory and the inputs of `hidden`. Raises ConfigError."""
+        """Raise ConfigError if document numbers do not fit the memory and the inputs of `hidden`."""
         if (document_BT is None) != (memory.documents is None):
             raise ConfigError("documents are for a memory that was made with_documents, which needs them each time.")
         if document_BT is None:
@@ -357,10 +389,10 @@ class LanguageModel:
             raise ConfigError(f"document_BT must be int64, 0 or more, {shape}, as the inputs.")
 
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
-        """Encode a text as the prompt that `write` and `generation` take.
+        """Encode a text as the prompt that `stream_batch` and `generation` take.
 
-        Its ids follow the last token of `memory`. Without a memory they follow an end-of-text, if the model can begin
-        a document and the text is not given as ids. Raises the same errors as `generate`.
+        With a `memory`, the ids begin with its last token. Without one they begin with an end-of-text, if the model can
+        begin a document and the text is a string. Raises the same errors as `generate`.
         """
         prompt = self._read(text, memory)
         end_of_text = self.tokenizer.end_of_text
@@ -377,7 +409,7 @@ class LanguageModel:
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
-        """Encode a text after a memory or an end-of-text, also if no ids come of it. Raises ConfigError."""
+        """Encode a text that follows a memory or an end-of-text. The result may have no ids. Raises ConfigError."""
         if not isinstance(memory, TextMemory | None):
             raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make one by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
@@ -403,9 +435,9 @@ class LanguageModel:
         return Prompt((*leading_ids, *ids), past, joint, num_led=len(leading_ids))
 
     def window(self, memory_len: int = -1) -> int:
-        """Return how many tokens of the past a text sees: `memory_len`, or for -1 as many as in training.
+        """Return how many past tokens a text sees for this `memory_len`. A value of -1 means as many as in training.
 
-        In training a token sees its memory, or without `same_length` its segment if that is longer.
+        In training a token sees its memory. Without `same_length` it sees its segment instead, if that is longer.
         """
         if memory_len >= 0:
             return memory_len
@@ -420,7 +452,9 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:
-        """Score some texts: together on the KV cache, padded to the longest, or each alone where that cannot be."""
+        """Score several texts together on the KV cache, padded to the longest, or each text alone if the cache cannot
+        be used.
+        """
         # Without relative positions padding would move a text: its positions may be counted from the end.
         if not self.network.section.scheme.uses_memory or zero_memory:
             return [self._score_alone(row, memory_len=memory_len, zero_memory=zero_memory) for row in rows]
@@ -456,7 +490,7 @@ class LanguageModel:
         return [log_p_S[: length - 1] for log_p_S, length in zip(log_p_BS, lengths, strict=True)]
 
     def _score_alone(self, row: Prompt, *, memory_len: int, zero_memory: bool) -> Tensor:
-        """Score one text by the model itself, without a KV cache."""
+        """Score one text with the network, without a KV cache."""
         tokens_1S = torch.tensor([row.ids], dtype=torch.int64, device=self.device)
         log_p_1S = log_probabilities(
             self.network,
@@ -469,10 +503,10 @@ class LanguageModel:
         return log_p_1S[0]
 
     def _documents(self, tokens_BS: Tensor) -> Tensor | None:
-        """Number the documents as training with masks does.
+        """Return the document number of each token, as training with document masks numbers them.
 
-        An end-of-text belongs to the document that it begins. Tokens before the first one belong to document 0, that
-        of the memory. Returns None if the model was trained without masks or has no end-of-text.
+        An end-of-text belongs to the document that it begins. Tokens before the first end-of-text belong to document 0,
+        as the memory does. Returns None if the model was trained without masks or has no end-of-text.
         """
         end_of_text = self.tokenizer.end_of_text
         if not self.bundle.document_mask or end_of_text is None:
@@ -481,14 +515,14 @@ class LanguageModel:
 
 
 def _several(texts: Iterable[Text]) -> list[Text]:
-    """Return a list of texts. Raises ConfigError for a single text, which would be read as a list of characters."""
+    """Return the texts as a list. Raises ConfigError for a string, which is one text and not several."""
     if isinstance(texts, str | bytes | Mapping | Set) or not isinstance(texts, Iterable):
         raise ConfigError(f"{texts!r:.200} is not a list of texts. Give a list, also of one.")
     return list(texts)
 
 
 def _refuse_samples(settings: dict[str, Any]) -> None:
-    """Raise ConfigError if the settings ask for several texts of one prompt."""
+    """Raise ConfigError if the settings ask for several texts per prompt."""
     if settings.get("num_samples", 1) != 1:
         raise ConfigError("this gives one text. Use generate_batch([prompt], num_samples=...) for several.")
 

@@ -1,12 +1,14 @@
-"""Adapter of a bundle for lm-evaluation-harness (extra `harness`), with the arguments of its own `lm_eval`:
+"""Adapter of a bundle for lm-evaluation-harness (extra `harness`), with the command line of the harness's `lm_eval`:
 
     python -m txl_dist.inference.lm_eval_adapter --model txl --model_args path=BUNDLE,memory_len=1000 --tasks ...
 
-This registers the model first, because lm_eval does not search other packages for models. From a program:
-`lm_eval.simple_evaluate(model=HarnessModel(LanguageModel(load_bundle(path))), tasks=[...])`.
+The module registers the model before the harness starts, because `lm_eval` does not search other packages for models. A
+program calls:
 
-A text begins a document, as in training: after an end-of-text, if the model was trained so. No text is truncated: it is
-read in segments, and a token sees as much of it as the memory holds. Texts of similar length are read together.
+    lm_eval.simple_evaluate(model=HarnessModel(LanguageModel(load_bundle(path))), tasks=[...])
+
+A text begins a document: an end-of-text comes before it if the model was trained so. No text is truncated. It is read
+in segments, and a token sees as many past tokens as the memory holds. Texts of similar length are read together.
 """
 
 from __future__ import annotations
@@ -45,16 +47,20 @@ _MOST_LOGITS = 1 << 22
 
 
 class _Row(NamedTuple):
-    """Text to score, in part."""
+    """Text whose last tokens are scored."""
 
     ids: list[int]
     num_scored: int
-    """Number of tokens to score, at the end."""
+    """Number of tokens at the end of `ids` that are scored."""
 
 
 @register_model("txl")
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not typed
-    """Language model with the interface of the harness. `memory_len` -1 is as trained."""
+    """Model of a bundle in the form that lm-evaluation-harness calls. `lm` is the open model.
+
+    `memory_len` is the number of past tokens that a text sees, and -1 means as many as in training. `batch_size` is the
+    number of texts that run together.
+    """
 
     def __init__(self, lm: LanguageModel, *, memory_len: int = -1, batch_size: int = 16) -> None:
         super().__init__()
@@ -67,15 +73,19 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
-        """Load from `path=BUNDLE,memory_len=TOKENS`.
+        """Open a model for the harness from the text of `--model_args`: `path=BUNDLE,memory_len=TOKENS`.
 
-        Raises ConfigError for other names, CheckpointError for a bundle that cannot be read.
+        Raises ConfigError for other arguments, and CheckpointError for a bundle that cannot be read.
         """
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
-        """Load from a dictionary of arguments; see `create_from_arg_string`. `--batch_size auto` is 16."""
+        """Open a model for the harness from a dictionary with `path` and `memory_len`, as `create_from_arg_string`
+        does.
+
+        `additional_config` has the harness's `batch_size` and `device`. A batch size of `auto` means 16.
+        """
         arguments = dict(arg_dict)
         config = additional_config or {}
         path = arguments.pop("path", None)
@@ -94,7 +104,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @property
     def eot_token_id(self) -> int:
-        """Id that replaces an empty context. Raises ConfigError if the model cannot begin a document."""
+        """Id of the end-of-text, by which the harness replaces an empty context.
+
+        Raises ConfigError if the model cannot begin a document.
+        """
         end_of_text = self.lm.tokenizer.end_of_text
         if end_of_text is None or not self.lm.bundle.begins_documents:
             raise ConfigError("this model cannot begin a document, and a context is empty. Choose another task.")
@@ -102,15 +115,15 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer in the harness's cache of requests."""
+        """Fingerprint of the tokenizer, which identifies it in the harness's cache of requests."""
         return self.lm.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Encode a text that may continue, without an end-of-text."""
+        """Return the ids of a text, without an end-of-text at its beginning or end."""
         return self.lm.encode(string)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return log p in nats of whole texts, each a document."""
+        """Return the log-probability in nats of each request's whole text, which is scored as a document of its own."""
 
         def score(texts: Sequence[str]) -> list[float]:
             rows = []
@@ -127,9 +140,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         return log_ps
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate texts that continue contexts, up to the first of their `until`; greedily by default.
+        """Return a text that continues each request's context and ends before the first of its `until` strings.
 
-        A setting that has no meaning here is reported once and ignored; see `lm_eval_settings`.
+        The most probable token is taken unless the request asks for sampling. A warning names each setting that is not
+        used, once per evaluation (see `lm_eval_settings`).
         """
         indices_by_settings: dict[str, list[int]] = defaultdict(list)
         for index, request in enumerate(requests):
@@ -157,7 +171,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return (log p in nats of a continuation, whether each of its tokens is the most probable) per request."""
+        """Return per request (log-probability in nats of its continuation, whether each of its tokens is the most
+        probable).
+        """
         rows = [_Row([*self._with_end_of_text(context), *ids], len(ids)) for _, context, ids in requests]
         results = self._in_batches(rows, self._scored, length=lambda row: len(row.ids))
         for (pair, _, _), result in zip(requests, results, strict=True):
@@ -165,7 +181,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         return results
 
     def _with_end_of_text(self, ids: list[int]) -> list[int]:
-        """Put an end-of-text before the ids, if the model begins documents with one and it is not there."""
+        """Put an end-of-text before the ids if the model begins documents with one.
+
+        Ids that begin with it stay unchanged.
+        """
         end_of_text = self.lm.tokenizer.end_of_text
         if end_of_text is None or not self.lm.bundle.begins_documents or ids[:1] == [end_of_text]:
             return ids
@@ -174,7 +193,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
     def _in_batches(
         self, items: Sequence[Any], answer: Callable[[Sequence[Any]], list[T]], *, length: Callable[[Any], int]
     ) -> list[T]:
-        """Call `answer` with batches of items of similar length. Returns its results in the order of the items."""
+        """Call `answer` with batches of items of similar length. Returns the results in the order of the items."""
         order = sorted(range(len(items)), key=lambda index: -length(items[index]))
         results: dict[int, T] = {}
         for start in range(0, len(order), self.batch_size):
@@ -185,7 +204,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @torch.inference_mode()
     def _scored(self, rows: Sequence[_Row]) -> list[tuple[float, bool]]:
-        """Score the last `num_scored` tokens of each row; see `_loglikelihood_tokens`."""
+        """Score the last `num_scored` tokens of each row. Returns the same values as `_loglikelihood_tokens`."""
         longest = max(len(row.ids) for row in rows)
         tokens_BS = torch.zeros(len(rows), longest, dtype=torch.int64)
         is_scored_BS = torch.zeros(tokens_BS.shape, dtype=torch.bool)
@@ -216,7 +235,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         return results
 
     def _hidden(self, tokens_BS: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Run all tokens but the last. Yields (first position, hidden_BTD) of each segment."""
+        """Run all tokens but the last. Yields (number of the first position, hidden_BTD) of each segment."""
         lm = self.lm
         num_rows, num_tokens = tokens_BS.shape
         segment_len = lm.bundle.segment_len

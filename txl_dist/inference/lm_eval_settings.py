@@ -1,8 +1,8 @@
-"""The `generation_kwargs` of lm-evaluation-harness's tasks, under our names.
+"""Translation of the `generation_kwargs` in tasks of lm-evaluation-harness to settings of txl_dist.
 
-Tasks are written for other backends and give settings in several spellings. What means something here is taken, what
-changes nothing is left out, and of anything else a sentence says that it is not used: one setting of one task must not
-end an evaluation of hours.
+Tasks are written for other backends, and spell settings in several ways. A setting that txl_dist has is translated. A
+setting that would change nothing is left out. Any other setting gives a warning and is not used, so that it cannot end
+an evaluation that takes hours.
 
     max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens     the first that is given counts, as it does there
     until, stop, stop_sequences                                         strings, lists of them, or null
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 MOST_NEW_TOKENS = 256
-"""Number of tokens where a task does not say; the default of the harness."""
+"""Number of tokens to generate if a task does not say. It is the default of the harness."""
 STOPS = ("until", "stop", "stop_sequences")
 CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -37,28 +37,28 @@ CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "typical_p": (1, 1.0),
 }
-"""Settings with the values that mean what is done in any case."""
+"""Settings that may be ignored without a warning if they have one of these values."""
 SWITCHES = {
     **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
 }
-"""Spellings of true and false. YAML and command lines give text where the author of a task quotes a value."""
+"""Spellings of true and false as text, because a task or a command line may quote the value."""
 OF_OTHER_BACKENDS = frozenset(
     {"use_cache", "pad_token_id", "eos_token_id", "bos_token_id", "return_dict_in_generate", "output_scores"}
     | {"skip_special_tokens", "spaces_between_special_tokens", "synced_gpus", "stream", "add_special_tokens"}
 )
-"""Settings of other backends that do not change the text."""
+"""Settings of other backends that do not change the generated text, so they are ignored."""
 
 
 class GenerationSettings(NamedTuple):
-    """Settings of `SamplingParams`, and sentences about settings that are not used."""
+    """Translated settings for `SamplingParams`, and a sentence for each setting that is not used."""
 
     values: dict[str, Any]
     unused: list[str]
 
 
 def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSettings:
-    """Translate the settings of one request. It accepts everything that a task can contain."""
+    """Translate the `generation_kwargs` of one request. Unknown settings do not raise an error."""
     settings = {name: value for name, value in (given or {}).items() if value is not None}
     unused: list[str] = []
     values: dict[str, Any] = {"max_tokens": _length(settings, unused), "stop": _stops(settings)}
@@ -75,7 +75,7 @@ def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSetti
 
 
 def _length(settings: dict[str, Any], unused: list[str]) -> int:
-    """Remove the lengths from the settings, and return the first."""
+    """Remove all settings of the number of new tokens, and return the first of them."""
     found: dict[str, int] = {}
     for name in LENGTHS:
         if name in settings:
@@ -108,7 +108,7 @@ def _stops(settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
-    """Remove the sampling settings, and return them by our names. Without any the most probable token is taken."""
+    """Remove the sampling settings, and return them as fields of `SamplingParams`. Without them the text is greedy."""
     temperature = _taken(settings, "temperature", float, lambda value: value >= 0, unused)
     samples = _switch(settings, "do_sample", unused)
     if samples is None:
@@ -133,9 +133,9 @@ def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
 
 
 def _switch(settings: dict[str, Any], name: str, unused: list[str]) -> bool | None:
-    """Remove a setting that is true or false, also one written as text or number.
+    """Remove a setting that is true or false, and return its value. The value may be text or a number.
 
-    Returns None if it is missing or invalid.
+    Returns None if the setting is missing or invalid.
     """
     value = settings.pop(name, None)
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
@@ -153,7 +153,7 @@ def _taken(
     holds: Callable[[float], bool],
     unused: list[str],
 ) -> Any:
-    """Remove a number from the settings, and return it; None if it is missing or cannot be used."""
+    """Remove a number from the settings, and return it. Returns None if the number is missing or cannot be used."""
     if name not in settings:
         return None
     value = settings.pop(name)
@@ -165,7 +165,7 @@ def _taken(
 
 
 def _number(value: Any) -> float | None:
-    """Return a value as a finite number, also one written as text; None for other values."""
+    """Return a value as a finite number. It may be written as text. Returns None for any other value."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

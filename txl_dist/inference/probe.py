@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, and the probe: tokens whose losses prove that weights are the trained ones.
 
 The training engine computes the losses with its weights at every checkpoint. Code that loads exported weights computes
-them again. The tokens run as two segments, so that the memory is tested as well.
+them again. The tokens run as two segments, so that the losses also depend on the memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def log_probabilities(
     zero_memory: bool = False,
     document_BS: Tensor | None = None,
 ) -> Tensor:
-    """Return log p in nats of tokens 1 ... S-1 of each row, given all tokens before; [B, S - 1], at least fp32.
+    """Return [B, S - 1] log-probabilities in nats of the tokens 1 ... S-1 of each row, in fp32 or higher.
 
-    `segment_len` tokens are run at a time over a memory of `memory_len`. With a memory as long as the text the
-    result does not depend on `segment_len`. `zero_memory` begins with a memory of zeros that is attended, as Hugging
-    Face and TensorFlow do, instead of one that holds nothing. `document_BS` confines each token to its own document.
-    The model must be in evaluation mode.
+    Each token is scored given all tokens before it. The model runs `segment_len` tokens at a time with a memory of
+    `memory_len` tokens. If the memory is as long as the text, the result does not depend on `segment_len`. With
+    `zero_memory` the text begins with a memory of zeros that is attended to, as in Hugging Face and TensorFlow, instead
+    of an empty memory. `document_BS` is the document number of each token, which sees only its own document. The model
+    must be in evaluation mode.
     """
     assert not model.training
     num_rows, num_tokens = tokens_BS.shape
@@ -53,20 +54,26 @@ def log_probabilities(
 
 
 def probe_tokens(vocab_size: int) -> Tensor:
-    """Return [1, 2 * PROBE_LEN + 1] ids spread over the whole vocabulary: two segments and the last target."""
+    """Return the tokens of a probe: [1, 2 * PROBE_LEN + 1] ids that are spread over the whole vocabulary.
+
+    They are two segments and the last target.
+    """
     position = torch.arange(2 * PROBE_LEN + 1, dtype=torch.int64)
     ids = (position * 7919 + 1) % vocab_size
     return ids[None, :]
 
 
 def probe_of(model: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
-    """Make a probe with the model itself. It proves that weights are written and loaded well, not their source."""
+    """Compute a probe with the model itself, for weights that come without one.
+
+    Such a probe proves that the weights are written and loaded correctly. It does not prove where they come from.
+    """
     tokens = probe_tokens(model.vocab_size)
     losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len)
     return {"tokens": tokens, "losses": losses}
 
 
 def probe_error(model: TransformerXL, probe: dict[str, Tensor], *, memory_len: int) -> float:
-    """Return the largest difference in nats between the probe's `losses` and those of this model on its `tokens`."""
+    """Return the largest difference in nats between the losses in a probe and this model's losses on its tokens."""
     ours = log_probabilities(model, probe["tokens"], segment_len=PROBE_LEN, memory_len=memory_len)
     return float((ours + probe["losses"]).abs().max())

@@ -1,10 +1,13 @@
-"""Choice of the next token: limits on the candidates, and two random numbers per token.
+"""Choice of the next token: limits on the candidates, then a draw by two random numbers per token.
 
-Tokens are in the order of their ids, in about as many groups as a group has tokens. One uniform number selects a group
-by the cumulative probabilities of the groups, the other a token by those within the group. A draw changes only where a
-number lies at a border between candidates. Rounding, by which a batch differs from single rows, moves these borders
-about as little as single probabilities. One number for all tokens would have as many borders as tokens, each moved by
-the rounding of all before it: of 4,096 tokens one draw in 4,000 differed in a batch.
+Candidates are ordered by id and divided into groups. There are about as many groups as candidates in a group. The first
+number selects a group by the groups' cumulative probabilities. The second number selects a token by the cumulative
+probabilities within the group.
+
+Rounding differs between a batch and a single row, so a draw can change if a number lies close to a border between
+candidates. With two numbers few borders come before any candidate, and rounding moves them little. With one number for
+all candidates, each border would move by the rounding of all candidates before it. Among 4,096 tokens one draw in 4,000
+then differed in a batch.
 
 Shapes: B rows, V vocabulary, S tokens that may be drawn, N groups, G tokens in a group.
 """
@@ -22,7 +25,7 @@ from txl_dist.inference.options import Sampling
 
 
 def uniform_numbers(seed: int, *, sample: int = 0) -> np.random.Generator:
-    """Make the random numbers of one text, from its seed and its sample number alone.
+    """Make the random number generator of one text. It depends only on the text's seed and sample number.
 
     So a text does not depend on the other texts of its batch.
     """
@@ -31,7 +34,11 @@ def uniform_numbers(seed: int, *, sample: int = 0) -> np.random.Generator:
 
 @torch.inference_mode()
 def choose(log_p_BV: Tensor, uniform_B2: Tensor, sampling: Sampling, *, seen_BV: Tensor | None = None) -> Tensor:
-    """Choose id_B by two numbers in [0, 1) per row (fp64). `seen_BV` (bool) marks the tokens to penalize."""
+    """Choose the next token of each row and return id_B, by sampling settings and two random numbers.
+
+    `log_p_BV` are the model's log-probabilities in nats. `uniform_B2` are two numbers in [0, 1) per row (fp64).
+    `seen_BV` (bool) marks the tokens to which the repetition penalty applies.
+    """
     scores_BS = log_p_BV
     ids_S = None
     if seen_BV is not None:
@@ -50,7 +57,7 @@ def choose(log_p_BV: Tensor, uniform_B2: Tensor, sampling: Sampling, *, seen_BV:
 
 
 def _drawn(scores_BS: Tensor, uniform_B2: Tensor, sampling: Sampling) -> Tensor:
-    """Draw place_B1 among the scores, after top_k, the temperature, top_p and min_p."""
+    """Draw place_B1, an index among the scores, after top_k, the temperature, top_p and min_p are applied."""
     places_BS = None
     if 0 < sampling.top_k < scores_BS.shape[1]:
         likeliest_BS = scores_BS.topk(sampling.top_k, dim=-1, sorted=False).indices
@@ -84,7 +91,7 @@ def _limited(scores_BS: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _drawn_by_group(p_BS: Tensor, uniform_B2: Tensor) -> Tensor:
-    """Draw place_B1: a group by the first number, a place in it by the second."""
+    """Draw place_B1: the first number selects a group, and the second number selects a place in it."""
     num_scores = p_BS.shape[1]
     group_len = 1 + math.isqrt(num_scores - 1)
     if num_scores % group_len:
@@ -99,7 +106,10 @@ def _drawn_by_group(p_BS: Tensor, uniform_B2: Tensor) -> Tensor:
 
 
 def _fallen(p_BS: Tensor, uniform_B1: Tensor) -> Tensor:
-    """Find place_B1 of a number among cumulative probabilities of any sum; never a place of probability 0."""
+    """Find place_B1, where a number falls among cumulative probabilities. A place of probability 0 is never found.
+
+    The probabilities may have any sum.
+    """
     cumulated_BS = p_BS.cumsum(-1)
     # In fp64 the product with 1 - 2**-53, the largest number that can be drawn, is rounded to less than the sum.
     target_B1 = uniform_B1 * cumulated_BS[:, -1:]

@@ -1,6 +1,6 @@
-"""Scheduler of prompts and texts: it turns tokens into pieces of text as they are made, and ends texts at stop strings.
+"""Scheduler of prompts and texts: it turns new tokens into chunks of text, and ends texts at stop strings.
 
-for chunk in write(decoder, tokenizer, prompts, params): ...           # prompts that are all known
+for chunk in write(decoder, tokenizer, prompts, params): ... # prompts that are all known
 
 scheduler = Scheduler(decoder, tokenizer, num_rows=64, read_len=64)    # prompts that come and go
 scheduler.add(7, prompt, params)
@@ -25,62 +25,66 @@ from txl_dist.tokenizers.base import StreamDecoder, Tokenizer
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
-"""Fewest tokens that reading a part of a prompt counts as: each call has a fixed cost."""
+"""Smallest number of tokens for which reading part of a prompt is counted, because each call of the model has a fixed
+cost."""
 
 READ_PER_ROW = 2
-"""Additional prompt tokens read per step for each text in work: they take about as long as the texts' next tokens."""
+"""Number of additional prompt tokens that a step reads per text in generation. Reading them takes about as long as
+generating the next token of each text."""
 
 
 class Prompt(NamedTuple):
-    """Beginning of a text, as ids."""
+    """Prompt of a text as ids, with the memory before it. `LanguageModel.prompt` makes it."""
 
     ids: tuple[int, ...]
-    """Ids of the prompt, at least one. After a past, the first is the past's last token."""
+    """Ids of the prompt, which has at least one token. If there is a `past`, the first id is the last token of the text
+    before."""
     past: CacheState | None = None
-    """Memory of the text before the prompt."""
+    """Memory of the text before the prompt. None if no text comes before."""
     joint: str = ""
-    """Text between the prompt and its continuation."""
+    """Text that is put between the prompt and its continuation."""
     num_led: int = 0
-    """Number of leading `ids` that the prompt's text does not contain."""
+    """Number of leading `ids` that are not part of the prompt's text: an end-of-text, or the last token of `past`."""
 
 
 class Completion(NamedTuple):
-    """End of a text."""
+    """End of a text: the reason, the tokens, and the memory if it was asked for."""
 
     finish: FinishReason
     tokens: Sequence[Token]
-    """Tokens of the text, without any after its end."""
+    """Tokens of the text. Tokens after the text's end are left out."""
     past: CacheState | None
-    """Memory of the prompt and the text without its last token, if asked for."""
+    """Memory of the prompt and the text without its last token. None unless it was asked for."""
 
 
 class OutputChunk(NamedTuple):
-    """Next piece of a text."""
+    """Next part of a text, as `Scheduler.step` and `stream` return it."""
 
     prompt: int
-    """Number of the prompt: from 0, or the key that it was added under."""
+    """Number of the prompt from 0, or the key that `Scheduler.add` got."""
     sample: int
-    """Number of the sample of that prompt, from 0."""
+    """Number of the text among the texts of that prompt, from 0."""
     text: str
     ending: Completion | None
-    """End of the text, with its last piece only."""
+    """End of the text. None unless this is the last chunk of the text."""
     tokens: Sequence[tuple[Token, int]] = ()
-    """Tokens whose text is complete with this piece, an end-of-text too, each with the length of the text up to its
-    end, in characters."""
+    """Tokens whose text is complete with this chunk, each with the length of the text up to the token's end in
+    characters. An end-of-text is included."""
     scored: Sequence[Scored] = ()
-    """Scores of the prompt's tokens but the first, with the first piece, if asked for."""
+    """Scores of the prompt's tokens except the first. Only the first chunk has them, if they were asked for."""
     error: TxlError | None = None
-    """Reason why the prompt failed. This is the last piece of the prompt and of all its samples."""
+    """Reason why the prompt failed. A chunk with an error is the last chunk of the prompt and of all its texts."""
 
 
 _NO_NUMBERS = "the model's probabilities are no numbers. Load it in fp32, or take another one."
 
 
 class Scheduler:
-    """Scheduler of the texts of prompts that come and go.
+    """Scheduler that generates texts from prompts, which can be added and removed at any time.
 
-    At most `num_rows` texts are generated at once. Between two tokens of these, `read_len` tokens of waiting prompts
-    are read, so that a long prompt delays no text. None reads all waiting prompts at once.
+    At most `num_rows` texts are generated at once. Between two tokens of these texts, `read_len` tokens of waiting
+    prompts are read, so that a long prompt does not delay other texts. A `read_len` of None reads all waiting prompts
+    at once.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, *, num_rows: int, read_len: int | None = None) -> None:
@@ -97,7 +101,9 @@ class Scheduler:
 
     @property
     def num_texts(self) -> int:
-        """Number of texts whose prompt is read, that wait for a row, or that are generated."""
+        """Number of texts that have not ended: the prompt is being read, the text waits, or the text is being
+        generated.
+        """
         num_unread = sum(job.writing.num_samples for job in self._to_read)
         return len(self._works) + len(self._to_write) + num_unread
 
@@ -108,7 +114,7 @@ class Scheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more prompt would be started at once."""
+        """Whether a new prompt would start at once, without waiting for other texts."""
         return self.num_texts < self._num_rows
 
     def add(
@@ -120,7 +126,11 @@ class Scheduler:
         keeps_memory: bool = False,
         scores_prompt: bool = False,
     ) -> None:
-        """Add a prompt, which is read once, and of which `writing.num_samples` texts are generated."""
+        """Add a prompt under a key. It is read once, and `writing.num_samples` texts continue it.
+
+        With `keeps_memory` the last chunk of each text has the memory after it. With `scores_prompt` the first chunk
+        has the scores of the prompt's tokens.
+        """
         request = Request(
             ids=prompt.ids,
             past=prompt.past,
@@ -139,14 +149,14 @@ class Scheduler:
         self._to_read.append(_Job(key, prompt, writing, request, reading, keeps_memory))
 
     def remove(self, key: int) -> None:
-        """Remove a prompt and its texts, if there are any."""
+        """Remove the prompt with this key and its texts. A key that does not exist is ignored."""
         self._to_read = deque(job for job in self._to_read if job.key != key)
         self._to_write = deque((job, sample) for job, sample in self._to_write if job.key != key)
         for work in self._works_of(key):
             self._free(work)
 
     def cut(self, key: int) -> list[OutputChunk]:
-        """End the texts of a prompt as they are, with the reason `length`."""
+        """End the texts of a prompt with the tokens they have, for the reason `length`. Returns their last chunks."""
         chunks = [self._ended(work, work.cut()) for work in self._works_of(key)]
         empty = Completion("length", (), None)
         for job, sample in self._to_write:
@@ -159,14 +169,14 @@ class Scheduler:
         return chunks
 
     def step(self) -> list[OutputChunk]:
-        """Read some of the prompts, and generate one token of each text that has a row."""
+        """Read some of the prompts, generate one token of each running text, and return the new chunks of text."""
         chunks = list(self._read())
         chunks += self._start_texts()
         chunks += self._generate()
         return chunks
 
     def _read(self) -> Iterator[OutputChunk]:
-        """Read the prompts in turn, until this step's number of tokens is used up."""
+        """Read waiting prompts in turn, until this step's number of prompt tokens is used up."""
         room = self._read_len + READ_PER_ROW * len(self._works)
         while self._to_read and room > 0:
             job = self._to_read.popleft()
@@ -203,7 +213,7 @@ class Scheduler:
         self._to_write.extend((job, sample) for sample in samples)
 
     def _start_texts(self) -> Iterator[OutputChunk]:
-        """Give free rows to waiting texts."""
+        """Start waiting texts while the decoder has fewer than `num_rows` texts."""
         while self._to_write and len(self._works) < self._num_rows:
             job, sample = self._to_write.popleft()
             decoder = self._tokenizer.decoder(after=job.prompt.ids)
@@ -218,7 +228,7 @@ class Scheduler:
             yield OutputChunk(*work.key, job.prompt.joint, None, scored=job.scored)
 
     def _generate(self) -> Iterator[OutputChunk]:
-        """Generate one token of each text that has a row."""
+        """Generate one token of each running text."""
         if self._works:
             tokens = self._decoder.step()
         else:
@@ -238,7 +248,7 @@ class Scheduler:
                 yield OutputChunk(*work.key, text, None, tokens=work.new_tokens())
 
     def _ended(self, work: _Work, text: str) -> OutputChunk:
-        """Return the last piece of a text, and free its row."""
+        """Return the last chunk of a text, and remove the text from the decoder."""
         assert work.finish is not None
         tokens = work.text_tokens()
         past = None
@@ -264,9 +274,10 @@ def stream(
     *,
     keeps_memory: bool = False,
 ) -> Iterator[OutputChunk]:
-    """Generate from prompts and yield pieces of all texts as they are made; `writing.batch_size` texts at once.
+    """Generate from prompts, `writing.batch_size` texts at once, and yield chunks of all texts as they are made.
 
-    Raises CheckpointError if the model's probabilities are NaN, ConfigError if there is no room for a memory.
+    With `keeps_memory` the last chunk of each text has the memory after it. Raises CheckpointError if the model's
+    probabilities are NaN, and ConfigError if a memory does not fit on the device.
     """
     scheduler = Scheduler(decoder, tokenizer, num_rows=writing.batch_size)
     numbered_prompts = enumerate(prompts)
@@ -287,14 +298,14 @@ def stream(
 
 @dataclass
 class _Job:
-    """Prompt that is being read or whose texts are generated."""
+    """Prompt that is being read, or whose texts are being generated."""
 
     key: int
     prompt: Prompt
     writing: SamplingParams
     request: Request
     reading: Reading | None
-    """Generator that reads the prompt; None where it need not be read."""
+    """Generator that reads the prompt. None if the prompt need not be read."""
     keeps_memory: bool
     scored: list[Scored] = field(default_factory=list)
 
@@ -316,7 +327,7 @@ class _Work:
         self._num_reported = 0  # tokens that `new_tokens` has returned
 
     def take(self, token: Token) -> str:
-        """Append a token and return the text to show. Text that may begin a stop string is held back."""
+        """Append a token and return the new text to show. Characters that may begin a stop string are held back."""
         self.tokens.append(token)
         is_end = token.id == self._end_of_text
         if not is_end:
@@ -341,7 +352,7 @@ class _Work:
         return self._show(len(self._pending) - num_held)
 
     def cut(self) -> str:
-        """End the text here, and return the rest of it."""
+        """End the text with its present tokens, and return the part that was held back."""
         self.finish = "length"
         self._pending += self._decoder.close()
         if self._lengths:
@@ -349,14 +360,14 @@ class _Work:
         return self._show(len(self._pending))
 
     def text_tokens(self) -> list[Token]:
-        """Return the tokens whose text was shown, without an end-of-text and without incomplete characters."""
+        """Return the tokens whose text was shown. An end-of-text and incomplete characters are left out."""
         num_tokens = self._num_shown()
         if self.finish == "end_of_text":
             num_tokens = len(self.tokens) - 1
         return self.tokens[:num_tokens]
 
     def new_tokens(self) -> list[tuple[Token, int]]:
-        """Return the shown tokens since the last call, each with the length of the text up to its end.
+        """Return the tokens shown since the last call, each with the length of the text up to the token's end.
 
         An end-of-text counts as shown.
         """
@@ -366,7 +377,7 @@ class _Work:
         return list(zip(self.tokens[new], self._lengths[new], strict=True))
 
     def _num_shown(self) -> int:
-        """Count the tokens whose text was shown, and an end-of-text that ended the text."""
+        """Count the tokens whose text was shown. An end-of-text that ended the text counts too."""
         if self.finish in ("length", "end_of_text"):
             return len(self.tokens)
         num_reached = bisect_right(self._lengths, self._num_shown_chars)
@@ -385,7 +396,7 @@ class _Work:
         return shown
 
     def _num_suspect(self) -> int:
-        """Count the characters at the end that may begin a stop string."""
+        """Count the characters at the end of the pending text that may begin a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for length in range(min(longest, len(self._pending)), 0, -1):
             end = self._pending[-length:]

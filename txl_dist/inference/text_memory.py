@@ -1,4 +1,4 @@
-"""Memory of a text, as a value and as a file: generation continues from it without reading the text again.
+"""Memory of a text, as a value and as a file. Generation continues from it without reading the text again.
 
 The file is safetensors. Its tensors are
 
@@ -32,13 +32,15 @@ FORMAT_VERSION = "1"
 
 @dataclass(frozen=True)
 class TextMemory:
-    """Memory of a text: keys and values of all but its last token, and that token."""
+    """Memory of a text, from which `LanguageModel` continues: keys and values of all tokens but the last, and the last
+    token.
+    """
 
     past: CacheState
     last: int
-    """Id of the last token."""
+    """Id of the text's last token, which the model has not read yet."""
     model: str
-    """Fingerprint of the model that made it (`fingerprint_of`)."""
+    """Fingerprint of the model that made the memory (`fingerprint_of`)."""
 
     def __len__(self) -> int:
         """Return the number of tokens that are remembered."""
@@ -53,9 +55,9 @@ class TextMemory:
         return size
 
     def save(self, path: str | Path) -> None:
-        """Write the file, or replace an older one as a whole.
+        """Write the memory to a file. An older file is replaced only when the new file is complete.
 
-        Raises ConfigError if it cannot be written, or if the path is a device or a pipe, which would be replaced too.
+        Raises ConfigError if the file cannot be written, or if the path is a device or a pipe.
         """
         target = path_of(path)
         if target.exists() and not target.is_file():
@@ -64,7 +66,7 @@ class TextMemory:
             atomic_replace(target, self.to_bytes())
 
     def to_bytes(self) -> bytes:
-        """Return the content of the file."""
+        """Return the bytes that `save` writes to a file."""
         key_values = [key_value.cpu() for key_value in self.past.key_values]
         tensors = _stored(key_values)
         tensors["document"] = self.past.document_S.cpu().contiguous()
@@ -78,9 +80,10 @@ class TextMemory:
 
 
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:
-    """Read a memory that this model made.
+    """Read a memory from a file that `TextMemory.save` wrote with the same model.
 
-    Raises CheckpointError if the file is not a memory, is damaged, or was made by another model.
+    `fingerprint` is the model's, from `fingerprint_of`. Raises CheckpointError if the file is not a memory, is damaged,
+    or was made by another model.
     """
     with translate_errors(CheckpointError, f"{path} cannot be read as a memory of a text", _AGAIN):
         data = Path(path).read_bytes()
@@ -88,7 +91,7 @@ def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> 
 
 
 def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: str) -> TextMemory:
-    """Read a memory from the content of a file, as `load_memory` does. Messages name it `called`."""
+    """Read a memory from the content of its file, as `load_memory` does. Messages name the content `called`."""
     try:
         tensors = load(data)
         header_len = int.from_bytes(data[:8], "little")
@@ -116,7 +119,7 @@ _OTHER_NAMES = {"document", "last"}
 
 
 def _stored(key_values: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to store: one if all layers have the same shape, else one per layer."""
+    """Return the tensors to store: one tensor if all layers have the same shape, else one tensor per layer."""
     shapes = {key_value.shape for key_value in key_values}
     if len(shapes) == 1:
         return {"key_value": torch.stack(list(key_values))}
@@ -136,9 +139,9 @@ def _layers_of(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
-    """Return whether these can be the tensors of a memory of this model.
+    """Return whether these tensors can be the memory of this model, by their names, shapes and values.
 
-    The digests do not prove it, because anybody can write a file with matching digests.
+    The file's hashes do not prove it, because anybody can write a file with matching hashes.
     """
     section = model.section
     names = tensors.keys() - _OTHER_NAMES
@@ -167,7 +170,7 @@ def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
 
 
 def fingerprint_of(model: TransformerXL) -> str:
-    """Return the sha256 of a model's settings and weights. It takes a second for some hundred million weights."""
+    """Return the hash (sha256) of a model's settings and weights. It takes a second for some 100 million weights."""
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     digest = hashlib.sha256(model.section.model_dump_json().encode())
     digest.update(_digest(weights).encode())

@@ -1,11 +1,12 @@
-"""Weights that need not be in memory: read, rounded and written some rows at a time.
+"""Weights that need not be in memory as a whole: code reads, rounds and writes some rows at a time.
 
-`Sliced` is a tensor with a shape, whose rows are taken by slices: a `Tensor`, or `Rows`, which reads them from a file.
-Code that goes through weights by `pieces` needs a few MiB of memory, however large they are.
+`Sliced` is the type of a tensor whose rows are taken by slices. It is a `Tensor`, or `Rows`, which reads the rows from
+a file. Code that goes through weights by `pieces` needs a few MiB of memory, however large the weights are.
 
-int8 is a type for storing matrices. Each row (an output of a matrix, an entry of a table) has 127 steps to each side of
-zero, and a scale that says how long a step is. Scales are bf16, so that they are a small part of narrow tables. A value
-is wrong by at most half a step. Norms, biases, u and v stay fp32. `stored_weights` returns such rows in fp32.
+The type int8 is for storing matrices only. A row is an output of a matrix or an entry of a table. Each row has 127
+steps on each side of zero, and a scale that is the size of a step. Scales are bf16, so that they take little space in
+narrow tables. A stored value is wrong by at most half a step. Norms, biases, u and v stay in fp32. `stored_weights`
+returns the rows in fp32.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from txl_dist.errors import CheckpointError
 from txl_dist.io.tensor_files import Stream, TensorFile, write_streams
 
 STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
-"""Types of weights in a file."""
+"""Number types that weights in a file can have."""
 SCALE = ".scale"
-"""Suffix of the name of a tensor's scales."""
+"""Suffix in the name of a tensor that holds the int8 scales of another tensor."""
 _PIECE_VALUES = 1 << 18
 """Number of values that are read at a time."""
 _STEPS = 127
-"""Steps of int8 to each side of zero."""
+"""Number of int8 steps on each side of zero."""
 
 
 class Sliced(Protocol):
-    """Tensor, or an object that returns its rows."""
+    """Tensor, or an object that returns rows of a tensor by slices."""
 
     @property
     def shape(self) -> torch.Size:
@@ -47,11 +48,11 @@ Weights = Mapping[str, Sliced]
 
 @dataclass(frozen=True)
 class Rows:
-    """Tensor whose rows are read when they are taken."""
+    """Tensor whose rows are read from their source each time that they are used."""
 
     shape: torch.Size
     read: Callable[[int, int], Tensor]
-    """Function that returns the rows from its first argument up to, but not including, its second."""
+    """Function that returns a range of rows, from its first argument up to, but not including, its second argument."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
         """Read and return some rows. Raises the errors of `read`."""
@@ -60,7 +61,7 @@ class Rows:
 
 
 def pieces(shape: torch.Size) -> Iterator[slice]:
-    """Yield consecutive ranges of rows of 1 MiB in fp32 each, or of one row if it is larger."""
+    """Yield consecutive ranges of rows, each of 1 MiB in fp32, or of one row if a row is larger."""
     num_rows = shape[0]
     row_len = max(1, shape[1:].numel())
     step = max(1, _PIECE_VALUES // row_len)
@@ -70,21 +71,24 @@ def pieces(shape: torch.Size) -> Iterator[slice]:
 
 @torch.no_grad()
 def copy_in_pieces(into: Tensor, weight: Sliced) -> Tensor:
-    """Overwrite a tensor, casting to its type. Returns it."""
+    """Overwrite the tensor `into` with a weight, some rows at a time and cast to its type. Returns `into`."""
     for rows in pieces(into.shape):
         into[rows] = weight[rows]
     return into
 
 
 def is_quantized(name: str, shape: torch.Size) -> bool:
-    """Whether int8 stores this weight as such: a matrix or table, not a norm, a bias, u or v."""
+    """Return whether the type int8 stores this weight as int8. It does so for matrices and tables only.
+
+    Norms, biases, u and v stay in fp32.
+    """
     return len(shape) > 1 and "bias" not in name
 
 
 def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (int8 codes, a bf16 scale per row) of rows in fp32.
+    """Return (int8 codes, a bf16 scale per row) for rows in fp32.
 
-    Rows that were quantized and read back are quantized to the same codes and scales.
+    Rows that were quantized before and read back give the same codes and scales again.
     """
     flat = rows.flatten(1)
     scale = (flat.abs().amax(1) / _STEPS).bfloat16()
@@ -95,7 +99,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
-    """Write tensors to a new file in this type, some rows at a time.
+    """Write weights to a new file in the type `dtype` (a key of `STORED`), some rows at a time.
 
     Raises CheckpointError if a number is not finite in this type, OSError, and the errors of reading the weights.
     """
@@ -115,7 +119,10 @@ def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
 
 
 def stored_weights(path: Path) -> dict[str, Sliced]:
-    """Open the weights that `write_weights` wrote, by name. Raises OSError, ValueError or SafetensorError."""
+    """Open a file that `write_weights` wrote, and return its weights by name. Their values are read when they are used.
+
+    Raises OSError, ValueError or SafetensorError.
+    """
     file = TensorFile(path)
     weights: dict[str, Sliced] = {}
     for name in file.shapes:
@@ -142,7 +149,10 @@ def _stored(file: TensorFile, name: str) -> Rows:
 
 
 def _stream(name: str, weight: Sliced, dtype: str, convert: Callable[[Tensor], Tensor]) -> Stream:
-    """Make a stream of a weight. `convert` maps rows in fp32 to the rows in the file, of this type."""
+    """Make the stream by which a weight is written to a file as `dtype`.
+
+    `convert` maps rows in fp32 to rows in the file.
+    """
 
     @torch.no_grad()
     def converted() -> Iterator[Tensor]:
