@@ -1,8 +1,9 @@
-"""Functions that score segments in order, each with the state that the previous one left: static, with a cache, or
-learning.
+"""Functions that compute the losses of segments in order, each segment with the state after the previous segment.
 
-Each function returns `(losses, first)`, where `losses(batch, state) -> (nll_BT, next state)`, as
-`train.report.evaluate` runs it. A static one runs the cached core if the positions are distances, else the plain model.
+There are three kinds: with fixed weights, with a neural cache, and with weights that learn. Each function returns
+`(losses, first)`: a function and the state before the first segment. `losses(batch, state)` returns `(nll_BT, next
+state)`, as `train.report.evaluate` calls it. The first two kinds keep keys and values of the past if the positions are
+distances, else hidden states.
 """
 
 from __future__ import annotations
@@ -37,21 +38,25 @@ Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
 
 
 class Core(NamedTuple):
-    """A model with frozen weights, and the initial memory of its lanes."""
+    """A model with frozen weights, as functions, with the memory before the first segment. `core_of` makes it."""
 
     hidden: Callable[[Batch, Any], tuple[Tensor, Any]]
-    """Function that returns hidden_BTD of a segment, and the memory after it."""
+    """Function that takes a segment and the memory before it. It returns hidden_BTD and the memory after it."""
     losses: Callable[[Tensor, Batch], Tensor]
-    """Function that returns nll_BT for hidden_BTD."""
+    """Function that returns the losses nll_BT from hidden_BTD."""
     top1_correct: Callable[[Tensor, Batch], Tensor]
-    """Function that returns correct_BT for hidden_BTD: 1.0 where the target is the most probable token."""
+    """Function that returns correct_BT from hidden_BTD: 1.0 where the target is the most probable token, else 0.0."""
     memory: Any
 
 
 def core_of(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """Build the core for the lanes of a cut. `with_zeros` begins with a memory of zeros that is attended to."""
+    """Build the core that runs a model over the lanes (streams of text, one per batch row) of an evaluation text.
+
+    `memory_len` is in tokens. With `with_documents` a token sees only its own document. With `with_zeros` the text
+    begins with a memory of zeros that is attended to, instead of an empty memory.
+    """
     if model.section.scheme.uses_memory:
         begin = _cached
     else:
@@ -63,7 +68,7 @@ def core_of(
 def _cached(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """Build a core that keeps keys and values of the past."""
+    """Build a core whose memory is keys and values of the past."""
     frozen = FrozenModel(model)
     num_rows = len(cut.lanes)
     ring = frozen.ring(
@@ -90,7 +95,7 @@ def _cached(
 def _plain(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """Build a core for positions that are not distances: its memory is empty, or hidden states."""
+    """Build a core for positions that are not distances. Its memory is hidden states, or empty."""
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
 
     @torch.no_grad()
@@ -112,7 +117,11 @@ def _plain(
 
 
 def static(core: Core, *, with_top1_correct: bool = False) -> tuple[Losses, Any]:
-    """Score with weights and memory alone. `with_top1_correct` returns score_2BT."""
+    """Return (function that computes losses with fixed weights, the memory before the first segment).
+
+    With `with_top1_correct` the function returns score_2BT: the losses, and 1.0 where the most probable token is
+    correct.
+    """
 
     def losses(batch: Batch, memory: Any) -> tuple[Tensor, Any]:
         hidden_BTD, memory = core.hidden(batch, memory)
@@ -127,7 +136,10 @@ def static(core: Core, *, with_top1_correct: bool = False) -> tuple[Losses, Any]
 def with_cache(
     core: Core, model: TransformerXL, cut: EvaluationText, adaptation: AdaptationOptions
 ) -> tuple[Losses, Any]:
-    """Score with a neural cache of each lane. It holds the scored positions, not the tokens that are run again."""
+    """Return (function that computes losses with a neural cache per lane, the state before the first segment).
+
+    The cache holds scored positions. It does not hold overlap tokens, which are run a second time.
+    """
     like = model.embedding.weight(0)
     width = model.section.width
     cache = empty_cache(num_lanes=len(cut.lanes), window=adaptation.cache_window, width=width, like=like)
@@ -162,10 +174,11 @@ def dynamic(
     with_zeros: bool,
     before_segment: Callable[[], None],
 ) -> tuple[Losses, Any]:
-    """Return the losses of dynamic evaluation, and its first state: the weights and the memory.
+    """Return (function that computes losses by dynamic evaluation, its first state: the weights and the memory).
 
-    The batches of `train` give the sizes of the gradients. The weights of the model do not change. The function of the
-    losses raises ConfigError if a loss is not finite.
+    Gradients on the first batches of `train` give the scale of the steps. `maker` turns segments into batches, and
+    `before_segment` is called before each of them. The model's own weights do not change. The function raises
+    ConfigError if a loss is not finite.
     """
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
     if with_zeros:
@@ -197,5 +210,5 @@ def dynamic(
 
 
 def train_cut(train: Split, cut: EvaluationText) -> EvalStream:
-    """Cut a training split into as many lanes and as long segments as the validation split."""
+    """Cut a training split into segments like the validation split: as many lanes, with segments of the same length."""
     return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

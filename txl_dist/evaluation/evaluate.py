@@ -1,6 +1,6 @@
 """`txl evaluate`: scores of a trained model on a validation split.
 
-On request also scores with memory off, of a model that adapts to the text, and of counting baselines.
+On request it also scores the model with memory off, the model while it adapts to the text, and counting baselines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from txl_dist.report.figures import draw_png
 from txl_dist.report.pictures import chart_over_lengths
 
 STATIC = AdaptationOptions()
-"""Settings of an evaluation whose weights do not follow the text."""
+"""Settings of an evaluation in which the model does not adapt to the text."""
 _LARGEST_EXPONENT = 700.0
-"""Bound of exponents, since exp overflows above 709."""
+"""Largest exponent that is used, because exp overflows above 709."""
 
 
 def evaluate_trained(
@@ -40,13 +40,15 @@ def evaluate_trained(
     outputs: Outputs,
     adaptation: AdaptationOptions = STATIC,
 ) -> list[str]:
-    """Score a run, a checkpoint or a bundle and return lines for people; several ranks share the lanes.
+    """Score a run, a checkpoint or a bundle on a validation split, and return lines of text with the results.
 
-    `data` is the corpus; empty means that of the run. Ranks other than rank 0 return no lines.
+    `data` is the path of the corpus. Empty means the corpus of the run. `outputs` names files to write in addition.
+    With `baselines` counting tables are scored too. All ranks call this function and share the lanes (streams of text).
+    Only rank 0 returns lines.
 
-    Raises ConfigError if the overrides contradict each other or the model, if a file cannot be written, or if memory
-    is exhausted. Raises CheckpointError or DataError if the target or the corpus cannot be read, or if the corpus is
-    of another tokenizer.
+    Raises ConfigError if the overrides contradict each other or the model, if a file cannot be written, or if memory is
+    exhausted. Raises CheckpointError or DataError if the model or the corpus cannot be read, or if their tokenizers
+    differ.
     """
     start_logging(rank=get_rank())
     overrides.check(path, is_bundle=detect_artifact(path) is ArtifactKind.BUNDLE, data=data)
@@ -83,7 +85,7 @@ def evaluate_trained(
 
 
 def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextUnits:
-    """Return the units of the split, without bits per byte for a protocol that leaves out a part of the text."""
+    """Return the units in which a loss is shown. Bits per byte are missing if the protocol skips a part of the text."""
     units = text_units([split], mask_documents=mask_documents)
     if overrides.peer is None:
         return units
@@ -91,7 +93,7 @@ def _units(split: Split, overrides: Overrides, *, mask_documents: bool) -> TextU
 
 
 def _add_words(results: dict[str, Result], split: Split, units: TextUnits) -> None:
-    """Add the perplexity per word to each result, or the reason why it has no bits per byte."""
+    """Add the perplexity per word to each result, or the reason why the result has no bits per byte."""
     if units.problem:
         num_words = 0
     else:
@@ -105,7 +107,7 @@ def _add_words(results: dict[str, Result], split: Split, units: TextUnits) -> No
 
 
 def _write_files(outputs: Outputs, scores: Scores, results: dict[str, Result], split: Split) -> None:
-    """Write the files that the flags ask for. Raises OSError."""
+    """Write the output files that the flags ask for. Raises OSError."""
     if outputs.log_probs is not None and scores.log_p_N is not None:
         write_log_probs(outputs.log_probs, split, scores.log_p_N)
     if outputs.plot is not None:
@@ -118,7 +120,7 @@ def _write_files(outputs: Outputs, scores: Scores, results: dict[str, Result], s
 
 
 def _where_line(target: Target, split: Split, config: Config, overrides: Overrides) -> str:
-    """Say which model was scored, in how many lanes, and by which protocol."""
+    """Return a line that says which model was scored, in how many lanes, and by which protocol."""
     num_lanes = config.eval.num_lanes
     if overrides.peer is None:
         return f"scored: {target.where}, as {counted(min(num_lanes, split.tokens - 1), 'lane')}"

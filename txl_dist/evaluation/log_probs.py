@@ -20,9 +20,9 @@ _NOT_SCORED = float("inf")
 
 
 class LogProbs:
-    """Log-probabilities of the targets of a split, filled segment by segment.
+    """Log-probabilities of all targets of a split, which an evaluation adds segment by segment.
 
-    Every rank holds four bytes per target of the whole split.
+    Every rank has space for all targets of the split, which takes four bytes per target.
     """
 
     def __init__(self, stream: EvalStream) -> None:
@@ -31,7 +31,7 @@ class LogProbs:
         self._log_p_N = torch.zeros(stream.num_targets)
 
     def add(self, batch: Batch, nll_BT: Tensor) -> None:
-        """Take in the losses of the next segment, in nats."""
+        """Add the losses of the next segment, in nats. `batch` is the segment, and says which targets are scored."""
         stream = self._stream
         length = min(stream.segment_len, stream.stripe_len - self._position)
         values_BT = torch.where(batch.scored_BT > 0, -nll_BT.float(), _NOT_SCORED)
@@ -44,14 +44,18 @@ class LogProbs:
         self._position += stream.segment_len
 
     def joined(self) -> Tensor:
-        """Return log_p_N of all ranks, in nats; inf where a target was not scored. Called on all ranks."""
+        """Combine the log-probabilities of all ranks and return log_p_N in nats. All ranks call it.
+
+        The value is inf for a target that was not scored.
+        """
         return all_reduce_sum(self._log_p_N)  # each target belongs to one rank, and the others have 0 there
 
 
 def write_log_probs(path: Path, split: Split, log_p_N: Tensor) -> None:
-    """Write `token`, `log_p` (nats) and `document` (number in the split) of each scored token. Raises OSError.
+    """Write a file with the log-probability of each scored token. Raises OSError.
 
-    An .npz file has them as arrays, another file as a JSON object per line. The whole file is built in memory.
+    Its columns are `token` (the id), `log_p` (nats) and `document` (number in the split). An .npz file has the columns
+    as arrays. Any other file has one JSON object per line. The file's content is built in memory as a whole.
     """
     log_p = log_p_N.numpy()
     is_scored = log_p != _NOT_SCORED

@@ -1,28 +1,30 @@
 """`txl recl`: the relative effective context length of a group of models (Dai et al. 2019, section 4.3, appendix C).
 
-How far back does a model still gain? The gain is measured against the best short-context model of the group, on the
-targets that are hard for it, so that models of different strength compare. With l_i(c, t) the loss of model i on target
-t given exactly the c tokens before it, and contexts c < c' = c + step, the paper's Delta:
+The RECL says how many past tokens still improve a model. The improvement is measured against the best short-context
+loss in the group, on the targets that are hard for the whole group. So models of different strength can be compared.
+With l_i(c, t) the loss of model i on target t given exactly the c tokens before it, and contexts c < c' = c + step, the
+paper defines:
 
     b(c, t)    = min over i of l_i(c, t)                                 the group's baseline
-    T          = the share r of the targets with the largest b(c, t)     the hard ones
-    f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))            only what beats the baseline counts
+    T          = the share r of the targets with the largest b(c, t)     the hard targets
+    f_i(c, c') = mean over t in T of min(b(c, t), l_i(c', t))            only losses below the baseline count
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)        relative gain in perplexity
 
-From the shortest context on, c grows by a step as long as g_i(c, c') >= 0.01; where it is less for the first time, c
-is the model's RECL: what gains again after it does not count. f_i(c, c) is the mean of b over T, the same for all.
+The context c begins at the shortest context, and grows by a step as long as g_i(c, c') >= 0.01. The RECL of model i is
+the first c with a smaller gain. Gains at longer contexts do not count. f_i(c, c) is the mean of b over T, which is the
+same for all models.
 
-What the paper does not say, and what is done here:
-- the shortest context is one step, so it is the smallest reported value, even for a model that never gains;
-- T is drawn again for each c; it has round(r * targets) of them, at least one, and of equal ones the earlier;
-- a model that still gains at the longest context has at least that ("or more");
-- the targets are a sample of the split, without replacement, the same for all models and contexts, each behind as many
-  tokens as the longest context has; documents are not looked at;
-- each target's context is run alone, from an empty memory, as segments of the model's training length that end at the
-  target (the first is the shorter one), over the ring, whose memory is as trained by default; a model
+The paper leaves some choices open. This program makes these choices:
+- The shortest context is one step, so one step is the smallest RECL, even for a model that never gains.
+- T is selected again for each c. It has round(r * targets) targets, at least one. Of equal targets the earlier wins.
+- A model that still gains at the longest context is reported with that context and the words "or more".
+- The targets are a sample of the split without replacement, the same for all models and contexts. Each target has at
+  least as many tokens before it as the longest context. Borders of documents are ignored.
+- Each target's context is run alone, from an empty memory. It is cut into segments of the model's training length that
+  end at the target, so the first segment may be shorter. The memory is as long as in training by default. A model
   without memory sees its last segment only.
 
-A group's numbers change with its members.
+A model's RECL depends on the other models of the group.
 """
 
 from __future__ import annotations
@@ -59,18 +61,18 @@ from txl_dist.report.figures import Chart, Line, draw_png
 Losses = npt.NDArray[np.float64]
 
 THRESHOLD = 0.01
-"""Relative gain below which a longer context brings nothing (the paper's value)."""
+"""Relative gain in perplexity below which a longer context does not count (the paper's value)."""
 
 
 class Recl(NamedTuple):
-    """Relative effective context length of a model: how far back it gains."""
+    """Relative effective context length (RECL) of a model, as `compute_recl` returns it."""
 
     context: int
-    """Effective context length in tokens."""
+    """Relative effective context length in tokens."""
     is_longest: bool
-    """Whether it still gained there, at the longest context that was measured."""
+    """Whether the model still gained at the longest context, so that its true value may be larger than `context`."""
     gains: list[float]
-    """Values g_i(c, c + step) of every context but the longest, also beyond the RECL."""
+    """Relative gains g_i(c, c + step) of every context c but the longest, also of contexts beyond the RECL."""
 
     def __str__(self) -> str:
         if self.is_longest:
@@ -79,13 +81,17 @@ class Recl(NamedTuple):
 
 
 def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> float:
-    """g_i(c, c') of two neighbouring contexts, by their index, of model i; `losses_NCS` are l_i(c, t)."""
+    """Return g_i(c, c'), the relative gain in perplexity of a model from a context to the next longer context.
+
+    `losses_NCS` are the losses l_i(c, t) of N models, C contexts and S targets. `model` and `context` are indices into
+    it. `r` is the share of the targets that count as hard.
+    """
     baseline_S = losses_NCS[:, context].min(axis=0)
     num_hard = max(1, round(r * len(baseline_S)))
     hard = np.argsort(-baseline_S, kind="stable")[:num_hard]
 
     def hard_perplexity(index: int) -> float:
-        """Perplexity of the hard targets, where only losses below the baseline count."""
+        """Return the perplexity of the hard targets at a context. A loss above the baseline counts as the baseline."""
         counted_S = np.minimum(baseline_S, losses_NCS[model, index])
         mean = counted_S[hard].mean()
         return float(np.exp(mean))
@@ -96,7 +102,11 @@ def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> 
 
 
 def compute_recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: float) -> Recl:
-    """Compute the RECL of one model of the group."""
+    """Compute the RECL of one model of a group.
+
+    `losses_NCS` are the losses of N models, C `contexts` (in tokens) and S targets. `model` is the index of the model.
+    `r` is the share of the targets that count as hard.
+    """
     gains = []
     for index in range(len(contexts) - 1):
         gain = relative_gain(losses_NCS, model=model, context=index, r=r)
@@ -111,14 +121,15 @@ def compute_recl(losses_NCS: Losses, contexts: Sequence[int], *, model: int, r: 
 def compare_contexts(
     paths: Sequence[Path], *, data: str | Path, settings: ReclSettings, outputs: ReclOutputs
 ) -> list[str]:
-    """Measure a group of runs, checkpoints and bundles on the same targets; several ranks share them. Returns lines for
-    people.
+    """Measure the RECL of several models on the same targets, and return lines of text with the results.
 
-    `data` is the corpus; empty takes that of the first model, and those of the others need not be there.
+    The models are runs, checkpoints or bundles. `data` is the path of the corpus. Empty means the corpus of the first
+    model. The corpora of the other models are not read. All ranks call this function and share the targets. Only rank 0
+    returns lines.
 
-    Raises ConfigError if a setting measures nothing, a file cannot be written, a model confines itself to documents or
-    its queries see nothing; CheckpointError or DataError if a model or the corpus cannot be read, or if tokenizers
-    differ.
+    Raises ConfigError if a setting measures nothing, a file cannot be written, or tokenizers differ. Also raises it for
+    a model with document masks, or whose queries see nothing. Raises CheckpointError or DataError if a model or the
+    corpus cannot be read.
     """
     start_logging(rank=get_rank())
     settings.check()
@@ -178,9 +189,9 @@ def compare_contexts(
 
 
 def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
-    """Return the split that all models are scored on.
+    """Return the split on which all models are scored.
 
-    Raises ConfigError or DataError if they cannot be scored on one text.
+    Raises ConfigError or DataError if the models cannot be scored on the same text.
     """
     for target in targets:
         if target.config.data.document_mask:
@@ -205,7 +216,7 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
 
 
 def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
-    """First tokens of the pieces that are run: each has the longest context, then its target."""
+    """Return the first token of each text that is run. Each text is the longest context and its target."""
     num_places = split.tokens - settings.max_context
     if num_places < 1:
         raise ConfigError(
@@ -239,7 +250,7 @@ def _losses(
     settings: ReclSettings,
     outputs: ReclOutputs,
 ) -> Losses:
-    """Return losses_NCS of every model after every context, on every rank."""
+    """Return the losses losses_NCS of every model and context, on every rank."""
     contexts = settings.contexts
     target_S = starts + settings.max_context
     engine = targets[0].config.engine
@@ -270,9 +281,9 @@ def _losses(
 
 
 def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that gives nll_B of the last token of each row, given all tokens before it.
+    """Return a function that computes nll_B, the loss of the last token of each row, given all tokens before it.
 
-    A model without memory sees its own context at most.
+    A model without memory sees at most one segment.
     """
     model = target.bundle.model.to(device).eval()
     segment_len = target.config.train.segment_len
@@ -302,5 +313,5 @@ def _scorer(target: Target, *, memory_len: int, device: torch.device) -> Callabl
 
 
 def _segments(context: int, segment_len: int) -> list[slice]:
-    """Cut a context into segments, the short one first."""
+    """Cut a context into segments. Only the first segment may be shorter than `segment_len`."""
     return [slice(max(0, stop - segment_len), stop) for stop in range(context, 0, -segment_len)][::-1]

@@ -1,9 +1,10 @@
-"""Scores of one model on a validation split, and those of counting tables on the same text.
+"""Scores of one model on a validation split, and scores of counting tables on the same text.
 
-Each row of the table is one combination of lengths. On request a row with memory off follows, and one that adapts.
+Each row of the printed table is one evaluation, with its own combination of lengths. On request the table also has a
+row with memory off, and a row in which the model adapts to the text.
 
-    rows_of      the rows that the flags ask for, with their settings checked
-    score_model  a result per row, on all ranks; rows with equal lengths are scored once
+    rows_of      list the evaluations that the flags ask for, with checked settings
+    score_model  return a result per row, on all ranks; rows with equal lengths are scored once
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ from txl_dist.train.batch import batch_maker
 from txl_dist.train.report.evaluation_loss import Evaluation, ScoredPart, evaluate_stream
 
 Result = dict[str, Any]
-"""Numbers, and lists of parts, of one score."""
+"""Result of one evaluation: its numbers, and lists with the losses of parts of the text."""
 
 MEMORY_OFF = "memory off"
-"""Name of the row scored without memory, next to which the gain from memory is seen."""
+"""Name of the table row that is scored without memory. The difference to other rows is the gain from memory."""
 TELL_EVERY_S = 30.0
-"""Seconds between two lines of progress in a log."""
+"""Seconds between two lines of progress in the log."""
 
 
 class ScoredRow(NamedTuple):
-    """One evaluation of a table of several."""
+    """One evaluation, which is one row of the printed table."""
 
     config: Config
     memory_len: int
     name: str = ""
-    """Name of the row; empty means a name made of the lengths in which rows differ."""
+    """Name of the row. Empty means that `score_model` makes a name from the lengths in which rows differ."""
     adapts: bool = False
     """Whether the model adapts to the text that it has scored."""
 
 
 def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions) -> list[ScoredRow]:
-    """List the evaluations that the flags ask for. Raises ConfigError if their settings contradict each other.
+    """List the evaluations that the command-line flags ask for. Raises ConfigError if settings contradict each other.
 
-    Rows with equal clamp_len follow each other, since each clamp_len needs a model of its own.
+    Rows with equal clamp_len follow each other, because each clamp_len needs its own model.
     """
     lengths = itertools.product(overrides.clamp_len, overrides.segment_len, overrides.memory_len)
     configs = [
@@ -79,7 +80,7 @@ def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions)
 def _with_overrides(
     target: Target, overrides: Overrides, *, memory_len: int, segment_len: int, clamp_len: int
 ) -> Config:
-    """Return the target's config with the settings of one evaluation, checked. Raises ConfigError."""
+    """Return the model's config with the settings of one evaluation, after a check. Raises ConfigError."""
     config = target.config
     if memory_len < 0:
         memory_len = config.train.memory_len
@@ -112,7 +113,10 @@ def _with_overrides(
 
 
 def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> str:
-    """Return the same_length of an evaluation; that of the protocol where no flag gives one. Raises ConfigError."""
+    """Return the setting same_length of an evaluation. It comes from the protocol if no flag gives it.
+
+    Raises ConfigError.
+    """
     peer = overrides.peer
     if peer is None:
         return overrides.same_length
@@ -150,7 +154,7 @@ def _eval_values(config: Config, overrides: Overrides, *, memory_len: int, segme
 
 
 def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) -> None:
-    """Raise ConfigError for a setting that needs memory where it is off, and for zeros in a masked memory."""
+    """Raise ConfigError for a setting that needs memory if memory is off, and for zeros in a masked memory."""
     is_off = memory_len == 0
     if config.model.same_length != "off" and (is_off or overrides.without_memory):
         raise ConfigError(
@@ -167,12 +171,12 @@ def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) 
 
 
 class Scores(NamedTuple):
-    """Results of all rows, the same on every rank."""
+    """Results of all rows, which are the same on every rank."""
 
     results: dict[str, Result]
     """Results by the name of the row."""
     log_p_N: Tensor | None
-    """Log-probabilities of the targets in the order of the corpus; None unless --log-probs asks for them."""
+    """Log-probability of each target in the order of the corpus. None unless --log-probs asks for them."""
 
 
 def score_model(
@@ -186,13 +190,13 @@ def score_model(
     train: Split | None,
     units: TextUnits,
 ) -> Scores:
-    """Score every row on a split; the ranks share the lanes. Called on all ranks.
+    """Score every row on a split. All ranks call it and share the lanes (streams of text). Returns results by row name.
 
-    Rows that come to the same evaluation are scored once. `train` is the text on which --adapt dynamic measures
+    Rows with the same settings are scored once. `train` is the training text on which --adapt dynamic measures
     gradients.
 
-    Raises ConfigError where a file cannot be written, the split is too short for a protocol, --plot has one length
-    only, memory is exhausted, or weights that follow the text diverge. Raises CheckpointError if the ranks have read
+    Raises ConfigError if a file cannot be written, the split is too short for a protocol, --plot has only one length,
+    or memory is exhausted. Also raises it if adapted weights diverge. Raises CheckpointError if ranks have read
     different models.
     """
     engine = rows[0].config.engine
@@ -247,7 +251,7 @@ def score_model(
 
 
 class _Plan(NamedTuple):
-    """A row as it is run on a split."""
+    """A row with the text and the lengths by which it is run."""
 
     name: str
     """Name of the row: the protocol, and the lengths in which rows differ."""
@@ -256,22 +260,25 @@ class _Plan(NamedTuple):
     cut: EvaluationText
     adapts: bool
     train: EvalStream | None
-    """Text on which --adapt dynamic measures gradients."""
+    """Training text on which --adapt dynamic measures gradients. None for other evaluations."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Key of the evaluation: the lengths in which rows of a target differ, and whether it adapts."""
+        """Key of the evaluation: all settings in which rows of one model differ.
+
+        Rows with the same key have the same scores.
+        """
         return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
 
     def num_passes(self, adaptation: AdaptationOptions) -> int:
-        """Return the number of batches that are run, those that measure gradients included."""
+        """Return the number of batches that are run. Batches that only measure gradients are included."""
         if self.train is None:
             return len(self.cut)
         return len(self.cut) + min(adaptation.adapt_batches, len(self.train))
 
 
 def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
-    """Return a row with its name, its text and no more memory than the split can fill."""
+    """Return the plan of a row: its name, its text, and a memory that is no longer than the split can fill."""
     memory_len = min(row.memory_len, _largest_memory_len(cut, overrides))
     words: list[str] = []
     if overrides.peer is not None:
@@ -291,7 +298,7 @@ def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, trai
 
 
 def _require_several_lengths(plans: list[_Plan]) -> None:
-    """Raise ConfigError, on all ranks, if a plot would have one point only."""
+    """Raise ConfigError on all ranks if a plot would have only one point."""
     names = {plan.name for plan in plans}
     if len(names - {MEMORY_OFF}) >= 2:
         return
@@ -306,7 +313,7 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
 
 
 def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overrides) -> None:
-    """Warn once of each flag that the split cuts short, and of rows that are scored once for several."""
+    """Warn once for each flag that asks for more tokens than the split has, and once if rows have the same scores."""
     messages: dict[str, None] = {}
     for row, plan in zip(rows, plans, strict=True):
         messages |= dict.fromkeys(_limit_messages(row, plan.cut, overrides))
@@ -318,7 +325,7 @@ def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overri
 
 
 class _ModelOpener:
-    """The target's model with the settings of a plan; it is opened again only where they change."""
+    """The scored model with the settings of a plan. It is built again only if these settings change."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -326,7 +333,7 @@ class _ModelOpener:
         self._dtype = target.bundle.dtype
 
     def open(self, plan: _Plan) -> TransformerXL:
-        """Return the model for a plan. Layers keep the settings they were built with, so others need a new model."""
+        """Return the model for a plan. Layers cannot change their settings, so other settings need a new model."""
         # Weights that follow the text are fp32: half precision would round their steps away.
         if plan.train is not None:
             dtype = "fp32"
@@ -341,12 +348,12 @@ class _ModelOpener:
 
 
 def _pass_tokens(cut: EvaluationText, ranks: RankInfo) -> int:
-    """Return the tokens that all ranks score in one batch."""
+    """Return the number of tokens that all ranks together score in one batch."""
     return len(cut.lanes) * ranks.world_size * cut.segment_len
 
 
 def _cut(split: Split, row: ScoredRow, overrides: Overrides, *, ranks: RankInfo) -> EvaluationText:
-    """Cut a split into the lanes and segments of a row, by its protocol; the rank gets its share of the lanes."""
+    """Cut a split into the lanes and segments of a row, by its protocol. Each rank gets its share of the lanes."""
     evaluation = row.config.eval
     peer = overrides.peer
     num_lanes = evaluation.num_lanes
@@ -391,7 +398,7 @@ def _score(
     log_probs: LogProbs | None,
     with_zeros: bool,
 ) -> Result:
-    """Run one evaluation on all ranks and return its result; `log_probs`, if given, is filled."""
+    """Run one evaluation on all ranks and return its result. If `log_probs` is given, it gets every loss."""
     config = plan.config
     maker = batch_maker(model, mask_documents=config.data.document_mask)
 
@@ -442,7 +449,7 @@ def _score(
 
 
 def _result(evaluation: Evaluation, plan: _Plan, adaptation: AdaptationOptions) -> Result:
-    """Return the numbers of an evaluation, its parts, and the lengths that it was made with."""
+    """Return the numbers of an evaluation, the losses of parts of the text, and the lengths that were used."""
     result: Result = evaluation.numbers()
     result["by_cluster"] = [_part_values(part) for part in evaluation.means.by_cluster]
     result["by_position"] = [_part_values(part) for part in evaluation.means.by_position]
@@ -461,7 +468,7 @@ def _result(evaluation: Evaluation, plan: _Plan, adaptation: AdaptationOptions) 
 
 
 def _part_values(part: ScoredPart) -> Result:
-    """Return a part's numbers for JSON; the loss of no tokens is None."""
+    """Return the numbers of a part of the text for JSON. The loss of a part without tokens is None."""
     values: Result = part._asdict()
     if not part.tokens:
         values["loss"] = None
@@ -469,7 +476,11 @@ def _part_values(part: ScoredPart) -> Result:
 
 
 def score_baselines(split: Split, config: Config, *, units: TextUnits) -> dict[str, Result]:
-    """Score counting tables of the training split (order 0 and bigram) on the same text."""
+    """Score baselines on the same text: tables that count tokens (order 0) and pairs of tokens (bigram) in the training
+    split.
+
+    The result holds each baseline's numbers by its name. `units` are the units in which losses are shown.
+    """
     corpus = split.corpus
     train_tokens = corpus.split(config.data.train_split).read_all()
     scores = order0_and_bigram(train_tokens, split.read_all(), vocab_size=corpus.vocab_size)
@@ -482,7 +493,7 @@ def score_baselines(split: Split, config: Config, *, units: TextUnits) -> dict[s
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Raise ConfigError in place of errors which say that memory is exhausted, on the CPU or a GPU."""
+    """Return a context manager that raises ConfigError if memory is exhausted in its block, on the CPU or a GPU."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -496,7 +507,10 @@ def enough_memory() -> Iterator[None]:
 
 
 def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
-    """Yield a message for each flag that asks for more than the split has. The scores stay the same."""
+    """Yield a message for each flag that asks for more tokens than the split has.
+
+    The scores are the same as without it.
+    """
     if not isinstance(cut, EvalStream):
         return
     split_name = cut.split.name
@@ -521,7 +535,10 @@ def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -
 
 
 def _largest_memory_len(cut: EvaluationText, overrides: Overrides) -> int:
-    """Return the most tokens of a lane that memory can hold; unlimited with zeros, all of which are attended."""
+    """Return the most tokens that a lane can have in memory.
+
+    It is unlimited with zeros, because all zeros are attended to.
+    """
     if isinstance(cut, EvalStream) and not overrides.zero_memory:
         return cut.stripe_len
     return sys.maxsize

@@ -1,4 +1,4 @@
-"""Lines for people: a table of scores, and the loss by cluster of the vocabulary and by position in the segment."""
+"""Lines of text for the terminal: a table of scores, and losses by vocabulary cluster and by position in the segment."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from txl_dist.data.loader.bits_per_byte import TextUnits
 Result = dict[str, Any]
 
 _POSITIONS = 4
-"""Parts of a segment whose loss is printed."""
+"""Largest number of ranges of positions in a segment whose losses are printed."""
 
 
 def table(results: dict[str, Result], units: TextUnits) -> list[str]:
-    """Format a row per score: in bits of text, or in perplexity with the reason why bits are not the cost."""
+    """Return the lines of a table with one row per score.
+
+    The table shows bits of text. If bits are not the cost of the whole text, it shows perplexity and the reason.
+    """
     columns = _columns(results, units)
     rows = [["", *columns.values(), "nats/token", "tokens"]]
     for name, values in results.items():
@@ -42,7 +45,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
 
 
 def _columns(results: dict[str, Result], units: TextUnits) -> dict[str, str]:
-    """Return the titles of the columns for which some result has a value, by its key."""
+    """Return the title of each column by the key of its value. A column for which no result has a value is left out."""
     if units.problem:
         columns = {
             "ppl": f"ppl/{units.token}",
@@ -62,7 +65,7 @@ def _columns(results: dict[str, Result], units: TextUnits) -> dict[str, str]:
 
 
 def _number(key: str, value: float) -> str:
-    """Format a value of a column, with its number of decimals."""
+    """Format a value with the number of decimals of its column."""
     if key == "word_ppl":
         return format_count(value)  # source code has long words, and a perplexity per word in the millions
     if key in ("ppl", "accuracy_pct"):
@@ -71,7 +74,9 @@ def _number(key: str, value: float) -> str:
 
 
 def part_lines(result: Result) -> list[str]:
-    """Format the loss of one score by cluster of the vocabulary and by position, where there are several."""
+    """Return lines with the loss by vocabulary cluster and by position in the segment, if the result has several of
+    them.
+    """
     lines = []
     clusters = result["by_cluster"]
     if len(clusters) > 1:
@@ -83,7 +88,7 @@ def part_lines(result: Result) -> list[str]:
 
 
 def _parts_line(title: str, parts: Sequence[Result]) -> str:
-    """Format the loss and tokens of all parts that have tokens."""
+    """Format the loss and the number of tokens of each part. Parts without tokens are left out."""
     texts = []
     for part in parts:
         if part["tokens"]:
@@ -93,7 +98,7 @@ def _parts_line(title: str, parts: Sequence[Result]) -> str:
 
 
 def _merged(parts: Sequence[Result]) -> list[Result]:
-    """Merge neighbouring parts, down to as many as are printed."""
+    """Merge neighbouring ranges of positions, so that few enough remain to print."""
     merged = []
     num_groups = min(_POSITIONS, len(parts))
     for indices in np.array_split(np.arange(len(parts)), num_groups):

@@ -1,4 +1,4 @@
-"""Target of an evaluation: the model of a run, a checkpoint or a bundle, and text of the same tokenizer."""
+"""Target of an evaluation: the model of a run, a checkpoint or a bundle, and text with the same tokenizer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from txl_dist.train.checkpoint.read import require_corpus
 
 
 class Target(NamedTuple):
-    """A model to score, with its settings."""
+    """A model to score, with its settings. `open_target` reads it."""
 
     path: Path
     """Path that the user named."""
     bundle: Bundle
     config: Config
     where: str
-    """Checkpoint or bundle that was read, for people."""
+    """Description of the checkpoint or bundle that was read, for people."""
 
     def held_out(self, config: Config) -> Split:
-        """Return the validation split of these settings. Raises DataError if it is missing or of another tokenizer."""
+        """Open the validation split that a config names. Raises DataError if it is missing or has another tokenizer."""
         corpus = self._corpus(config.data.path, config)
         if config.data.eval_split not in corpus.split_names:
             split_names = ", ".join(corpus.split_names)
@@ -40,9 +40,9 @@ class Target(NamedTuple):
         return corpus.split(config.data.eval_split)
 
     def train_text(self, path: str, config: Config) -> Split:
-        """Return the training split of the corpus at a path; an empty path means the corpus of the settings.
+        """Open the training split of the corpus at a path. An empty path means the corpus of the config.
 
-        Raises DataError if the split is missing or of another tokenizer.
+        Raises DataError if the split is missing or has another tokenizer than the model.
         """
         corpus = self._corpus(path or config.data.path, config)
         if config.data.train_split not in corpus.split_names:
@@ -53,7 +53,7 @@ class Target(NamedTuple):
         return corpus.split(config.data.train_split)
 
     def _corpus(self, path: str, config: Config) -> Corpus:
-        """Open a corpus. Raises DataError if it is of another tokenizer than the model."""
+        """Open a corpus. Raises DataError if it has another tokenizer than the model."""
         corpus = open_corpus(path, config.data)
         if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
             raise DataError(
@@ -65,9 +65,10 @@ class Target(NamedTuple):
 
 
 def open_target(path: Path, *, data: str | Path) -> Target:
-    """Read a run, a checkpoint or a bundle. `data` is the corpus; empty means that of the run.
+    """Read the model of a run, a checkpoint or a bundle at a path, to score it.
 
-    Raises CheckpointError or ConfigError if it cannot be read.
+    `data` is the path of the corpus. Empty means the corpus of the run. Raises CheckpointError or ConfigError if the
+    model cannot be read.
     """
     if detect_artifact(path) is ArtifactKind.BUNDLE:
         bundle = load_bundle(path)
@@ -98,9 +99,10 @@ def open_target(path: Path, *, data: str | Path) -> Target:
 
 
 def require_same(targets: Sequence[Target]) -> None:
-    """Raise CheckpointError, on all ranks, if ranks have read different models. Called on all ranks.
+    """Raise CheckpointError on all ranks if ranks have read different models. All ranks call it.
 
-    A run may save between the reads of two ranks. The scores of different checkpoints would then be added.
+    A run may save a checkpoint after one rank has read and before another rank reads. Then the ranks would add scores
+    of different checkpoints.
     """
     names_by_rank = gather_objects([target.where for target in targets])
     for names in zip(*names_by_rank, strict=True):  # of one target on all ranks
@@ -112,7 +114,7 @@ def require_same(targets: Sequence[Target]) -> None:
 
 
 def _origin(source: dict[str, Any]) -> str:
-    """Say where a bundle comes from: a step of training, or a file of another program."""
+    """Describe where a bundle comes from: a step of training, or a file of another program."""
     if "step" in source:
         return f", step {source['step']}"
     return f", imported from {source.get('file', 'elsewhere')}"
