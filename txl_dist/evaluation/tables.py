@@ -1,4 +1,4 @@
-"""Lines of text for the terminal: a table of scores, and losses by vocabulary cluster and by position in the segment."""
+"""Lines of text for the terminal: a table of scores, and losses by vocabulary cluster and position in the segment."""
 
 from __future__ import annotations
 

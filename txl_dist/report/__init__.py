@@ -1,1 +1,1 @@
-"""Pages and tables about runs that were made."""
+"""Pages, tables and lines of text about runs, for people."""

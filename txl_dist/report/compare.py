@@ -1,10 +1,13 @@
-"""`txl compare`: several runs on one self-contained page, and a table for the terminal.
+"""`txl compare`: several runs on one self-contained HTML page, and in a table for the terminal.
 
-Losses in nats per token can be compared only between runs of one tokenizer: a token of another is another amount of
-text. Unless checkpoints prove that all runs have the same tokenizer, losses are in bits per byte of text. A run may
-have no such numbers, because its tokenizer loses text or only a part of the validation split is scored. Then no losses
-are compared. Runs are ranked only if they were scored on the same text, as far as recorded sizes show. With one
-tokenizer that means equally many tokens in every evaluation, else whole texts of equally many bytes.
+Losses in nats per token can be compared only between runs with the same tokenizer, because tokens of different
+tokenizers are different amounts of text. The checkpoints may prove that all runs have the same tokenizer. If they do
+not, losses are shown in bits per byte of text. A run lacks this number if its tokenizer loses text, or if only a part
+of the validation split is scored. If any run lacks it, no losses are compared.
+
+Runs are ranked only if they were scored on the same text, as far as recorded sizes show. With the same tokenizer, every
+evaluation must have the same number of tokens. Otherwise the evaluations must cover whole texts with the same number of
+bytes.
 """
 
 from __future__ import annotations
@@ -27,28 +30,28 @@ from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
 _FIGURES = {"step": "Step", "tokens": "Tokens seen", "work": "Working time", "speed": "Speed"}
-"""Figures that a terminal has room for in addition to losses, by heading."""
+"""Facts that the table for the terminal shows in addition to losses: the name of each fact by its column heading."""
 _FACTS = ("Corpus", "Tokenizer", "Model", "Memory", "Commit", "MFU", "Peak memory", "State")
-"""Further facts about each run on the page, as on its own page."""
+"""Names of further facts about each run that the page shows."""
 
 
 class Unit(NamedTuple):
     """Unit in which the losses of all runs are compared."""
 
     column: str
-    """Column of the records. Empty if no unit allows a comparison."""
+    """Column of the records that holds losses in this unit. Empty if the runs have no common unit."""
     label: str
     sentence: str
-    """Sentence that names the unit and its reason."""
+    """Sentence for people that names the unit and the reason for it."""
     is_fair: bool = True
-    """Whether the runs may be ranked by it."""
+    """Whether the runs may be ranked by losses in this unit."""
 
 
 def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
-    """Write the page. Returns lines for people.
+    """Write the page that compares runs to the file `out`, and return the table as lines for the terminal.
 
-    Raises ConfigError for fewer than two runs, too many, one twice, or a page that cannot be written; DataError for a
-    run without records.
+    Raises ConfigError if there are fewer than two runs, too many runs or one run twice, or if the page cannot be
+    written. Raises DataError for a run without records.
     """
     _check_runs(run_dirs)
     check_writable(out)
@@ -99,7 +102,9 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
 
 
 def _loss_cells(run: RunRecords, unit: Unit) -> list[str]:
-    """Return a run's newest training loss, its newest validation loss, and the best with its step."""
+    """Return table cells of a run: its newest training loss, its newest validation loss, and its best one with the
+    step.
+    """
     cells = []
     for table in (run.history.train, run.history.held_out):
         newest = fixed(table.last(unit.column), 4)
@@ -128,7 +133,7 @@ def _check_runs(run_dirs: Sequence[Path]) -> None:
 
 
 def _names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return the folders' names, with as much of the path as makes equal ones differ."""
+    """Return a name for each run: its folder's name, with parent folders where names would be equal."""
     places = [path.resolve() for path in run_dirs]
     for depth in range(1, max(len(place.parts) for place in places) + 1):
         names = [printable(os.path.join(*place.parts[-depth:])) for place in places]
@@ -138,7 +143,10 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 def unit_of(runs: Sequence[RunRecords]) -> Unit:
-    """Choose nats per token if that is fair, else bits per byte if all runs have them, else none."""
+    """Choose the unit in which the losses of these runs can be compared.
+
+    It is nats per token if that is fair, else bits per byte if all runs have them, else no unit.
+    """
     tokenizers = {run.tokenizer for run in runs}
     is_one = len(tokenizers) == 1 and None not in tokenizers
     differ = "It is not on record whether the runs have the same tokenizer"
@@ -173,7 +181,7 @@ def unit_of(runs: Sequence[RunRecords]) -> Unit:
 
 
 def _unfair(runs: Sequence[RunRecords], *, in_nats: bool) -> str:
-    """Say why the runs were not scored on the same text. Empty if they may have been."""
+    """Return the reason why the runs were not scored on the same text, or an empty text if no difference is known."""
     sizes = set()
     counts = set()
     scores_all = set()
@@ -208,7 +216,10 @@ def _listed(numbers: Collection[float]) -> str:
 
 
 def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> list[str]:
-    """Return a line that orders the runs by their best validation loss. Empty if that is unknown or not fair."""
+    """Return a line that orders the runs by their best validation loss, in a list.
+
+    The list is empty if the unit allows no fair ranking, or if fewer than two runs have a validation loss.
+    """
     lowest = []
     for run, name in zip(runs, names, strict=True):
         found = best(run.history.held_out, unit.column)
@@ -221,7 +232,7 @@ def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> lis
 
 
 def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> dict[str, list[Picture]]:
-    """Draw the losses and speeds, with a line for each run that has the column."""
+    """Draw the losses and speeds of all runs. Each picture has a line for each run that has the numbers."""
     rows = _plot_rows(unit)
     hours = max(run.history.hours for run in runs)
     labels = [shortened(name) for name in names]
@@ -243,7 +254,7 @@ def _pictures(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> d
 
 
 def _plot_rows(unit: Unit) -> list[PlotRow]:
-    """Return the pictures of a comparison: losses, if a unit allows it, and speeds."""
+    """Return the definitions of the comparison's pictures: losses, if the runs have a common unit, and speeds."""
     rows = []
     if unit.column:
         axis = f"loss, {unit.label}"

@@ -1,9 +1,9 @@
-"""Charts as inline SVG: small, deterministic, readable on light and dark ground, without a script.
+"""Charts as inline SVG: small, readable on a light and a dark page, without a script, and the same for the same data.
 
-`draw` makes one chart from lines of numbers. Long lines are thinned: the horizontal axis is cut into bins, and a bin
-keeps its mean, its lowest and its highest value, so that a spike of one step in a million is still seen. Text stays
-text; ink and grid are CSS variables of the page (--ink, --grid), and the colours of lines are of a middling lightness
-that stands out from white and from black. The same numbers give the same bytes.
+`draw` makes a chart from lines of numbers. Long lines are thinned: the horizontal axis is cut into bins, and a bin
+keeps its mean, its lowest and its highest value. So a spike of one step in a million stays visible. Text stays text in
+the SVG. The colours of text and grid are CSS variables of the page (--ink, --grid). The colours of lines have a medium
+lightness, so that they are visible on white and on black. The same numbers give the same bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from txl_dist.console.formatting import format_count
 from txl_dist.report.records import FloatArray
 
 COLOURS = ("#2f7ed8", "#d9680f", "#2e9b4f", "#9a62d0", "#d9434e", "#1799a8", "#a8743a", "#d0569b")
-"""Colours of the lines of a chart, in turn."""
+"""Colours of a chart's lines, in the order of the lines."""
 NUM_BINS = 250
 _STEPS = (1, 2, 2.5, 5, 10)
 _INK, _GRID = "#010101", "#020202"
-"""As the style sheet has them."""
+"""Colours of text and grid in the style sheet, which `draw` replaces by CSS variables."""
 _SIZE_INCHES = (4.7, 2.9)
 _PNG_DPI = 200
 _MAX_MARKS = 120
@@ -34,7 +34,7 @@ _STYLE = Path(__file__).with_name("figures.mplstyle")
 
 
 class Line(NamedTuple):
-    """One line of a chart. Points without a finite value are left out."""
+    """One line of a chart with its label in the legend. Points without a finite value are left out."""
 
     label: str
     x: FloatArray
@@ -42,28 +42,29 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A place on the horizontal axis where something happened."""
+    """Mark at a place on the horizontal axis where something happened."""
 
     x: float
     is_border: bool
-    """A dashed line over the whole height; else a small triangle on the axis."""
+    """Whether the mark is a dashed line over the whole height. Otherwise it is a small triangle on the axis."""
 
 
 class Chart(NamedTuple):
-    """Data and labels of a chart."""
+    """Data and labels of a chart, which `draw` and `draw_png` take."""
 
     name: str
-    """Name, unique on the page: it keeps the ids inside the pictures apart."""
+    """Name of the chart. It must be unique on the page, because the ids inside the picture contain it."""
     lines: Sequence[Line]
     x_label: str
     y_label: str
     """Label of the vertical axis, with its unit."""
     is_log: bool = False
-    """Whether the vertical axis is logarithmic, if all values allow it. Otherwise it begins at zero."""
+    """Whether the vertical axis is logarithmic. A chart with a value that is not positive has a linear axis all the
+    same, and a linear axis begins at zero."""
 
 
 class Thinned(NamedTuple):
-    """Points of a line by increasing x; low and high are equal to mean where nothing was put together."""
+    """Points of a line in the order of x. `low` and `high` equal `mean` at a point that stands for itself only."""
 
     x: FloatArray
     mean: FloatArray
@@ -72,9 +73,9 @@ class Thinned(NamedTuple):
 
 
 def thinned(x: FloatArray, y: FloatArray) -> Thinned:
-    """Return the finite points of a line.
+    """Return the finite points of a line, with fewer points if there are many.
 
-    Bins with more than two points keep their mean, lowest and highest value.
+    A bin with more than two points becomes one point, with the bin's mean, lowest and highest value.
     """
     finite = np.isfinite(x) & np.isfinite(y)
     x = x[finite]
@@ -98,13 +99,13 @@ def thinned(x: FloatArray, y: FloatArray) -> Thinned:
 
 
 def draw(chart: Chart, *, marks: Sequence[Mark] = (), alt: str) -> str:
-    """Draw a chart as an <svg> element for a page, with `alt` as its text for screen readers."""
+    """Draw a chart as an <svg> element for a page. `alt` is the description for screen readers."""
     svg = _drawn(chart, marks, format="svg", transparent=True, metadata={"Date": None})
     return _for_page(svg.decode(), alt=alt)
 
 
 def draw_png(chart: Chart) -> bytes:
-    """Draw a chart as a PNG file, on white."""
+    """Return a chart as the content of a PNG file with a white background."""
     return _drawn(chart, (), grid="#dddddd", format="png", dpi=_PNG_DPI, metadata={"Software": None})
 
 
@@ -132,7 +133,7 @@ def _drawn(chart: Chart, marks: Sequence[Mark], *, grid: str = _GRID, **options:
 
 
 def _draw_line(axes: Any, line: Line, *, colour: str) -> None:
-    """Points while they are few, and a line without a value not even in the legend."""
+    """Draw a line, with dots if it has few points. A line without a finite value gets no entry in the legend."""
     x, mean, low, high = thinned(line.x, line.y)
     if not len(x):
         return
@@ -199,7 +200,9 @@ def _draw_marks(axes: Any, marks: Sequence[Mark]) -> None:
 
 
 def _for_page(svg: str, *, alt: str) -> str:
-    """Only what a page needs of the file: no headers, metadata or unused ids; colours by variables."""
+    """Return the part of an SVG file that a page needs: no headers, metadata or unused ids, and CSS variables as
+    colours.
+    """
     from markupsafe import escape
 
     svg = svg[svg.index("<svg") :]

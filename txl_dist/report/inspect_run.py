@@ -1,7 +1,8 @@
-"""`txl inspect`: what a run and its checkpoints hold, and what its lanes read at a step; a corpus answers itself.
+"""`txl inspect`: the contents of a run and its checkpoints, and the text that its lanes read at a step.
 
-From configuration and checkpoints alone: no ranks, no GPU, no DeepSpeed; a checkpoint may have been copied elsewhere.
-Facts are JSON values, for programs; lines are for people. What is damaged is shown as damaged, next to the rest.
+It reads configuration and checkpoints only, so it needs no other ranks, no GPU and no DeepSpeed. A checkpoint may have
+been copied elsewhere. Each answer has facts for programs as JSON values, and lines for people. Damaged files are shown
+as damaged, next to the rest. Questions about a corpus alone are answered by the data package.
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ _BESIDE = {
 
 
 Answer = tuple[dict[str, Any], list[str]]
-"""(facts for programs, lines for people)."""
+"""Answer to a question: (facts as JSON values for programs, lines for people)."""
 
 
 def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
-    """Answer a checked question about a corpus, a run or a checkpoint. Raises TxlError."""
+    """Return the answer to a question about a corpus, a run or a checkpoint at a path.
+
+    `kind` says which of them the path is. `question` holds the command-line options, which `check` has accepted. Raises
+    TxlError.
+    """
     if kind is ArtifactKind.CHECKPOINT:
         facts = checkpoint_facts(Path(path))
         return facts, checkpoint_lines(facts, max_parameters=question.max_documents)
@@ -69,7 +74,7 @@ def _open(path: str, question: InspectOptions) -> Corpus:
 
 
 def _stream_of_corpus(path: str, question: InspectOptions) -> tuple[tuple[Split, ...], StreamState, int]:
-    """Return the stream that a run with the default settings and the given options would read."""
+    """Return the token stream that a run on this corpus would read, with default settings and the given options."""
     splits = (_open(path, question).split(question.split),)
     train = TrainSection()
     seed = derive_seed(question.seed or RunSection().seed, "documents")
@@ -107,11 +112,11 @@ def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
 
 
 def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], StreamState, int]:
-    """(splits, where the stream was when a step began, tokens per lane and step). Step 1 is the first.
+    """Return (splits, state of the token stream before a step, tokens per lane and step). The first step is step 1.
 
-    The lanes of a run may have been cut again, and its segments may have another length. The newest checkpoint before
-    the step knows where they were; the settings are those of the checkpoint after it, else of the run.
-    Raises TxlError if the corpora of the run are not there.
+    A run may have changed its number of lanes (text streams) or its segment length. So the state is computed from the
+    newest checkpoint before the step. The settings come from the first checkpoint at or after the step, else from the
+    run. Raises TxlError if the run's corpora are missing.
     """
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]
@@ -149,7 +154,7 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
 
 
 def _change_between(reached: StreamState, saved: StreamState) -> str:
-    """Say why a stream does not reach the place that a checkpoint saved. Empty if it does."""
+    """Return the reason why a stream does not reach the state that a checkpoint saved, or an empty text if it does."""
     reached_cuts = [corpus.cut() for corpus in reached.corpora]
     saved_cuts = [corpus.cut() for corpus in saved.corpora]
     if reached_cuts != saved_cuts:
@@ -162,7 +167,10 @@ def _change_between(reached: StreamState, saved: StreamState) -> str:
 
 
 def run_facts(run_dir: Path) -> dict[str, Any]:
-    """Return the facts of a run: its checkpoints, each read and compared with its manifest, and the other entries."""
+    """Return the facts of a run: its checkpoints, and the other entries of its folder.
+
+    Each checkpoint is read and compared with its manifest.
+    """
     summaries = {folder: _summary(folder) for folder in list_checkpoints(run_dir)}
     checkpoints = [summary for folder, summary in summaries.items() if folder.is_dir()]  # a run may remove some
     losses = evaluated_losses(run_dir, up_to=sys.maxsize)
@@ -189,11 +197,11 @@ def run_facts(run_dir: Path) -> dict[str, Any]:
 
 
 _SUMMARY_KEYS = ("tokens_seen", "world_size", "zero_stage", "precision")
-"""Values of a checkpoint's state that its line in the table of a run shows."""
+"""Keys of a checkpoint's state that the table of a run's checkpoints shows."""
 
 
 def _summary(folder: Path) -> dict[str, Any]:
-    """Return the facts of a checkpoint in the table of a run. None for what state.json does not say."""
+    """Return the facts of a checkpoint for the table of a run. A fact that state.json lacks is None."""
     facts: dict[str, Any] = {
         "name": folder.name,
         "step": step_of(folder),
@@ -247,7 +255,7 @@ def run_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _run_row(checkpoint: dict[str, Any], *, is_best: bool) -> list[str]:
-    """Return the row of a checkpoint in the table of a run."""
+    """Return a checkpoint's row in the table of a run."""
     if checkpoint["eval_loss"] is None:
         loss = "-"
     else:
@@ -279,8 +287,10 @@ def _or_dash(value: Any) -> str:
 
 
 def checkpoint_facts(folder: Path) -> dict[str, Any]:
-    """Return the contents of a checkpoint, and its faults by its manifest. Raises CheckpointError without
-    state.json."""
+    """Return the contents of a checkpoint, and its differences from its manifest.
+
+    Raises CheckpointError if state.json is missing.
+    """
     saved = read_state(folder)
     problems = checkpoint_problems(folder)
     kinds: list[str] = []
@@ -321,9 +331,9 @@ def checkpoint_facts(folder: Path) -> dict[str, Any]:
 
 
 def _phase_facts(folder: Path, step: int) -> dict[str, int] | None:
-    """Return the phase that the checkpoint's last step belongs to.
+    """Return facts of the training phase to which the checkpoint's last step belongs.
 
-    None for a run without phases, or a checkpoint without settings.
+    Returns None for a run without phases, or a checkpoint without settings.
     """
     with suppress(TxlError, OSError):
         config = load_config(folder / SETTINGS)
@@ -371,7 +381,10 @@ def _lane_file(path: Path) -> dict[str, Any]:
 
 
 def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
-    """Return the facts of each corpus. How often it has been read is known only where it is on this machine."""
+    """Return facts of each corpus that the checkpoint's stream reads.
+
+    The number of passes over a corpus is included only if the corpus is on this machine.
+    """
     tokens_of_split = _tokens_of_splits(folder)
     facts = []
     for corpus in stream.corpora:
@@ -396,7 +409,10 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
 
 
 def _tokens_of_splits(folder: Path) -> dict[tuple[str, str], int]:
-    """Return the tokens of each training split by (fingerprint, name). Empty if a corpus is not on this machine."""
+    """Return the number of tokens of each training split by (fingerprint, name).
+
+    Empty if a corpus is not on this machine.
+    """
     tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
         config = load_config(folder / SETTINGS)
@@ -423,7 +439,7 @@ def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]
 
 
 def _state_lines(facts: dict[str, Any]) -> list[str]:
-    """Describe a checkpoint's state: damage, step, phase, skipped steps, fingerprints."""
+    """Return lines about a checkpoint's state: damage, step, phase, skipped steps and fingerprints."""
     if facts["problems"]:
         state = "damaged"
     else:
@@ -454,7 +470,7 @@ def _state_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _lane_file_line(lane_file: dict[str, Any]) -> str:
-    """Describe a file of memories."""
+    """Return a line about a file that holds the memories of lanes."""
     lanes = f"{lane_file['first']} to {lane_file['last']}"
     layers = counted(lane_file["num_layers"], "layer")
     memory_lens = lane_file.get("memory_lens", [lane_file["memory_len"]])
@@ -466,7 +482,7 @@ def _lane_file_line(lane_file: dict[str, Any]) -> str:
 
 
 def _parameter_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
-    """List the parameters of a checkpoint, up to a number."""
+    """List the parameters of a checkpoint, at most `max_parameters` of them."""
     rows = [["parameter", "values", "shape"]]
     num_values = 0
     for name, shape in facts["parameters"].items():

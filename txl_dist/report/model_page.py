@@ -1,8 +1,8 @@
-"""`txl report` of a checkpoint or a bundle: its run's page where it lies in a run, else a page of what it holds itself.
+"""`txl report` of a checkpoint or a bundle: the page of its run if it lies in one, else a page of its own contents.
 
-A bundle's page is its model card: what the model is, how it was trained, scores, a sample, how to use it. A checkpoint
-without its run shows how far it is, and its settings. The page is written next to the folder, not into it, where a
-file that the manifest does not list is damage.
+The page of a bundle is its model card: what the model is, how it was trained, scores, a sample and how to use it. The
+page of a checkpoint without its run shows its step and its settings. The page is written next to the folder, because a
+new file inside it would not be in the manifest and would count as damage.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 _WEIGHTS = "model.safetensors"
 _SCALE = ".scale"
-"""End of the names of the scales of int8 weights, which are not counted as parameters."""
+"""Suffix of the names of int8 scales, which are not counted as parameters."""
 
 
 def report_of(path: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:
-    """Write the page of a run, a checkpoint or a bundle. Returns lines for people. Raises TxlError."""
+    """Write the page of a run, a checkpoint or a bundle, and return lines for the terminal.
+
+    `out` is the page's file, and None means a file in the run's folder or next to the bundle. Raises TxlError.
+    """
     run = path.resolve().parent.parent
     if kind is ArtifactKind.CHECKPOINT and detect_artifact(run) is ArtifactKind.RUN and (run / RECORDS).exists():
         return [printable(f"{path} is a checkpoint of the run {run}:"), *write_report(run, out=out)]
@@ -62,7 +65,7 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
 
 
 def _bundle(folder: Path) -> dict[str, Any]:
-    """Return the content of a bundle's page: its card."""
+    """Return the content of a bundle's page, which is its model card."""
     config = keys_in_new_names(parse_object(read_bytes(folder / "config.json")), of="bundle")
     own_settings = dict(config["model"])
     model = Model(
@@ -104,7 +107,10 @@ def _tokenizer_kind(folder: Path) -> str | None:
 
 
 def _num_parameters(folder: Path) -> int | None:
-    """Count the parameters by the header of the weights, which is read without torch."""
+    """Count a bundle's parameters by the header of its file of weights, without torch.
+
+    Returns None if that is not possible.
+    """
     with suppress(OSError, SafetensorError), safe_open(folder / _WEIGHTS, framework="numpy") as file:
         slices = [file.get_slice(name) for name in file.keys() if not name.endswith(_SCALE)]  # noqa: SIM118
         return int(sum(math.prod(one.get_shape()) for one in slices))
@@ -118,7 +124,7 @@ def _num_bytes(folder: Path) -> int | None:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's page: that of a run whose only record is its step."""
+    """Return the content of a checkpoint's page. It has the form of a run's page with a single record."""
     state = parse_object(read_bytes(folder / STATE))
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}

@@ -1,8 +1,8 @@
-"""Pictures of a run's report: which numbers, over which axis, in which unit, and a sentence where there are none.
+"""Pictures of a run's report: numbers over an axis, or a sentence that says why there are no numbers.
 
-Each picture over the training is a row of `_ROWS`. `picture_of` draws the rows, those of `txl compare` too. Rows of
-metrics come from the metric table; rows of losses and of memory are here. A picture over another axis, such as the loss
-over the length of the memory, has a function of its own.
+A picture over the training is defined by a row of `_ROWS`, and `picture_of` draws it. `txl compare` uses `picture_of`
+too. Rows of metrics are made from the metric table. Rows of losses and of memory are written here. A picture over
+another axis, such as the loss over the length of the memory, has its own function.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ _MARKS = {
     "dashed lines": {"start": "resumed", "rewound": TROUBLES["rewound"]},
     "triangles": {event: word for event, word in TROUBLES.items() if event != "rewound"},
 }
-"""Events that pictures mark and their words for people, by the shape of the mark."""
+"""Words for the events that pictures mark, by event name, grouped by the shape of the mark."""
 _MAX_LABEL = 22
-"""Characters of a name in the legend."""
+"""Largest number of characters of a name in a legend."""
 _MAX_DESCRIBED = 6
-"""Lines that the description of a picture has in words."""
+"""Largest number of lines that a picture's description mentions one by one."""
 _SHORT_HOURS = 2
-"""Hours of work below which an axis of time is in minutes."""
+"""Hours of work below which a time axis is in minutes."""
 _NUM_BINS = 8
-"""Bins of positions in the segment: each has enough tokens to see more than chance."""
+"""Number of ranges of positions in a segment. With few ranges, each mean has enough tokens to mean more than noise."""
 
 Kind = Literal["train", "eval", "memory", "layers", "all"]
 Axis = Literal["step", "tokens", "hours", "position"]
 
 
 class Picture(NamedTuple):
-    """A figure of the page, or the reason why there is none."""
+    """A picture of the page, or a sentence that says why it cannot be drawn."""
 
     title: str
     svg: Markup
-    """Picture as SVG; empty where there is nothing to draw."""
+    """Picture as an SVG element. Empty if it cannot be drawn."""
     caption: str
 
 
@@ -57,14 +57,14 @@ class PlotRow(NamedTuple):
     unit: str
     """Label of the vertical axis, with its unit."""
     columns: dict[str, str]
-    """Columns by their word in the legend. PREFIX_ stands for PREFIX_0, PREFIX_1 ..."""
+    """Columns of the records by their word in the legend. A name PREFIX_ means all columns PREFIX_0, PREFIX_1 ..."""
     of: Kind = "train"
-    """Kind of the records; `all` has a line for training and one for each evaluation."""
+    """Kind of the records. The kind `all` gives one line for training and one line per validation split."""
     by: Axis = "step"
     is_log: bool = False
     caption: str = ""
     missing: str = ""
-    """Reason why a run may lack these numbers."""
+    """Sentence that says why a run may lack these numbers."""
 
 
 _LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
@@ -133,7 +133,7 @@ _MEMORY_ROWS = (
 
 
 def _metric_rows() -> Iterator[PlotRow]:
-    """Yield a picture for each metric of the metric table that has a curve."""
+    """Yield the definition of a picture for each metric of the metric table that is shown as a curve."""
     for metric in METRICS.values():
         curve = metric.curve
         if curve:
@@ -142,7 +142,10 @@ def _metric_rows() -> Iterator[PlotRow]:
 
 
 def _layer_row(title: str, unit: str, name: str, *, others: Sequence[str] = (), caption: str = "") -> PlotRow:
-    """Return a picture of one line per layer, and one for each of the `others`: modules that are no layers."""
+    """Return the definition of a picture with one line per layer.
+
+    `others` are modules that are not layers and get a line too.
+    """
     columns = {"layer": f"{name}_"}
     for word in others:
         columns[word] = f"{name}_{word}"
@@ -177,7 +180,7 @@ _RANK_ROW = PlotRow(
     missing="there is one rank only",
 )
 _ROWS = (*_LOSS_ROWS, *_MEMORY_ROWS, *_metric_rows(), *_LAYER_ROWS, _RANK_ROW)
-"""All pictures over the training, in the order of the page."""
+"""Definitions of all pictures over the training, in the order of the page."""
 _LOSS_BY_POSITION = PlotRow(_MEMORY, "Loss per position in the segment", _NATS, {}, by="position", is_log=True)
 _GAIN_BY_POSITION = PlotRow(
     _MEMORY,
@@ -191,7 +194,7 @@ _GAIN_BY_POSITION = PlotRow(
 
 
 def pictures_of(run: RunRecords) -> dict[str, list[Picture]]:
-    """Draw all pictures of a run's report, by the heading of their group."""
+    """Draw all pictures of a run's report. Returns the pictures of each group by the group's heading."""
     groups: dict[str, list[Picture]] = {row.group: [] for row in _ROWS}
     groups[_MEMORY].append(_position_picture(run))
     hours = run.history.hours
@@ -206,7 +209,7 @@ def pictures_of(run: RunRecords) -> dict[str, list[Picture]]:
 
 
 def _tables(run: RunRecords, kind: Kind) -> dict[str, RecordTable]:
-    """Return the tables of a kind of records, by their word in the legend."""
+    """Return the tables of a kind of records by their word in the legend."""
     history = run.history
     if kind == "all":
         tables = {"training": history.train}
@@ -223,7 +226,7 @@ def _tables(run: RunRecords, kind: Kind) -> dict[str, RecordTable]:
 
 
 def _lines(run: RunRecords, row: PlotRow, *, hours: float) -> list[Line]:
-    """Return the lines of a picture: one per table and column, of numbered columns a selection."""
+    """Return the lines of a picture: one per table and column. Of many numbered columns it has a selection."""
     lines = []
     for table_word, table in _tables(run, row.of).items():
         x = x_values(run, table, row, hours=hours)
@@ -237,7 +240,7 @@ def _lines(run: RunRecords, row: PlotRow, *, hours: float) -> list[Line]:
 
 
 def _omitted_lines(run: RunRecords, row: PlotRow) -> list[str]:
-    """Return sentences on lines that a picture has no room for, sorted; empty ones are possible."""
+    """Return sorted sentences about lines that a picture has no room for. A sentence may be empty."""
     sentences = set()
     for table in _tables(run, row.of).values():
         for word, prefix in row.columns.items():
@@ -246,7 +249,10 @@ def _omitted_lines(run: RunRecords, row: PlotRow) -> list[str]:
 
 
 def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks: Sequence[Mark] = ()) -> Picture:
-    """Draw the lines of a row, or say why there are none; `hours` is the length of an axis of hours."""
+    """Draw the lines of a picture, or return a sentence that says why there are none.
+
+    `hours` is the length of a time axis in hours, which decides its unit. `marks` are events on the axis.
+    """
     shown = [line for line in lines if np.isfinite(line.x + line.y).any()]
     if not shown:
         if row.missing:
@@ -266,7 +272,7 @@ def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks
 
 
 def _x_label(axis: Axis, *, hours: float) -> str:
-    """Name an axis with its unit."""
+    """Return the label of a horizontal axis, with its unit."""
     if axis == "hours":
         if hours >= _SHORT_HOURS:
             return "hours of work"
@@ -279,9 +285,9 @@ def _x_label(axis: Axis, *, hours: float) -> str:
 
 
 def x_values(run: RunRecords, table: RecordTable, row: PlotRow, *, hours: float) -> FloatArray:
-    """Return the place of each record on a row's axis; NaN where it is unknown.
+    """Return the place of each record on the horizontal axis of a picture, or NaN if the place is unknown.
 
-    An axis of `hours` is in minutes where it is short.
+    A time axis of `hours` hours is in minutes if it is short.
     """
     if row.by == "tokens":
         return run.tokens_at(table["step"])
@@ -293,7 +299,7 @@ def x_values(run: RunRecords, table: RecordTable, row: PlotRow, *, hours: float)
 
 
 def _description(chart: Chart) -> str:
-    """Describe a picture in words; lines after the sixth are counted only."""
+    """Describe a picture in words for screen readers. Lines after the sixth are only counted."""
     parts = []
     for line in chart.lines[:_MAX_DESCRIBED]:
         y = line.y[np.isfinite(line.y)]
@@ -311,7 +317,7 @@ def _description(chart: Chart) -> str:
 
 
 def shortened(label: str) -> str:
-    """Shorten a name for the legend: the middle of a long one is left out."""
+    """Shorten a name for the legend by leaving out its middle."""
     if len(label) <= _MAX_LABEL:
         return label
     half = _MAX_LABEL // 2 - 1
@@ -319,21 +325,21 @@ def shortened(label: str) -> str:
 
 
 def few(word: str, num: int) -> str:
-    """Say for a caption how many lines are shown; empty where all of them are."""
+    """Return a caption that says how many of `num` lines are shown, or an empty text if all of them are shown."""
     if num <= len(COLOURS):
         return ""
     return f"{len(COLOURS)} of {num:,} {word}s."
 
 
 def spread(items: Sequence[Item], *, most: int) -> list[Item]:
-    """Select up to `most` items in even steps, with the first and the last of them."""
+    """Select up to `most` items at even distances. The first and the last item are always selected."""
     num = min(len(items), most)
     steps = max(num - 1, 1)
     return [items[round((len(items) - 1) * index / steps)] for index in range(num)]
 
 
 def marks_explained(run: RunRecords) -> str:
-    """Explain the marks in the pictures of a run; empty if there are none."""
+    """Explain the marks in the pictures of a run. Returns an empty text if there are none."""
     counts = Counter(event.name for event in _marked_events(run))
     explained = []
     for sign, names in _MARKS.items():
@@ -344,7 +350,7 @@ def marks_explained(run: RunRecords) -> str:
 
 
 def _marks(run: RunRecords, row: PlotRow) -> list[Mark]:
-    """Return the marks of a picture: resumptions and rewinds as dashed lines, other troubles as triangles."""
+    """Return the marks of a picture: dashed lines for resumptions and rewinds, triangles for other troubles."""
     events = _marked_events(run)
     table = RecordTable(
         {
@@ -357,7 +363,7 @@ def _marks(run: RunRecords, row: PlotRow) -> list[Mark]:
 
 
 def _marked_events(run: RunRecords) -> list[Event]:
-    """Return the events that pictures mark, without the first start."""
+    """Return the events that pictures mark. The first start of the run is left out."""
     marked_names = {name for names in _MARKS.values() for name in names}
     events = [event for event in run.history.events if event.name in marked_names]
     if events and events[0].name == "start":
@@ -366,7 +372,7 @@ def _marked_events(run: RunRecords) -> list[Event]:
 
 
 def _position_picture(run: RunRecords) -> Picture:
-    """Draw the newest gain from memory by position in the segment; without a measured gain, the loss by position."""
+    """Draw the newest gain from memory by position in the segment, or the loss by position if no gain was measured."""
     memory = run.history.memory
     has_gain = len(memory) and len(memory.newest("loss_by_position_"))
     if has_gain:
@@ -397,9 +403,12 @@ def _position_picture(run: RunRecords) -> Picture:
 
 
 def chart_over_lengths(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
-    """Return a chart of the loss over a length that was scored with several values; None if there is none.
+    """Return a chart of the loss over a length that was scored with several values.
 
-    The axis is the first such length of memory, segment and clamp. Each combination of the others has a line.
+    Returns None if there is no such length.
+
+    The axis is the first such length among the memory, segment and clamp lengths. Each combination of the other two
+    lengths has a line.
     """
     names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
     rows = [score for score in scores.values() if "memory_len" in score and "loss" in score]
@@ -425,7 +434,10 @@ def chart_over_lengths(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
 
 
 def memory_sweep(scores: Scores) -> list[Picture]:
-    """Draw the loss over the length of the memory, or over another length that was scored with several values."""
+    """Draw the loss over the length of the memory, or over another length that was scored with several values.
+
+    `scores` is the content of the file that `txl evaluate --json` wrote.
+    """
     chart = chart_over_lengths(scores)
     if chart is None:
         return []
@@ -436,13 +448,13 @@ _PART_TITLES: dict[PartName, tuple[str, str]] = {
     "by_cluster": ("Scores per cluster of the vocabulary", "cluster, the most frequent tokens first"),
     "by_position": ("Scores per position in the segment", "position in the segment, tokens"),
 }
-"""Title and axis of the pictures of parts."""
+"""Title and axis label of the pictures of the loss by vocabulary cluster and by position."""
 
 
 def part_pictures(parts: Parts) -> list[Picture]:
-    """Draw the loss of each score over the clusters of its vocabulary and over the positions in its segments.
+    """Draw the loss of each score by vocabulary cluster and by position in the segment.
 
-    A score with one part only is left out.
+    A score that has only one part is left out.
     """
     pictures = []
     for key, (title, x_label) in _PART_TITLES.items():
@@ -467,7 +479,7 @@ def part_pictures(parts: Parts) -> list[Picture]:
 
 
 def _part_line(name: str, parts: Sequence[LossPart], key: PartName) -> Line:
-    """Return the line of a score: its loss over the number of the cluster, or over the middle of the positions."""
+    """Return the line of a score. Its x is the number of the cluster, or the middle of a range of positions."""
     first, last, loss = np.array(parts).T
     x: FloatArray = (first + last) / 2
     if key == "by_cluster":

@@ -1,12 +1,16 @@
-"""Records of a run as they hold: `metrics.jsonl` read back into columns of numbers, one row per step.
+"""Reader of a run's records: `metrics.jsonl` becomes columns of numbers with one row per step.
 
-A run crashes, continues and is rewound. So its file has some steps twice, and some that were given up. Here the later
-record of a step holds. Records after the step at which a start or a rewind continued the run are left out. Hours are
-hours of work: the clock from record to record, without the pauses before a start. A list of numbers is a column per
-element, NAME_0, NAME_1 ... Of times per rank the fastest, the median and the slowest are kept. A line that a crash tore
-is counted and skipped. null is NaN, as is any number that training cannot produce (`is_number`). Unknown kinds and
-fields do no harm, and names hold nothing that cannot be drawn. A million records take at most half a minute and less
-than a gigabyte, because numbers are kept as arrays, not objects.
+A run crashes, continues and is rewound. So its file has some steps twice, and has steps that were given up later. This
+module keeps the later record of a step. It leaves out steps after the step from which a start or a rewind continued the
+run. Hours are hours of work: the time from record to record, without the pauses before a start.
+
+A list of numbers becomes one column per element, NAME_0, NAME_1 ... Of times per rank, the fastest, the median and the
+slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a number
+that training cannot produce (`is_number`). Records and fields of unknown names do no harm. Names contain only
+characters that can be drawn.
+
+Numbers are kept as arrays, not objects, to save memory. A million records take at most half a minute and less than a
+gigabyte.
 """
 
 from __future__ import annotations
@@ -30,31 +34,31 @@ from txl_dist.io.files import open_regular, parse_object, read_bytes
 FloatArray = NDArray[np.float64]
 SCORES = "evaluation.json"
 MOST = 1e15
-"""Largest number that is a measurement. Larger ones overflow in computations."""
+"""Largest number that counts as a measurement, because larger numbers overflow in computations."""
 _MAX_SCORES = _MAX_LIST = 4096
 _MAX_NAME = 200
 BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
-"""Metrics per byte or character of text, with their names for people.
+"""Names for people of the metrics that are per byte or character of text.
 
-Older programs recorded them without a check that they are a cost of the text. Their start does not say why there are
-none (`no_bits`). Their values are not kept.
+Programs of old versions recorded these metrics even if they were not a cost of the text. The start record of such a
+program does not say why bits are missing (`no_bits`). Then the values are left out.
 """
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
 class Event(NamedTuple):
-    """An event of the run, in the order of the file."""
+    """An event of the run, such as a start, a rewind or a loss spike. Events are in the order of the file."""
 
     name: str
     step: int
     hours: float
-    """Hours of work until then."""
+    """Hours of work of the run before the event."""
     fields: dict[str, Any]
-    """Other fields of the record."""
+    """Fields of the record that have no field here."""
 
 
 class TextSample(NamedTuple):
-    """Text that the model wrote during training."""
+    """Text that the model generated during training."""
 
     step: int
     prompt: str
@@ -63,7 +67,10 @@ class TextSample(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordTable:
-    """The records of one kind that hold, by step; every column has a value per row, NaN where there is none."""
+    """The valid records of one kind, sorted by step, as columns of numbers.
+
+    Each column has one value per record. The value is NaN if the record lacks it.
+    """
 
     columns: dict[str, FloatArray]
 
@@ -71,15 +78,15 @@ class RecordTable:
         return len(self.columns["step"])
 
     def __getitem__(self, name: str) -> FloatArray:
-        """Return a column; all NaN if no record has it."""
+        """Return a column by its name. All its values are NaN if no record has it."""
         return self.columns.get(name, np.full(len(self), np.nan))
 
     def has(self, name: str) -> bool:
-        """Whether a record has a number of this name."""
+        """Return whether any record has a number of this name."""
         return bool(np.isfinite(self[name]).any())
 
     def last(self, name: str) -> float | None:
-        """Return the newest number of a column."""
+        """Return the newest number of a column, or None if the column has none."""
         column = self[name]
         finite = column[np.isfinite(column)]
         if len(finite):
@@ -87,7 +94,7 @@ class RecordTable:
         return None
 
     def numbered(self, prefix: str) -> list[str]:
-        """Columns PREFIX0, PREFIX1 ... in the order of their numbers."""
+        """List the columns PREFIX0, PREFIX1 ... in the order of their numbers."""
 
         def number_of(name: str) -> int:
             return int(name.removeprefix(prefix))
@@ -99,41 +106,41 @@ class RecordTable:
         return sorted(names, key=number_of)
 
     def newest(self, prefix: str) -> FloatArray:
-        """Those of the last record."""
+        """Return the values of the columns PREFIX0, PREFIX1 ... in the last record."""
         return np.array([self[name][-1] for name in self.numbered(prefix)])
 
 
 @dataclass(frozen=True)
 class History:
-    """All that `metrics.jsonl` holds."""
+    """All valid records of a run, from `metrics.jsonl`. `read_history` reads it."""
 
     train: RecordTable
     evals: dict[str, RecordTable]
-    """By kind: `eval`, and `eval_NAME` for further corpora."""
+    """Evaluations by kind of record: `eval` for the first corpus, `eval_NAME` for further corpora."""
     memory: RecordTable
     layers: RecordTable
     events: list[Event]
     samples: list[TextSample]
     hosts: dict[int, str]
-    """Host of each rank that was ever the slowest."""
+    """Host name of each rank that was the slowest at some step."""
     hours: float
-    """Hours of work on record."""
+    """Hours of work that the records cover."""
     last_time_s: float
     num_records: int
-    """Number of whole lines."""
+    """Number of complete lines in the file."""
     num_damaged: int
-    """Number of lines that are no record: torn by a crash."""
+    """Number of lines that are not records, because a crash cut them short."""
     num_superseded: int
-    """Train records of steps that were repeated or given up."""
+    """Number of train records of steps that were repeated or given up."""
 
     @property
     def held_out(self) -> RecordTable:
-        """Evaluations of the first corpus, if there are any."""
+        """Evaluations of the first corpus. The table is empty if there are none."""
         return self.evals.get("eval", RecordTable({"step": np.empty(0), "hours": np.empty(0)}))
 
     @property
     def step(self) -> int:
-        """The newest step on record."""
+        """Newest step of any record."""
         newest = 0.0
         for table in (self.train, self.memory, *self.evals.values()):
             step = table.last("step")
@@ -144,7 +151,10 @@ class History:
 
 
 def read_history(run_dir: Path) -> History:
-    """Read a run's records. Raises DataError if there is no such file, or no whole record in it."""
+    """Read the records of a run from its folder.
+
+    Raises DataError if there is no file of records or no valid record in it.
+    """
     path = run_dir / RECORDS
     try:
         with open_regular(path) as stream:
@@ -165,7 +175,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def history_of(lines: Iterable[bytes]) -> History:
-    """Read a history from records, a line of JSON each."""
+    """Make a history from the lines of a file of records, each a JSON object."""
     reader = _Reader()
     for line in lines:
         reader.take(line)
@@ -173,26 +183,26 @@ def history_of(lines: Iterable[bytes]) -> History:
 
 
 Scores = dict[str, dict[str, float]]
-"""Content of the file of `txl evaluate --json`: numbers by the name of what was scored."""
+"""Scores from the file of `txl evaluate --json`: the numbers of each score by its name."""
 
 
 class LossPart(NamedTuple):
-    """Loss of some of the targets."""
+    """Loss on a part of the targets: a cluster of the vocabulary, or a range of positions in the segment."""
 
     first: float
     last: float
-    """First and last id of a cluster, or position in a segment."""
+    """Last id of the cluster, or last position of the range. `first` is the first one."""
     loss: float
-    """Nats per token. NaN if there was no target."""
+    """Loss in nats per token. NaN if the part has no target."""
 
 
 PartName = Literal["by_cluster", "by_position"]
 Parts = dict[PartName, dict[str, list[LossPart]]]
-"""Parts of the loss by the name of what was scored, if it has any."""
+"""Losses of parts of the text, by the kind of part and then by the name of the score."""
 
 
 def read_scores(run_dir: Path) -> Scores:
-    """Read the scores next to the records of a run. Empty if there are none, or they cannot be read."""
+    """Read the scores that `txl evaluate --json` wrote into a run's folder. Empty if no scores can be read."""
     scores = {}
     for name, values in _scored(run_dir):
         scores[name] = {key: float(value) for key, value in values.items() if is_number(value)}
@@ -200,7 +210,7 @@ def read_scores(run_dir: Path) -> Scores:
 
 
 def read_loss_parts(run_dir: Path) -> Parts:
-    """Read the parts of the loss from the same file."""
+    """Read the losses of parts of the text from the file that `read_scores` reads. Empty if none can be read."""
     rows = _scored(run_dir)
     parts_by_name: Parts = {}
     for key in get_args(PartName):
@@ -223,7 +233,7 @@ def _parts_of(listed: object) -> list[LossPart]:
 
 
 def _part_of(values: dict[str, Any]) -> LossPart:
-    """Read a part of the loss; numbers that are missing or no numbers are NaN."""
+    """Make a part of the loss from recorded values. A value that is missing or not a number becomes NaN."""
     numbers = []
     for field in LossPart._fields:
         value = values.get(field)
@@ -246,7 +256,7 @@ def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 class _Rows:
-    """Columns that grow by a record; those that lack a value are filled up with NaN later."""
+    """Columns that grow with each record. A column that lacks values gets NaN for them later."""
 
     def __init__(self) -> None:
         self.num = 0
@@ -260,7 +270,7 @@ class _Rows:
         self.num += 1
 
     def table(self, reached: list[tuple[int, int]]) -> RecordTable:
-        """Return the rows that hold. `reached`: (number of rows then, step) of each start and rewind."""
+        """Return the valid rows. `reached` has (number of rows so far, step) for each start and rewind."""
         columns = {"step": np.empty(0), "hours": np.empty(0)}
         for name, column in self._columns.items():
             column.extend([math.nan] * (self.num - len(column)))
@@ -278,7 +288,7 @@ class _Rows:
 
 
 class _Reader:
-    """Takes lines in the order of the file."""
+    """Reader that takes the lines of a file in their order, and makes a history of them."""
 
     def __init__(self) -> None:
         self.num_records = self.num_damaged = 0
@@ -293,7 +303,7 @@ class _Reader:
         self._last_step = 0
 
     def take(self, line: bytes) -> None:
-        """One line, whole or not."""
+        """Read one line, which may be incomplete."""
         try:
             record = record_in_new_names(parse_object(line))
             kind = record["kind"]
@@ -320,7 +330,7 @@ class _Reader:
             rows.append(numbers)
 
     def history(self) -> History:
-        """Return the history that all lines give together."""
+        """Return the history of all lines so far."""
         tables = {}
         for kind, rows in self._rows.items():
             reached = [(counts.get(kind, 0), step) for counts, step in self._reached]
@@ -347,7 +357,10 @@ class _Reader:
         )
 
     def _advance_clock(self, record: dict[str, Any], step: int) -> None:
-        """Advance the clock by the times of records, or in old files without times by the times of steps."""
+        """Add the time since the last record to the hours of work.
+
+        Old records without a time add the duration of their steps.
+        """
         time_s = record.get("time_s")
         is_start = record.get("event") == "start"
         spent_s = 0.0
@@ -398,5 +411,5 @@ class _Reader:
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether it is one that can be measured and computed with: finite, and at most `MOST` from 0."""
+    """Return whether a value is a number that training can produce: finite, and between -`MOST` and `MOST`."""
     return type(value) in (float, int) and abs(value) <= MOST  # type: ignore[arg-type]

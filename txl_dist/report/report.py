@@ -1,8 +1,8 @@
-"""`txl report`: a run as one self-contained page, and a few lines for the terminal.
+"""`txl report`: a run as one self-contained HTML page, and a few lines for the terminal.
 
-The page needs no network and no script; everything that comes from the run is escaped, and a content policy forbids
-the rest. Pictures are inline SVG (`figures`), the form is in the templates next to this file. It is written at once or
-not at all, and a run that has not changed gives the same bytes.
+The page needs no network and no script. All text that comes from the run is escaped, and a content policy forbids
+everything else. Pictures are inline SVG (`figures`). The templates next to this file define the page's form. The page's
+file is replaced only when the new page is complete. A run that has not changed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from txl_dist.train.report.event_text import event_details
 _MAX_EVENTS = 300
 _MAX_SAMPLES = 12
 _MAX_TEXT = 4000
-"""Characters of a sample that the page shows."""
+"""Largest number of characters of a text sample on the page."""
 _ORDINARY = ("saved", "replicas_agree")
 _FILES = (SETTINGS, RECORDS, LOG, SCORES, TENSORBOARD, CHECKPOINTS, PROFILE, STACKS)
 
 
 def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
-    """Write the page of a run, by default to RUN/report.html. Returns lines for people.
+    """Write the page of a run to `out`, by default to RUN/report.html, and return a summary as lines for the terminal.
 
-    Raises DataError if the run has no records, ConfigError if the page cannot be written.
+    Raises DataError if the run has no records, and ConfigError if the page cannot be written.
     """
     path = out or run_dir / "report.html"
     if run_dir.is_dir() or out is not None:
@@ -50,7 +50,7 @@ def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
 
 
 def check_writable(path: Path) -> None:
-    """Before the work, not after it. Raises ConfigError."""
+    """Raise ConfigError if a page cannot be written to this path. It is called before the page is made."""
     target = _target(path)
     folder = target.parent
     if os.path.isdir(path):
@@ -67,7 +67,11 @@ def check_writable(path: Path) -> None:
 
 
 def write_page(path: Path, template: str, **content: Any) -> str:
-    """Fill in a template and write it, whole or not at all. Returns a line for people. Raises ConfigError."""
+    """Make a page from a template, write it to a file, and return a line that names the file. Raises ConfigError.
+
+    `template` is the name of a file next to this module. `content` has the template's variables. An old file is
+    replaced only when the new page is complete.
+    """
     html = render(template, **content)
     try:
         atomic_replace(_target(path), html.encode("utf-8", errors="replace"))
@@ -79,7 +83,7 @@ def write_page(path: Path, template: str, **content: Any) -> str:
 
 
 def _target(path: Path) -> Path:
-    """Return the path that a link leads to. That file is replaced, and the link stays."""
+    """Return the path to which a link leads. The page replaces that file and not the link."""
     return Path(os.path.realpath(path))
 
 
@@ -87,7 +91,10 @@ _NUMBER = re.compile(r"-?[\d,.]+(e[-+]\d+)?[kMGT]?( [\w/%]+| at [\d,]+)?")
 
 
 def render(template: str, **content: Any) -> str:
-    """Make a page from a template next to this file; all text is escaped, and rid of what no page may hold."""
+    """Make a page from a template next to this file. `content` has the template's variables.
+
+    All text is escaped. Characters that a page must not contain are removed.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -102,11 +109,11 @@ def render(template: str, **content: Any) -> str:
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]")
-"""Characters that no page may hold: below the space, but for tab and newline."""
+"""Characters that a page must not contain: control characters except tab and newline."""
 
 
 def _is_a_number(cell: object) -> bool:
-    """Whether a cell of a table holds a number, for its alignment."""
+    """Return whether a table cell holds a number, which is right-aligned."""
     return bool(_NUMBER.fullmatch(str(cell)))
 
 
@@ -141,7 +148,7 @@ def _content(run: RunRecords, facts: Sequence[Fact], *, folder: Path) -> dict[st
 
 
 def cut(text: str, *, most: int = _MAX_TEXT) -> str:
-    """Cut off the end of a text that is too long for a page."""
+    """Cut off the end of a text that is longer than `most` characters."""
     num_cut = len(text) - most
     if num_cut <= 0:
         return text
@@ -150,7 +157,7 @@ def cut(text: str, *, most: int = _MAX_TEXT) -> str:
 
 
 def _event_rows(events: Sequence[Event]) -> list[list[str]]:
-    """Return as many events as a page shows: the important ones first, and the newest of the others."""
+    """Return table rows of as many events as a page shows: first the important events, then the newest other events."""
 
     def weight(index: int) -> tuple[bool, int]:
         is_ordinary = events[index].name in _ORDINARY
@@ -191,7 +198,10 @@ def _score_rows(scores: Scores) -> list[list[str]]:
 
 
 def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
-    """Settings in which some differ, a column for each; one that a version did not have counts as its default."""
+    """Return table rows of the settings in which some runs differ, with a column per run.
+
+    `known` has the settings of each run, and `names` has its name. A setting that a run lacks counts as the default.
+    """
     usual = defaults()
     foreign = set()
     for settings in known:
@@ -214,7 +224,7 @@ def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[
 
 
 def _links(run_dir: Path, *, folder: Path) -> list[tuple[str, str]]:
-    """(name, relative address) of what the run directory has."""
+    """Return (name, relative address) of each file in the run's folder to which the page links."""
     base = os.path.relpath(run_dir.resolve(), folder.resolve())
     links = []
     for name in _FILES:

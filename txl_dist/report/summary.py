@@ -1,7 +1,8 @@
-"""Summary of a run: its records, settings, newest checkpoint and state. Needs neither torch nor a GPU.
+"""Summary of a run from its records, settings, newest checkpoint and state. It needs neither torch nor a GPU.
 
-`read_run` takes a run directory in any state: in progress, crashed, copied, or of an older version. A file that cannot
-be read is left out and reported. Only a run without records is an error. `facts_of` makes the headline of the report.
+`read_run` takes a run directory in any state: in progress, crashed, copied, or written by an older version. A file that
+cannot be read is left out and reported. Only a run without records is an error. `facts_of` makes the facts at the top
+of the report.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from txl_dist.io.files import parse_object, parse_toml, read_bytes, read_json
 from txl_dist.report.records import BITS, MOST, FloatArray, History, RecordTable, read_history
 
 _LOCK_IS_OLD_AFTER_S = 60.0
-"""Age of a lock after which a job on another machine is taken for dead. A job touches its lock every few seconds."""
+"""Seconds after which an unchanged lock means that its job on another machine has ended. A running job touches its lock
+every few seconds."""
 _RECENT = 100
-"""Newest records whose median is the present speed."""
+"""Number of newest records whose median counts as the present speed."""
 _IN_PROGRESS = "going on"
 TROUBLES = {
     "rewound": "rewound",
@@ -47,11 +49,11 @@ TROUBLES = {
     "straggler": "stragglers",
     "save_failed": "failed saves",
 }
-"""Words of the report for events that mean trouble, by the event's name."""
+"""Words of the report for events that mean trouble, by the name of the event."""
 
 
 class Fact(NamedTuple):
-    """One line of the summary."""
+    """One fact of the summary: its name, its value, and a note."""
 
     name: str
     value: str
@@ -60,18 +62,18 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Everything that was read of a run."""
+    """Everything that `read_run` has read of a run."""
 
     path: Path
     history: History
     settings: dict[str, Any]
-    """Settings of config.toml by `section.key`; empty if it cannot be read."""
+    """Settings of config.toml by `section.key`. Empty if they cannot be read."""
     settings_problem: str
-    """Reason why the settings cannot be read; else empty."""
+    """Reason why the settings cannot be read. Empty if they can."""
     checkpoint: dict[str, Any]
-    """Content of the newest readable state.json of a checkpoint; else empty."""
+    """Content of state.json of the newest readable checkpoint. Empty if there is none."""
     state: str
-    """State of the run, for people: done, going on, stopped ..."""
+    """State of the run in words for people: done, going on, stopped ..."""
 
     @property
     def name(self) -> str:
@@ -80,7 +82,7 @@ class RunRecords:
 
     @property
     def max_steps(self) -> int | None:
-        """Number of steps of the whole run, if its settings say so."""
+        """Number of steps of the whole run. None if the settings do not say it."""
         value: object = self.settings.get("train.max_steps")
         if _is_count(value):
             return value
@@ -88,14 +90,17 @@ class RunRecords:
 
     @property
     def tokenizer(self) -> str | None:
-        """Fingerprint of the tokenizer, if a checkpoint has it."""
+        """Fingerprint of the tokenizer. None if no checkpoint has it."""
         value = self.checkpoint.get("tokenizer_fingerprint")
         if isinstance(value, str):
             return value
         return None
 
     def tokens_at(self, steps: FloatArray) -> FloatArray:
-        """Return the tokens seen at steps, interpolated between train records; NaN where they are unknown."""
+        """Return the number of tokens seen at each step. It is NaN where it is unknown.
+
+        Values between two train records are interpolated.
+        """
         train = self.history.train
         has_tokens = np.isfinite(train["tokens_seen"])
         if not has_tokens.any():  # records from before tokens were counted
@@ -105,7 +110,7 @@ class RunRecords:
         return np.interp(steps, recorded_steps, recorded_tokens)
 
     def _tokens_per_step(self) -> float:
-        """Return the tokens of a step by the settings; NaN where they are unknown."""
+        """Return the number of tokens per step by the settings. It is NaN if it is unknown."""
         num_lanes = self.settings.get("train.num_lanes")
         segment_len = self.settings.get("train.segment_len")
         if _is_count(num_lanes) and _is_count(segment_len):
@@ -122,7 +127,7 @@ class RunRecords:
 
     @property
     def no_bits(self) -> dict[str, str]:
-        """Reasons why losses are not in bits per byte, by kind of record; empty for runs of older versions."""
+        """Reasons why losses are not in bits per byte, by kind of record. Empty for runs of older versions."""
         reasons = self.start.get("no_bits")
         if not isinstance(reasons, dict):
             return {}
@@ -130,7 +135,7 @@ class RunRecords:
 
     @property
     def parameters(self) -> int | None:
-        """Number of weights, if the start or a checkpoint has it."""
+        """Number of the model's parameters. None if neither the start record nor a checkpoint has it."""
         number: object = self.start.get("parameters")
         if number is None:
             with suppress(KeyError, TypeError, AttributeError):
@@ -145,16 +150,16 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 
 def read_run(path: Path) -> RunRecords:
-    """Read all that there is of a run. Raises DataError if there are no records."""
+    """Read everything in a run's folder that the report needs. Raises DataError if there are no records."""
     history = read_history(path)
     settings, problem = read_settings(path)
     return RunRecords(path, history, settings, problem, _newest_state(path), _state_of(path, history))
 
 
 def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the settings of a run or checkpoint by `section.key`, and the reason if they cannot be read.
+    """Return (settings of a run or checkpoint by `section.key`, the reason if they cannot be read).
 
-    The settings may be of any version, so they are not checked.
+    The settings may come from any version of the program, so they are not checked.
     """
     path = folder / SETTINGS
     try:
@@ -171,7 +176,7 @@ def read_settings(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def defaults() -> dict[str, Any]:
-    """Return the default of every setting by `section.key`, as a value of TOML."""
+    """Return the default of every setting by `section.key`, as a TOML value."""
     return dict(flat(Config()))
 
 
@@ -205,7 +210,7 @@ def _state_of(path: Path, history: History) -> str:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Check whether the job that holds the run is alive; None if no job holds it."""
+    """Return whether the job that locked the run is alive. Returns None if the run is not locked."""
     try:
         age_s = time.time() - path.stat().st_mtime
         is_alive = process_of(read_json(path)["process"]).lives()
@@ -219,14 +224,17 @@ def _is_locked(path: Path) -> bool | None:
 
 
 def corpus_name(kind: str) -> str:
-    """Name a validation split by its kind of record: `eval` for the first corpus, `eval_NAME` for another."""
+    """Return the name of a validation split for people, from its kind of record.
+
+    The kind is `eval` for the first corpus, and `eval_NAME` for another corpus.
+    """
     if kind == "eval":
         return "validation"
     return f"validation {kind.removeprefix('eval_')}"
 
 
 def recent(table: RecordTable, name: str) -> float | None:
-    """Return the median of the newest numbers of a column; None if it has none."""
+    """Return the median of the newest numbers in a column, or None if it has no number."""
     column = table[name]
     values = column[np.isfinite(column)][-_RECENT:]
     if len(values):
@@ -235,7 +243,7 @@ def recent(table: RecordTable, name: str) -> float | None:
 
 
 def best(table: RecordTable, column: str = "loss") -> tuple[float, int] | None:
-    """Return the lowest value of a column and its step; None if there is none."""
+    """Return (lowest value of a column, its step), or None if the column has no number."""
     if not table.has(column):
         return None
     index = int(np.nanargmin(table[column]))
@@ -247,7 +255,7 @@ def _perplexity(loss: float) -> str:
 
 
 def lead(run: RunRecords) -> str:
-    """Describe the run in a sentence: its state, and its last validation loss."""
+    """Return a sentence about the run: its state, and its last validation loss."""
     state = f"{run.state[:1].upper()}{run.state[1:]}."
     loss = run.history.held_out.last("loss")
     if loss is None:
@@ -256,13 +264,13 @@ def lead(run: RunRecords) -> str:
 
 
 _LEAST_ROUNDED = 10_000
-"""Parameters from which a rounded number is shorter than the exact one."""
+"""Smallest number of parameters that is shown rounded. Below it the exact number is as short."""
 
 
 def facts_of(run: RunRecords) -> list[Fact]:
-    """Return the headline of a run, in order: model and data, progress, losses, speed, ranks.
+    """Return the facts at the top of a run's report: model and data, progress, losses, speed and ranks.
 
-    A fact whose value is unknown is left out, and so is a note whose value is unknown.
+    A fact or a note with an unknown value is left out.
     """
     recorded = run.settings | run.checkpoint | run.start
     facts = [
@@ -276,13 +284,13 @@ def facts_of(run: RunRecords) -> list[Fact]:
 
 
 def _fact(name: str, value: str | None, *notes: str | None) -> Fact:
-    """Return a fact with its known notes joined by commas; its value is empty where it is unknown."""
+    """Make a fact, and join its known notes by commas. An unknown value of None becomes an empty value."""
     known_notes = [note for note in notes if note is not None]
     return Fact(name, value or "", ", ".join(known_notes))
 
 
 def _text(value: object) -> str | None:
-    """Return a recorded value as text, integers with thousands separated; None where it is unknown."""
+    """Return a recorded value as text, with thousands separated. Returns None if the value is unknown."""
     if value is None:
         return None
     if type(value) is int:
@@ -291,7 +299,7 @@ def _text(value: object) -> str | None:
 
 
 def _phrase(form: str, value: object) -> str | None:
-    """Put a recorded value in the place {} of a phrase; None where the value is unknown."""
+    """Put a recorded value in the place {} of a phrase. Returns None if the value is unknown."""
     text = _text(value)
     if text is None:
         return None
@@ -299,7 +307,7 @@ def _phrase(form: str, value: object) -> str | None:
 
 
 def _subject_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
-    """Yield the facts on the model, its data and the program; recorded values may be of any type."""
+    """Yield the facts on the model, its data and the program. Recorded values may have any type."""
     paths = _data_paths(recorded)
     corpora = _list_of(run.start.get("corpora")) or [Path(path).name for path in paths]
     yield _fact("State", run.state)
@@ -340,7 +348,7 @@ def _model_fact(num_parameters: int | None, recorded: dict[str, Any]) -> Fact:
 
 
 def _program_facts(recorded: dict[str, Any]) -> Iterator[Fact]:
-    """Yield the commit, or where it is unknown the version, and the libraries."""
+    """Yield facts on the program and its libraries. The commit identifies the program, else its version."""
     version = recorded.get("txl_dist", recorded.get("code_version"))
     commit = recorded.get("commit")
     version_note = _phrase("txl_dist {}", version)
@@ -390,7 +398,7 @@ def _speed_facts(history: History) -> Iterator[Fact]:
 
 
 def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
-    """Yield the facts on ranks, restarts and troubles."""
+    """Yield the facts on ranks, restarts and events that mean trouble."""
     history = run.history
     yield _fact(
         "Ranks",
@@ -411,7 +419,7 @@ def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
 
 
 def _times_resumed(num_starts: int) -> str | None:
-    """Say how often a run was resumed, from its number of starts; None without a recorded start."""
+    """Say how often a run was resumed, from its number of starts. Returns None if no start is recorded."""
     if num_starts == 0:
         return None
     if num_starts == 1:
@@ -429,7 +437,7 @@ def fact_lines(facts: Sequence[Fact]) -> list[str]:
 
 
 def _sizes(num_parameters: int | None) -> tuple[str | None, str | None]:
-    """Return the number of parameters, rounded and exact; a small one is exact alone."""
+    """Return the number of parameters, rounded and exact. A small number is returned only as it is."""
     if not num_parameters:
         return None, None
     if num_parameters < _LEAST_ROUNDED:
@@ -438,7 +446,7 @@ def _sizes(num_parameters: int | None) -> tuple[str | None, str | None]:
 
 
 def _count(value: object, noun: str) -> str | None:
-    """Return a count with its noun; None where it is unknown. A damaged file may hold another type."""
+    """Return a count with its noun. Returns None if the count is unknown, or has another type in a damaged file."""
     if value is None:
         return None
     if type(value) is int:
@@ -447,7 +455,7 @@ def _count(value: object, noun: str) -> str | None:
 
 
 def _softmax(cutoffs: object) -> str | None:
-    """Name the kind of softmax by `model.cutoffs`, for people; None where it is unknown."""
+    """Name the kind of softmax for people, from the setting `model.cutoffs`. Returns None if it is unknown."""
     if not isinstance(cutoffs, list):
         return None
     if not cutoffs:
@@ -462,7 +470,7 @@ def _list_of(value: object) -> list[Any]:
 
 
 def _slowest_rank_facts(history: History) -> Iterator[Fact]:
-    """Yield which rank was the slowest most often, how often, and by how much."""
+    """Yield the rank that was most often the slowest, with how often and by how much."""
     slowest = history.train["slowest_rank"]
     delay_pct = history.train["slowest_pct"]
     ranks, counts = np.unique(slowest[np.isfinite(slowest)], return_counts=True)
@@ -516,7 +524,7 @@ def _loss_facts(run: RunRecords) -> Iterator[Fact]:
 
 
 def fixed(value: float | None, digits: int) -> str | None:
-    """Return a number with so many decimals and thousands separated; None where it is unknown."""
+    """Return a number with this many decimals and with thousands separated. Returns None for None."""
     if value is None:
         return None
     return f"{value:,.{digits}f}"
