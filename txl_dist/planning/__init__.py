@@ -1,1 +1,1 @@
-"""Predictions of the cost of a run, before it starts."""
+"""Predictions of a run's memory, speed and cost before it starts."""

@@ -1,4 +1,7 @@
-"""`txl train --dry-run`: description of a run without running it: settings, batch, data, cost, warnings."""
+"""`txl train --dry-run`: describe a run without running it.
+
+It prints settings, batch, data, cost and warnings.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,10 @@ from txl_dist.train.warm_start import initial_weights
 
 
 def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iterator[str]:
-    """Yield all that `--dry-run` prints: the settings, then the run that follows from them.
+    """Yield all lines that `--dry-run` prints: the settings, then the batch, data and cost of the run.
 
-    `shows_all` prints every setting, not only those that differ from the defaults.
-
-    Raises TxlError where a real run would.
+    `shows_all` prints every setting, not only those that differ from the defaults. Raises the TxlError that a real run
+    would raise.
     """
     if uses_gpu():
         device = torch.device("cuda")
@@ -63,7 +65,7 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
 
 
 def describe_cost(context: RunContext) -> Iterator[str]:
-    """Yield the operations of a stage, the predicted bytes per rank, and the size of a checkpoint."""
+    """Yield lines about the cost of a phase: operations, predicted bytes per rank, and size of a checkpoint."""
     config = context.config
     vocab_size = context.vocab_size
     device = context.ranks.device

@@ -1,7 +1,7 @@
 """Facts about GPUs and the machines around them, for `txl plan`.
 
-Memory and bandwidth are from datasheets and from the output of `nvidia-smi`. Peaks are in `model.flops`. The rest is
-the share of these that a trainer reaches. It is not measured on any of our machines.
+Memory and bandwidth are from datasheets and from the output of `nvidia-smi`. Peaks are in `model.flops`. The other
+figures are the shares of the bandwidths and peaks that a trainer reaches. They are not measured on any of our machines.
 `tools/experiments/notebook/planning.md` has the source of each column, and says which figures are guesses. Units are in
 the names: GiB are 2**30 bytes, GB are 1e9.
 """
@@ -15,40 +15,42 @@ from txl_dist.errors import ConfigError
 from txl_dist.model.flops import peak_tflops
 
 CONTEXT_GIB = 1.2
-"""GPU memory that no allocator counts: CUDA's context, kernels, cuBLAS' workspace and NCCL's buffers."""
+"""GPU memory in GiB that no allocator counts. CUDA's context, kernels, the workspace of cuBLAS and the buffers of NCCL
+use it."""
 FRAGMENTED_SHARE = 0.08
-"""Share of the rest that the caching allocator keeps in pieces too small for any tensor. A guess, see docs."""
+"""Share of the remaining memory that the caching allocator keeps in fragments too small for any tensor. It is a guess,
+see docs."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and the machine around it."""
+    """Facts about one model of GPU and the machine around it."""
 
     device: str
-    """Words of its name, as in `model.flops.PEAK_TFLOPS`."""
+    """Words of the GPU's name, as in `model.flops.PEAK_TFLOPS`."""
     memory_gib: float
-    """Memory that the driver reports."""
+    """Memory of the GPU that the driver reports, in GiB."""
     bandwidth_gb_s: float
-    """Bandwidth of its memory, by the datasheet."""
+    """Bandwidth of the GPU's memory in GB/s, by the datasheet."""
     bus_gb_s: float
-    """Bus bandwidth of an all-reduce among the GPUs of a machine, as nccl-tests defines it."""
+    """Bus bandwidth in GB/s of an all-reduce among the GPUs of a machine, as nccl-tests defines it."""
     matmul_share: float
-    """Share of the peak that the matrix products of these models reach, apart from reading and writing their
-    operands."""
+    """Share of the peak that the matrix products of these models reach. The time to read and write their operands is
+    not included."""
     host_ms: float
-    """Time in which the machine's CPU issues the forward pass of one layer of NVIDIA's program."""
+    """Milliseconds in which the machine's CPU issues the forward pass of one layer of NVIDIA's program."""
     has_bf16: bool = True
-    """Whether it has bf16: from Ampere on, as our Triton kernels need."""
+    """True if the GPU has bf16, which our Triton kernels need. GPUs have it from Ampere on."""
     clock: float = 1.0
-    """Clock of this board, compared with the one whose peak is listed."""
+    """Clock rate of this board, divided by the clock rate of the board whose peak is listed."""
 
     def flops(self, precision: str) -> float:
-        """Return the peak in operations per second for fp32, tf32, bf16 or fp16."""
+        """Return the GPU's peak in operations per second for fp32, tf32, bf16 or fp16."""
         return peak_tflops(self.device, precision=precision) * 1e12 * self.clock
 
     @property
     def usable_bytes(self) -> float:
-        """Bytes that are left for tensors."""
+        """Bytes of the GPU's memory that are left for tensors."""
         return (self.memory_gib - CONTEXT_GIB) * (1 - FRAGMENTED_SHARE) * 2**30
 
 
@@ -73,21 +75,25 @@ GPUS: dict[str, Gpu] = {
     "rtx-4090": Gpu("RTX 4090", 24.0, 1008, 12, 0.55, _FAST_HOST_MS),
     "rtx-3090": Gpu("RTX 3090", 24.0, 936, 12, 0.55, _FAST_HOST_MS),
 }
-"""GPUs by the name that `--gpu` takes. v100-16gb and v100-32gb are in a DGX-1, v100-32gb-450w in a DGX-2H."""
+"""GPUs by the name that `--gpu` takes. The GPUs v100-16gb and v100-32gb are in a DGX-1, and v100-32gb-450w is in a
+DGX-2H."""
 
 
 @dataclass(frozen=True)
 class GpuCluster:
-    """GPUs of one kind in equal machines."""
+    """Cluster of equal machines with GPUs of one kind."""
 
     gpu: Gpu
     gpus_per_node: int = 8
     network_gb_s: float = 50.0
-    """Network bandwidth between nodes: all network cards of one node together, each way."""
+    """Network bandwidth between nodes in GB/s, in each direction. It is the sum of all network cards of one node."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Find a GPU by its name, in upper or lower case. Raises ConfigError with the nearest name for an unknown one."""
+    """Find a GPU by its name, in upper or lower case.
+
+    Raises ConfigError for an unknown name. The message suggests the nearest name.
+    """
     try:
         return GPUS[name.lower().replace("_", "-").replace(" ", "-")]
     except KeyError:

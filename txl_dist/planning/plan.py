@@ -1,9 +1,10 @@
-"""Needs and speed of a run on GPUs that are not at hand: the facts of `txl plan`.
+"""Predicted memory and speed of a run on GPUs that are not at hand. They are the facts of `txl plan`.
 
-Memory comes from `train.footprint`, which follows the step on tensors without storage. Time comes from `timing`. Every
-ZeRO stage is tried with every micro-batch that is a power of two and divides a rank's lanes. It is tried again with
-recomputed blocks if that decides whether it fits. The fastest option that fits is chosen, or of those within 2 % of it
-the one that needs least memory. All of it is predicted, not measured. `text` makes sentences of the facts.
+Memory is computed by `train.footprint`, which runs a step on tensors without storage. Time is computed by `timing`.
+Every ZeRO stage is tried with every micro-batch that is a power of two and divides a rank's lanes (rows). If such an
+option does not fit, it is tried again with recomputed blocks. Of the options that fit, the fastest is chosen. But if
+others are at most 2 % slower, the one with the least memory is chosen. All figures are predicted, not measured. `text`
+makes sentences of the facts.
 """
 
 from __future__ import annotations
@@ -31,45 +32,50 @@ from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
 
 ENOUGH = 0.98
-"""Share of the fastest speed from which on less memory counts more than speed."""
+"""Share of the fastest option's speed that is fast enough. Of the options above it, the one with the least memory is
+chosen."""
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
-"""Unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al. 2024, table 5)."""
+"""Failures per GPU and hour. They are the unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al.
+2024, table 5)."""
 RESTART_S = 300.0
-"""Seconds lost at a failure, in addition to the steps since the last checkpoint. A guess."""
+"""Seconds that a restart after a failure takes. Steps since the last checkpoint are lost in addition. It is a guess."""
 COPY_GB_S = 10.0
-"""Speed of the copy from a GPU into host memory, for which a step waits if saving is asynchronous. A guess for PCIe."""
+"""Speed of the copy from a GPU into host memory in GB/s. A step waits for this copy if saving is asynchronous. It is a
+guess for PCIe."""
 WRITE_GB_S = 1.0
-"""Speed of writing to the file system that all ranks share, if saving is not asynchronous. A guess."""
+"""Speed of writing to the file system of all ranks in GB/s. A step waits for this if saving is not asynchronous. It is
+a guess."""
 
 FUSED_BUFFER_LEN = 2**25
-"""Scores that fused attention computes at once on a GPU."""
+"""Number of scores that fused attention computes at a time on a GPU."""
 MOST_SIZES = 6
-"""Number of micro-batches that are tried: the largest ones, and the configured one in addition."""
+"""Number of micro-batch sizes that are tried, the largest first. The configured size is tried too."""
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Cluster, GPUs and tokens to plan for."""
+    """Request for a plan: the cluster, the number of GPUs, and the number of tokens."""
 
     cluster: GpuCluster
     gpus: int
     vocab_size: int
     corpus_tokens: int = 0
-    """Tokens of an epoch, 0 if unknown."""
+    """Tokens of one epoch. A value of 0 means that the number is unknown."""
     budget_tokens: int = 0
-    """Tokens to train on in all. 0 means train.max_steps."""
+    """Tokens to train on in total. A value of 0 means that train.max_steps decides."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One set of settings for the run."""
+    """One possible set of settings for the run, with its predicted memory and speed."""
 
     config: Config
     attention: AttentionKind
     needed_gib: float
-    """Memory per rank. Between the smallest and the largest micro-batch it is interpolated, to a percent."""
+    """Memory per rank in GiB. Between the smallest and the largest micro-batch it is interpolated, with an error of
+    about 1 %."""
     fits: bool
-    """Whether it fits with the reserves left free."""
+    """True if the memory fits on the GPU and leaves the reserves free."""
     step: StepTime
     tokens_per_s: float
 
@@ -80,31 +86,31 @@ class Option:
 
     @property
     def lanes(self) -> int:
-        """Lanes of a micro-batch."""
+        """Number of lanes (rows) in a micro-batch."""
         return self.config.train.microbatch_lanes
 
 
 @dataclass(frozen=True)
 class SavingPlan:
-    """The interval at which saving and repeating cost least (Young 1974)."""
+    """Plan for saving: the interval at which saving and repeating steps cost least in total (Young 1974)."""
 
     size_gib: float
-    """Size of a checkpoint."""
+    """Size of one checkpoint in GiB."""
     size_by_part_gib: dict[str, float]
-    """Size by part: weights, optimizer and memories."""
+    """Size of the parts of a checkpoint in GiB: weights, optimizer and memories."""
     wait_s: float
-    """Seconds that a step with a checkpoint waits."""
+    """Seconds that training waits at a step with a checkpoint."""
     between_failures_s: float
     failures_expected: float
     interval_s: float
     every_steps: int
     lost_pct: float
-    """Share of the time lost by waiting, repeating and restarting."""
+    """Percentage of the time that is lost by waiting, repeating steps and restarting."""
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """A phase of the run (`train.phases`), with the chosen engine settings."""
+    """Prediction for one phase of the run (`train.phases`), with the chosen engine settings."""
 
     first_step: int
     last_step: int
@@ -120,19 +126,19 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class PlannedOption(Option):
-    """The best option, with counted bytes and its consequences."""
+    """Best option, with counted bytes, and the time and cost that it leads to."""
 
     flags: list[str]
-    """Flags that turn the given settings into this option."""
+    """Command-line flags that turn the given settings into this option."""
     needed_by_part_gib: dict[str, float]
     mfu_pct: float
     budget_tokens: int
     epochs: float | None
-    """Epochs of training. None if the corpus is unknown."""
+    """Number of epochs of training. It is None if the size of the corpus is unknown."""
     length_s: float
     gpu_hours: float
     stages: list[PhasePlan]
-    """Phases in order. Empty for a run with one phase only."""
+    """Predictions for the phases, in order. The list is empty for a run with only one phase."""
     saving: SavingPlan
     strong: list[Point]
     weak: list[Point]
@@ -140,7 +146,7 @@ class PlannedOption(Option):
 
 @dataclass(frozen=True)
 class Plan:
-    """All facts of a plan, for `text`, `scaling.picture` and JSON."""
+    """All facts of a plan. `text` prints them, `scaling.picture` draws them, and `txl plan` writes them as JSON."""
 
     question: PlanOptions
     gpus_used: int
@@ -149,15 +155,15 @@ class Plan:
     tokens_per_step: int
     flops_per_token: dict[str, float]
     usable_gib: float
-    """Usable memory of a GPU: its memory less CONTEXT_GIB, less FRAGMENTED_SHARE of the rest."""
+    """Usable memory of a GPU in GiB: its memory minus CONTEXT_GIB, minus FRAGMENTED_SHARE of the rest."""
     options: list[Option]
     as_configured: Option | str
-    """Prediction for the settings as they are, or the reason why they are impossible."""
+    """Prediction for the settings without changes, or the reason why they are impossible."""
     chosen: PlannedOption | None
     predicted_not_measured: bool = True
 
     def as_json(self) -> str:
-        """Return the plan as JSON. An option holds the settings in which the options differ."""
+        """Return the plan as JSON. An option holds only the settings in which the options differ."""
 
         def tried(config: Config) -> dict[str, Any]:
             return {"microbatch_lanes": config.train.microbatch_lanes, **config.engine.model_dump(mode="json")}
@@ -166,7 +172,10 @@ class Plan:
 
 
 def make_plan(config: Config, *, question: PlanOptions) -> Plan:
-    """Try the options and choose one. Raises ConfigError for settings or numbers that cannot be."""
+    """Predict memory and speed of all options and choose one. Returns the facts for `txl plan`.
+
+    Raises ConfigError if settings or numbers are impossible.
+    """
     check_phases(config)
     _check_question(question)
     check_vocabulary(config.model, vocab_size=question.vocab_size)
@@ -192,7 +201,10 @@ def make_plan(config: Config, *, question: PlanOptions) -> Plan:
 
 
 def _check_question(question: PlanOptions) -> None:
-    """Generous bounds: what lies outside is a slip, and may overflow."""
+    """Raise ConfigError if a number is out of range.
+
+    The bounds are generous. A number outside them is a typing error, and may overflow.
+    """
     cluster = question.cluster
     for flag, value, least, most in (
         ("--gpus", question.gpus, 1, 10**6),
@@ -207,7 +219,10 @@ def _check_question(question: PlanOptions) -> None:
 
 
 def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
-    """(the most of so many GPUs that the lanes divide among, sentences about the rest)."""
+    """Return the number of GPUs to plan for, and sentences about GPUs that are not used.
+
+    It is the largest number, at most `gpus`, that divides the number of lanes (rows).
+    """
     used = scaling.largest_divisor(num_lanes, at_most=gpus)
     if used == gpus:
         return used, []
@@ -224,7 +239,7 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
-    """How attention will be computed on such a GPU, by engine.attention."""
+    """Return how attention will be computed on such a GPU, by the setting engine.attention."""
     model = config.model
     dtype = DTYPES[config.engine.dtype]
     shape_reason = unsupported_shape_reason(
@@ -239,7 +254,7 @@ def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
 
 
 class _Planner:
-    """One question about one configuration."""
+    """Planner for one request and one configuration."""
 
     def __init__(self, config: Config, question: PlanOptions, gpus: int) -> None:
         self.given = config
@@ -268,7 +283,10 @@ class _Planner:
         self.base = changed(config, {"engine.precision": precision, "engine.cuda_graph": graphs})
 
     def work(self, config: Config) -> Work:
-        """Return the work of a rank with these settings. Raises ConfigError if the lanes do not divide."""
+        """Return the work of one rank with these settings.
+
+        Raises ConfigError if the lanes cannot be divided among the ranks.
+        """
         train = config.train
         engine = config.engine
         plan = plan_batch(train, world_size=self.gpus)
@@ -292,7 +310,7 @@ class _Planner:
         )
 
     def option(self, config: Config, needed_bytes: float | None = None) -> Option:
-        """Predict memory and speed with these settings. Bytes are counted unless they are given."""
+        """Predict memory and speed with these settings. Bytes are counted unless the caller gives them."""
         if needed_bytes is None:
             needed_bytes = sum(self.needed(config).values())
         work = self.work(config)
@@ -307,8 +325,10 @@ class _Planner:
         )
 
     def options(self) -> Iterator[Option]:
-        """Yield all ZeRO stages and micro-batches that the settings allow, also recomputed if a micro-batch does not
-        fit."""
+        """Yield all ZeRO stages and micro-batches that the settings allow.
+
+        If a micro-batch does not fit, it is also tried with recomputed blocks.
+        """
         lanes = self.given.train.num_lanes // self.gpus
         divisors = [size for size in range(1, lanes + 1) if lanes % size == 0]
         configured = self.given.train.microbatch_lanes
@@ -333,8 +353,11 @@ class _Planner:
                     break
 
     def _row(self, configs: list[Config]) -> list[Option]:
-        """Return the options of increasing micro-batches. Bytes are counted at both ends and interpolated, as they are
-        convex."""
+        """Return options with increasing micro-batches.
+
+        Bytes are counted for the smallest and the largest micro-batch. Between them they are interpolated, because they
+        are a convex function.
+        """
         sizes = [config.train.microbatch_lanes for config in configs]
         engine = configs[-1].engine
         first, last = (sum(self.needed(config).values()) for config in (configs[0], configs[-1]))
@@ -348,7 +371,7 @@ class _Planner:
         return [self.option(*pair) for pair in zip(configs, [first, *between, last], strict=False)]
 
     def needed(self, config: Config) -> dict[str, float]:
-        """Return the bytes per rank, by purpose."""
+        """Return the bytes that a rank needs, by their purpose."""
         kind = attention_kind(config, gpu=self.gpu)
         in_fp32 = DTYPES[config.engine.dtype].itemsize == 4
         # The footprint of the fused function is that of a CPU, whose blocks are small and many: it takes a minute. So
@@ -361,7 +384,7 @@ class _Planner:
         return needed
 
     def choose(self, options: list[Option]) -> PlannedOption | None:
-        """Return the best option that fits, with a CUDA graph if that helps. None if nothing fits."""
+        """Return the best option that fits, with a CUDA graph if that is faster. Returns None if no option fits."""
         fitting = [option for option in options if option.fits]
         for option in list(fitting) if self.base.engine.cuda_graph == "off" else []:
             graphed = changed(option.config, {"engine.cuda_graph": "on"})
@@ -379,8 +402,10 @@ class _Planner:
         return None
 
     def stages(self, config: Config) -> Iterator[PhasePlan]:
-        """Yield the prediction for each phase with these settings. Raises ConfigError if the lanes of one do not
-        divide."""
+        """Yield the prediction for each phase with these settings.
+
+        Raises ConfigError if the lanes of a phase cannot be divided among the ranks.
+        """
         for steps, staged in each_phase(config):
             option = self.option(staged)
             train = staged.train
@@ -430,7 +455,7 @@ class _Planner:
         )
 
     def as_configured(self) -> Option | str:
-        """Predict the settings as they are, or return the reason why they are impossible."""
+        """Predict the settings without changes, or return the reason why they are impossible."""
         precision = self.given.engine.precision
         if precision in ("bf16", "tf32") and not self.gpu.has_bf16:
             return f"{self.gpu.device} has no {precision}."
@@ -459,7 +484,10 @@ class _Planner:
 
 
 def _kept_scores_bytes(config: Config) -> float:
-    """Probabilities that fused attention keeps for the backward pass, and the numbers of its buffer, thrice."""
+    """Return the bytes of the probabilities that fused attention keeps for the backward pass.
+
+    Three times the size of its buffer is added.
+    """
     model = config.model
     train = config.train
     size = DTYPES[config.engine.dtype].itemsize

@@ -1,8 +1,9 @@
-"""Growth of speed with the number of GPUs: strong scaling (one global batch) and weak scaling (lanes per GPU fixed).
+"""Predicted speed for growing numbers of GPUs.
 
-Each point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU, compared with one GPU.
-A point is limited by the part of the step whose GPU-seconds per token have grown most since then. `picture` draws both
-curves with the line of 50 %, and marks the first count below it.
+With strong scaling the global batch is constant. With weak scaling the number of lanes (rows) per GPU is constant. Each
+point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU, compared with one GPU. A
+point is limited by the part of the step whose GPU-seconds per token have grown most, compared with one GPU. `picture`
+draws both curves and a line at 50 %. It marks the first number of GPUs below the line.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a scaling curve."""
+    """Point of a scaling curve: the predicted speed for one number of GPUs."""
 
     gpus: int
     lanes_per_gpu: int
     tokens_per_s: float
     efficiency: float
-    """Tokens per second and GPU, compared with the first point."""
+    """Tokens per second and GPU, divided by those of the first point."""
     limited_by: str
-    """Key of `REASONS`. Empty at the first point."""
+    """Part of the step that limits the speed, a key of `REASONS`. It is empty at the first point."""
 
 
 def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
-    """Return a point for every number of GPUs that divides the global batch. Micro-batches are at most as large as
-    `work`'s."""
+    """Return the curve of strong scaling: a point for every number of GPUs that divides the global batch.
+
+    `num_lanes` is the number of rows of the global batch. Micro-batches are not larger than `work`'s.
+    """
     works = []
     most_gpus = min(num_lanes, MOST_GPUS)
     for gpus in range(1, most_gpus + 1):
@@ -61,13 +64,16 @@ def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
 
 
 def weak(work: Work, cluster: GpuCluster) -> list[Point]:
-    """Return points with the lanes of `work` on every GPU. The global batch grows with the number of GPUs."""
+    """Return the curve of weak scaling, where every GPU has the lanes (rows) of `work`.
+
+    The global batch grows with the number of GPUs.
+    """
     counts = [2**power for power in range(MOST_GPUS.bit_length())]
     return curve([replace(work, world_size=gpus) for gpus in counts], cluster)
 
 
 def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
-    """Return a point for each work, compared with the first."""
+    """Return a point for each item of `works`, compared with the first item."""
     points: list[Point] = []
     first: dict[str, float] = {}
     for work in works:
@@ -95,7 +101,7 @@ def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
 
 
 def breaking_point(points: Sequence[Point]) -> Point | None:
-    """Return the first point with an efficiency below `BROKEN`. None if there is none."""
+    """Return the first point with an efficiency below `BROKEN`, or None if there is none."""
     for point in points:
         if point.efficiency < BROKEN:
             return point
@@ -103,12 +109,12 @@ def breaking_point(points: Sequence[Point]) -> Point | None:
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
-    """Return the largest divisor of `number` from 1 to `at_most`."""
+    """Return the largest divisor of `number` that is not larger than `at_most`."""
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
 def picture(strong_points: Sequence[Point], weak_points: Sequence[Point], *, title: str) -> bytes:
-    """Draw efficiency over GPUs. Returns a PNG."""
+    """Draw efficiency over the number of GPUs for both curves. Returns the bytes of a PNG."""
     import io
 
     from matplotlib.figure import Figure

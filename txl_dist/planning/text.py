@@ -1,4 +1,4 @@
-"""Lines that `txl plan` prints, made from the facts of `plan.make_plan`."""
+"""Text that `txl plan` prints, made from the facts of `plan.make_plan`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
 from txl_dist.train.preflight import MANY_EPOCHS, warnings_on_size
 
 SMALL_SHARE = 0.05
-"""Share of a GPU's memory below which a model is small."""
+"""Share of a GPU's memory. A model that needs less is called small."""
 SHORT_S = 600.0
 
 
 def plan_lines(plan: Plan) -> Iterator[str]:
-    """Yield all lines of a plan, for people."""
+    """Yield all lines that `txl plan` prints for people."""
     question = plan.question
     chosen = plan.chosen
     cluster = question.cluster
@@ -72,7 +72,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def per_token(flops_by_part: Mapping[str, float]) -> str:
-    """Operations of a training step per token, and what they are for."""
+    """Describe the operations of a training step per token, and the parts of the model that need them."""
     total = sum(flops_by_part.values())
     shares = []
     for name, part in flops_by_part.items():

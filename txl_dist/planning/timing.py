@@ -1,17 +1,17 @@
-"""How long a training step takes on a cluster, by adding up what its parts need: nothing is measured here.
+"""Predicted time of a training step on a cluster, as a sum over the parts of the step. Nothing is measured here.
 
     products     sum over matrix products of   2 R I C / (share * peak)  +  (R I + I C + R C) numbers moved
     attention    the same for its products, or the Triton kernels' operations; passes over the T x K scores
-    elementwise  passes over what is of the width, the feed-forward width, and the width of all heads
+    elementwise  passes over tensors of the model width, the feed-forward width, and the width of all heads
     vocabulary   products of softmax and projections, passes over logits and over the tables' gradients
     optimizer    bytes per parameter that this rank updates
-    host         what the CPU needs to issue the work of a step and the GPU does not hide
-    exchange     gradients and weights among the ranks, less what the backward pass hides
+    host         CPU time to issue the work of a step, as far as the GPU's work does not hide it
+    exchange     gradients and weights among the ranks, minus the time that the backward pass hides
 
-A `Program` says what differs between trainers: operations done in vain, passes, bytes, waits. NVIDIA's Transformer-XL
-is one, in `tools/checks/plan.py`, with published speeds that hold the model to account; ours is the other. The
-sources of the constants are in tools/experiments/notebook/planning.md. Not modelled: kernels' own shapes and
-tails, imbalance among ranks, the reading of data, other jobs on the network.
+A `Program` describes in what trainers differ: useless operations, passes, bytes, waits. OURS describes this package.
+`tools/checks/plan.py` describes NVIDIA's Transformer-XL, and compares the predictions with NVIDIA's published speeds.
+The sources of the constants are in tools/experiments/notebook/planning.md. The prediction ignores the tile shapes of
+kernels, imbalance among ranks, the reading of data, and other jobs on the network.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from txl_dist.planning.hardware import Gpu, GpuCluster
 from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
 
 MEMORY_SHARE = 0.85
-"""Share of a GPU's bandwidth that long passes reach."""
+"""Share of a GPU's memory bandwidth that passes over large tensors reach."""
 KERNEL_SHARE = 0.3
-"""Share of the peak that our Triton kernels reach. A prediction."""
+"""Share of the GPU's peak that our Triton kernels reach. It is a prediction."""
 KERNEL_WORK = 11 / 9
-"""Operations of the kernels, compared with the formula: scores are computed again in the backward pass."""
+"""Operations of the Triton kernels divided by those of the formula. They are more because scores are computed again in
+the backward pass."""
 EXCHANGE_SHARE = 0.5
-"""Share of the bus bandwidth within a node that a trainer gets."""
+"""Share of the bus bandwidth within a node that a trainer reaches."""
 NETWORK_SHARE = 0.85
 OVERLAP = 0.5
 """Share of the backward pass that can hide waiting for the network."""
 LATENCY_S = 10e-6
-"""Latency of a collective in seconds, to be multiplied by log2 of the ranks."""
+"""Latency of a collective in seconds. It is multiplied by log2 of the number of ranks."""
 BUCKET_BYTES = 64 * 2**20
 GATHERS = {0: 0, 1: 1, 2: 1, 3: 2}
-"""Number of times that each rank receives the others' parameters, by ZeRO stage. At stage 3 in every micro-batch."""
+"""Number of times that each rank receives the other ranks' parameters in a step, by ZeRO stage. At stage 3 it is per
+micro-batch."""
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionKind = Literal["kernels", "fused", "plain"]
@@ -49,16 +51,17 @@ AttentionKind = Literal["kernels", "fused", "plain"]
 
 @dataclass(frozen=True)
 class Program:
-    """Costs of a trainer. A pass reads or writes a tensor once, in the type of the activations."""
+    """Costs of one trainer's code. A pass reads or writes a tensor once, in the type of the activations."""
 
     memory_products: tuple[int, int]
-    """(projections made of the memory, products for each in a step: 2, or 3 with gradients of its hidden states)."""
+    """Pair of numbers: how many projections are made of the memory, and how many products each needs in a step. That is
+    2, or 3 if its hidden states get gradients."""
     skips_masked: bool
-    """Whether scores above the diagonal cost nothing."""
+    """True if scores above the diagonal cost nothing."""
     score_passes: dict[AttentionKind, float]
-    """Passes over the scores, in addition to those of the products."""
+    """Passes over the scores, in addition to the passes of the matrix products."""
     dropout_passes: float
-    """Further passes with dropout on the probabilities."""
+    """Additional passes over the scores if the probabilities have dropout."""
     width_passes: float
     ff_passes: float
     inner_passes: float
@@ -66,15 +69,16 @@ class Program:
     table_passes: float
     """Passes over the gradient of the embeddings."""
     cuts_tables: bool
-    """Whether these passes are made for every cluster that is cut out of one table."""
+    """True if the passes over the gradient are made for every cluster that is cut out of one table."""
     state_bytes: tuple[float, float]
-    """Bytes moved per parameter and update: (with fp32 weights only, with half-precision weights too)."""
+    """Bytes that are moved per parameter and update: (if all weights are fp32, if there are half-precision weights
+    too)."""
     host_factor: float
-    """Host time of a layer, in forward passes of NVIDIA's program on the same machine."""
+    """Host time of a layer, divided by the host time of the forward pass in NVIDIA's program on the same machine."""
     waits: bool
-    """Whether the host often waits for the GPU, so that none of its time is hidden."""
+    """True if the host often waits for the GPU. Then none of the host's time is hidden."""
     update_host_s: float = 0.0
-    """Seconds of the host after the one wait for the gradients' norm."""
+    """Seconds of host time after the single wait for the gradients' norm."""
 
 
 OURS = Program(
@@ -94,22 +98,23 @@ OURS = Program(
     update_host_s=2e-3,
 )
 HOST_BY_STAGE = (1.0, 1.05, 1.03, 2.33)
-"""Host time by ZeRO stage compared with stage 0, as measured in tools/experiments/notebook/benchmarks.md."""
+"""Host time at each ZeRO stage, divided by the host time at stage 0. It was measured in
+tools/experiments/notebook/benchmarks.md."""
 NORMS_EXTRA_BYTES = 20.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one rank in a step."""
+    """Description of the work of one rank in a step, for `step_time`."""
 
     model: ModelSection
     vocab_size: int
     shares: tuple[float, ...]
-    """Share of the tokens per cluster."""
+    """Share of the tokens that belong to each cluster."""
     parameters: int
     segment_len: int
     memory_lens: tuple[int, ...]
-    """Tokens that each layer remembers."""
+    """Number of tokens that each layer remembers."""
     microbatch_lanes: int
     num_microbatches: int
     world_size: int
@@ -117,34 +122,34 @@ class Work:
     precision: Precision
     attention: AttentionKind = "plain"
     recomputed: float = 0.0
-    """Share of the blocks whose forward pass is computed twice."""
+    """Share of the blocks whose forward pass is computed a second time."""
     graphed: bool = False
-    """Whether forward and backward are one launch."""
+    """True if forward and backward pass are one launch of a CUDA graph."""
     needs_whole_tensors: bool = False
     orthogonalizes: bool = False
-    """Whether the matrices' steps are orthogonalized (Muon)."""
+    """True if the optimizer orthogonalizes the updates of matrices (Muon)."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one number."""
+        """Bytes of one number in the compute type."""
         if self.precision in ("bf16", "fp16"):
             return 2
         return 4
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro-batch of this rank."""
+        """Number of tokens in a micro-batch of this rank."""
         return self.microbatch_lanes * self.segment_len
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per step of all ranks."""
+        """Number of tokens per step on all ranks together."""
         return self.tokens * self.num_microbatches * self.world_size
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by part. The parts do not overlap, so the sum is the step."""
+    """Seconds of each part of a step. The parts do not overlap, so the step's time is their sum."""
 
     products: float
     attention: float
@@ -161,7 +166,7 @@ class StepTime:
 
 
 class Product(NamedTuple):
-    """Matrix product [rows, inner] x [inner, columns], `times` times in a step."""
+    """Matrix product [rows, inner] x [inner, columns] that is computed `times` times in a step."""
 
     rows: float
     inner: float
@@ -169,7 +174,10 @@ class Product(NamedTuple):
     times: float
 
     def seconds(self, gpu: Gpu, work: Work) -> float:
-        """Return the seconds for operations at the GPU's rate, and for operands through its memory."""
+        """Return the predicted seconds.
+
+        They are the operations at the GPU's rate, plus the operands at its memory's bandwidth.
+        """
         operations = 2 * self.rows * self.inner * self.columns
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
         rate = gpu.matmul_share * gpu.flops(work.precision)
@@ -179,7 +187,7 @@ class Product(NamedTuple):
 
 
 def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepTime:
-    """Return the time of one step of one rank. All ranks are alike."""
+    """Predict the time of one step of one rank, by part. All ranks have the same work."""
     gpu = cluster.gpu
     model = work.model
     times = work.num_microbatches
@@ -209,11 +217,11 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
 
 
 def exchange_bytes(work: Work) -> float:
-    """Return the bytes that a rank sends in a step, and receives.
+    """Return the bytes that a rank sends in a step. It receives as many.
 
-    They are 2 x the parameters at stages 0 to 2, 3 x at stage 3, times (N-1)/N. An all-reduce is a reduce-scatter and
-    an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon sends matrices to the ranks that make
-    their steps, and the steps back.
+    They are (N-1)/N times 2 x the parameters at stages 0 to 2, and (N-1)/N times 3 x the parameters at stage 3. An
+    all-reduce is a reduce-scatter and an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon
+    sends matrices to the ranks that compute their updates, and these ranks send the updates back.
     """
     stage = work.zero_stage
     times = work.num_microbatches
@@ -240,10 +248,10 @@ def exchange_bytes(work: Work) -> float:
 
 
 def exchange_s(work: Work, cluster: GpuCluster, *, backward_s: float) -> float:
-    """Return the seconds by which a step takes longer with other ranks than alone.
+    """Return the seconds that the exchange with other ranks adds to a step.
 
-    `backward_s` can hide the wait for a network. Within a node nothing is assumed to hide: buckets are copied, and the
-    copies take bandwidth from the computation.
+    `backward_s` is the time of the backward pass, which can hide the wait for a network between nodes. The exchange
+    within a node is not hidden, because copies of its buckets take bandwidth from the computation.
     """
     if work.world_size == 1:
         return 0.0
@@ -264,7 +272,10 @@ def _bandwidth(gpu: Gpu) -> float:
 
 
 def _layer_products(work: Work, program: Program) -> Iterator[Product]:
-    """Yield the products of all blocks except the scores: forward, and backward for weights and inputs."""
+    """Yield all matrix products of the blocks except those of the scores.
+
+    They include the forward pass, and the backward pass for weights and inputs.
+    """
     model = work.model
     rows = float(work.tokens)
     layers = model.num_layers
@@ -366,13 +377,13 @@ def _matrix_shapes(model: ModelSection) -> list[tuple[int, int]]:
 
 
 def _newton_schulz_flops(model: ModelSection) -> float:
-    """Return the operations of one update of all matrices."""
+    """Return the operations of one update of all matrices by Newton-Schulz iterations."""
     shapes = _matrix_shapes(model)
     return 2.0 * NUM_ITERATIONS * sum(Matrix("", 0, rows, columns).multiplications for rows, columns in shapes)
 
 
 def _host_s(work: Work, gpu: Gpu, program: Program, *, computing: float) -> float:
-    """Return the host's seconds for a micro-batch, beyond the GPU's time for it."""
+    """Return the seconds of host time for a micro-batch that exceed the GPU's time for it."""
     if work.graphed:
         return 0.0
     needed = program.host_factor * gpu.host_ms / 1e3 * work.model.num_layers * (1 + work.recomputed / 3)

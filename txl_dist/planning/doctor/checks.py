@@ -1,11 +1,11 @@
-"""Verdicts of `txl doctor`, on one machine and on what lies between several: what is wrong, and what to do about it.
+"""Verdicts of `txl doctor` on each machine and on the network between machines: what is wrong, and how to repair it.
 
     ok        as it should be, or of no consequence
     warning   a run works, but slower, less safely, or not with every setting
     problem   a run fails, or gives wrong results: exit code 1
 
-Pure functions of what `machine`, `disk` and `fabric` have found. A limit here is a judgement, not a measurement: it
-says where experience begins to look for the cause elsewhere.
+The functions depend only on the facts that `machine`, `disk` and `fabric` have found. The limits here are not measured.
+They are judgements of experienced users.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ Verdict = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check."""
+    """Result of one check: its name, its verdict, the facts that were found, and a remedy."""
 
     name: str
     verdict: Verdict
     found: str
     remedy: str = ""
-    """A sentence. Empty if nothing is to be done."""
+    """Sentence that says what to do. It is empty if nothing is to be done."""
 
 
 def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Finding:
-    """Return a finding with the first rule whose condition holds, or an ok one if none does."""
+    """Return a finding by the first of the rules that applies, or one with the verdict ok if no rule applies.
+
+    A rule is (condition, verdict, remedy). `name` and `found` are the finding's name and the facts.
+    """
     for holds, verdict, remedy in rules:
         if holds:
             return Finding(name, verdict, found, remedy)
@@ -41,7 +44,10 @@ def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Find
 
 
 def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
-    """All checks of one machine. `is_cut_off`: it does not reach the others of the job."""
+    """Return the findings of all checks of one machine.
+
+    `is_cut_off` says that the machine does not reach the other machines of the job.
+    """
     findings = [finding for check in CHECKS for finding in check(facts)]
     return [*findings, _host_name(facts, is_cut_off=is_cut_off)]
 
@@ -193,7 +199,7 @@ DANGERS = {
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code that files hold",
     "TXL_FAILPOINTS": "faults are made to happen on purpose, as in tests",
 }
-"""Effects of variables that a run should not have."""
+"""Effects of environment variables that a run should not have."""
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
@@ -221,7 +227,7 @@ def _variables(facts: Facts) -> Iterator[Finding]:
 
 
 def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
-    """Check the host name: gloo listens at its address, unless an interface is named."""
+    """Check the host name. The backend gloo listens at its address, unless a network interface is named."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
     listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
     remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or correct /etc/hosts."
@@ -233,7 +239,7 @@ def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
 
 
 def _is_up(interface: str, up: set[str], *, is_prefix: bool) -> bool:
-    """Return whether a network interface is up; NCCL takes the beginning of a name, too."""
+    """Return True if a network interface is up. The name may be the beginning of its name, as NCCL allows."""
     if is_prefix:
         return any(name.startswith(interface) for name in up)
     return interface in up
@@ -253,7 +259,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 
 def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
-    """Report the facts in which nodes differ and should be equal."""
+    """Return a finding for each fact that should be equal on all nodes but differs."""
     compared = {node: _compared(facts) for node, facts in nodes.items()}
     findings = []
     for name in next(iter(compared.values())):
@@ -295,7 +301,7 @@ def _compared(facts: Facts) -> dict[str, str]:
 
 
 def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> Finding:
-    """Latency and bandwidth between all ranks."""
+    """Return findings about the latency and bandwidth between all ranks."""
     best = max(figure.bus_gb_s for figure in figures)
     direct = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO: GPUs that do not reach each other directly go by the host."
     network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."

@@ -1,7 +1,7 @@
 """Checks of the file system of a run, and of a corpus.
 
-A checkpoint needs a rename over another file, and downloads need a lock that is refused to a second holder. Both are
-tried in a folder of their own, which is removed afterwards.
+A checkpoint needs to rename a file over another file. Downloads need a lock that only one process can hold. The checks
+try the rename and the lock in a temporary folder.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from txl_dist.io.files import flush_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """File system under a folder; without figures where `error` gives the reason."""
+    """File system under a folder. It has no figures if `error` gives the reason."""
 
     folder: str
     kind: str
-    """Type of the file system, such as ext4, nfs4 or tmpfs; empty if unknown."""
+    """Type of the file system, such as ext4, nfs4 or tmpfs. It is empty if the type is unknown."""
     free_gib: float = 0.0
     renames: bool = False
     locks: bool = False
@@ -34,7 +34,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusShards:
-    """Corpus as this machine sees it."""
+    """Size of a corpus as this machine sees it, or the error if it cannot be opened."""
 
     location: str
     tokens: int = 0
@@ -42,7 +42,7 @@ class CorpusShards:
 
 
 def try_disk(folder: Path) -> Disk:
-    """Try the file system on which a folder is or would be made."""
+    """Check the file system on which a folder is, or on which it would be made. Returns its facts."""
     folder = folder.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
@@ -58,7 +58,7 @@ def try_disk(folder: Path) -> Disk:
 
 
 def try_corpus(location: str) -> CorpusShards:
-    """Open a corpus as a run does, and return its size or the error."""
+    """Open a corpus as a run does. Returns its size or the error."""
     try:
         splits = open_corpus(location).splits.values()
         return CorpusShards(location=location, tokens=sum(split.tokens for split in splits))
@@ -67,7 +67,7 @@ def try_corpus(location: str) -> CorpusShards:
 
 
 def _renames(folder: Path) -> bool:
-    """Check that a file can be renamed over another one, and that a folder can be flushed."""
+    """Check that a file can be renamed over another file, and that a folder can be flushed to disk."""
     old = folder / "old"
     new = folder / "new"
     old.write_bytes(b"old")
@@ -78,7 +78,7 @@ def _renames(folder: Path) -> bool:
 
 
 def _locks(folder: Path) -> bool:
-    """Check that a lock of a file is refused to a second holder."""
+    """Check that a second holder cannot get the lock of a file."""
     path = folder / "lock"
     with path.open("wb") as first, path.open("wb") as second, suppress(OSError):
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -90,7 +90,7 @@ def _locks(folder: Path) -> bool:
 
 
 def _kind(folder: Path) -> str:
-    """Return the type of the file system on which a folder is; empty if unknown."""
+    """Return the type of the file system on which a folder is, or an empty string if it is unknown."""
     with suppress(OSError):
         partitions = psutil.disk_partitions(all=True)
         above = [partition for partition in partitions if folder.is_relative_to(partition.mountpoint)]

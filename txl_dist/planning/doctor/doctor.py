@@ -1,7 +1,7 @@
-"""`txl doctor`: checks this machine, or under a launcher all nodes and the network, and says what to repair.
+"""`txl doctor`: check this machine, or under a launcher all nodes and their network, and say what to repair.
 
     alone               facts of this machine (`machine`) -> verdicts (`checks`)
-    under a launcher    each node is checked once; differences between nodes and all-reduces (`fabric`) are checked too
+    under a launcher    each node once, then differences between nodes, then all-reduces (`fabric`)
 
 A finding is a line that begins with the verdict:
 
@@ -28,25 +28,25 @@ from txl_dist.planning.doctor.machine import Facts, gather_facts
 from txl_dist.train.monitoring.run_lock import prove_shared
 
 SHARED_WITHIN_S = 10.0
-"""Seconds within which a file of one node must be visible on all others."""
+"""Seconds within which a file that one node writes must be visible on all other nodes."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Facts and findings by node. The name of a node is its host, and in a job also its first rank."""
+    """Facts and findings for each node. A node's name is its host name. In a job its first rank is appended."""
 
     nodes: dict[str, Facts]
     findings: dict[str, list[Finding]]
-    """Findings by node; those between nodes have the key "all"."""
+    """Findings by node. Findings about several nodes have the key "all"."""
     all_reduce: list[Reduce]
-    """All-reduces measured between ranks; empty for one rank."""
+    """Times of all-reduces between the ranks, by size. It is empty if there is only one rank."""
 
     def count(self, verdict: Verdict) -> int:
-        """Return the number of findings with a verdict. With a problem a run fails."""
+        """Return the number of findings with this verdict. A run fails if there is a problem."""
         return sum(finding.verdict == verdict for _, finding in self._all_findings())
 
     def lines(self) -> list[str]:
-        """Format a line per finding, and a summary."""
+        """Return the report as text: one line per finding, then a summary."""
         width = max(map(len, self.findings))
         lines = []
         for node, finding in self._all_findings():
@@ -60,17 +60,17 @@ class Report:
         return [*lines, f"{checks}: {problems}, {warnings}"]
 
     def _all_findings(self) -> Iterator[tuple[str, Finding]]:
-        """Yield each finding with the name of its node."""
+        """Yield pairs of a node's name and a finding."""
         for node, findings in self.findings.items():
             for finding in findings:
                 yield node, finding
 
 
 def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | None:
-    """Check the machine, or all nodes of a job, and return the report.
+    """Check this machine, or all nodes of a job, and return the report.
 
-    Returns None on ranks whose findings another rank reports. `timeout_s` is the longest wait for other ranks, at each
-    step.
+    Returns None on ranks whose findings another rank reports. `timeout_s` is the longest wait for other ranks at each
+    step, in seconds.
     """
     facts = None
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -101,7 +101,7 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
 
 
 def _examine_job(ranks: RankInfo, facts_here: Facts | None) -> Report | None:
-    """Check all nodes together and return the report on rank 0. Called on all ranks.
+    """Check all nodes together and return the report on rank 0. All ranks must call it.
 
     `facts_here` is None except on the first rank of a node.
     """
@@ -124,7 +124,7 @@ def _examine_job(ranks: RankInfo, facts_here: Facts | None) -> Report | None:
 
 
 def _judge_shared(ranks: RankInfo, folder: Path, *, num_nodes: int) -> Finding:
-    """Check whether all nodes write to one folder. Called on all ranks."""
+    """Check whether all nodes write to the same folder. All ranks must call it."""
     try:
         prove_shared(folder, nonce=secrets.token_hex(8), ranks=ranks, seen_within_s=SHARED_WITHIN_S)
     except ConfigError as error:

@@ -1,8 +1,9 @@
 """Speed of the network between the ranks of a job, measured within a bounded time.
 
-`measure_reduce` times all-reduces of growing size over all ranks: NCCL between GPUs, gloo between CPUs. It stops after
-the first size that takes half a second. Bus bandwidth is 2 (W - 1) / W * bytes / s for W ranks, the traffic of a link.
-A rank that hangs ends in an error message, since the process groups have a time limit.
+`measure_reduce` times all-reduces of growing size over all ranks, by NCCL between GPUs and by gloo between CPUs. It
+stops after the first size that takes half a second. Bus bandwidth is 2 (W - 1) / W * bytes / s for W ranks, which is
+the traffic of one link. If a rank hangs, the check ends with an error message, because the process groups have a time
+limit.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ SIZES_BYTES = (4096, 256 * 1024, 4 * MIB, 64 * MIB)
 REPEAT_FOR_S = 0.3
 """Seconds for which an all-reduce of one size is repeated, at most 51 times."""
 ENOUGH_S = 0.5
-"""Seconds of one all-reduce after which larger sizes are left out."""
+"""Seconds of one all-reduce after which larger sizes are not measured."""
 
 
 @dataclass(frozen=True)
 class Reduce:
-    """Measurement of an all-reduce of one size."""
+    """Time of an all-reduce of one size over all ranks."""
 
     num_bytes: int
     ms: float
@@ -34,7 +35,10 @@ class Reduce:
 
 
 def measure_reduce(ranks: RankInfo) -> list[Reduce]:
-    """Time all-reduces of growing size, by the slowest rank. Called on all ranks."""
+    """Time all-reduces of growing size over all ranks. The slowest rank determines each time.
+
+    All ranks must call it.
+    """
     reduces: list[Reduce] = []
     for num_bytes in SIZES_BYTES:
         values = torch.zeros(num_bytes // 4, device=ranks.device)
@@ -50,7 +54,7 @@ def measure_reduce(ranks: RankInfo) -> list[Reduce]:
 
 
 def _time_reduces(values: torch.Tensor, *, count: int) -> float:
-    """Return the mean seconds of one all-reduce on this rank."""
+    """Return the mean time of one all-reduce on this rank, in seconds."""
     barrier()
     start_s = time.perf_counter()
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Facts of the machine for `txl doctor`, without verdicts (those are in `checks`).
+"""Facts of the machine for `txl doctor`, without verdicts. The module `checks` makes the verdicts.
 
     gather_facts(...) -> Facts    versions, devices, cores, memory, network, programs, disk, corpus
 
@@ -36,7 +36,7 @@ from txl_dist.train.preflight import drivers_of_gpus
 
 GIB = 2**30
 WATCHED = ("txl_dist", "torch", "deepspeed", "numpy", "triton")
-"""Packages whose versions must agree between nodes."""
+"""Packages whose versions must be the same on all nodes."""
 READ = (
     "CUDA_VISIBLE_DEVICES",
     "DS_ACCELERATOR",
@@ -47,7 +47,7 @@ READ = (
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD",
     "TXL_FAILPOINTS",
 )
-"""Environment variables that checks need. No others are read, since their values may be secret."""
+"""Environment variables that the checks need. Other variables are not read, because their values may be secret."""
 
 
 class Device(NamedTuple):
@@ -58,65 +58,66 @@ class Device(NamedTuple):
     free_gib: float
     capability: tuple[int, int]
     has_code: bool
-    """Whether this build of torch has code for it."""
+    """True if this build of torch has code for the GPU."""
     peak_tflops: float
-    """Peak TFLOP/s in bf16; 0 where it is unknown."""
+    """Peak of the GPU in TFLOP/s for bf16. It is 0 if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts of one machine, as one process sees it."""
+    """Facts about one machine, as one process sees it."""
 
     host: str
     python: str
     versions: dict[str, str]
     """Versions of the installed packages of `WATCHED`."""
     unmet: tuple[str, ...]
-    """Requirements of this package that are not met, each with the installed version."""
+    """Requirements of this package that are not met, each followed by the installed version."""
     torch_cuda: str
-    """CUDA version that torch was built for; empty for none."""
+    """CUDA version that torch was built for. It is empty for a build without CUDA."""
     driver: str
-    """Version of the NVIDIA driver by nvidia-smi; empty for none."""
+    """Version of the NVIDIA driver as nvidia-smi reports it. It is empty if there is no driver."""
     num_driver_gpus: int
     devices: tuple[Device, ...]
     """GPUs that this process can use."""
     backends: dict[str, str]
-    """Backends that torch has, gloo and nccl, with the version where there is one."""
+    """Backends of torch for communication, gloo and nccl, with their versions if they have one."""
     num_cores: int
-    """Cores that this process may run on."""
+    """Number of CPU cores that this process may use."""
     cgroup_cores: float
-    """CPU time that the control group may use, in cores; 0 means no limit."""
+    """CPU time that the control group may use, in cores. A value of 0 means no limit."""
     num_local_ranks: int
     memory_gib: float
     room_gib: float
-    """Memory that processes may still allocate, within the limits of their control groups."""
+    """Memory in GiB that processes may still allocate, within the limits of their control groups."""
     shm_gib: float
     shm_free_gib: float
     max_files: int
-    """Files that a process may hold open: the soft limit; -1 means none."""
+    """Number of files that a process may hold open (the soft limit). A value of -1 means no limit."""
     max_pinned: int
-    """Bytes that a process may pin in memory: the soft limit; -1 means none."""
+    """Number of bytes that a process may pin in memory (the soft limit). A value of -1 means no limit."""
     has_infiniband: bool
     interfaces: dict[str, str]
-    """Network interfaces that are up, without lo, with their IPv4 address."""
+    """IPv4 address of each network interface that is up, except the interface lo."""
     host_address: str
-    """Address that the host name resolves to; empty if it resolves to none."""
+    """Address that the host name resolves to. It is empty if the name does not resolve."""
     environment: dict[str, str]
-    """Values of the variables of `READ` that are set."""
+    """Values of the environment variables in `READ` that are set."""
     broken_launcher_files: tuple[str, ...]
-    """The .deepspeed_env files on which the launcher fails."""
+    """Files named .deepspeed_env that the launcher cannot read."""
     programs: tuple[str, ...]
-    """Programs on PATH, of deepspeed, pdsh and ssh."""
+    """Those of the programs deepspeed, pdsh and ssh that are on PATH."""
     missing_compiler_reason: str
-    """Reason why Triton cannot compile; empty if it can."""
+    """Reason why Triton cannot compile. It is empty if Triton can compile."""
     disk: Disk
     corpus: CorpusShards | None
 
 
 def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
-    """Gather the facts of this machine.
+    """Gather the facts about this machine.
 
-    `run_dir` need not exist: its nearest parent that exists is tried. `data` is a corpus to open, or empty.
+    `run_dir` need not exist, because its nearest parent folder that exists is checked. `data` is a corpus to open, or
+    empty.
     """
     if os.path.isdir("/dev/shm"):
         shm = shutil.disk_usage("/dev/shm")
@@ -161,7 +162,7 @@ def gather_facts(*, run_dir: Path, data: str = "") -> Facts:
 
 
 def _broken_launcher_files() -> Iterator[str]:
-    """Yield the .deepspeed_env files with a line without an equals sign."""
+    """Yield each .deepspeed_env file that has a line without an equals sign."""
     for path in environment_files():
         with suppress(OSError, UnicodeDecodeError):  # the launcher itself reports a file that cannot be read
             if not all("=" in line for line in read_text(path).splitlines()):
@@ -169,7 +170,7 @@ def _broken_launcher_files() -> Iterator[str]:
 
 
 def _version(name: str) -> str:
-    """Return the installed version of a package; empty if it is missing."""
+    """Return the installed version of a package, or an empty string if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -177,7 +178,7 @@ def _version(name: str) -> str:
 
 
 def _unmet() -> Iterator[str]:
-    """Yield the requirements of this package that are not met, each with the installed version."""
+    """Yield the requirements of this package that are not met, each followed by the installed version."""
     with suppress(importlib.metadata.PackageNotFoundError):  # run from its source, as in our images
         for text in importlib.metadata.requires("txl_dist") or []:
             requirement = Requirement(text)
@@ -190,7 +191,7 @@ def _unmet() -> Iterator[str]:
 
 
 def _device(index: int) -> Device:
-    """Read the facts of one GPU."""
+    """Read the facts about one GPU of this machine."""
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     has_code = False
@@ -211,7 +212,7 @@ def _device(index: int) -> Device:
 
 
 def _backends() -> dict[str, str]:
-    """Return the communication backends of torch with their versions."""
+    """Return the backends of torch for communication, with their versions."""
     backends = {}
     if torch.distributed.is_gloo_available():
         backends["gloo"] = ""
@@ -221,7 +222,7 @@ def _backends() -> dict[str, str]:
 
 
 def _cgroup_cores() -> float:
-    """Return the smallest CPU limit of the control groups, in cores; 0 means no limit."""
+    """Return the smallest CPU limit of the control groups, in cores. A value of 0 means no limit."""
     limits = []
     for group, is_v2 in control_groups("cpu"):
         if is_v2:
@@ -235,7 +236,7 @@ def _cgroup_cores() -> float:
 
 
 def _interfaces() -> dict[str, str]:
-    """Return the IPv4 address of each network interface that is up, without lo."""
+    """Return the IPv4 address of each network interface that is up, except the interface lo."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup} - {"lo"}
     interfaces = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -246,7 +247,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _host_address() -> str:
-    """Return the address of the host name; empty if it resolves to none."""
+    """Return the address of the host name, or an empty string if the name does not resolve."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -254,7 +255,7 @@ def _host_address() -> str:
 
 
 def _text(path: str | Path) -> str:
-    """Read a small file; empty if it cannot be read."""
+    """Read a small text file. Returns an empty string if it cannot be read."""
     with suppress(OSError, UnicodeDecodeError):
         return Path(path).read_text(encoding="utf-8").strip()
     return ""
