@@ -1,4 +1,4 @@
-"""txl_dist: pretraining Transformer-XL at scale.
+"""txl_dist is a system to pretrain Transformer-XL language models at scale.
 
 Importing the package imports neither torch nor DeepSpeed. Each public name is imported at its first use:
 
@@ -43,16 +43,16 @@ _HOME = {
     "open_corpus": "data.loader.corpus",
     "pretrain": "train.start",
 }
-"""Module that defines each public name."""
+"""Module in which each public name is defined."""
 
 _MODULES = ("plugins",)
-"""Public modules, which a program may use as `txl_dist.plugins` without an import."""
+"""Names of public modules. A program may use `txl_dist.plugins`, for instance, without importing it."""
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import and return a public name. Raises AttributeError for any other name."""
+    """Import a public name at its first use and return it. Raises AttributeError for any other name."""
     if name in _MODULES:
         return importlib.import_module(f"txl_dist.{name}")
     if name not in _HOME:

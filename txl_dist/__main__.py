@@ -1,6 +1,7 @@
-"""`python -m txl_dist COMMAND`, which the `deepspeed` launcher starts, and the entry point of the `txl` script.
+"""Entry point of `python -m txl_dist COMMAND`, which the `deepspeed` launcher runs, and of the `txl` script.
 
-Any version of Python can read this file. So an old one, or one outside the environment, prints one line.
+Any version of Python can read this file. So an old Python, or a Python outside the environment, prints a message of one
+line instead of a traceback.
 """
 
 import sys
@@ -10,7 +11,7 @@ _OLDEST = (3, 11)
 
 def run():
     # type: () -> None
-    """Run one command, or exit with a message if this Python or its packages cannot."""
+    """Run one command of `txl`. If this Python is too old or lacks packages, exit with a message."""
     if sys.version_info < _OLDEST:
         version = ".".join(str(number) for number in sys.version_info[:2])
         sys.stderr.write(

@@ -1,7 +1,8 @@
-"""Kinds of artifacts by the file names in a folder: corpus, run, checkpoint, bundle, an export, or nothing.
+"""Detection of the kind of artifact in a folder: corpus, run, checkpoint, bundle, export, or nothing.
 
-Every command asks here before torch is imported. It refuses a wrong kind in one line that names the kind and its use.
-No file is opened or verified: a damaged folder keeps its kind, and the code that reads it reports the damage.
+The names of the files in a folder decide. Every command checks its paths here before torch is imported. A wrong kind is
+refused by a message of one line, which names the kind and says how to use it. No file is opened or verified. A damaged
+folder has its usual kind, and the code that reads it reports the damage.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from txl_dist.console.suggest import nearest
 from txl_dist.errors import ConfigError
 
 SETTINGS = "config.toml"
-"""File with the settings of a run, in the run directory and in each checkpoint."""
+"""Name of the file with the settings of a run. It is in the run directory and in each checkpoint."""
 RECORDS, LOG, TENSORBOARD = "metrics.jsonl", "log.txt", "tensorboard"
 CHECKPOINTS, STACKS, PROFILE = "checkpoints", "stacks", "profile"
 LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
@@ -24,25 +25,23 @@ LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
 STATE, PROBE = "state.json", "probe.safetensors"
 """Names of files in a checkpoint."""
 FORMAT_VERSION = 4
-"""Format version of the checkpoints that are written."""
+"""Format version of the checkpoints that this package writes."""
 READABLE_VERSIONS = (2, 3, 4)
-"""Format versions of the checkpoints that are read.
-
-Version 1, written by 0.1.0, held DeepSpeed's own files, which are pickles. Version 2 has memories of one length.
-Version 3 has memories of different lengths (`train.memory_lens`). Version 4 has another key in the stream state.
-"""
+"""Format versions of the checkpoints that this package reads. Version 1, written by 0.1.0, held DeepSpeed's own files,
+which are pickles. Version 2 has memories of one length. Version 3 has memories of different lengths
+(`train.memory_lens`). Version 4 has another key in the stream state."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Files of a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
-"""Name of a checkpoint's folder, which contains its step."""
+"""Pattern of the name of a checkpoint's folder. The name contains the checkpoint's step."""
 _MOST_NAMES = 4
 """Largest number of folders that a message names."""
 _MOST_LOOKED_AT = 1000
-"""Largest number of subfolders whose kind is looked at."""
+"""Largest number of subfolders whose kind is checked."""
 
 
 class ArtifactKind(Enum):
-    """Kind of artifact that a path holds; the value is its name in messages."""
+    """Kind of artifact that a path holds. The value is the kind's name in messages."""
 
     CORPUS = "a corpus"
     RUN = "a run"
@@ -55,7 +54,7 @@ class ArtifactKind(Enum):
 
 
 TRAINED = (ArtifactKind.RUN, ArtifactKind.CHECKPOINT, ArtifactKind.BUNDLE)
-"""Kinds that hold a trained model."""
+"""Kinds of artifacts that hold a trained model."""
 
 _USES = {
     ArtifactKind.CORPUS: "Train on it with `txl train CONFIG --data.path {path}`, score a model on it with `txl "
@@ -91,10 +90,10 @@ _MARKS = {
 
 
 def detect_artifact(path: str | Path) -> ArtifactKind:
-    """Return the kind of artifact that a path holds. A URL can only be a corpus; an unreadable path is NOTHING.
+    """Return the kind of artifact that a path holds. A URL can only be a corpus. A path that cannot be read is NOTHING.
 
-    A folder with a checkpoint under checkpoints/ is a run, even without its config.toml. A folder with two of the
-    three files that `inference.bundle.load` needs is a bundle.
+    A folder with a checkpoint under checkpoints/ is a run, even without its config.toml. A folder with two of the three
+    files that `inference.bundle.load` needs is a bundle.
     """
     if is_url(path):
         return ArtifactKind.CORPUS
@@ -128,9 +127,9 @@ def detect_artifact(path: str | Path) -> ArtifactKind:
 
 
 def is_url(path: str | Path) -> bool:
-    """Return whether a path is a URL, or a shell command that produces bytes.
+    """Return True if a path is a URL, or a shell command that produces bytes.
 
-    A `Path` never is one: it would have lost a slash.
+    A `Path` is never a URL, because it would have lost a slash.
     """
     if not isinstance(path, str):
         return False
@@ -140,10 +139,10 @@ def is_url(path: str | Path) -> bool:
 def require(
     path: str | Path, *wanted: ArtifactKind, what: str = "", remedies: Mapping[ArtifactKind, str] | None = None
 ) -> ArtifactKind:
-    """Return the kind of a path, which must be among `wanted`.
+    """Return the kind of artifact at a path. Raises ConfigError if it is not among `wanted`.
 
-    `what` names the flag or setting in the message. `remedies` gives another remedy than the usual one for a wrong
-    kind; `{path}` in it stands for the path. Raises ConfigError, one line that names the kind and a remedy.
+    `what` names the flag or setting in the message. `remedies` maps a wrong kind to a remedy that replaces the usual
+    one. In a remedy `{path}` stands for the path. The message is one line that names the kind and a remedy.
     """
     kind = detect_artifact(path)
     if kind in wanted:
@@ -160,7 +159,7 @@ def require(
 
 
 def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> str:
-    """Return the message for a path that holds no artifact: why, and what to name instead."""
+    """Return the message for a path that holds no artifact. It says why, and which path to use instead."""
     makers = "; ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
     if path.is_dir():
         inside = _subfolders_of_kind(path, wanted) or _subfolders_of_kind(path / CHECKPOINTS, wanted)
@@ -189,9 +188,9 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
 
 
 def _subfolders_of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[Path]:
-    """Return the subfolders that are of one of these kinds, by name.
+    """Return the subfolders that are of one of these kinds, in the order of their names.
 
-    Only the last thousand subfolders are looked at: a home folder may hold a million others.
+    Only the last thousand subfolders are checked, because a home folder may hold a million of them.
     """
     try:
         with os.scandir(folder) as entries:
@@ -203,7 +202,7 @@ def _subfolders_of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[
 
 
 def _listed(paths: list[Path]) -> str:
-    """List the last paths, which are the newest of checkpoints, and the number of the others."""
+    """Return a list of the last paths, and the number of the other paths. The last checkpoints are the newest."""
     shown = ", ".join(str(path) for path in paths[-_MOST_NAMES:])
     num_hidden = len(paths) - _MOST_NAMES
     if num_hidden <= 0:
@@ -221,19 +220,19 @@ def _either(kinds: tuple[ArtifactKind, ...]) -> str:
 
 
 def checkpoint_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of the checkpoint of a step."""
+    """Return the folder of a run's checkpoint at this step."""
     return run_dir / CHECKPOINTS / f"step_{step:09d}"
 
 
 def step_of(folder: Path) -> int:
-    """Return the step in the name of a checkpoint's folder."""
+    """Return the step of a checkpoint, as an integer, from the name of its folder."""
     return int(folder.name.removeprefix("step_"))
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the committed checkpoints, oldest first, without verifying them.
+    """Return the folders of a run's committed checkpoints, the oldest first, without verifying them.
 
-    A file with the name of a checkpoint counts as a damaged one, so that no run trains over it.
+    A file with the name of a checkpoint counts as a damaged checkpoint, so that no run overwrites it.
     """
     folder = run_dir / CHECKPOINTS
     if not os.path.isdir(folder):
@@ -242,7 +241,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
-    """Return the steps to keep: the last ones, milestones and the best. `steps` must be in ascending order."""
+    """Return the steps whose checkpoints are kept: the last ones, milestones, and those with the best scores.
+
+    `steps` must be in ascending order.
+    """
     newest = set(steps[-keep_last:])
     milestones = {step for step in steps if keep_every and step % keep_every == 0}
     existing_best = set(best).intersection(steps)

@@ -1,10 +1,11 @@
-"""Typed errors for people. Each message says what is wrong, where (file, key, step, rank) and the remedy.
+"""Errors that a user can cause and correct.
 
-`assert` in this project is for programmer invariants; whatever a user can cause raises one of these.
-The command line prints the message without a traceback and exits with `exit_code`.
+Each message says what is wrong, where (file, key, step, rank) and the remedy. `assert` in this project is only for
+mistakes of programmers. For everything that a user can cause, one of these errors is raised. The command line prints
+the message without a traceback and exits with `exit_code`.
 
-A message may contain names of files, fields and settings, and these may contain line breaks. So each argument of an
-error is printed as one line: `raise ConfigError(first_line, second_line)` makes a message of two lines.
+A message may contain names of files, fields and settings, and such names may contain line breaks. So each argument of
+an error is printed as one line: `raise ConfigError(first_line, second_line)` makes a message of two lines.
 """
 
 import re
@@ -13,9 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 REQUEUE = 75
-"""Exit code of a run that stopped on request and saved. The same command continues it."""
+"""Exit code of a run that stopped on request and saved a checkpoint. The same command continues the run."""
 HANG = 76
-"""Exit code of a run in which a rank hung or was lost. The same command continues from the last checkpoint."""
+"""Exit code of a run in which a rank was lost or made no progress. The same command continues the run from the last
+checkpoint."""
 
 
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -25,12 +27,12 @@ _BREAKS = re.compile(r"[\t\n\u2028\u2029]")
 
 
 def escaped(text: str) -> str:
-    """Replace each character that would control a terminal by its Python escape sequence."""
+    """Replace each character that would control a terminal by its escape sequence in Python."""
     return _STEERS.sub(_escape_sequence, text)
 
 
 def one_line(text: str) -> str:
-    """Return a text as one line: `escaped`, with tabs and line breaks as Python escape sequences too."""
+    """Return a text as one line. Control characters, tabs and line breaks become Python escape sequences."""
     return escaped(_BREAKS.sub(_escape_sequence, text))
 
 
@@ -44,7 +46,7 @@ class TxlError(Exception):
 
     exit_code = 2
     rank: int | None = None
-    """Rank that raised the error and prints it; None before the ranks have joined."""
+    """Rank that raised the error and prints it. It is None before the ranks have joined."""
 
     def __str__(self) -> str:
         """Return the message, one line per argument, with control characters escaped."""
@@ -52,9 +54,9 @@ class TxlError(Exception):
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """Return the message for a package that is not installed.
+    """Return the message for an error about a package that is not installed.
 
-    A missing module of txl_dist itself is a defect, so its error is raised again.
+    A missing module of txl_dist itself is a defect of the program, so the error is raised again in that case.
     """
     if (error.name or "").partition(".")[0] == "txl_dist":
         raise error
@@ -65,13 +67,13 @@ def missing_package(error: ModuleNotFoundError) -> str:
 
 
 def raised_everywhere(error: TxlError) -> TxlError:
-    """Mark an error that every rank raises alike, so that rank 0 alone prints it. Returns the error."""
+    """Mark an error that every rank raises, so that only rank 0 prints it. Returns the error."""
     error.rank = 0
     return error
 
 
 def in_one_line(error: BaseException) -> str:
-    """Describe an error of foreign code, a plugin for instance, by its type and its message without line breaks."""
+    """Describe an error of foreign code, such as a plugin, in one line: its type, then its message."""
     name = type(error).__name__
     words = " ".join(str(error).split())
     if not words:
@@ -80,27 +82,30 @@ def in_one_line(error: BaseException) -> str:
 
 
 class ConfigError(TxlError, ValueError):
-    """A setting is unknown, impossible, or contradicts another setting, the corpus or the run directory."""
+    """Error for a setting that is unknown or impossible, or contradicts another setting, the corpus or the run."""
 
 
 class DataError(TxlError, ValueError):
-    """Text or shards are missing, damaged or empty, or they do not fit the tokenizer."""
+    """Error for text or shards that are missing, damaged or empty, or that do not fit the tokenizer."""
 
 
 class UnreachableError(DataError):
-    """Data cannot be reached now, because of an outage or a full disk. It may be whole, so it is never skipped."""
+    """Error for data that cannot be reached now, because of an outage or a full disk.
+
+    The data may be undamaged, so it is never skipped.
+    """
 
 
 class CheckpointError(TxlError, RuntimeError):
-    """A checkpoint or a bundle is missing, damaged, or does not belong to this run or model."""
+    """Error for a checkpoint or a bundle that is missing, damaged, or does not belong to this run or model."""
 
 
 class TrainingError(TxlError, RuntimeError):
-    """Training failed: a loss is not finite, for instance, or the engine does not support the hardware."""
+    """Error for a failure of training: for instance, a loss is not finite, or the hardware is not supported."""
 
 
 class LostRankError(TxlError, RuntimeError):
-    """A rank died or makes no progress, and the other ranks cannot continue without it."""
+    """Error for a rank that died or makes no progress. The other ranks cannot continue without it."""
 
     exit_code = HANG
 
@@ -109,9 +114,9 @@ class LostRankError(TxlError, RuntimeError):
 def translate_errors(
     kind: type[TxlError], what: str, remedy: str = "", *, of: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
-    """Turn errors `of` these classes in the block into a `kind` with the message `what: reason. remedy`.
+    """Replace errors in the block by an error of class `kind` with the message `what: reason. remedy`.
 
-    A TxlError passes unchanged.
+    `of` lists the classes of errors that are replaced. A TxlError passes unchanged.
     """
     try:
         yield

@@ -1,11 +1,11 @@
-"""Injected faults for tests of reliability: the one place that reads TXL_FAILPOINTS. Without it no fault happens.
+"""Injected faults for tests of reliability. The environment variable TXL_FAILPOINTS says which faults happen.
 
     TXL_FAILPOINTS=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
 
 The program calls `failpoint(phase, step=...)` at places that may fail. When rank, step and phase of this process match
-an entry for the n-th time (default: the first), its fault happens there, once. Rank, step and phase may be `*`. The
-default phase is `step`, the beginning of a training step. Each fault is announced on stderr with the time, so that a
-log shows which faults were injected. Kinds:
+an entry for the n-th time (by default the first), its fault happens there, once. Without the variable no fault happens.
+Rank, step and phase may be `*`. The default phase is `step`, the beginning of a training step. Each fault is announced
+on stderr with the time, so that a log shows which faults were injected. Kinds:
 
     kill     SIGKILL to this process            stop     SIGSTOP to this process
     term     SIGTERM to this process            raise    an exception that nobody expects
@@ -32,17 +32,17 @@ KINDS = (*SIGNALS, *ERRORS, *ACTED_ON_BY_CALLER, "raise", "hang", "spin", "slow"
 
 
 class Fault(NamedTuple):
-    """Entry of TXL_FAILPOINTS; rank, step and phase are kept as written, and `*` matches any."""
+    """One entry of TXL_FAILPOINTS. Rank, step and phase are stored as written, where `*` matches any value."""
 
     kind: str
     rank: str
     step: str
     phase: str = "step"
     nth: int = 1
-    """Number of matches from now until the fault happens."""
+    """Number of matches that are still to come until the fault happens."""
 
     def matches(self, *, step: int, phase: str) -> bool:
-        """Return whether the fault is meant for this rank at this point."""
+        """Return True if the fault is meant for this rank, step and phase."""
         rank = os.environ.get("RANK", "0")
         is_rank = self.rank in ("*", rank)
         is_step = self.step in ("*", str(step))
@@ -51,10 +51,10 @@ class Fault(NamedTuple):
 
 
 def failpoint(phase: str, *, step: int) -> str:
-    """Let the fault that is injected for this rank, step and phase happen.
+    """Cause the fault that TXL_FAILPOINTS injects for this rank, step and phase, if any.
 
-    Returns the kind of a fault that the caller has to act on, else "". Raises OSError or RuntimeError if that is the
-    fault, and ValueError for a TXL_FAILPOINTS that cannot be parsed.
+    Returns the kind of a fault that the caller must act on, else "". Raises OSError or RuntimeError if that is the
+    fault, and ValueError if TXL_FAILPOINTS cannot be parsed.
     """
     faults = _pending_faults()
     for index, fault in enumerate(faults):
@@ -72,7 +72,7 @@ def failpoint(phase: str, *, step: int) -> str:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Parse the entries of TXL_FAILPOINTS. Raises ValueError, naming the entry that is wrong."""
+    """Parse the entries of TXL_FAILPOINTS. Raises ValueError, which names the entry that is wrong."""
     faults = []
     for entry in filter(None, text.split(",")):
         kind, *where = entry.split(":")
@@ -92,7 +92,7 @@ def parse_faults(text: str) -> list[Fault]:
 
 
 def _is_number_or_any(word: str) -> bool:
-    """Return whether a word is a whole number or `*`."""
+    """Return True if a word is a whole number or `*`."""
     return word == "*" or word.isdigit()
 
 
@@ -100,20 +100,20 @@ def _is_number_or_any(word: str) -> bool:
 def _pending_faults() -> list[Fault]:
     """Return the faults that may still happen in this process.
 
-    TXL_FAILPOINTS is read at the first failpoint, so that a forked rank has a list of its own.
+    TXL_FAILPOINTS is read at the first failpoint, so that a forked rank reads its own list.
     """
     return parse_faults(os.environ.get("TXL_FAILPOINTS", ""))
 
 
 def _announce(fault: Fault, *, step: int, phase: str) -> None:
-    """Write a line about a fault to stderr, in one piece and at once."""
+    """Write one line about a fault to stderr, without a buffer."""
     rank = os.environ.get("RANK", "0")
     line = f"TXL_FAILPOINTS {fault.kind} rank {rank} step {step} phase {phase} time {time.time():.3f}\n"
     os.write(2, line.encode())
 
 
 def _inject(kind: str) -> str:
-    """Let a fault happen. Returns the kind if the caller has to act on it, else ""."""
+    """Cause a fault. Returns its kind if the caller must act on it, else ""."""
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind in ERRORS:
@@ -135,7 +135,7 @@ def _inject(kind: str) -> str:
 def _hold_the_interpreter() -> None:
     """Wait for ever for a lock in C while holding the interpreter lock, so that no signal handler runs.
 
-    A mutex whose bytes are all zero is unlocked.
+    The lock works because a mutex whose bytes are all zero is unlocked.
     """
     libc = ctypes.PyDLL(None)
     lock = ctypes.create_string_buffer(64)

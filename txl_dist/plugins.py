@@ -1,8 +1,8 @@
-"""Functions that a plugin calls to extend the program: one for each kind of extension (docs/extending.md).
+"""Functions that a plugin calls to extend the program. There is one for each kind of extension (docs/extending.md).
 
 A plugin is a module that calls these functions when it is imported. `run.plugins`, `--plugins` and `load` import it,
-once per process. After that, settings, checkpoints, exports and commands accept its names like our own. This module
-imports no torch, so that `txl prepare` starts quickly with a plugin for a text source.
+once per process. After that, settings, checkpoints, exports and commands accept the names that it adds. This module
+does not import torch, so `txl prepare` starts quickly with a plugin for a text source.
 
 Every function raises ConfigError for a name that exists already.
 """
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def load(*names: str) -> None:
-    """Import plugins in your own program. Call it before `txl_dist.load` or `configure` needs their names.
+    """Import plugins in your own program. Call it before `txl_dist.load` or `configure` needs the names that they add.
 
     Raises ConfigError, in one line, for a module that is missing or raises.
     """
@@ -54,21 +54,21 @@ def register_positions(
     has_position_bias: bool = False,
     has_table: bool = False,
 ) -> None:
-    """Add a value of `model.positions`.
+    """Add a positional scheme, as a value of `model.positions`.
 
     `build(model)` makes the `nn.Module` of one layer. Its `forward(num_distances, encoding_KD)` returns
     `txl_dist.model.attention.RelativeEncodings` of the distances K-1 ... 0: vectors key_KNH, by which queries are
-    multiplied, and numbers bias_KN, or None. The numbers are added to the scores before the division by sqrt(H).
-    Parameters are initialized like the model's other weights, unless the module has a method `reset_parameters`.
-    A checkpoint holds parameters only, so buffers must follow from the settings (`persistent=False` is clearest).
-    Without `build` scores depend on contents alone.
+    multiplied, and numbers bias_KN or None. These numbers are added to the scores before the division by sqrt(H).
+    Parameters are initialized like the model's other weights, unless the module has a method `reset_parameters`. A
+    checkpoint holds only parameters, so buffers must be computed from the settings (`persistent=False` is clearest).
+    Without `build`, scores depend only on contents.
 
     Args:
-        uses_memory: Whether a segment may attend to past segments.
+        uses_memory: True if a segment may attend to past segments.
         sinusoids: "distances": `encoding_KD` holds sinusoids of distances. "embedding": sinusoids of positions in the
             segment are added to the embedding. "none": there are none.
-        has_position_bias: Whether a learned bias v replaces bias_KN (the paper's term d).
-        has_table: Whether the module needs `model.num_distances`.
+        has_position_bias: True if a learned bias v replaces bias_KN (the paper's term d).
+        has_table: True if the module needs `model.num_distances`.
     """
     if build is None and (has_position_bias or has_table or sinusoids == "distances"):
         raise ConfigError(f"positions {name!r}: distances need a build function that makes their module.")
@@ -91,17 +91,17 @@ def register_optimizer(
     state_bytes: Callable[[OptimSection], int] = lambda _: 8,
     needs_whole_tensors: bool = False,
 ) -> None:
-    """Add a value of `optim.name`.
+    """Add an optimizer, as a value of `optim.name`.
 
-    `build(groups, lr=0.0)` makes a torch optimizer of parameter groups. Each group has `lr`, `weight_decay`, and the
-    named `settings` of [optim] as keys; `lr` changes with every step. Its state must be fp32 tensors of the parameter's
-    shape, made in `step`, and `state["step"]`, an fp32 tensor with one number. A checkpoint would lose other state.
+    `build(groups, lr=0.0)` makes a torch optimizer of parameter groups. The keys of each group are `lr`,
+    `weight_decay`, and the settings of [optim] that `settings` names. `lr` changes with every step. Its state must be
+    fp32 tensors of the parameter's shape, made in `step`, and `state["step"]`, an fp32 tensor with one number. A
+    checkpoint would lose other state.
 
     Args:
         settings: Fields of [optim] that the groups get: betas, eps, momentum, muon_momentum.
         state_bytes: Bytes of fp32 state per parameter, for the estimate of memory.
-        needs_whole_tensors: Whether a step needs whole tensors, for instance for their norms. Then it runs only
-            without ZeRO.
+        needs_whole_tensors: True if a step needs whole tensors, for instance for norms. It then runs only without ZeRO.
     """
     unknown = [setting for setting in settings if setting not in OptimSection.model_fields]
     if unknown:
@@ -126,19 +126,20 @@ def register_metric(
     continues.
 
     Args:
-        form: Format specification on the console, for instance ".3f". Empty: not shown there.
+        form: Format specification on the console, for instance ".3f". An empty one means that it is not shown there.
         label: Text before the number on the console.
         unit: Text after the number on the console.
-        curve: How reports draw it over the steps. None: not drawn.
+        curve: How reports draw the number over the steps. With None it is not drawn.
     """
     row = Metric(name, form, label or name, unit, drop=12, curve=curve, measure=measure)
     add_row(METRICS, name, row, what="metric")
 
 
 def register_source(name: str, read: Callable[[str], Iterable[str]]) -> None:
-    """Add an input of `txl prepare`: `NAME:REST` stands for the documents that `read(REST)` yields, in order.
+    """Add a text source for `txl prepare`.
 
-    It is read once per preparation, like standard input. An error that it raises ends the preparation in one line.
+    The input `NAME:REST` means the documents that `read(REST)` yields, in order. The source is read once per
+    preparation, like standard input. If `read` raises an error, the preparation ends with a message of one line.
     """
     add_row(TEXT_SOURCES, name, TextSource(read), what="text source")
 
@@ -149,7 +150,7 @@ def register_tokenizer(
     *,
     settings: tuple[str, ...] = (),
 ) -> None:
-    """Add a value of `txl prepare --tokenizer`: the class's `kind`.
+    """Add a tokenizer for `txl prepare --tokenizer`. The class's attribute `kind` is its name there.
 
     `learn(texts, learning)` trains the tokenizer on the train split. `texts` can be read more than once. Ids must be in
     order of frequency, the most frequent first, because adaptive softmax cuts the vocabulary at ids.

@@ -1,9 +1,10 @@
-"""Named random streams from one seed.
+"""Named random streams that are derived from one seed.
 
-Every use of randomness has its own name, so adding one does not change another. Dropout is a function of (seed, step,
-first lane of the micro-batch): its seed is set on torch's default generator before each micro-batch. So resuming needs
-no generator state, and no two ranks have the same mask. It must be the default generator: activation checkpointing does
-not restore an explicit one, recomputes other masks, and the gradients are silently wrong.
+Every use of randomness has its own name, so a new use does not change the random numbers of another. Dropout is a
+function of (seed, step, first lane of the micro-batch). Its seed is set on torch's default generator before each
+micro-batch. So resuming needs no generator state, and no two ranks have the same mask. It must be the default
+generator, because activation checkpointing does not restore any other generator. With other masks the gradients would
+be wrong, without an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ import hashlib
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """Return a 63-bit seed for the stream `names`. The function is frozen: equal on every machine and version."""
+    """Return a 63-bit seed for the random stream that `names` identifies.
+
+    The result is the same on every machine and in every version of the package.
+    """
     parts = [str(seed)]
     for name in names:
         parts.append(str(name))

@@ -1,8 +1,9 @@
-"""Clusters of the adaptive embedding and softmax: where to cut the vocabulary, and which tokens are in which cluster.
+"""Clusters of the adaptive embedding and softmax: choice of the cutoffs, and grouping of tokens by cluster.
 
-The host partitions the tokens before the step runs, so that nothing on the device waits for a `nonzero()`. Each
-cluster's rows are padded, to a multiple of a fixed number or to given sizes, and are never empty. So every cluster runs
-on every step on every rank, which collectives under ZeRO need, and the device sees few different shapes.
+The host groups the tokens before the step runs, so that no operation waits for a `nonzero()` on the device. A cluster's
+rows are the positions of its tokens. They are padded to a multiple of a fixed number or to given sizes, and there is at
+least one row. So every cluster is computed in every step on every rank, which collectives under ZeRO need. The device
+sees few different shapes.
 
     ids         7  0  3  9        edges (0, 2, 8, 10): clusters [0, 2), [2, 8), [8, 10)
     cluster 0   rows 1            ids 0
@@ -24,32 +25,34 @@ import numpy.typing as npt
 from txl_dist.errors import ConfigError, DataError
 
 GRID_LEN = 512
-"""Maximum number of candidates for a cutoff."""
+"""Largest number of candidates for a cutoff."""
 ZIPF_EXPONENT = 1.2
 """Exponent a of typical word frequencies, rank ** -a."""
 RUNG_ROWS = 32
-"""Divisor of every size on the ladder, because tiles of tensor cores have that many rows."""
+"""Number that divides the numbers of rows on the size ladder, because tiles of tensor cores have that many rows."""
 LOWEST_SHARE = 0.2
-"""Tokens per tail on the lowest rung, as a share of those that the tail typically has."""
+"""Number of tokens per tail on the lowest rung of the size ladder, as a share of the tail's typical number."""
 RUNG_GROWTH = 1.5
-"""Factor of the number of tokens from one rung to the next."""
+"""Factor of the number of tokens from one rung of the size ladder to the next."""
 SPREAD = 2.0
-"""Room on a rung above the mean number of tokens, in standard deviations of independently drawn tokens."""
+"""Extra rows on a rung of the size ladder above the mean number of tokens, in standard deviations of independently
+drawn tokens."""
 
 
 class ClusterRows(NamedTuple):
-    """Tokens of one cluster. The fields are numpy arrays here; the trainer has the same pair as tensors."""
+    """Tokens of one cluster, as numpy arrays. The trainer uses the same class with tensors."""
 
     rows: Any
-    """[R] int64: positions in the flattened ids, ascending, padded with the number of ids (one past the end)."""
+    """Positions of the cluster's tokens in the flattened ids, [R] int64, ascending. They are padded with the number of
+    ids (one past the end)."""
     ids: Any
-    """[R] int64: ids inside the cluster, padded with 0."""
+    """Ids of the tokens inside the cluster, [R] int64, padded with 0."""
 
 
 def cluster_edges(cutoffs: Sequence[int], *, vocab_size: int) -> tuple[int, ...]:
     """Return the first id of every cluster, then the vocabulary size.
 
-    Raises ConfigError if they do not increase strictly.
+    Raises ConfigError if these numbers do not increase strictly.
     """
     edges = (0, *cutoffs, vocab_size)
     if any(low >= high for low, high in itertools.pairwise(edges)):
@@ -68,8 +71,8 @@ def partition_by_cluster(
     Raises DataError if an id is outside the vocabulary.
 
     Args:
-        multiple: The number of rows of each cluster is a multiple of this, unless there are `sizes`.
-        sizes: The number of rows of each cluster; its tokens must fit.
+        multiple: The number of rows of each cluster is padded to a multiple of this, unless `sizes` is given.
+        sizes: The padded number of rows of each cluster. The cluster's tokens must fit.
     """
     flat = np.asarray(ids).reshape(-1)
     lowest = flat.min(initial=edges[0])
@@ -110,10 +113,11 @@ def _pad_cluster(flat: npt.NDArray[Any], positions: npt.NDArray[np.intp], *, fir
 
 @functools.cache
 def size_ladder(edges: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of each cluster on each rung of a ladder, for `num_tokens` tokens. The last rung fits any text.
+    """Return several sizes for padding: tuples of the number of rows of each cluster, in ascending order (a ladder).
 
-    The first cluster always has room for all tokens, which is little more than it needs. Let a tail have m tokens if
-    words have `typical_shares`. Then it has g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
+    They are for `num_tokens` tokens, and the last tuple (the highest rung) fits any text. The first cluster always has
+    room for all tokens, which is little more than it needs. Let a tail have m tokens if words have `typical_shares`.
+    Then its rungs have g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
     """
     _, *tail_shares = typical_shares(edges)
     means = [LOWEST_SHARE * num_tokens * share for share in tail_shares]
@@ -129,13 +133,13 @@ def size_ladder(edges: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...],
 
 
 def _round_to_rung_rows(size: float) -> int:
-    """Round up to a multiple of RUNG_ROWS."""
+    """Round a number of rows up to a multiple of RUNG_ROWS."""
     num_tiles = math.ceil(size / RUNG_ROWS)
     return num_tiles * RUNG_ROWS
 
 
 def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the lowest rung with room for these numbers of tokens in the clusters."""
+    """Return the smallest sizes of the ladder that have room for these numbers of tokens in the clusters."""
     for rung in size_ladder(tuple(edges), num_tokens):
         has_room = [count <= size for count, size in zip(counts, rung, strict=False)]
         if all(has_room):
@@ -144,7 +148,7 @@ def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int)
 
 
 def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
-    """Return each cluster's share of the tokens, if the frequency of a word is rank ** -1.2.
+    """Return each cluster's share of the tokens if the frequency of a word is proportional to rank ** -1.2.
 
     On WikiText-103, cut at 20,000, 40,000 and 200,000: 0.948, 0.017, 0.031, 0.005 (counted: 0.952, 0.022, 0.024,
     0.002). The sum over ranks is approximated by its integral, with ranks counted from one half.
@@ -156,7 +160,7 @@ def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
 
 
 def cluster_shares(counts: npt.ArrayLike, edges: Sequence[int]) -> tuple[float, ...]:
-    """Return each cluster's share of the tokens, from the count of each id; the shares sum to 1.
+    """Return each cluster's share of the tokens, computed from the count of each id. The shares sum to 1.
 
     Raises DataError if there are no tokens.
     """
@@ -186,16 +190,16 @@ def best_cutoffs(
 
         (n_0 + num_clusters - 1) w_0  +  sum over tails i >= 1 of  q_i w_i (n_i + 2 W),     q_i = max(p_i, r / S)
 
-    The first term is the head, which runs for every token. 2 W w_i are the projections at the output and at the input.
-    q_i models that small matrices cost more: of the S = `step_len` tokens on a device, a cluster computes
-    r = `multiple` even if it has fewer (see `partition_by_cluster`).
+    The first term is the head, which is computed for every token. The term 2 W w_i is for the projections at the output
+    and at the input. The factor q_i says that small matrices cost more. Of the S = `step_len` tokens on a device, a
+    cluster computes at least r = `multiple` rows, even if it has fewer tokens (see `partition_by_cluster`).
 
-    The cost leaves out memory, row look-ups, and that wide products run faster than narrow ones. It also leaves out
-    the loss: with div_value > 1 it gives frequent words narrower embeddings than papers do. The optimum is flat:
-    round numbers nearby cost the same.
+    The cost ignores memory, row look-ups, and the higher speed of wide matrix products. It also ignores the loss. With
+    div_value > 1 the result gives frequent words narrower embeddings than papers use. The optimum is flat, so round
+    numbers nearby cost the same.
 
-    Dynamic programming finds it, exactly among 512 ids in geometric progression, or all ids of a smaller vocabulary.
-    Raises ConfigError if there cannot be that many clusters.
+    Dynamic programming finds the exact optimum among 512 ids in geometric progression, or among all ids of a smaller
+    vocabulary. Raises ConfigError if there cannot be that many clusters.
     """
     below = _shares_below(counts)
     vocab_size = len(below) - 1
@@ -237,7 +241,7 @@ def best_cutoffs(
 
 
 def _shares_below(counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return, for each id and the number of ids, the share of the tokens with a smaller id, [V + 1]."""
+    """Return, for each id from 0 to V, the share of the tokens whose id is smaller, [V + 1]."""
     running_sums = np.cumsum(np.asarray(counts, dtype=np.int64))
     sums = np.concatenate([[0], running_sums])
     total = sums[-1]
