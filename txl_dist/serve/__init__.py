@@ -1,4 +1,4 @@
-"""HTTP server for a trained model: OpenAI's completions, memories as handles, many texts at once.
+"""HTTP server for a trained model, with OpenAI's completions API. It generates many texts at once.
 
-It imports no training code.
+Clients can store memories of texts on the server and name them in later requests. The server imports no training code.
 """

@@ -1,4 +1,4 @@
-"""Errors that clients get, in OpenAI's form: status, message, type, field and code."""
+"""Error responses to clients, in OpenAI's form: status, message, type, field and code."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _FIELDS_OF_FLAGS = {
     "stop": "stop",
     "log_probs": "logprobs",
 }
-"""Flags of `txl generate`, and the fields of a completion that mean the same."""
+"""Request field of a completion that means the same as a flag of `txl generate`, by the flag's name."""
 
 
 def _foreign_fields() -> dict[str, str]:
-    """Return the table of other programs' names: those of the commands' flags, and those of HTTP APIs."""
+    """Return this server's field for each name that other programs use as a command-line flag or in an HTTP API."""
     fields = {
         "max_output_tokens": "max_tokens",
         "max_tokens_to_sample": "max_tokens",
@@ -44,7 +44,7 @@ def _foreign_fields() -> dict[str, str]:
 
 
 FOREIGN_FIELDS = _foreign_fields()
-"""Names that other programs have for a field, and the names here."""
+"""Name of the field of this server, by the name that other programs have for it. Error messages suggest it."""
 CHAT_FIELDS = {
     "messages",
     "tools",
@@ -65,11 +65,15 @@ CHAT_FIELDS = {
     "previous_response_id",
     "moderation",
 }
-"""Fields of chat completions and responses, which have no meaning for a base model."""
+"""Fields of chat completions and of OpenAI's responses API. They have no meaning for a base model."""
 
 
 class APIError(Exception):
-    """Refusal of a request: what is wrong, where, and the remedy. `param` is the field that it is about."""
+    """Refusal of a request, which the client gets as an HTTP error. Routes and checks raise it.
+
+    The message says what is wrong and how to correct it. `param` is the request field with the fault, and `code` names
+    the kind of fault.
+    """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -79,7 +83,7 @@ class APIError(Exception):
         self.code = code
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object that OpenAI's clients expect."""
+        """Return the JSON object for the response, in the form that OpenAI's clients expect."""
         if self.status < 500:
             default_type = "invalid_request_error"
         else:
@@ -106,7 +110,7 @@ class APIError(Exception):
 
 
 def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) -> APIError:
-    """Return the API error for the first problem that pydantic found in a body with these `fields`."""
+    """Return the API error for the first problem that pydantic found in a request body with these `fields`."""
     problem = _first_problem(error)
     location = problem["loc"]
     if problem["type"] == "json_invalid":
@@ -136,7 +140,10 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
 
 
 def _first_problem(error: ValidationError) -> ErrorDetails:
-    """Return the first problem; if its field may have several forms, that of the form which fits best."""
+    """Return the first problem of a body.
+
+    If the field may have several forms, it is the problem of the form that fits best.
+    """
     problems = error.errors(include_url=False)
     field = problems[0]["loc"][:1]
     of_field = [problem for problem in problems if problem["loc"][:1] == field]
@@ -158,7 +165,7 @@ def _unknown_field(name: str, *, known: list[str]) -> str:
 
 
 def _reason(problem: ErrorDetails) -> str:
-    """Return pydantic's message in our form: lower case, and followed by the value, cut at 40 characters."""
+    """Return pydantic's message in the form of this server: in lower case, then the value, cut at 40 characters."""
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     message = message[:1].lower() + message[1:]
     if problem["type"] in ("missing", "value_error"):

@@ -1,7 +1,7 @@
-"""Requests and responses: OpenAI's completions, with vLLM's names for fields that OpenAI lacks, and memories.
+"""Requests and responses as data classes: OpenAI's completions, and memories.
 
-Requests are read strictly. A string is not accepted as a number, and an unknown field is refused. A field that is null
-counts as absent. The descriptions are part of /openapi.json.
+Fields that OpenAI does not have are named as in vLLM. Requests are read strictly: a string is not accepted as a number,
+and an unknown field is refused. A field that is null counts as absent. The descriptions here are part of /openapi.json.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORMS = "give a text, a list of texts, a list of ids, or a list of lists of ids
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Change a model's JSON schema so that each optional field may be null."""
+    """Change a request's JSON schema so that each optional field may be null."""
     required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         if name in required:
@@ -28,7 +28,7 @@ def _allow_null(schema: dict[str, Any]) -> None:
 
 
 class _Request(BaseModel):
-    """Base of all requests: strict, no unknown fields, null as absent."""
+    """Base of all requests. Types are strict, unknown fields are refused, and null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_allow_null)
 
@@ -42,7 +42,7 @@ class _Request(BaseModel):
     @field_validator("prompt", mode="wrap", check_fields=False)
     @classmethod
     def _one_message(cls, value: Any, check: Any, info: ValidationInfo) -> Any:
-        """Replace pydantic's messages, one for each form that does not fit, by one message."""
+        """Replace several messages of pydantic, one for each form that a field may have, by one message."""
         try:
             return check(value)
         except ValueError:
@@ -50,7 +50,7 @@ class _Request(BaseModel):
 
 
 class StreamOptions(_Request):
-    """Options of a stream's chunks."""
+    """Options for the events of a stream."""
 
     include_usage: bool = Field(False, description="Send one more chunk at the end, with the usage.")
     include_obfuscation: bool = Field(
@@ -59,7 +59,7 @@ class StreamOptions(_Request):
 
 
 class CompletionRequest(_Request):
-    """One or several prompts, and how to continue them."""
+    """One or several prompts to continue, with the limits and sampling settings."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
     prompt: PromptField = Field("", description=_PROMPT + ' Without it, or for "", the text begins a document.')
@@ -115,7 +115,7 @@ class CompletionRequest(_Request):
 
 
 class MemoryRequest(_Request):
-    """A text to make a memory of."""
+    """A text of which the server stores a memory."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
     prompt: str | list[Id] = Field(description="A text, or its ids, which are used as they are.")
@@ -123,7 +123,7 @@ class MemoryRequest(_Request):
 
 
 class TokenizeRequest(_Request):
-    """A text to tokenize, with vLLM's field names."""
+    """A text to convert to ids, with the field names of vLLM."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
     prompt: str = Field(description="The text.")
@@ -131,14 +131,14 @@ class TokenizeRequest(_Request):
 
 
 class DetokenizeRequest(_Request):
-    """Ids to make a text of."""
+    """Ids to convert to text."""
 
     model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
     tokens: list[Id]
 
 
 class Kept(BaseModel):
-    """A stored memory, by its id."""
+    """A stored memory: its id, its length, and when it expires."""
 
     id: str
     tokens: int = Field(description="Number of tokens in the memory: the last ones of a longer text.")
@@ -155,7 +155,7 @@ class Logprobs(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    """One text of a completion."""
+    """One generated text of a completion."""
 
     index: int
     text: str
@@ -165,7 +165,7 @@ class CompletionChoice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Number of tokens read and generated."""
+    """Number of tokens that a request read and generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -173,7 +173,7 @@ class Usage(BaseModel):
 
 
 class CompletionResponse(BaseModel):
-    """Texts of a request; in a stream, a piece of one text."""
+    """Generated texts of a request. In a stream, each event has a part of one text."""
 
     id: str
     object: Literal["text_completion"]
@@ -184,7 +184,7 @@ class CompletionResponse(BaseModel):
 
 
 class ServedModel(BaseModel):
-    """Facts of the served model."""
+    """Facts about the model that the server runs."""
 
     id: str
     object: Literal["model"]
@@ -203,14 +203,14 @@ class ServedModel(BaseModel):
 
 
 class Models(BaseModel):
-    """List with the served model."""
+    """List of models, which has only the served model."""
 
     object: Literal["list"]
     data: list[ServedModel]
 
 
 class Tokens(BaseModel):
-    """Ids of a text, with their number."""
+    """Ids of a text, with the number of ids."""
 
     count: int
     max_model_len: int
@@ -218,13 +218,13 @@ class Tokens(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """Text of a list of ids."""
+    """Text that a list of ids stands for."""
 
     prompt: str
 
 
 class TokenizerInfo(BaseModel):
-    """Facts that evaluation harnesses ask of a tokenizer. No text is tokenized to a special token."""
+    """Facts about the tokenizer that evaluation harnesses ask for. No text is tokenized to a special token."""
 
     vocab_size: int
     eos_token: None
@@ -232,7 +232,7 @@ class TokenizerInfo(BaseModel):
 
 
 class MemoryObject(Kept):
-    """Facts of a stored memory."""
+    """All facts about a stored memory."""
 
     object: Literal["memory"]
     model: str
@@ -249,14 +249,14 @@ class Deleted(BaseModel):
 
 
 class HealthStatus(BaseModel):
-    """Whether the server accepts requests."""
+    """State of the server: `ok` if it accepts requests, `draining` if it is about to end."""
 
     status: Literal["ok", "draining"]
     model: str
 
 
 class ErrorFacts(BaseModel):
-    """Error: what is wrong, in which field, and what to do."""
+    """Facts about an error: what is wrong, in which field, and how to correct it."""
 
     message: str
     type: str
@@ -265,6 +265,6 @@ class ErrorFacts(BaseModel):
 
 
 class Error(BaseModel):
-    """Error in OpenAI's form."""
+    """Error in the form of OpenAI's API."""
 
     error: ErrorFacts

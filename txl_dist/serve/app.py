@@ -1,8 +1,8 @@
-"""Routes of the server: OpenAI's completions and models, memories, tokenizer, health, metrics and a page.
+"""Routes of the server: OpenAI's completions and models, memories, tokenizer, health, metrics and a web page.
 
-Each route reads its own body (`_read`), so that every error has OpenAI's form and a JSON body may come without its
-content type. The checks that need the model or the server's limits are here and in service.py. The form of requests
-and responses is in api_schema.py.
+Each route reads its own body (`_read`), so that every error has OpenAI's form and a JSON body needs no content type.
+The checks that need the model or the server's limits are here and in service.py. The form of requests and responses is
+in api_schema.py.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of the page: it may load and ask this server only."""
+"""Content-Security-Policy of the web page: the page may load files and request data from this server only."""
 MAX_LOG_PROBS = 2**17
-"""Maximum number of log-probabilities in a response. Writing more would delay all other requests."""
+"""Maximum number of log-probabilities in a response. More of them would delay all other requests."""
 UNNAMED_TYPES = {"", "text/plain", "application/x-www-form-urlencoded"}
-"""Content types that a client sends when its user chose none."""
+"""Content types of requests whose user did not choose a content type."""
 R = TypeVar("R", bound=BaseModel)
 router = APIRouter()
 
 
 def create_app(service: Service) -> FastAPI:
-    """Return the ASGI application that serves a model."""
+    """Return the ASGI application with all routes of the server. `service` holds the model and the limits."""
     app = FastAPI(
         title="txl serve",
         version=__version__,
@@ -89,7 +89,7 @@ def create_app(service: Service) -> FastAPI:
     openapi_extra=request_body(CompletionRequest),
 )
 async def _completions(request: Request) -> Response:
-    """Generate texts that continue prompts. With `stream`, send pieces as server-sent events while they are made."""
+    """Generate texts that continue prompts. With `stream`, send the parts of the texts as server-sent events."""
     service = _service_of(request)
     completion = await _read(request, CompletionRequest)
     service.check_name(completion.model)
@@ -134,7 +134,7 @@ async def _completions(request: Request) -> Response:
     openapi_extra=request_body(MemoryRequest, accepts_file=True),
 )
 async def _make_memory(request: Request) -> Response:
-    """Store a memory: of a text, which is read once, or of a file that `txl generate --save-memory` wrote."""
+    """Store a memory of a text, which is read once, or a memory file that `txl generate --save-memory` wrote."""
     service = _service_of(request)
     service.check_room(num_memories=1)
     if request.headers.get("content-type", "").startswith(UPLOAD):
@@ -156,7 +156,7 @@ async def _make_memory(request: Request) -> Response:
 
 
 async def _store_uploaded_memory(request: Request, service: Service) -> Response:
-    """Store the memory in a request's body. Raises APIError if it is of another model, or too long."""
+    """Store the memory in a request's body. Raises APIError if another model made it, or if it is too long."""
     content = await request.body()
     try:
         memory = await run_in_threadpool(service.model.read_memory, content, called="the body")
@@ -176,7 +176,7 @@ async def _store_uploaded_memory(request: Request, service: Service) -> Response
     responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.MemoryObject)),
 )
 async def _show_memory(request: Request, memory: str) -> Response:
-    """Return the facts of a memory."""
+    """Return the facts about a stored memory."""
     service = _service_of(request)
     return JSONResponse(service.metadata(service.memory(memory)))
 
@@ -187,7 +187,10 @@ async def _show_memory(request: Request, memory: str) -> Response:
     responses=responses(*MEMORY_ERRORS, success=FILE_RESPONSE),
 )
 async def _send_memory(request: Request, memory: str) -> Response:
-    """Return a memory's file. `txl generate --load-memory`, and POST /v1/memories with the same model, read it."""
+    """Return a memory as a file.
+
+    `txl generate --load-memory`, and POST /v1/memories with the same model, accept the file.
+    """
     stored = _service_of(request).memory(memory)
     content = await run_in_threadpool(stored.memory.to_bytes)
     headers = {"Content-Disposition": "attachment; filename=memory.safetensors"}
@@ -200,7 +203,7 @@ async def _send_memory(request: Request, memory: str) -> Response:
     responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.Deleted)),
 )
 async def _forget_memory(request: Request, memory: str) -> Response:
-    """Delete a memory. Texts in work that began from it continue."""
+    """Delete a stored memory. Texts that already continue from it are not affected."""
     service = _service_of(request)
     service.memories.remove(service.memory(memory).id)
     return JSONResponse({"id": memory, "object": "memory", "deleted": True})
@@ -238,7 +241,7 @@ async def _tokenize(request: Request) -> Response:
     openapi_extra=request_body(DetokenizeRequest),
 )
 async def _detokenize(request: Request) -> Response:
-    """Return the text of ids."""
+    """Return the text that a list of ids stands for."""
     service = _service_of(request)
     detokenize_request = await _read(request, DetokenizeRequest)
     service.check_name(detokenize_request.model)
@@ -256,7 +259,7 @@ async def _detokenize(request: Request) -> Response:
     responses=responses(408, 413, 429, success=json_response(api_schema.TokenizerInfo)),
 )
 async def _tokenizer_info(request: Request) -> Response:
-    """Return the facts that evaluation harnesses ask of a tokenizer."""
+    """Return the facts about the tokenizer that evaluation harnesses ask for."""
     tokenizer = _service_of(request).model.tokenizer
     return JSONResponse({"vocab_size": tokenizer.vocab_size, "eos_token": None, "eos_token_id": tokenizer.end_of_text})
 
@@ -265,7 +268,7 @@ async def _tokenizer_info(request: Request) -> Response:
     "/v1/models", summary="Models", responses=responses(408, 413, 429, 503, success=json_response(api_schema.Models))
 )
 async def _models(request: Request) -> Response:
-    """List the one model that this server has."""
+    """List the one model that this server runs."""
     return JSONResponse({"object": "list", "data": [_model_of(_service_of(request))]})
 
 
@@ -275,7 +278,7 @@ async def _models(request: Request) -> Response:
     responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.ServedModel)),
 )
 async def _model(request: Request, model: str) -> Response:
-    """Return the facts of the model with this name."""
+    """Return the facts about the model with this name."""
     service = _service_of(request)
     service.check_name(model)
     return JSONResponse(_model_of(service))
@@ -283,7 +286,7 @@ async def _model(request: Request, model: str) -> Response:
 
 @router.get("/health", summary="Health", responses=responses(408, 413, success=json_response(api_schema.HealthStatus)))
 async def _health(request: Request) -> Response:
-    """Say whether requests are accepted: 200, or 503 while the server drains."""
+    """Return the state of the server: 200 if it accepts requests, or 503 while it drains."""
     service = _service_of(request)
     if service.is_draining:
         return JSONResponse({"status": "draining", "model": service.name}, 503)
@@ -292,7 +295,7 @@ async def _health(request: Request) -> Response:
 
 @router.get("/metrics", summary="Metrics", responses=responses(408, 413, 429, success=METRICS_RESPONSE))
 async def _metrics(request: Request) -> Response:
-    """Return the server's metrics in Prometheus' text format."""
+    """Return the server's metrics in the text format of Prometheus."""
     return Response(_service_of(request).metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -300,7 +303,7 @@ async def _metrics(request: Request) -> Response:
 @router.get("/page.css", include_in_schema=False)
 @router.get("/page.js", include_in_schema=False)
 async def _show_page(request: Request) -> Response:
-    """Return a file of the page on which to try the model."""
+    """Return a file of the web page on which people can try the model."""
     headers = {"Content-Security-Policy": POLICY, "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache"}
     return FileResponse(PAGE / PAGE_FILES[request.url.path], headers=headers)
 
@@ -311,7 +314,7 @@ def _service_of(request: Request) -> Service:
 
 
 async def _read(request: Request, form: type[R]) -> R:
-    """Read a JSON body into a model. Raises APIError if the body does not fit."""
+    """Read a JSON body as a request of the type `form`. Raises APIError if the body does not fit."""
     body = (await request.body()).removeprefix(codecs.BOM_UTF8)
     _check_content_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
@@ -323,10 +326,11 @@ async def _read(request: Request, form: type[R]) -> R:
 
 
 def _check_content_type(request: Request, body: bytes) -> None:
-    """Raise APIError for a body that is not JSON by its content type.
+    """Raise APIError if the content type says that a body is not JSON.
 
     `curl -d` and other programs send JSON with the content type of a form, or without one. A web page of another site
-    can send such a request too, without a preflight request. So it is accepted only if no browser names its page.
+    can send such a request too, and its browser does not ask this server first. So these types are refused if a browser
+    names the page that the request comes from.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json":
@@ -343,7 +347,7 @@ def _check_content_type(request: Request, body: bytes) -> None:
 
 
 def _texts_of(completion: CompletionRequest) -> list[Text]:
-    """Return a request's prompts: each a text, or a list of ids."""
+    """Return the prompts of a request. Each prompt is a text or a list of ids."""
     prompt = completion.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -353,7 +357,7 @@ def _texts_of(completion: CompletionRequest) -> list[Text]:
 
 
 def _check_limits(completion: CompletionRequest, service: Service) -> None:
-    """Raise APIError for a request beyond the limits of this server."""
+    """Raise APIError if a request exceeds the limits of this server."""
     serving = service.serving
     num_prompts = len(_texts_of(completion))
     num_texts = num_prompts * completion.n
@@ -383,8 +387,7 @@ def _check_limits(completion: CompletionRequest, service: Service) -> None:
 def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: int) -> None:
     """Raise APIError if the response would hold too many log-probabilities.
 
-    Args:
-        num_prompt_tokens: The number of tokens of all prompts together.
+    `num_prompt_tokens` is the number of tokens of all prompts together.
     """
     if completion.logprobs is None:
         return
@@ -403,7 +406,7 @@ def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: in
 
 
 def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) -> None:
-    """Raise APIError if a prompt of ids holds several documents, of which only the last can be scored."""
+    """Raise APIError if a prompt of ids holds several documents, because only the last of them could be scored."""
     for text, prepared in zip(texts, prompts, strict=True):
         num_seen = len(prepared.prompt.ids) - prepared.prompt.num_led
         if not isinstance(text, str) and num_seen < len(text):
@@ -417,7 +420,10 @@ def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) ->
 
 
 def _sampling_params(completion: CompletionRequest) -> SamplingParams:
-    """Return how one prompt is continued. Called once per prompt: without a seed each gets a random one."""
+    """Return the sampling settings for one prompt. It is called for each prompt, so that each gets its own random seed.
+
+    The request's seed is used instead if there is one.
+    """
     stop = (completion.stop,) if isinstance(completion.stop, str) else tuple(completion.stop)
     if completion.seed is None:
         seed = secrets.randbits(63)
@@ -443,7 +449,7 @@ def _sampling_params(completion: CompletionRequest) -> SamplingParams:
 
 
 def _model_of(service: Service) -> dict[str, Any]:
-    """Return the facts of the served model: OpenAI's, vLLM's `max_model_len`, and our own."""
+    """Return the facts about the model: OpenAI's fields, `max_model_len` of vLLM, and further fields."""
     serving = service.serving
     model = service.model
     section = service.model.network.section
@@ -466,7 +472,7 @@ def _model_of(service: Service) -> dict[str, Any]:
 
 
 class _EventStream(Response):
-    """Response of server-sent events. It closes `work` after the last event, or when the client has gone."""
+    """Response of server-sent events. It closes `work` after the last event, or when the client has disconnected."""
 
     media_type = "text/event-stream"
 
@@ -493,7 +499,7 @@ async def _refuse(request: Request, refusal: Exception) -> Response:
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:
-    """Return the error of a path or method that has no route, with advice and, for 405, the methods allowed."""
+    """Return the error for a path or method without a route, with advice. Status 405 also lists the allowed methods."""
     assert isinstance(error, HTTPException)
     paths = {route.path for route in request.app.routes if "{" not in route.path}
     remedies = {

@@ -1,4 +1,4 @@
-"""Checks that run before a model is loaded: missing packages, a port in use. Imports no torch."""
+"""Checks that run before a model is loaded: missing packages, and a port that is in use. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from txl_dist.serve.options import Serving
 
 
 def require_packages() -> None:
-    """Raise ConfigError if the extra `serve` is not installed."""
+    """Raise ConfigError if the packages of the extra `serve` are not installed."""
     for package in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f'serving needs the package {package}. Install the extra: pip install "txl_dist[serve]"')
 
 
 def listen(serving: Serving) -> socket.socket:
-    """Return a socket that listens at the given host and port. Raises ConfigError if it cannot."""
+    """Return a socket that listens at the host and port of `serving`. Raises ConfigError if that is not possible."""
     try:
         addresses = socket.getaddrinfo(
             serving.host, serving.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
@@ -48,7 +48,7 @@ def listen(serving: Serving) -> socket.socket:
 
 
 def _first_free_port() -> int:
-    """Return the lowest port that needs no privilege on this machine."""
+    """Return the lowest port that a program without privileges may use on this machine."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Store of clients' memories, bounded in number, bytes and age. Only the event loop uses it.
+"""Store of the memories that clients keep on the server, with limits on number, bytes and age.
 
-A memory's id is its only protection, so it is random and long.
+Only the event loop uses it. A client needs nothing but the id to use a memory, so ids are random and long.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from txl_dist.inference.text_memory import TextMemory
 
 @dataclass
 class StoredMemory:
-    """A memory with its id and times."""
+    """A memory in the store, with its id and times."""
 
     id: str
     memory: TextMemory
     created: float
-    """Unix time in seconds."""
+    """Unix time in seconds at which the memory was stored."""
     used: float
-    """Time of the last use by time.monotonic()."""
+    """Time of the last use, as time.monotonic() counts it."""
 
 
 class MemoryStore:
-    """Store of memories that removes the least recently used one when it is full."""
+    """Store of memories. When it is full, it removes the memory that was not used for the longest time."""
 
     def __init__(self, *, most: int, most_bytes: int, most_age_s: float) -> None:
         self._most = most
@@ -41,11 +41,14 @@ class MemoryStore:
         return len(self._by_id)
 
     def fits(self, num_bytes: int, *, num_memories: int = 1) -> bool:
-        """Return whether the empty store has room for this number of memories with this size together."""
+        """Return whether an empty store has room for `num_memories` memories that have `num_bytes` bytes together."""
         return num_memories <= self._most and num_bytes <= self._most_bytes
 
     def put(self, memory: TextMemory) -> StoredMemory:
-        """Store a memory that fits, and remove the least recently used ones if there is no room."""
+        """Store a memory. If there is no room, the memories that were not used for the longest time are removed.
+
+        The memory must fit in an empty store.
+        """
         assert self.fits(memory.num_bytes)
         self.remove_expired()
         most_bytes_before = self._most_bytes - memory.num_bytes
@@ -59,7 +62,7 @@ class MemoryStore:
         return stored
 
     def get(self, name: str) -> StoredMemory | None:
-        """Return the memory with this id, and count that as a use; None if there is none."""
+        """Return the memory with this id, or None if there is none. The call counts as a use of the memory."""
         self.remove_expired()
         stored = self._by_id.get(name)
         if stored is not None:
@@ -68,12 +71,12 @@ class MemoryStore:
         return stored
 
     def expires(self, stored: StoredMemory) -> int:
-        """Return the Unix time at which a memory expires if nobody uses it before."""
+        """Return the Unix time at which a memory expires if it is not used before."""
         seconds_unused = time.monotonic() - stored.used
         return int(time.time() + self._most_age_s - seconds_unused)
 
     def remove(self, name: str) -> bool:
-        """Remove the memory with this id; return whether there was one."""
+        """Remove the memory with this id. Returns whether there was one."""
         stored = self._by_id.pop(name, None)
         if stored is None:
             return False
@@ -81,7 +84,7 @@ class MemoryStore:
         return True
 
     def remove_expired(self) -> None:
-        """Remove the memories whose last use is too long ago."""
+        """Remove the memories that were not used for longer than the limit."""
         oldest = time.monotonic() - self._most_age_s
         while self._by_id and next(iter(self._by_id.values())).used < oldest:
             self.remove(next(iter(self._by_id)))

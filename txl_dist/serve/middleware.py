@@ -1,11 +1,11 @@
-"""ASGI middleware between clients and routes: the key, the number of requests, and limits on size and time.
+"""ASGI middleware between clients and routes: it checks the key, and limits the number, size and time of requests.
 
 - A body is read here, whole and within its limit, before a route runs. After that a route receives nothing but the
   client's disconnection.
 - Every error is a JSON object in OpenAI's form.
-- Many clients send a whole request before they read. Closing a connection while bytes arrive resets it, and a reset
-  discards the response. So after an early response the rest of the request is read and discarded, up to DRAIN_BYTES
-  or DRAIN_S. Then the connection is closed.
+- Many clients send a whole request before they read. If the server closes a connection while bytes arrive, the
+  connection is reset and the client loses the response. So after an early response the rest of the request is read and
+  discarded, up to DRAIN_BYTES or DRAIN_S. Then the connection is closed.
 """
 
 from __future__ import annotations
@@ -22,25 +22,29 @@ from txl_dist.serve.api_errors import APIError
 from txl_dist.serve.service import Service
 
 OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
-"""Paths that need no key and are served while the server drains."""
+"""Paths that need no key, and that are served even while the server drains."""
 BODY_S = 30.0
-"""Seconds for a body to arrive."""
+"""Seconds within which the body of a request must arrive."""
 DRAIN_BYTES = 2**26
 """Maximum number of bytes that are read and discarded after an early response."""
 DRAIN_S = 10.0
-"""Seconds for these bytes to arrive."""
+"""Seconds for which such bytes are read and discarded after an early response."""
 SEND_S = 60.0
-"""Seconds that a client may leave a full buffer unread."""
+"""Seconds for which a client may leave a full buffer unread."""
 HEADER_BYTES = 2**14
-"""Maximum number of bytes of a memory's file besides its tensors."""
+"""Maximum number of bytes of a memory file in addition to its tensors."""
 MOST_UPLOADS = 4
-"""Maximum number of memory files that arrive at once: each is in host memory as a whole."""
+"""Maximum number of memory files that arrive at once, because each file is in host memory as a whole."""
 SPARE_REQUESTS = 64
-"""Number of requests that are accepted at once beyond the rows and the places in the queue."""
+"""Number of requests that are accepted at once in addition to the running texts and the places in the queue."""
 
 
 class Gate:
-    """Wrapper of an ASGI application. A body has at most `max_body` bytes, a memory's file those of a full memory."""
+    """Wrapper of the server's application, which checks each request before a route gets it.
+
+    `key` is the key that clients must send, and empty means no key. A JSON body has at most `max_body_bytes` bytes. A
+    memory file has at most the size of a full memory.
+    """
 
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
         self._app = app
@@ -51,11 +55,11 @@ class Gate:
         self._max_upload = service.largest_memory + HEADER_BYTES
         self._max_requests = serving.max_num_seqs + serving.max_queue + SPARE_REQUESTS
         self.num_active = 0
-        """Number of requests in work, without those for open paths."""
+        """Number of requests in work. Requests for open paths are not counted."""
         self._num_uploads = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Respond to an HTTP request. Other kinds of connection are ignored."""
+        """Respond to an HTTP request. Other kinds of connections are ignored."""
         if scope["type"] != "http":
             return
         incoming = _RequestBody(scope, receive)
@@ -90,7 +94,7 @@ class Gate:
             self._service.metrics.requests.labels(response.status or 499).inc()
 
     def _admit(self, scope: Scope) -> None:
-        """Raise APIError for a request without the key, while the server drains, or if there are too many."""
+        """Raise APIError if a request lacks the key, if the server drains, or if there are too many requests."""
         if self._key:
             scheme, _, key = _header(scope, b"authorization").partition(b" ")
             is_right_key = hmac.compare_digest(key.strip(), self._key)
@@ -119,13 +123,13 @@ class Gate:
             raise APIError(408, "the body did not arrive in time. Send it again, faster.", code="slow_body") from None
 
     async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, response: _Response) -> None:
-        """Send an error, unless a response has begun already."""
+        """Send an error response, unless the response has begun already."""
         if response.status is None:
             await refusal.response()(scope, receive, response.send)
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the first header of this name, as routes do; empty if there is none."""
+    """Return the value of the first header of this name. Empty if there is none."""
     for key, value in scope["headers"]:
         if key == name:
             content: bytes = value
@@ -143,7 +147,7 @@ class _ClientGoneError(Exception):
 
 
 class _RequestBody:
-    """Body of a request, read in parts as it arrives."""
+    """Body of a request that is read in parts as it arrives."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
@@ -151,7 +155,7 @@ class _RequestBody:
         self.has_ended = not (has_length or _header(scope, b"transfer-encoding"))
 
     async def take(self) -> bytes:
-        """Return the next bytes. Raises _ClientGoneError."""
+        """Return the next bytes of the body. Raises _ClientGoneError."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise _ClientGoneError
@@ -160,7 +164,7 @@ class _RequestBody:
         return content
 
     async def discard(self) -> None:
-        """Read and drop the rest of the body, within DRAIN_BYTES and DRAIN_S, or until the client disconnects."""
+        """Read and discard the rest of the body, within DRAIN_BYTES and DRAIN_S, or until the client disconnects."""
         num_bytes = 0
         with suppress(TimeoutError, _ClientGoneError):
             async with asyncio.timeout(DRAIN_S):
@@ -169,7 +173,7 @@ class _RequestBody:
 
 
 class _Response:
-    """Response to a request, as it is sent. `status` is None until it begins."""
+    """Response to a request while it is sent. `status` is None until the response begins."""
 
     def __init__(self, send: Send, incoming: _RequestBody) -> None:
         self._send = send
@@ -177,7 +181,7 @@ class _Response:
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message of the response. Raises TimeoutError if the client does not read.
+        """Send a message of the response. Raises TimeoutError if the client does not read it.
 
         The last message waits until the rest of the request's body has been read and discarded.
         """
@@ -201,7 +205,7 @@ class _Response:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields a body that was read already, and then the messages that follow."""
+    """Return a `receive` function that yields a body that was read before, then the messages that follow it."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -1,6 +1,6 @@
-"""Descriptions of routes for /openapi.json: responses, request bodies, and the schemas of these bodies.
+"""Descriptions of the routes for /openapi.json: responses, request bodies, and the schemas of these bodies.
 
-Routes read their bodies themselves, so FastAPI does not know the requests' models. `describe_requests` adds them.
+Routes read their bodies themselves, so FastAPI does not know the types of requests. `describe_requests` adds them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from txl_dist.serve import api_schema
 from txl_dist.serve.api_schema import CompletionRequest, DetokenizeRequest, MemoryRequest, TokenizeRequest
 
 UPLOAD = "application/octet-stream"
-"""Content type of a memory's file."""
+"""Content type of a memory file."""
 ANY_ERROR = (400, 404, 408, 413, 415, 429, 500, 503)
-"""Statuses with which a request that runs the model may be refused."""
+"""Error statuses of a route that runs the model."""
 MEMORY_ERRORS = (404, 408, 413, 429, 503)
-"""Statuses with which a request for a stored memory may be refused."""
+"""Error statuses of a route for a stored memory."""
 _MEANINGS = {
     400: "What is asked cannot be done; `param` says which field.",
     401: "The key is missing or wrong.",
@@ -42,7 +42,10 @@ METRICS_RESPONSE: dict[str, Any] = {"content": {"text/plain": {"schema": {"type"
 
 
 def responses(*errors: int, success: dict[str, Any], status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """Return a route's responses by status: 401, the other `errors`, and `success` under its `status`."""
+    """Return the description of a route's responses by status: success, 401, and the statuses in `errors`.
+
+    `success` describes the successful response, whose status is `status`.
+    """
     by_status: dict[int | str, dict[str, Any]] = {}
     for code in (401, *errors):
         by_status[code] = {"model": api_schema.Error, "description": _MEANINGS[code]}
@@ -51,12 +54,12 @@ def responses(*errors: int, success: dict[str, Any], status: int = 200) -> dict[
 
 
 def json_response(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a JSON response; its text is the model's docstring."""
+    """Return the description of a JSON response. Its text is the docstring of `model`."""
     return {"model": model, "description": model.__doc__}
 
 
 def request_body(model: type[BaseModel], *, accepts_file: bool = False) -> dict[str, Any]:
-    """Return the `openapi_extra` of a route whose body is this model, or also a memory's file."""
+    """Return the `openapi_extra` of a route whose body is of this type. `accepts_file` also allows a memory file."""
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
     content: dict[str, Any] = {"application/json": {"schema": reference}}
     if accepts_file:
@@ -65,7 +68,7 @@ def request_body(model: type[BaseModel], *, accepts_file: bool = False) -> dict[
 
 
 def describe_requests(app: FastAPI) -> None:
-    """Make the app's OpenAPI description include the models of request bodies, and leave out status 422."""
+    """Add the types of request bodies to the app's OpenAPI description, and remove status 422, which no route sends."""
     make_description = app.openapi
 
     def openapi() -> dict[str, Any]:

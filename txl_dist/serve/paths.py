@@ -1,4 +1,4 @@
-"""Advice for paths that this server does not have: paths of other servers, and misspelt ones."""
+"""Advice for a path that this server does not have, because it is misspelt or belongs to another server."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ _FOREIGN_PATHS = [
     (r"/(healthz|livez|readyz|ready|live|ping|status)$", "Call GET /health."),
     (r"/(docs|redoc|swagger)\b", "See /openapi.json."),
 ]
-"""Regular expressions of other servers' paths, matched at the beginning, and what to call here."""
+"""Regular expressions that match the beginning of other servers' paths, and what to call on this server instead."""
 
 
 def advice(path: str, *, known: Collection[str]) -> str:
-    """Return a sentence that says what to call instead of a path that is not `known`."""
+    """Return a sentence for an error message that says what to call instead of `path`.
+
+    `known` are the paths that the server has.
+    """
     plain = re.sub(r"/+", "/", path).rstrip("/").replace("/v1/v1", "/v1")
     for candidate in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
         if candidate in known:

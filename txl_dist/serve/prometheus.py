@@ -1,4 +1,4 @@
-"""Metrics of a server, for Prometheus."""
+"""Metrics of a server in the form of Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counters, histograms and gauges of one server, in their own registry."""
+    """Counters, histograms and gauges of one server, in a registry of their own."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
@@ -29,9 +29,9 @@ class Metrics:
         )
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is computed at each scrape."""
+        """Add a gauge. `value` is called for the present value each time that Prometheus reads the metrics."""
         Gauge(name, meaning, registry=self._registry).set_function(value)
 
     def page(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)

@@ -1,7 +1,7 @@
-"""Responses in OpenAI's form, made of the scheduler's output chunks: whole, or as a stream of server-sent events.
+"""Responses in OpenAI's form, made from the scheduler's output chunks: as a whole, or as a stream of events.
 
-All of this runs in the event loop. A stream sends what came since its last event, so a slow client gets fewer and
-longer events.
+All of this runs in the event loop. Each event of a stream has all text since the last event, so a slow client gets
+fewer and longer events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 
 PADDED_BYTES = 64
-"""Number of bytes of which each event's size is a multiple, in a stream with `include_obfuscation`."""
+"""Number of bytes to a multiple of which each event is padded in a stream with `include_obfuscation`."""
 
 
 class ClientGoneError(Exception):
@@ -32,15 +32,15 @@ class ClientGoneError(Exception):
 
 
 class PreparedPrompt(NamedTuple):
-    """A tokenized prompt of a request, with its text."""
+    """A prompt of a request after tokenization, with its text."""
 
     prompt: Prompt
     text: str
-    """Text of the prompt; decoded where the client gave ids."""
+    """Text of the prompt. If the client gave ids, it is decoded from them."""
 
 
 class OutputQueue:
-    """Queue of the output chunks of one request's prompts. Only the event loop uses it."""
+    """Queue of the output chunks of all prompts of one request. Only the event loop uses it."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[int, OutputChunk]] = []
@@ -48,17 +48,17 @@ class OutputQueue:
         self._is_closed = False
 
     def put(self, number: int, chunk: OutputChunk) -> None:
-        """Add a chunk of the request's prompt with this number, counted from 0."""
+        """Add a chunk of the prompt with this number. The prompts of a request are counted from 0."""
         self._chunks.append((number, chunk))
         self._has_news.set()
 
     def close(self) -> None:
-        """Make every waiting and later `ready` and `take` raise ClientGoneError."""
+        """Make every present and future call of `ready` and `take` raise ClientGoneError."""
         self._is_closed = True
         self._has_news.set()
 
     async def ready(self) -> None:
-        """Wait for a chunk. Raises APIError if one holds an error, and ClientGoneError after `close`."""
+        """Wait for a chunk. Raises APIError if a chunk holds an error, and ClientGoneError after `close`."""
         await self._has_news.wait()
         if self._is_closed:
             raise ClientGoneError
@@ -67,7 +67,10 @@ class OutputQueue:
                 raise _api_error(chunk.error)
 
     async def take(self) -> list[tuple[int, OutputChunk]]:
-        """Wait for a chunk, and return all that have come, each with its prompt's number. Raises as `ready`."""
+        """Wait for a chunk, and return all chunks in the queue, each with its prompt's number.
+
+        Raises the errors of `ready`.
+        """
         await self.ready()
         self._has_news.clear()
         chunks = self._chunks
@@ -76,7 +79,7 @@ class OutputQueue:
 
 
 def _api_error(error: TxlError) -> APIError:
-    """Return the HTTP form of an error that ended a prompt."""
+    """Return the API error for an error that ended a prompt."""
     if isinstance(error, LateError):
         return APIError(408, f"{error} Ask for less, or again when there is less to do.", code="timeout")
     if isinstance(error, StoppingError):
@@ -90,25 +93,25 @@ def _api_error(error: TxlError) -> APIError:
 
 @dataclass
 class _Choice:
-    """Choice of a response: one text, as far as it has come."""
+    """Choice of a response: one text while it is generated."""
 
     index: int
     text: str = ""
-    """Text that was not sent yet; all of it in a response that is not a stream."""
+    """Text that was not sent yet. In a response that is not a stream, it is all of the text."""
     start: int = 0
-    """Number of characters before the first generated token."""
+    """Number of characters of the text before the first generated token."""
     end: int = 0
-    """Number of generated characters up to the end of the last token."""
+    """Number of generated characters up to the end of the last complete token."""
     logprobs: dict[str, list[Any]] | None = None
     finish_reason: str | None = None
     memory: dict[str, Any] | None = None
     has_begun: bool = False
     first_at: float = 0.0
-    """Time of the first token by time.monotonic()."""
+    """Time at which the first token came, as time.monotonic() counts it."""
     num_tokens: int = 0
 
     def payload(self) -> dict[str, Any]:
-        """Return the choice in OpenAI's form; `memory` is only there if one was kept."""
+        """Return the choice in OpenAI's form. The key `memory` is only there if a memory was stored."""
         values = {"index": self.index, "text": self.text, "logprobs": self.logprobs}
         values["finish_reason"] = self.finish_reason
         if self.memory is not None:
@@ -117,9 +120,9 @@ class _Choice:
 
 
 class Answer:
-    """Response to a completion request: all choices of all its prompts.
+    """Response to a completion request: all texts of all its prompts, as a whole (`whole`) or as a stream (`events`).
 
-    `keep` stores the memory after a text and returns its description for the client.
+    `keep` is a function that stores the memory after a text and returns its description for the client.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Answer:
         self._has_token = False
 
     async def whole(self) -> bytes:
-        """Return the response as JSON, after all texts have ended.
+        """Wait until all texts have ended, and return the response as JSON.
 
         Raises APIError if a prompt failed, and ClientGoneError if the client has disconnected.
         """
@@ -163,7 +166,7 @@ class Answer:
     async def events(self) -> AsyncIterator[bytes]:
         """Yield server-sent events while texts are generated. Raises ClientGoneError if the client has disconnected.
 
-        Chunks of one text that came together are one event. An error becomes the last event before [DONE].
+        Chunks of one text that arrive together become one event. An error becomes the last event before [DONE].
         """
         options = self._request.stream_options
         wants_usage = options is not None and options.include_usage
@@ -231,7 +234,9 @@ class Answer:
         return choice
 
     def _measure(self, choice: _Choice, chunk: OutputChunk) -> None:
-        """Record the time to the request's first token, the choice's time per further token, and their number."""
+        """Record metrics of a chunk: the time to the request's first token, the time per further token, the number of
+        tokens.
+        """
         now = time.monotonic()
         if chunk.tokens and not self._has_token:
             self._has_token = True
@@ -244,7 +249,10 @@ class Answer:
         self._metrics.made_tokens.inc(len(chunk.tokens))
 
     def _add_prompt(self, logprobs: dict[str, list[Any]], prepared: PreparedPrompt, scored: Sequence[Scored]) -> None:
-        """Add an echoed prompt's tokens. The first one has no log-probability if no token was put before the text."""
+        """Add the tokens of a prompt that is echoed, with their log-probabilities.
+
+        The first token has none if no other token was put before the text.
+        """
         prompt = prepared.prompt
         decoder = self._tokenizer.decoder()
         offset = 0
@@ -269,7 +277,10 @@ class Answer:
         logprobs["text_offset"].append(offset)
 
     def _token_text(self, i: int) -> str:
-        r"""Return a token's text; of a part of a character the bytes in OpenAI's form, such as `bytes:\xc3`."""
+        r"""Return the text of a token.
+
+        A part of a character is returned as bytes in OpenAI's form, such as `bytes:\xc3`.
+        """
         if self._tokenizer.spellings is None:
             return self._tokenizer.decode([i])
         spelling = self._tokenizer.spellings[i]
@@ -289,7 +300,10 @@ class Answer:
 
 
 def num_tokens_of(prompt: Prompt) -> int:
-    """Return a prompt's number of tokens for its client: an end-of-text before it counts, a memory's token does not."""
+    """Return the number of tokens of a prompt as the client counts them.
+
+    An end-of-text that was put before the text counts. A token that comes from a memory does not count.
+    """
     has_token_of_memory = prompt.past is not None
     return len(prompt.ids) - has_token_of_memory
 
@@ -299,6 +313,8 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _padded_event(content: dict[str, Any]) -> bytes:
-    """Return an event with random characters in `obfuscation`, so that its size is a multiple of PADDED_BYTES."""
+    """Return a server-sent event with random characters in `obfuscation`, so that its size is a multiple of
+    PADDED_BYTES.
+    """
     num_missing = -len(_event({**content, "obfuscation": ""})) % PADDED_BYTES
     return _event({**content, "obfuscation": secrets.token_hex(PADDED_BYTES)[:num_missing]})

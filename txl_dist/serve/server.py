@@ -1,7 +1,7 @@
-"""Server process from start to end.
+"""Server process from its start to its end.
 
-On SIGTERM or SIGINT it drains. New requests are refused, and those in work get up to `--shutdown-timeout` seconds. Then
-the process ends with exit code 0. A second signal ends it at once.
+On SIGTERM or SIGINT the server drains: it refuses new requests, and running requests get up to `--shutdown-timeout`
+seconds to end. Then the process ends with exit code 0. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from txl_dist.serve.options import Serving
 from txl_dist.serve.service import Service
 
 FLUSH_S = 5.0
-"""Seconds for output to reach its clients, after all texts have ended."""
+"""Seconds for which output may still be sent to clients after all texts have ended."""
 
 
 class Server:
-    """HTTP server of one model on a listening socket."""
+    """HTTP server that runs one model on a listening socket. `run` serves until `stop` or a signal."""
 
     def __init__(self, model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
         self.url = url_of(listening)
@@ -54,14 +54,15 @@ class Server:
 
     @property
     def has_started(self) -> bool:
-        """Whether requests are answered."""
+        """Whether the server answers requests."""
         return self._server.started
 
     async def run(self, *, heeds_signals: bool) -> None:
-        """Serve until a stop is requested. Raises TxlError if the worker failed for good.
+        """Serve until a stop is requested, and then drain.
 
-        Args:
-            heeds_signals: Whether SIGTERM and SIGINT request a stop.
+        Raises TxlError if the worker has failed and cannot generate again.
+
+        `heeds_signals` says whether SIGTERM and SIGINT request a stop.
         """
         self._loop = loop = asyncio.get_running_loop()
         if heeds_signals:
@@ -79,7 +80,7 @@ class Server:
             )
 
     def stop(self) -> None:
-        """Request a stop: drain, then end. May be called from any thread."""
+        """Request a stop: the server drains, and then `run` returns. Any thread may call it."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._drain)
 
@@ -102,7 +103,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which would refuse connections that are to get HTTP 503."""
+    """uvicorn without its own signal handlers. They would refuse connections that should get HTTP 503 instead."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,7 +111,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run_server(model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
-    """Serve a model until SIGTERM or SIGINT, and until the requests in work have ended."""
+    """Serve a model on a listening socket until SIGTERM or SIGINT, and until running requests have ended.
+
+    `name` is the model's name for clients.
+    """
     for handler in logger.handlers:
         logging.getLogger("uvicorn.error").addHandler(handler)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)

@@ -1,7 +1,8 @@
-"""State that all requests to a server share: the model, the worker thread, the stored memories, and the limits.
+"""State that all requests to a server have in common: the model, the worker thread, the stored memories, and the
+limits.
 
-Requests are checked here, in the event loop. Long texts are tokenized in other threads. The worker generates. When a
-client disconnects, its prompts leave the worker.
+Requests are checked here, in the event loop. Long texts are tokenized in other threads. The worker thread generates
+texts. When a client disconnects, the worker drops its prompts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from txl_dist.serve.responses import OutputQueue, PreparedPrompt, num_tokens_of
 from txl_dist.serve.worker import GenerationRequest, QueueFullError, Worker
 
 LONG_TEXT = 4_000
-"""Number of characters above which a text is tokenized in another thread."""
+"""Number of characters above which a text is tokenized in another thread, so that other requests are not delayed."""
 
 
 class Service:
-    """A served model, with the state that all its requests share."""
+    """A served model, with the worker, memories, limits and metrics that all requests use."""
 
     def __init__(self, model: LanguageModel, serving: Serving, *, name: str) -> None:
         self.model = model
@@ -63,7 +64,7 @@ class Service:
 
     @property
     def largest_memory(self) -> int:
-        """Size in bytes of a memory with `memory_len` tokens."""
+        """Size in bytes of a full memory, which has `memory_len` tokens."""
         section = self.model.network.section
         itemsize = self.model.network.embedding.weight(0).itemsize
         key_and_value_bytes = 2 * section.num_layers * section.num_heads * section.head_width * itemsize
@@ -72,17 +73,17 @@ class Service:
 
     @property
     def remembers(self) -> bool:
-        """Whether the model's positions scheme allows a memory."""
+        """Whether the model's positions support a memory."""
         return self.model.network.section.scheme.uses_memory
 
     def check_name(self, name: str) -> None:
-        """Raise APIError 404 if the model has another name; an empty name is this model."""
+        """Raise APIError 404 if a request names another model. An empty name means the served model."""
         if name not in ("", self.name):
             message = f"there is no model {name!r} here, but {self.name!r}. Ask for that, or leave `model` out."
             raise APIError(404, message, param="model", code="model_not_found")
 
     def memory(self, name: str) -> StoredMemory:
-        """Return a stored memory by its id. Raises APIError 404 if there is none."""
+        """Return the stored memory with this id. Raises APIError 404 if there is none."""
         stored = self.memories.get(name)
         if stored is None:
             raise APIError(
@@ -95,7 +96,7 @@ class Service:
         return stored
 
     def check_room(self, *, num_memories: int) -> None:
-        """Raise APIError if this number of full memories could not be stored, or the model has no memory."""
+        """Raise APIError if this number of full memories cannot be stored, or if the model has no memory."""
         if not self.remembers:
             positions = self.model.network.section.positions
             raise APIError(400, f"a model with {positions} positions keeps no memory. Give whole texts.")
@@ -142,11 +143,9 @@ class Service:
     async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[OutputQueue]:
         """Run prompts in the worker during the block, and yield the queue of their output.
 
-        The end of the block cancels them. A client that disconnects closes the queue.
+        Each item of `jobs` holds the fields of a `GenerationRequest`: prompt, writing, and fields that differ from the
+        default. At the end of the block the prompts are cancelled. If the client disconnects, the queue is closed.
         Raises APIError 429 if the worker's queue is full.
-
-        Args:
-            jobs: Fields of `GenerationRequest`: prompt, writing, and those that are not at their default.
         """
         outputs = OutputQueue()
         deadline = time.monotonic() + self.serving.timeout
@@ -166,17 +165,17 @@ class Service:
             self.worker.cancel([job.key for job in requests])
 
     def keep(self, ending: Completion, prompt: Prompt) -> StoredMemory:
-        """Store the memory after a prompt and its text."""
+        """Store the memory after a prompt and its generated text. Returns the stored memory."""
         memory = self.model.generation("", ending, prompt).memory
         assert memory is not None
         return self.memories.put(memory)
 
     def payload(self, stored: StoredMemory) -> dict[str, Any]:
-        """Return the short description of a memory that is part of a completion (`schema.Kept`)."""
+        """Return the short description of a stored memory, which is part of a completion (`api_schema.Kept`)."""
         return {"id": stored.id, "tokens": len(stored.memory), "expires": self.memories.expires(stored)}
 
     def metadata(self, stored: StoredMemory) -> dict[str, Any]:
-        """Return the whole description of a memory (`schema.MemoryObject`)."""
+        """Return the full description of a stored memory (`api_schema.MemoryObject`)."""
         return {
             **self.payload(stored),
             "object": "memory",

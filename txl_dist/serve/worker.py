@@ -1,11 +1,11 @@
-"""Thread that owns the model. Each step generates one token of every running text, and chunks go to the event loop.
+"""Thread that runs the model. Each step generates one token of every running text, and sends chunks to the event loop.
 
     worker.submit([job, ...])       any thread: adds prompts to the queue, or raises QueueFullError
-    worker.cancel([key, ...])       any thread: drops prompts that nobody waits for
+    worker.cancel([key, ...])       any thread: drops prompts whose output is not needed any more
 
-The set of running prompts changes only between two steps. Queued prompts start while there is room. Prompts past
-their deadline end with the text they have. The thread never waits for the event loop. Output that a client does not
-read is buffered in the client's connection, not here.
+The set of running prompts changes only between two steps. Prompts in the queue start as soon as there is room. A prompt
+that reaches its deadline ends with the text it has. The thread never waits for the event loop. If a client does not
+read its output, the client's connection buffers it.
 """
 
 from __future__ import annotations
@@ -26,50 +26,57 @@ from txl_dist.inference.options import SamplingParams
 from txl_dist.inference.scheduler import OutputChunk, Prompt, Scheduler
 
 PIECE_S = 0.0004
-"""Seconds between two deliveries to the event loop, per running text. Sending a chunk takes the event loop half of
-that, while this thread cannot run. So one text gets each token at once, and 64 texts get those of 25 ms together."""
+"""Seconds between two deliveries to the event loop, per running text.
+
+Sending a chunk takes the event loop half of this time, in which the worker thread cannot run. So a single text gets
+each token at once, and 64 texts together get the tokens of 25 ms at a time.
+"""
 
 
 class QueueFullError(Exception):
-    """The queue has no room for these prompts."""
+    """Refusal of prompts because the worker's queue has no room for them."""
 
 
 class LateError(TxlError):
-    """Timeout of a request before its text began."""
+    """Timeout of a request before any of its text was generated."""
 
 
 class StoppingError(TxlError):
-    """Shutdown of the server before a text began."""
+    """Shutdown of the server before any text of a request was generated."""
 
 
 class DefectError(TxlError):
-    """Error inside the server, not caused by the request."""
+    """Error inside the server that the request did not cause."""
 
 
 @dataclass
 class GenerationRequest:
-    """A prompt, its sampling parameters, and the callback for its output."""
+    """A prompt for the worker, with its sampling settings and the callback for its output."""
 
     key: int
-    """Unique number of the prompt."""
+    """Number of the prompt, which no other prompt of the server has."""
     prompt: Prompt
     writing: SamplingParams
     deliver: Callable[[OutputChunk], None]
     """Callback for each chunk. It runs in the event loop."""
     deadline: float
-    """Time by time.monotonic() at which the texts end as they are."""
+    """Time at which the texts end with the tokens they have, as time.monotonic() counts it."""
     keeps_memory: bool = False
     """Whether the last chunk of each text has the memory after it."""
     scores_prompt: bool = False
-    """Whether the first chunk has log-probabilities of the prompt's tokens."""
+    """Whether the first chunk has the log-probabilities of the prompt's tokens."""
     num_left: int = 0
-    """Number of texts that have not ended."""
+    """Number of texts of the prompt that have not ended."""
     has_begun: bool = False
-    """Whether a chunk was delivered."""
+    """Whether a chunk of the prompt was delivered."""
 
 
 class Worker:
-    """Thread that generates texts, from `start` to `stop`."""
+    """Thread that generates the texts of all requests, from `start` to `stop`.
+
+    `num_rows` is the largest number of texts at once, and `max_queue` the largest number of waiting prompts.
+    `memory_len` is the number of past tokens that a text sees, and -1 means as many as in training.
+    """
 
     def __init__(self, model: LanguageModel, *, num_rows: int, max_queue: int, memory_len: int = -1) -> None:
         self._model = model
@@ -89,11 +96,11 @@ class Worker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], object] = lambda: None
         self.has_failed = False
-        """Whether the worker has ended because it can generate nothing any more."""
+        """Whether the worker has ended because it cannot generate any more."""
 
     @property
     def num_waiting(self) -> int:
-        """Number of prompts in the queue."""
+        """Number of prompts that wait in the queue."""
         return len(self._waiting)
 
     @property
@@ -102,16 +109,17 @@ class Worker:
         return self._scheduler.num_rows
 
     def start(self, loop: asyncio.AbstractEventLoop, *, on_failure: Callable[[], object]) -> None:
-        """Start the thread. Chunks are delivered in `loop`; `on_failure` is called there if the worker fails for good.
+        """Start the thread. Chunks are delivered in the event loop `loop`.
 
-        A failure for good is one after which no new scheduler can be made, for lack of GPU memory for instance.
+        `on_failure` is called in `loop` if the worker ends because no new scheduler can be made, for instance without
+        enough GPU memory.
         """
         self._loop = loop
         self._on_failure = on_failure
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the current step, and wait for it."""
+        """Stop the thread after its current step, and wait for its end."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
@@ -119,7 +127,7 @@ class Worker:
             self._thread.join()
 
     def submit(self, jobs: Sequence[GenerationRequest]) -> None:
-        """Queue all of these prompts, or none of them. Raises QueueFullError if there is no room for all."""
+        """Add all of these prompts to the queue. Raises QueueFullError, and adds none, if there is no room for all."""
         with self._changed:
             if len(self._waiting) + len(jobs) > self._max_queue:
                 raise QueueFullError
@@ -133,7 +141,7 @@ class Worker:
             self._changed.notify()
 
     def set_deadline(self, *, by: float) -> None:
-        """Let no prompt run past this time, by time.monotonic()."""
+        """Set a time by time.monotonic() at which all prompts end, if their own deadline is not earlier."""
         self._deadline_of_all = by
 
     def _new_scheduler(self) -> Scheduler:
@@ -159,7 +167,7 @@ class Worker:
                 self._deliver_or_collect(chunks)
 
     def _fail_jobs(self, error: Exception) -> None:
-        """Deliver an error to every running prompt."""
+        """Deliver an error to the callback of every running prompt."""
         if isinstance(error, TxlError):
             failure = error
         else:
@@ -167,7 +175,7 @@ class Worker:
         self._deliver_or_collect([OutputChunk(key, 0, "", None, error=failure) for key in self._jobs])
 
     def _fail_for_good(self, error: Exception) -> None:
-        """Deliver an error to every running and queued prompt, and call `on_failure`."""
+        """Deliver an error to the callback of every running and waiting prompt, and call `on_failure`."""
         with self._changed:
             self._jobs |= {job.key: job for job in self._waiting}
             self._waiting.clear()
@@ -177,7 +185,7 @@ class Worker:
         self._loop.call_soon_threadsafe(self._on_failure)
 
     def _update_jobs(self) -> bool:
-        """Wait for work, drop cancelled prompts, and start queued ones. Returns False when the thread must stop."""
+        """Wait for prompts, drop cancelled prompts, and start waiting prompts. Returns False to stop the thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stopped or self._waiting or self._jobs or self._cancelled)
             cancelled = self._cancelled
@@ -208,7 +216,9 @@ class Worker:
             return None
 
     def _end_late_jobs(self) -> list[OutputChunk]:
-        """End the prompts past their deadline: with the text they have, or with an error if nothing was delivered."""
+        """End the prompts that are past their deadline: with the text they have, or with an error if nothing was
+        delivered.
+        """
         now = time.monotonic()
         with self._changed:
             late_waiting = [job for job in self._waiting if self._is_late(job, now)]
@@ -232,7 +242,7 @@ class Worker:
         return min(job.deadline, self._deadline_of_all) < now
 
     def _deliver_or_collect(self, chunks: list[OutputChunk]) -> None:
-        """Deliver chunks to the event loop, or collect them for the next step if the last delivery is recent."""
+        """Deliver chunks to the event loop, or keep them for the next step if the last delivery is recent."""
         num_texts = max(1, len(self._jobs))
         for chunk in chunks:
             job = self._jobs.get(chunk.prompt)
