@@ -47,6 +47,7 @@ class Core(NamedTuple):
     top1_correct: Callable[[Tensor, Batch], Tensor]
     """Function that returns correct_BT from hidden_BTD: 1.0 where the target is the most probable token, else 0.0."""
     memory: Any
+    """Memory before the first segment, in the form that `hidden` takes."""
 
 
 def core_of(

@@ -1,4 +1,4 @@
-"""File of the log-probability of each token that an evaluation scored, in the order of the corpus."""
+"""Writer of a file with the log-probability of each token that an evaluation scored, in the order of the corpus."""
 
 from __future__ import annotations
 

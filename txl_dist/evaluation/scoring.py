@@ -52,11 +52,13 @@ class ScoredRow(NamedTuple):
     """One evaluation, which is one row of the printed table."""
 
     config: Config
+    """Config of the model with the settings of this evaluation."""
     memory_len: int
+    """Length of the memory in tokens. A value of 0 means that memory is off."""
     name: str = ""
     """Name of the row. Empty means that `score_model` makes a name from the lengths in which rows differ."""
     adapts: bool = False
-    """Whether the model adapts to the text that it has scored."""
+    """Whether the model adapts to text after it has scored it (flag --adapt)."""
 
 
 def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions) -> list[ScoredRow]:
@@ -133,7 +135,7 @@ def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> st
 
 
 def _eval_values(config: Config, overrides: Overrides, *, memory_len: int, segment_len: int) -> dict[str, Any]:
-    """Return the settings of section eval that an evaluation changes."""
+    """Return the values of section eval in the config that this evaluation changes."""
     peer = overrides.peer
     if peer is None:
         num_lanes = config.eval.num_lanes
@@ -174,7 +176,7 @@ class Scores(NamedTuple):
     """Results of all rows, which are the same on every rank."""
 
     results: dict[str, Result]
-    """Results by the name of the row."""
+    """Result of each row by the name of the row."""
     log_p_N: Tensor | None
     """Log-probability of each target in the order of the corpus. None unless --log-probs asks for them."""
 

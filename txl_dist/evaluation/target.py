@@ -21,9 +21,11 @@ class Target(NamedTuple):
     """A model to score, with its settings. `open_target` reads it."""
 
     path: Path
-    """Path that the user named."""
+    """Path of the run, checkpoint or bundle, as the user typed it."""
     bundle: Bundle
+    """Model with its weights and tokenizer."""
     config: Config
+    """Settings of the run, or settings made from the bundle."""
     where: str
     """Description of the checkpoint or bundle that was read, for people."""
 

@@ -1,1 +1,1 @@
-"""Inference with a trained model: scoring and generation. Imports the model and tokenizers, never training or data."""
+"""Inference with a trained model: scoring and generation. It imports the model and tokenizers, but no training code."""

@@ -95,15 +95,19 @@ class Package:
     """
 
     section: ModelSection
+    """Settings of the model (section `model` of a config)."""
     weights: Weights
     """Weights by the names that txl_dist gives to parameters. A tied tensor has at least one of its names. The values
     may still be in a file, and are then read when they are used."""
     tokenizer: Tokenizer
     segment_len: int
+    """Length of a segment in training, in tokens."""
     memory_len: int
+    """Length of the longest memory of any layer, in tokens."""
     memory_lens: tuple[int, ...] = ()
     """Memory length of each layer if the layers differ, else empty."""
     document_mask: bool = False
+    """Whether training used document masks, so that a token sees only its own document."""
     begins_documents: bool = True
     """Whether the model was trained to predict a document's first token from an end-of-text. False for a vocabulary
     without end-of-text, and for models that version 0.1 trained with document masks."""
@@ -113,9 +117,9 @@ class Package:
     """Tokens and the losses that the training engine computed for them: `tokens` [1, S] and `losses` [1, S - 1] in
     nats."""
     probe_dtype: str = "fp32"
-    """Type in which the probe was computed."""
+    """Number type in which the losses of the probe were computed."""
     card: Card = NOTHING_STATED
-    """Facts about the training, and what the user stated."""
+    """Facts about the training, and facts that the user stated."""
 
     def described(self, *, dtype: str, num_bytes: int) -> Model:
         """Return the facts for a model card.
@@ -185,7 +189,9 @@ class Bundle(Package):
     """
 
     model: TransformerXL
+    """Network in evaluation mode, with the weights."""
     dtype: str
+    """Number type of the weights: fp32, bf16, fp16 or int8."""
 
 
 def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> float:

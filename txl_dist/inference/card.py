@@ -132,7 +132,7 @@ TOKENIZERS = {
     "huggingface": "a Hugging Face tokenizer.json, renumbered by frequency",
     "sentencepiece": "a SentencePiece model, renumbered by frequency",
 }
-"""Name of each kind of tokenizer on a card."""
+"""Name for people of each kind of tokenizer, as a card shows it."""
 TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
 """Kinds of tokenizers that encode any text, in txl_dist and in transformers. For other kinds the examples on a card
 give the prompt as ids."""
@@ -212,9 +212,13 @@ class Score(_Fact):
     tokens: int
     """Number of tokens that were scored."""
     segment_len: int
+    """Number of tokens that the model scored at a time."""
     memory_len: int
+    """Number of past tokens in the memory."""
     num_lanes: int
+    """Number of text streams into which the split was cut."""
     overlap_len: int = 0
+    """Number of tokens of each segment that were run before and are run again as context, without a second score."""
     precision: str = ""
 
     @property
@@ -235,7 +239,7 @@ class Score(_Fact):
 
 
 class Sample(_Fact):
-    """Text that the model generated during training."""
+    """Text that the model generated during training, with its prompt."""
 
     prompt: str
     text: str
@@ -269,7 +273,9 @@ class Card(_Fact):
     date: str = ""
     """Day, in UTC, on which the weights were saved."""
     scores: tuple[Score, ...] = ()
+    """Scores of the weights on the corpora's splits."""
     sample: Sample | None = None
+    """Text that the model generated during training. None if there is none."""
 
     def with_stated(self, stated: Stated) -> Card:
         """Return a copy of the card with newly stated facts. A fact that `stated` leaves empty keeps its old value."""
@@ -293,10 +299,10 @@ class Model:
     dtype: str
     """Number type of the weights in the file."""
     tokenizer: str | None = None
-    """Kind of the tokenizer."""
+    """Kind of the tokenizer (a key of `TOKENIZERS`). None if it is unknown."""
     num_parameters: int | None = None
     num_bytes: int | None = None
-    """Size of the file of weights in bytes."""
+    """Size in bytes of the file of weights. None if it is unknown."""
     source: Mapping[str, Any] = field(default_factory=dict)
     """Origin of the weights, as config.json of the bundle records it."""
     card: Card

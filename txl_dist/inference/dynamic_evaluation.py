@@ -65,7 +65,7 @@ class DynamicRule(NamedTuple):
 
 
 def weights_of(module: SegmentLoss) -> Weights:
-    """Return the weights of a model without copying them. They must not be written."""
+    """Return the weights of a model without copying them. The caller must not write to them."""
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
@@ -122,7 +122,7 @@ class NeuralCache(NamedTuple):
     """Document number of that following token, or EMPTY where the cache holds nothing."""
 
     def joined(self, other: NeuralCache) -> NeuralCache:
-        """Return the positions of this cache followed by those of another one."""
+        """Return a cache with the positions of this cache, then those of `other`."""
         return NeuralCache(
             hidden_BWD=torch.cat([self.hidden_BWD, other.hidden_BWD], dim=1),
             word_BW=torch.cat([self.word_BW, other.word_BW], dim=1),

@@ -34,18 +34,20 @@ class Request(NamedTuple):
     ids: tuple[int, ...]
     """Ids of the prompt, which has at least one token."""
     max_tokens: int
+    """Maximum number of tokens to generate."""
     past: CacheState | None = None
-    """Memory of the text before `ids`, for a model whose positions support a memory."""
+    """Memory of the text before `ids`. None if no text comes before, or if the model has no memory."""
     num_read: int = 0
     """Number of leading `ids` that `past` already includes. It never includes the last id."""
     stop_at: int | None = None
-    """Id that ends the text and is not part of it."""
+    """Id of the token that ends the text, usually end-of-text. None means that only `max_tokens` ends it."""
     sampling: Sampling = Sampling()
     seed: int = 0
+    """Seed of the random numbers for sampling."""
     sample: int = 0
     """Number of this text among the texts that one prompt and seed generate, from 0."""
     num_top: int = 0
-    """Number of most probable tokens to return with each token."""
+    """Number of most probable ids to return with each token."""
     num_spare: int = 0
     """Number of newest tokens that `Decoder.past` can drop without making the memory shorter. The KV cache keeps room
     for one token more."""
@@ -55,6 +57,7 @@ class Token(NamedTuple):
     """Next token of a text, as `Decoder.step` returns it."""
 
     key: Hashable
+    """Key of the text, as `Decoder.add` got it."""
     id: int
     log_p: float
     """Log-probability in nats that the model gives to the token, before sampling settings apply. NaN if the model's
@@ -79,6 +82,7 @@ class PromptChunk(NamedTuple):
     """Part of a prompt that the model has read in one step."""
 
     num_tokens: int
+    """Number of tokens of the prompt in this chunk."""
     scored: list[Scored]
     """Scores of the tokens that follow each token of this chunk. Empty if no scores were asked for."""
 

@@ -207,9 +207,9 @@ class KVCache:
 
     @torch.inference_mode()
     def put(self, row: int, past: CacheState) -> None:
-        """Replace a row's memory by the last `size` positions of a past.
+        """Replace a row's memory by the last `size` positions of `past`.
 
-        A layer of the past may have fewer positions than the same layer reads here. Then the row remembers only the
+        A layer of `past` may have fewer positions than the same layer of this cache. Then the row remembers only the
         positions that all such layers have.
         """
         past_len = past.document_S.shape[0]

@@ -54,7 +54,9 @@ class GenerationSettings(NamedTuple):
     """Translated settings for `SamplingParams`, and a sentence for each setting that is not used."""
 
     values: dict[str, Any]
+    """Settings by the names of `SamplingParams`."""
     unused: list[str]
+    """Sentences for the log, one for each setting that is not used."""
 
 
 def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSettings:

@@ -51,6 +51,7 @@ class Completion(NamedTuple):
     """End of a text: the reason, the tokens, and the memory if it was asked for."""
 
     finish: FinishReason
+    """Reason why the text ended: a stop string, its length, or an end-of-text."""
     tokens: Sequence[Token]
     """Tokens of the text. Tokens after the text's end are left out."""
     past: CacheState | None
@@ -65,6 +66,7 @@ class OutputChunk(NamedTuple):
     sample: int
     """Number of the text among the texts of that prompt, from 0."""
     text: str
+    """New text since the last chunk of this text."""
     ending: Completion | None
     """End of the text. None unless this is the last chunk of the text."""
     tokens: Sequence[tuple[Token, int]] = ()
@@ -201,7 +203,7 @@ class Scheduler:
                     self._to_read.append(job)
 
     def _has_read(self, job: _Job, past: CacheState | None) -> Iterator[OutputChunk]:
-        """Queue the texts of a prompt that has been read, or end them if they have no tokens."""
+        """Put the texts of a prompt that has been read into the queue for rows. Texts without tokens end at once."""
         samples = range(job.writing.num_samples)
         if job.writing.max_tokens == 0:
             ending = Completion("length", (), past if job.keeps_memory else None)
@@ -389,7 +391,7 @@ class _Work:
         return 0
 
     def _show(self, length: int) -> str:
-        """Take the first `length` characters of the pending text."""
+        """Remove the first `length` characters from the pending text, and return them."""
         shown = self._pending[:length]
         self._pending = self._pending[length:]
         self._num_shown_chars += len(shown)

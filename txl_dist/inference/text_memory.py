@@ -37,18 +37,19 @@ class TextMemory:
     """
 
     past: CacheState
+    """Keys and values of all tokens but the last."""
     last: int
     """Id of the text's last token, which the model has not read yet."""
     model: str
     """Fingerprint of the model that made the memory (`fingerprint_of`)."""
 
     def __len__(self) -> int:
-        """Return the number of tokens that are remembered."""
+        """Return the number of tokens in the memory, including the last token."""
         return self.past.document_S.shape[0] + 1
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensors in bytes."""
+        """Size in bytes of all tensors of the memory."""
         size = self.past.document_S.nbytes
         for key_value in self.past.key_values:
             size += key_value.nbytes
@@ -127,7 +128,7 @@ def _stored(key_values: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _layers_of(tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Return key_value_2NSH of each layer, from a file's tensors."""
+    """Return key_value_2NSH of each layer from the tensors of a memory file."""
     if "key_value" in tensors:
         return list(tensors["key_value"])
     layers = []

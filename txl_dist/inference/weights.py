@@ -40,7 +40,7 @@ class Sliced(Protocol):
         """Shape of the whole tensor, with at least one axis."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """Return some rows, on the device where they are."""
+        """Return a range of rows, on the device that holds them."""
 
 
 Weights = Mapping[str, Sliced]
@@ -55,7 +55,7 @@ class Rows:
     """Function that returns a range of rows, from its first argument up to, but not including, its second argument."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """Read and return some rows. Raises the errors of `read`."""
+        """Read and return a range of rows. Raises the errors of `read`."""
         start, stop, _ = rows.indices(self.shape[0])
         return self.read(start, stop)
 

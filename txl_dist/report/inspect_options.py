@@ -1,4 +1,4 @@
-"""Options of `txl inspect`. Light to import, since the command line makes its flags of them."""
+"""Options of `txl inspect`. This module imports little, because the command line makes its flags from these options."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ _FOR_CORPORA = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Facts wanted about a corpus, a run or a checkpoint. The defaults give a summary."""
+    """Question about a corpus, a run or a checkpoint. The default options ask for a summary."""
 
     split: str = "train"
-    """Split of a corpus to look into, for clusters and lanes."""
+    """Split of a corpus to inspect, for clusters and lanes."""
     cutoffs: tuple[int, ...] = ()
-    """Show the share of the tokens per cluster of these cutoffs."""
+    """Show the share of the tokens in each vocabulary cluster for these cutoffs."""
     num_clusters: int = 0
-    """Compute the cheapest cutoffs for this many clusters, and show the same for them."""
+    """Compute the cheapest cutoffs for this number of clusters, and show the clusters' shares of the tokens."""
     width: int = 512
     """Embedding width of the most frequent ids, for --num-clusters."""
     div_value: int = 1
-    """Cluster i has embeddings of width // div_value**i, for --num-clusters."""
+    """Divisor of embedding widths for --num-clusters: cluster i has the width // div_value**i."""
     shard: str = ""
-    """List the documents of this shard."""
+    """List the documents of the shard with this name."""
     document: int = -1
-    """Number of the document of --shard to show, from 0."""
+    """Show the document with this number in --shard, from 0."""
     max_tokens: int = 500
-    """Maximum tokens of a document to show."""
+    """Maximum number of tokens of a document to show."""
     max_documents: int = 1000
-    """Maximum documents of a shard, or parameters of a checkpoint, to list."""
+    """Maximum number of documents of a shard, or of parameters of a checkpoint, to list."""
     lane: int = -1
-    """Show what this lane reads at --step: corpus, epoch, shard, document, offset and text."""
+    """Show what the lane with this number reads at --step: corpus, epoch, shard, document, offset and text."""
     step: int = 1
-    """Step as in the log of a run, from 1."""
+    """Step for --lane, counted from 1 as in the log of a run."""
     num_lanes: int = 0
-    """Lanes, for a corpus. 0: default of train.num_lanes."""
+    """Number of lanes that read a corpus. The value 0 means the default of train.num_lanes."""
     segment_len: int = 0
-    """Tokens per lane and step, for a corpus. 0: default of train.segment_len."""
+    """Tokens per lane and step when reading a corpus. The value 0 means the default of train.segment_len."""
     seed: int = 0
-    """Seed of the run, for a corpus. 0: default of run.seed."""
+    """Seed of the order in which a corpus is read. The value 0 means the default of run.seed."""
     cache_dir: str = ""
-    """Folder that caches whole shards of a corpus at a URL. Empty: only ranges are read."""
+    """Folder that caches whole shards of a corpus at a URL. Without it, only the needed byte ranges are read."""
     allow_protocols: tuple[str, ...] = ()
     """Additional URL schemes to allow. `pipe` runs a shell."""
 
     def check(self, path: str, kind: ArtifactKind) -> None:
-        """Raise ConfigError for flags that contradict each other, or have no meaning for what is looked into."""
+        """Raise ConfigError for flags that contradict each other, or that have no meaning for this kind of path."""
         if self.document >= 0 and not self.shard:
             raise ConfigError(f"--document {self.document} is a number within a shard. Name the shard with `--shard`.")
         if self.lane >= 0 and self.step < 1:

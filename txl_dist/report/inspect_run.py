@@ -233,7 +233,7 @@ def _what_is(name: str) -> str:
 
 
 def run_lines(facts: dict[str, Any]) -> list[str]:
-    """Describe the facts of a run in lines for people."""
+    """Describe a run for people. `facts` comes from `run_facts`. Returns lines of text."""
     if facts["newest_whole"] is None:
         newest = "none"
     else:
@@ -427,7 +427,10 @@ def _tokens_of_splits(folder: Path) -> dict[tuple[str, str], int]:
 
 
 def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
-    """Describe the facts of a checkpoint in lines for people."""
+    """Describe a checkpoint for people. `facts` comes from `checkpoint_facts`. Returns lines of text.
+
+    At most `max_parameters` of its parameters are listed.
+    """
     lines = _state_lines(facts)
     lines.append("")
     lines += _stream_lines(facts["stream"])

@@ -47,10 +47,11 @@ class Picture(NamedTuple):
     svg: Markup
     """Picture as an SVG element. Empty if it cannot be drawn."""
     caption: str
+    """Sentences below the picture, or the reason why there is no picture."""
 
 
 class PlotRow(NamedTuple):
-    """Definition of a picture: columns of the records, an axis, a unit and texts."""
+    """Definition of a picture: the columns of the records to draw, the axis, the unit and the texts."""
 
     group: str
     title: str

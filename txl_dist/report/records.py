@@ -73,6 +73,7 @@ class RecordTable:
     """
 
     columns: dict[str, FloatArray]
+    """Columns by name. The columns `step` and `hours` are always there."""
 
     def __len__(self) -> int:
         return len(self.columns["step"])

@@ -119,7 +119,7 @@ class RunRecords:
 
     @property
     def start(self) -> dict[str, Any]:
-        """Record of the newest start: ranks, device, versions."""
+        """Record of the newest start of the run: number of ranks, device and versions. Empty if there is none."""
         starts = [event.fields for event in self.history.events if event.name == "start"]
         if starts:
             return starts[-1]
@@ -332,7 +332,7 @@ def _data_paths(recorded: dict[str, Any]) -> list[str]:
 
 
 def _model_fact(num_parameters: int | None, recorded: dict[str, Any]) -> Fact:
-    """Return the size and shape of the model."""
+    """Return the fact about the model's size and shape."""
     size, exact_size = _sizes(num_parameters)
     return _fact(
         "Model",

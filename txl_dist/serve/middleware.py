@@ -24,7 +24,7 @@ from txl_dist.serve.service import Service
 OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
 """Paths that need no key, and that are served even while the server drains."""
 BODY_S = 30.0
-"""Seconds within which the body of a request must arrive."""
+"""Maximum number of seconds in which the body of a request must arrive."""
 DRAIN_BYTES = 2**26
 """Maximum number of bytes that are read and discarded after an early response."""
 DRAIN_S = 10.0
@@ -107,7 +107,7 @@ class Gate:
             raise APIError(429, "the server has too many requests. Come again later.", code="too_many_requests")
 
     async def _read_body(self, scope: Scope, incoming: _RequestBody, *, limit: int) -> bytes:
-        """Read a body. Raises APIError if it has more than `limit` bytes, or takes longer than BODY_S."""
+        """Read a body. Raises APIError if it has more than `limit` bytes, or if it arrives later than after BODY_S."""
         too_long = APIError(413, f"the body has more than {limit:,} bytes. Send less.", code="body_too_large")
         if int(_header(scope, b"content-length") or b"0") > limit:
             raise too_long
@@ -143,7 +143,7 @@ def _is_upload(scope: Scope) -> bool:
 
 
 class _ClientGoneError(Exception):
-    """Disconnection of the client before its body had arrived."""
+    """Disconnection of the client before the body of its request had arrived."""
 
 
 class _RequestBody:

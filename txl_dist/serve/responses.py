@@ -203,7 +203,7 @@ class Answer:
         return all(choice.finish_reason for choice in self._choices)
 
     def _add(self, number: int, chunk: OutputChunk) -> _Choice:
-        """Add a chunk of the prompt with this number to its choice, and return the choice."""
+        """Add a chunk of the prompt with this number to the choice it belongs to, and return that choice."""
         choice = self._choices[number * self._request.n + chunk.sample]
         prepared = self._prompts[number]
         if self._request.logprobs is not None and choice.logprobs is None:

@@ -57,6 +57,7 @@ class GenerationRequest:
     """Number of the prompt, which no other prompt of the server has."""
     prompt: Prompt
     writing: SamplingParams
+    """Sampling settings and limits of the texts."""
     deliver: Callable[[OutputChunk], None]
     """Callback for each chunk. It runs in the event loop."""
     deadline: float
