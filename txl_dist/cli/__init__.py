@@ -1,1 +1,4 @@
-"""The commands of the command line: flags and help in a signature, one call, no logic."""
+"""Commands of the command line.
+
+A command's signature defines its flags and help, and its body is one call without logic.
+"""

@@ -1,8 +1,8 @@
-"""Shell completion: one static script for a shell, which runs no Python when TAB is pressed.
+"""Shell completion: a static script for each shell. It does not run Python when TAB is pressed.
 
-The script knows all commands, their flags, the settings (`--section.key`), the choices of both, and where a file name
-is expected. It is written from what the commands take, so it is made again after an update of the package. Settings
-have underscores, as files write them; hyphens are read too.
+The script knows all commands, flags and settings (`--section.key`), the choices of flags and settings, and where a file
+name is expected. It is generated from the commands' arguments, so it must be written again after an update of the
+package. Settings have underscores, as in files. Hyphens are read too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ Shell = Literal["bash", "zsh", "fish"]
 
 
 class Command(NamedTuple):
-    """A command as a completion script knows it."""
+    """Description of a command for a completion script."""
 
     name: str
     summary: str
     arguments: Sequence[Argument]
-    """Its flags and positional arguments, without the settings."""
+    """Flags and positional arguments of the command, without the settings."""
     takes_settings: bool
-    """Whether --section.key VALUE may follow."""
+    """True if the command also takes settings (--section.key VALUE)."""
 
 
 def completion_script(shell: Shell, commands: Sequence[Command], *, settings: Sequence[Argument]) -> str:
-    """Return the completion script of a shell. `settings` are those of `txl train`, for the commands that take them."""
+    """Return the completion script for a shell, as text.
+
+    `settings` describes the settings of `txl train`, which the script offers for all commands that take settings.
+    """
     write = {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell]
     return "\n".join(write(commands, settings)) + "\n"
 
@@ -38,7 +41,7 @@ def _flags(arguments: Sequence[Argument]) -> list[Argument]:
 
 
 def _spelling(name: str) -> str:
-    """Return a flag as the shell offers it: a setting with underscores."""
+    """Return a flag as the shell offers it. A setting is spelt with underscores."""
     if "." in name:
         return name.replace("-", "_").replace("__", "--", 1)
     return name
@@ -56,7 +59,7 @@ def _values(argument: Argument) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """Return the beginning of a help text, short enough for a list."""
+    """Return the beginning of a help text, short enough for a list of flags."""
     sentence = text.partition(". ")[0].rstrip(".")
     if len(sentence) <= 70:
         return sentence
@@ -151,7 +154,7 @@ def _bash(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator
 
 
 def _bash_cases(flags: Sequence[Argument]) -> Iterator[str]:
-    """Yield branches that set `takes` and `values`, one for all flags that have the same."""
+    """Yield branches that set `takes` and `values`, one branch for all flags that have the same values."""
     alike: dict[tuple[str, str], list[str]] = {}
     for argument in flags:
         names = alike.setdefault((argument.takes, _values(argument)), [])
@@ -245,7 +248,7 @@ def _zsh_specs(argument: Argument) -> Iterator[str]:
 
 
 def _zsh_escaped(text: str) -> str:
-    """Escape the characters of a text that would end a description of `_arguments`."""
+    """Escape the characters of a text that would end a description in `_arguments`."""
     for mark in ("\\", "[", "]", ":"):
         text = text.replace(mark, f"\\{mark}")
     return text
@@ -289,7 +292,7 @@ def _fish(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator
 
 
 def _fish_lines(argument: Argument, *, condition: str) -> Iterator[str]:
-    """Yield one `complete` for each spelling of a flag, or for a positional argument."""
+    """Yield one `complete` command for each spelling of a flag, or for a positional argument."""
     values = _values(argument)
     meaning = _fish_quoted(_first_sentence(argument.help))
     if not argument.names:

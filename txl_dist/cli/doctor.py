@@ -1,4 +1,4 @@
-"""`txl doctor`: checks of machines before a run: versions, devices, memory, disks, networks."""
+"""`txl doctor`: check machines before a run: versions, devices, memory, disks, networks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from txl_dist.errors import ConfigError
 
 
 def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
-    """Check this machine, or under a launcher all nodes and their network. Exit code 1: a run would fail.
+    """Check this machine, or under a launcher all nodes and their network. Exit code 1 means that a run would fail.
 
-    Under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. It takes some seconds.
+    The command under a launcher is: deepspeed [--hostfile H] --module txl_dist doctor. It takes some seconds.
 
     Args:
-        run_dir: Folder of the runs, or of a run. Its disk is tested. It need not exist.
-        data: Folder or URL of a corpus to check, too.
-        timeout_s: Seconds to wait for other ranks. After that the missing ones are named.
+        run_dir: Folder of a run or of several runs, whose disk is tested. It need not exist.
+        data: Folder or URL of a corpus that is checked too.
+        timeout_s: Seconds to wait for other ranks. After that the missing ranks are named.
         json: Write the results to this file as JSON.
     """
     if timeout_s < 1:

@@ -1,4 +1,4 @@
-"""`txl generate`: checks of its flags before torch is imported, and the choice of its prompts."""
+"""`txl generate`: check its flags before torch is imported, and choose the prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _PIPE = Path("-")
 
 
 class _NotGiven(tuple[Any, ...]):
-    """Default of a flag that was not given. A flag without values differs from it: a shell variable was unset."""
+    """Default value of a flag that was not given.
+
+    A flag without values has another value. It probably comes from an unset shell variable.
+    """
 
 
 _NOT_GIVEN = _NotGiven()
@@ -40,7 +43,7 @@ def generate(
     device: str = "cpu",
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Continue prompts with a bundle, a run or a checkpoint. A single text is shown while it is made.
+    """Continue prompts with a bundle, a run or a checkpoint. A single text is shown while it is generated.
 
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
@@ -50,8 +53,8 @@ def generate(
         file: Text to continue, of any length. - is standard input.
         jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}. - is standard input.
         out: Write the texts to this file, one JSON object per line. - is standard output.
-        load_memory: Start from this memory, which --save-memory wrote. Its text is not read again.
-        save_memory: Write the model's memory of the prompt and the text to this file.
+        load_memory: Start from the memory in this file, which --save-memory wrote. Its text is not read again.
+        save_memory: Write the model's memory of prompt and text to this file.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
         plugins: Modules to import first, which runs their code.
     """
@@ -115,7 +118,7 @@ def _check_one_source(
 
 
 def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
-    """Refuse a pipe for a memory, and a memory to write where no file can be. Raises ConfigError."""
+    """Refuse a pipe for a memory, and a path for a memory where no file can be written. Raises ConfigError."""
     if save_memory is not None and save_memory.exists() and not save_memory.is_file():
         raise ConfigError(f"cannot write {save_memory}: it is not a file. Name another one with --save-memory.")
     if _PIPE in (load_memory, save_memory):
@@ -123,7 +126,7 @@ def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> N
 
 
 def _check_exists(path: Path | None) -> None:
-    """Refuse a file to read that does not exist. Raises ConfigError."""
+    """Refuse an input file that does not exist. Raises ConfigError."""
     if path is None or path == _PIPE:
         return
     if not path.exists():
@@ -131,7 +134,7 @@ def _check_exists(path: Path | None) -> None:
 
 
 def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | None, ...]) -> None:
-    """Refuse a file that cannot be written, or that the prompts are read from. Raises ConfigError."""
+    """Refuse an output file that cannot be written, or that the prompts are read from. Raises ConfigError."""
     if path is None or path == _PIPE:
         return
     check_output(flag, path)
@@ -143,7 +146,7 @@ def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | No
 
 
 def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) -> None:
-    """Refuse an output that is the file of a memory. Raises ConfigError."""
+    """Refuse an output file that is also the file of a memory. Raises ConfigError."""
     if out is None or out == _PIPE:
         return
     for memory in memories:

@@ -1,4 +1,4 @@
-"""`txl inspect`: facts about corpora, lanes, runs and checkpoints."""
+"""`txl inspect`: show facts about corpora, lanes (rows of a batch), runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def inspect(
 
     Args:
         path: Folder or URL of a corpus, run directory (with --lane too) or checkpoint folder.
-        question: Facts that are wanted.
+        question: Facts that are shown.
         json: Write the results to this file as JSON.
         plugins: Modules to import first, which runs their code.
     """

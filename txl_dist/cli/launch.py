@@ -1,4 +1,4 @@
-"""`txl launch`: checks of its words, before the `deepspeed` launcher starts the ranks."""
+"""`txl launch`: check the words of the command, then start the ranks with the `deepspeed` launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import read_text
 
 SEEN_WITHIN_S = 30.0
-"""Longest delay in seconds after which a network file system shows what another machine wrote."""
+"""Longest delay in seconds until a network file system shows a file that another machine wrote."""
 DEFAULT_HOSTFILE = "/job/hostfile"
 """File that the `deepspeed` launcher reads without --hostfile, if it exists."""
 NUMBERS = {
@@ -33,7 +33,7 @@ NUMBERS = {
     "--master_port": (1, 65535),
     "--ssh_port": (1, 65535),
 }
-"""Flags of the launcher that take a whole number, with its smallest and largest value."""
+"""Flags of the launcher that take a whole number, each with its smallest and largest value."""
 TEXTS = (
     "--hostfile -H",
     "--include -i",
@@ -66,13 +66,13 @@ CHOICES = {
     "--log_level": ("debug", "info", "warning", "error", "critical"),
     "--autotuning": ("tune", "run"),
 }
-"""Flags of the launcher that take one of a few words."""
+"""Flags of the launcher that take one of a few words, each with these words."""
 TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "all", "ranks", "init")
 """Flags of `txl train` that are not settings."""
 RANKS_PER_CORE = 4
-"""Largest number of ranks per CPU core without a warning: the ranks of a core compute in turns."""
+"""Largest number of ranks per CPU core without a warning. The ranks of one core compute in turns."""
 _MOST_SLOTS = 1 << 10
-"""Number of slots that is assumed for this machine before its devices are counted."""
+"""Number of slots (places for ranks) that is assumed for this machine before its devices are counted."""
 _MOST_SHOWN = 8
 """Largest number of machines that a message lists."""
 _SLOT_NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
@@ -95,7 +95,7 @@ SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process is left over.
 def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
     """Train under the `deepspeed` launcher, and return the exit code.
 
-    `read_settings` returns the settings that the words after the launcher's flags give. Its second argument says that
+    `read_settings` returns the settings for the words that follow the launcher's flags. Its second argument says that
     all ranks will run on this machine, so that their paths can be checked here. Raises ConfigError.
     """
     verbose = "--verbose" in words
@@ -135,7 +135,7 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
 
 
 def _index_of_config(words: Sequence[str]) -> int | None:
-    """Return the index of the configuration file, which is the first word that ends in .toml; None without one."""
+    """Return the index of the configuration file, the first word that ends in .toml, or None if there is none."""
     for index, word in enumerate(words):
         if word.endswith(".toml"):
             return index
@@ -143,7 +143,7 @@ def _index_of_config(words: Sequence[str]) -> int | None:
 
 
 def _flags_for_this_machine(flags: Sequence[str], asked: argparse.Namespace, *, num_ranks: int) -> list[str]:
-    """Return the launcher's flags for ranks on this machine alone. Raises ConfigError for slots that do not exist."""
+    """Return the launcher's flags for ranks on this machine only. Raises ConfigError for slots that do not exist."""
     from txl_dist.distributed.collectives import uses_gpu
     from txl_dist.distributed.rendezvous import free_port
 
@@ -169,7 +169,7 @@ def _flags_for_this_machine(flags: Sequence[str], asked: argparse.Namespace, *, 
 
 
 def _check_words_for_pdsh(asked: argparse.Namespace) -> None:
-    """Refuse paths and values that pdsh would change on their way to other machines. Raises ConfigError."""
+    """Refuse paths and values that pdsh would change when it sends them to other machines. Raises ConfigError."""
     places = {"this folder": os.getcwd(), "this Python": sys.executable}
     for flag in ("--venv_script", "--enable_each_rank_log", "--master_addr"):
         value = _value_of(asked, flag)
@@ -179,12 +179,12 @@ def _check_words_for_pdsh(asked: argparse.Namespace) -> None:
 
 
 def _value_of(asked: argparse.Namespace, flag: str) -> Any:
-    """Return the value of a launcher flag; None if it was not given."""
+    """Return the value of a launcher flag, or None if the flag was not given."""
     return getattr(asked, flag.removeprefix("--"))
 
 
 def launcher_arguments() -> list[Argument]:
-    """Return the flags of the launcher, for a completion script."""
+    """Return descriptions of the launcher's flags, for a completion script."""
     arguments = []
     for names in (*NUMBERS, *TEXTS, *SWITCHES):
         flag = names.split()[0]
@@ -210,10 +210,10 @@ def launcher_arguments() -> list[Argument]:
 
 
 def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Mapping[str, int]) -> int:
-    """Refuse mistakes that can be seen before ranks start. Returns the number of ranks.
+    """Refuse mistakes that can be found before ranks start. Returns the number of ranks.
 
-    The number is 0 if only the launcher knows it.
-    `slots` holds the number of ranks of each machine of the hostfile; empty without a hostfile. Raises ConfigError.
+    The number is 0 if only the launcher knows it. `slots` maps each machine of the hostfile to its number of ranks, and
+    is empty without a hostfile. Raises ConfigError.
     """
     from txl_dist.train.run_dir import check_run_dir
 
@@ -226,7 +226,7 @@ def check_launch(asked: argparse.Namespace, settings: Config, *, slots: Mapping[
 
 
 def _num_ranks(asked: argparse.Namespace, slots: Mapping[str, int]) -> int:
-    """Return the number of ranks that will start; 0 if only the launcher knows it."""
+    """Return the number of ranks that will start, or 0 if only the launcher knows it."""
     if asked.include or asked.exclude:
         if not slots:
             return 0
@@ -244,7 +244,7 @@ def _num_ranks(asked: argparse.Namespace, slots: Mapping[str, int]) -> int:
 class _Flags(argparse.ArgumentParser):
     """Parser of the launcher's flags, which reads them as the launcher does.
 
-    Importing the launcher's own parser would take seconds.
+    It exists because importing the launcher's own parser would take seconds.
     """
 
     def __init__(self) -> None:
@@ -262,7 +262,7 @@ class _Flags(argparse.ArgumentParser):
 
 
 def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Namespace:
-    """Parse the launcher's flags; the values are texts, None where a flag is absent. Raises ConfigError."""
+    """Parse the launcher's flags. The values are texts, or None if a flag is absent. Raises ConfigError."""
     config = train_words[0]
     asked, unknown = _Flags().parse_known_args(flags)
     if unknown:
@@ -284,7 +284,10 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
 
 
 def _unknown_flag(unknown: Sequence[str], *, config: str) -> str:
-    """Return the message for words before the configuration that are no flags of the launcher. The first decides."""
+    """Return the message for words before the configuration file that are not flags of the launcher.
+
+    The first such word decides.
+    """
     flag = unknown[0].partition("=")[0]
     if flag.removeprefix("--").replace("-", "_") in (*setting_names(), *TRAIN_FLAGS):
         return f"settings go after the configuration file: txl launch {config} {' '.join(unknown)}."
@@ -301,7 +304,7 @@ def _unknown_flag(unknown: Sequence[str], *, config: str) -> str:
 
 
 def _is_number(text: str, *, least: int, most: int) -> bool:
-    """Return whether a text is a whole number within the limits."""
+    """Return True if a text is a whole number within the limits."""
     if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
         return False
     return least <= int(text) <= most
@@ -347,7 +350,7 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
 
 
 def _uses_pdsh(asked: argparse.Namespace, *, num_hosts: int) -> bool:
-    """Return whether the launcher starts ranks through pdsh; one machine alone is started without it."""
+    """Return True if the launcher starts ranks through pdsh. It starts ranks on one machine without pdsh."""
     if asked.no_ssh:
         return False
     is_multi_node = asked.force_multi or num_hosts > 1
@@ -362,8 +365,8 @@ def _names() -> list[str]:
 def _check_choice(asked: argparse.Namespace, slots: Mapping[str, int]) -> None:
     """Refuse a value of --include or --exclude that the launcher cannot read, or that leaves no rank.
 
-    `slots` holds the number of ranks of each machine; empty for this machine before its devices are counted. Raises
-    ConfigError.
+    `slots` maps each machine to its number of ranks. It is empty for this machine before its devices are counted.
+    Raises ConfigError.
     """
     chosen = _chosen(asked, slots or {"localhost": _MOST_SLOTS})
     if not any(chosen.values()):
@@ -373,9 +376,10 @@ def _check_choice(asked: argparse.Namespace, slots: Mapping[str, int]) -> None:
 
 
 def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the slots of each machine that --include and --exclude leave, in order; machines without any are left out.
+    """Return the slots of each machine that remain after --include and --exclude, in order. Raises ConfigError.
 
-    The form is NODE[:SLOT,...][@NODE...]; a machine without slots means all of its slots. Raises ConfigError.
+    Machines without a remaining slot are left out. The form of both flags is NODE[:SLOT,...][@NODE...]. A machine
+    without slots means all of its slots.
     """
     every = {host: list(range(count)) for host, count in slots.items()}
     value = asked.include or asked.exclude
@@ -425,9 +429,9 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
 
 
 def _slots(hostfile: str | None) -> dict[str, int]:
-    """Return the number of ranks of each machine of the hostfile that the launcher will read; empty without one.
+    """Return the number of ranks of each machine in the hostfile that the launcher will read.
 
-    Raises ConfigError for a file that cannot be read or is not a hostfile.
+    The result is empty without a hostfile. Raises ConfigError for a file that cannot be read or is not a hostfile.
     """
     if hostfile is None and not os.path.isfile(DEFAULT_HOSTFILE):
         return {}

@@ -1,7 +1,8 @@
-"""Entry point of the command line: parse the words, load the configuration, call the command.
+"""Entry point of the command line. It parses the words, loads the configuration and calls the command.
 
-Each command is a function, most of them in the other modules of `cli`. tyro makes its flags and help from the
-signature. Heavy modules are imported inside the functions, so that every `--help` answers at once.
+Each command is a function, and most of these functions are in the other modules of `cli`. The library tyro makes a
+command's flags and help from the function's signature. Heavy modules are imported inside the functions, so that
+`--help` is fast.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class TrainArguments:
     """TOML file, see configs/."""
     settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
     resume: str = "auto"
-    """auto: continue from the newest whole checkpoint, if any. must: require one. never: refuse one. Or the path of
-    one."""
+    """auto: continue from the newest whole checkpoint, if any. must: require a checkpoint. never: refuse to continue.
+    Or the path of a checkpoint."""
     max_time: str = ""
-    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00. Empty: no limit."""
+    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00. The default is no limit."""
     profile: str = ""
-    """FIRST:LAST, for example 20:22. Write a torch profiler trace of these steps to the run directory."""
+    """First and last step, for example 20:22. A torch profiler trace of these steps is written to the run directory."""
     dry_run: bool = False
     """Print changed settings, batch, parameters, memory and operations, and stop."""
     all: bool = False
@@ -76,7 +77,7 @@ class TrainArguments:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train, or continue a run. Exit code 75: stopped on request and saved; the same command continues."""
+    """Train, or continue a run. Exit code 75 means stopped on request and saved. The same command continues."""
     if not argv:
         echo(usage(), to=sys.stderr)
         return 2
@@ -115,15 +116,15 @@ def train(argv: Sequence[str]) -> int:
 
 
 def _check_paths(arguments: TrainArguments) -> None:
-    """Check the paths of a run. Raises ConfigError."""
+    """Check the paths in a run's settings. Raises ConfigError."""
     run = arguments.settings.run
     check_paths(arguments.settings.data.paths, run_dir=run.dir, init=run.init, resume=arguments.resume)
 
 
 def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str]:
-    """Return lines about a run that is finished already; they need no torch.
+    """Return lines about a run that is already finished. This needs no torch.
 
-    A rank of a launcher gets none: the launcher expects the whole procedure.
+    A rank that a launcher started gets no lines, because the launcher expects the whole procedure.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1" or launchers():
         return []
@@ -149,7 +150,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
-    """Return the message that --ranks starts no ranks, with the command that does."""
+    """Return the message that --ranks does not start ranks, with the command that does."""
     if num_ranks < 1:
         return f"--ranks {num_ranks}: it must be 1 or more, and goes with --dry-run."
     others = _without_flag("--ranks", words)
@@ -209,7 +210,7 @@ def completion(shell: Positional[Shell], /) -> None:
 
 
 def _is_setting(argument: Argument) -> bool:
-    """Return whether an argument of `txl train` is a setting, whose flag has a dot."""
+    """Return True if an argument of `txl train` is a setting, whose flag has a dot."""
     return any("." in name for name in argument.names)
 
 
@@ -229,7 +230,7 @@ def _describe_command(name: str) -> Command:
 
 
 def _with_choices(setting: Argument) -> Argument:
-    """Add the choices of a setting whose values are names in a table, which tyro reads as any text."""
+    """Add the choices of a setting whose values are names in a table. tyro accepts any text for such a setting."""
     name = setting.names[0].removeprefix("--").replace("-", "_")
     return setting._replace(choices=setting.choices or choices_of(name))
 
@@ -238,7 +239,7 @@ _DEFAULTS = TrainArguments(config=Path("CONFIG"), settings=Config())
 
 
 def _without_flag(flag: str, words: Sequence[str]) -> list[str]:
-    """Return the words without a flag, which is spelt with hyphens, and without its one value."""
+    """Return the words without a flag and its one value. The flag is spelt with hyphens."""
     kept: list[str] = []
     before = ""
     for word in words:
@@ -250,7 +251,7 @@ def _without_flag(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def _values_of_flag(flag: str, words: Sequence[str]) -> list[str]:
-    """Return the values of a flag that is needed before the words are parsed; it may be given more than once."""
+    """Return the values of a flag before the words are parsed. The flag may be given more than once."""
     values: list[str] = []
     is_open = False
     for word in words:
@@ -294,14 +295,18 @@ _WITH_SETTINGS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "sweep": sweep,
 }
-"""Commands that read their words themselves, because settings may come from a file and from flags."""
+"""Commands that parse their words themselves, because settings may come from a file and from flags."""
 
 RANKED = ("train", "evaluate", "recl", "doctor")
-"""Commands whose ranks work together and print each message once. Any other command runs alone, in any environment."""
+"""Commands whose ranks work together and print each message once. Every other command runs alone, in any environment.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, that of the command, or that of the error, which is printed."""
+    """Run one command. Returns its exit code.
+
+    The exit code is 0, the command's own code, or the code of an error. The error's message is printed.
+    """
     arguments = without_local_rank(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
@@ -343,7 +348,7 @@ def _unknown_command(word: str) -> str:
 
 
 def _refuse_empty_paths(words: Sequence[str]) -> None:
-    """Refuse an empty path: it would mean the current folder, and probably comes from an unset shell variable."""
+    """Refuse an empty path. It would mean the current folder, and probably comes from an unset shell variable."""
     previous = ""
     for word in words:
         if word in _PATH_FLAGS_JOINED:
@@ -359,7 +364,7 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
 
 
 def run_and_exit() -> None:
-    """Run the `txl` script: run the command line, write all output, and exit."""
+    """Run the command line as the `txl` script does, write all output, and exit with the command's code."""
     # Threads that wait for one another spin for some microseconds, then sleep. With the default of a millisecond, steps
     # took ten times longer on cores that other processes use too (tools/experiments/notebook/log.md). torch reads it
     # when it is imported.
@@ -387,7 +392,7 @@ def run_and_exit() -> None:
 
 
 def _code_of_main() -> int:
-    """Run the command line and return its exit code, after one line about an interruption or error.
+    """Run the command line and return its exit code. An interruption or error prints one line.
 
     Raises LostOutputError and BrokenPipeError.
     """
@@ -415,10 +420,10 @@ def _code_of_main() -> int:
 
 
 def _should_print(error: TxlError) -> bool:
-    """Return whether this process prints an error, which the job prints once.
+    """Return True if this process prints the error. A job prints each error once.
 
-    The rank that raised it prints it; before the ranks have joined, one process per node does. An error without a
-    message stands for one that another rank prints.
+    The rank that raised the error prints it. Before the ranks have joined, one process per node prints it. An error
+    without a message stands for an error that another rank prints.
     """
     if not str(error):
         return False
@@ -428,7 +433,7 @@ def _should_print(error: TxlError) -> bool:
 
 
 def _is_speaker() -> bool:
-    """Return whether this process prints messages before the ranks have joined: the first one of each node does."""
+    """Return True if this process prints messages before the ranks have joined. The first process of each node does."""
     if os.environ.get("WORLD_SIZE", "1") == "1":  # the other variables are left over from another job
         return True
     return os.environ.get("LOCAL_RANK", "0") == "0"

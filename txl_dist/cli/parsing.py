@@ -1,6 +1,7 @@
-"""Parsing of the words of a command: tyro makes flags and help from a signature, and a refusal becomes one line.
+"""Parsing of a command's words. The library tyro makes flags and help from a signature.
 
-The line says what is wrong, where, and what was probably meant. `tyro_events` says why tyro refuses words.
+If tyro refuses words, the message is one line. It says what is wrong, where, and what was probably meant. `tyro_events`
+finds out why tyro refuses words.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from txl_dist.io.hub import address_of, local_model
 from txl_dist.train.monitoring.preemption import launchers
 
 _LEAST_OF_A_NAME = 3
-"""Least length of a flag that is suggested for a longer, unknown flag: --out for --output-folder."""
+"""Least length of a flag that is suggested for a longer unknown flag, as --out for --output-folder."""
 
 _SWITCH_CHOICES = ("True", "False")
 """Choices of a setting that is true or false."""
@@ -53,11 +54,14 @@ _FURTHER_WORDS = {
     "txl verify": "Verify one path at a time.",
     "txl train": "Name one configuration file; settings are flags.",
 }
-"""Remedy for a surplus word, by command."""
+"""Remedies for a surplus word, by command."""
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
-    """Return what tyro makes from the words. Raises ConfigError, in one line, for words that it refuses."""
+    """Parse the words of a command by the signature of `target`, a function or a class. Returns tyro's result.
+
+    Raises ConfigError, in one line, for words that tyro refuses.
+    """
     default = options.get("default", tyro.MISSING_NONPROP)
     try:
         return run_tyro(target, join_repeated(words, target, default=default), prog=prog, **options)
@@ -67,7 +71,7 @@ def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> An
 
 
 def call(command: Callable[..., object], words: Sequence[str], *, prog: str) -> None:
-    """Read the words of a command and run it."""
+    """Parse the words of a command by its signature, and run the command with them."""
 
     @functools.wraps(command)
     def bound(*values: Any, **named: Any) -> Callable[[], object]:
@@ -77,9 +81,9 @@ def call(command: Callable[..., object], words: Sequence[str], *, prog: str) -> 
 
 
 def local_source(path: str | Path) -> Path:
-    """Return the path itself, or the local folder of a model of the Hub.
+    """Return a local path unchanged, or download a model of the Hugging Face Hub and return its local folder.
 
-    The model is downloaded unless it is in the cache. Raises TxlError.
+    The model is not downloaded if it is in the cache. Raises TxlError.
     """
     address = address_of(path)
     if address is not None and os.environ.get("RANK", "0") == "0":
@@ -88,15 +92,15 @@ def local_source(path: str | Path) -> Path:
 
 
 def announce(what: str) -> None:
-    """Print what begins to standard error. Call it before torch is imported, which takes seconds."""
+    """Print to standard error what is starting. Call it before torch is imported, which takes seconds."""
     echo(f"{what} ...", to=sys.stderr)
 
 
 def announce_ranks(what: str = "") -> None:
-    """Print on rank 0 what begins, for a command whose ranks work together.
+    """Print on rank 0 what is starting, for a command whose ranks work together.
 
-    A rank that no launcher has started prints which ranks it will wait for, and how to run alone. Raises ConfigError
-    if the environment variables of the job contradict each other.
+    A rank that no launcher has started prints which ranks it will wait for, and how to run alone. Raises ConfigError if
+    the environment variables of the job contradict each other.
     """
     place = read_rank_environment(os.environ)
     if what and place.rank == 0:
@@ -111,9 +115,9 @@ def announce_ranks(what: str = "") -> None:
 
 
 def complete_switches(words: Sequence[str]) -> list[str]:
-    """Return the words with True after each setting that is true or false and has no value.
+    """Return the words with True after each setting that is a switch and has no value.
 
-    `--checkpoint.keep_best` becomes `--checkpoint.keep_best True`.
+    For example, `--checkpoint.keep_best` becomes `--checkpoint.keep_best True`.
     """
     completed: list[str] = []
     for number, word in enumerate(words):
@@ -128,9 +132,10 @@ def complete_switches(words: Sequence[str]) -> list[str]:
 
 
 def check_typos(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
-    """Refuse unknown flags, impossible choices of settings, and settings without dashes, all at once, one per line.
+    """Refuse unknown flags, impossible choices of settings, and settings without dashes.
 
-    `known` holds the names of flags and settings with underscores. Raises ConfigError.
+    The message has a line for each of them. `known` holds the names of flags and settings with underscores. Raises
+    ConfigError.
     """
     problems = []
     for number, word in enumerate(words):
@@ -158,7 +163,7 @@ def check_typos(words: Sequence[str], known: Sequence[str], *, prog: str) -> Non
 
 
 def _impossible_choice(where: str, value: str, choices: Sequence[str]) -> str:
-    """Return the message for a value that is none of the choices. `where` names the flag and the value."""
+    """Return the message for a value that is not among the choices. `where` names the flag and the value."""
     return f"{where}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}"
 
 
@@ -189,22 +194,22 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
 
 
 def _is_prefix(candidate: str, name: str) -> bool:
-    """Return whether a name begins with a known one that is long enough to be meant."""
+    """Return True if a name begins with a known name that is long enough to be meant."""
     return len(candidate) >= _LEAST_OF_A_NAME and name.startswith(candidate)
 
 
 def _see_help(prog: str) -> str:
-    """Return the remedy of a message that has no better one."""
+    """Return the general remedy, for a message that has no special remedy."""
     return f" See {prog} --help."
 
 
 def _as_flag(name: str) -> str:
-    """Return a name with underscores as a flag."""
+    """Return a name with underscores as a flag, with dashes and hyphens."""
     return "--" + name.replace("_", "-")
 
 
 def _switched_off(name: str, known: Sequence[str]) -> str:
-    """Return the setting that `no_section.key` or `section.no_key` switches off; empty if there is none."""
+    """Return the setting that `no_section.key` or `section.no_key` switches off, or an empty text if there is none."""
     positive_names = (name.removeprefix("no_"), name.replace(".no_", ".", 1))
     for setting in known:
         if "." in setting and setting in positive_names:
@@ -216,7 +221,7 @@ def _switched_off(name: str, known: Sequence[str]) -> str:
 
 
 def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = False) -> str:
-    """Return the message for a word that is neither a flag nor the value of one."""
+    """Return the message for a word that is neither a flag nor a flag's value."""
     name, is_joined, value = word.lstrip("-").partition("=")
     plain = name.replace("-", "_")
     if plain in known:
@@ -240,7 +245,7 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
 
 
 def _spelling(name: str, value: str = "") -> str:
-    """Return a flag as `--help` writes it, with the value that it should have, if any.
+    """Return a flag as `--help` writes it, followed by the value that it should have, if any.
 
     A setting whose name has underscores is also written as in a file.
     """
@@ -253,7 +258,7 @@ def _spelling(name: str, value: str = "") -> str:
 
 
 def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argument], prog: str) -> str:
-    """Return the message for words that tyro refused. `arguments` are those that the command takes."""
+    """Return the message for words that tyro refused. `arguments` lists the arguments that the command takes."""
     known = [_name(spelling) for argument in arguments for spelling in argument.names]
     check_typos(words, [*known, "help"], prog=prog)
     match refusal:
@@ -302,7 +307,7 @@ def _unknown_words(
 
 
 def _is_no_flag(word: str) -> bool:
-    """Return whether a word does not begin with a dash."""
+    """Return True if a word does not begin with a dash."""
     return not word.startswith("-")
 
 
@@ -314,7 +319,7 @@ def _name(word: str) -> str:
 def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) -> str:
     """Return the message for required arguments that were not given.
 
-    The last of several words without a flag may have been meant for --out.
+    If several words have no flag, the last word may have been meant for --out.
     """
     descriptions = []
     for argument in missing:
@@ -338,7 +343,7 @@ def _missing(missing: Sequence[Argument], words: Sequence[str], *, prog: str) ->
 
 
 def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
-    """Return the message for a flag whose value is missing, or of a wrong type."""
+    """Return the message for a flag whose value is missing, or has the wrong type."""
     if argument.names:
         flag = argument.names[0]
     else:
@@ -375,7 +380,7 @@ def _settings_out_of_range(words: Sequence[str]) -> list[str]:
 
 
 def _values_of(flag: str, words: Sequence[str]) -> list[str]:
-    """Return the values after the last occurrence of a flag, which may be spelt with hyphens or underscores."""
+    """Return the values after the last occurrence of a flag. The flag may be spelt with hyphens or underscores."""
     values: list[str] = []
     for number, word in enumerate(words):
         name, is_joined, value = word.partition("=")
@@ -390,5 +395,5 @@ def _values_of(flag: str, words: Sequence[str]) -> list[str]:
 
 
 def _is_no_long_flag(word: str) -> bool:
-    """Return whether a word does not begin with two dashes."""
+    """Return True if a word does not begin with two dashes."""
     return not word.startswith("--")

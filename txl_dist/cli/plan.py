@@ -1,4 +1,4 @@
-"""`txl plan`: prediction of what a run would need and reach on other GPUs than those of this machine."""
+"""`txl plan`: predict the memory and the speed of a run on GPUs that this machine does not have."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ class PlanArguments:
     config: tyro.conf.Positional[Path]
     """TOML file, see configs/."""
     gpus: int
-    """Number of GPUs. If the lanes do not divide among them, a smaller number is planned."""
+    """Number of GPUs. If the lanes (rows of the batch) cannot be divided among them, the plan is for fewer GPUs."""
     gpu: str
-    """Kind of GPU: h200, h100, a100, a100-40gb, v100-16gb, l40s and others. A wrong name lists all."""
+    """Kind of GPU: h200, h100, a100, a100-40gb, v100-16gb, l40s and others. After a wrong name all are listed."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     interconnect: float = 50.0
-    """Network between nodes in GB/s (1e9 bytes): all cards of a node, each way. 400 Gb/s are 50 GB/s."""
+    """Network bandwidth between nodes in GB/s (1e9 bytes), in each direction, for all cards of a node together. A rate
+    of 400 Gb/s is 50 GB/s."""
     intra_node: float = 0.0
-    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests reports it. 0: the usual value."""
+    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests reports it. A value of 0 means the usual
+    bandwidth."""
     tokens: int = 0
-    """Number of tokens to train on. 0 means train.max_steps."""
+    """Number of tokens to train on. With 0, train.max_steps decides."""
     vocab_size: int = 0
-    """Size of the vocabulary. 0 reads it from the corpus."""
+    """Size of the vocabulary. With 0 it is read from the corpus."""
     png: Path | None = None
     """Draw the scaling curves to this file."""
     json: Path | None = None

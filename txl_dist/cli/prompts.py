@@ -1,7 +1,7 @@
 """Prompts and output of `txl generate`.
 
-Prompts come from the command line, files and pipes. Texts are shown to people as they are generated, or written as
-JSON lines.
+Prompts come from the command line, files and pipes. Texts are shown to people as they are generated, or written as JSON
+lines.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STANDARD = Path("-")
 
 
 class PromptInput(NamedTuple):
-    """A prompt as the user gave it."""
+    """One prompt as the user gave it, as text or as token ids."""
 
     text: Text
     record: dict[str, Any]
@@ -49,10 +49,10 @@ def generate_texts(
     save_memory: Path | None,
     device: str = "cpu",
 ) -> None:
-    """Generate with a run, a checkpoint or a bundle, and write the texts.
+    """Generate texts with a run, a checkpoint or a bundle, and write them.
 
-    `out` gets JSON lines; without it the texts are shown to people. `is_one` says that there is only one text, which
-    is shown as it is generated.
+    The file `out` gets JSON lines. Without `out` the texts are shown to people. `is_one` says that there is only one
+    text, which is shown as it is generated.
 
     Raises CheckpointError if the model or the memory cannot be read. Raises ConfigError for settings out of range, a
     missing device, files that cannot be written, and a prompt that cannot be used. The error for a prompt comes after
@@ -103,20 +103,23 @@ def generate_texts(
 
 
 def _open_output(path: Path, stack: ExitStack) -> TextIO:
-    """Open the file of the JSON lines, which `stack` closes; - is standard output."""
+    """Open the file for the JSON lines, which `stack` closes. The path - means standard output."""
     if path == STANDARD:
         return sys.stdout
     return stack.enter_context(path.open("w", encoding="utf-8"))
 
 
 _OUTPUT_FIELDS = ("sample", "text", "finish", "ids", "log_probs", "top")
-"""Fields that the output adds to those of a prompt's line."""
+"""Fields of an output line that are added to the fields of its prompt."""
 
 
 def choose_prompts(
     *, prompt: tuple[str, ...], tokens: tuple[int, ...], file: Path | None, jsonl: Path | None
 ) -> Iterable[PromptInput]:
-    """Return the prompts that one of the flags gives; without any, an empty one. A file is read when it is reached."""
+    """Return the prompts that one of the flags gives, or one empty prompt if no flag is given.
+
+    A file is read only when its prompt is reached.
+    """
     if jsonl is not None:
         return prompts_in_lines(read_lines(jsonl), where=str(jsonl))
     if file is not None:
@@ -134,9 +137,10 @@ def _whole_text(path: Path) -> Iterator[PromptInput]:
 
 
 def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInput]:
-    """Yield the prompts of JSON lines: {"prompt": text} or {"tokens": [ids]}. Other fields return with the texts.
+    """Yield the prompts in JSON lines: {"prompt": text} or {"tokens": [ids]}. Other fields are repeated in the output.
 
-    Raises ConfigError, naming the line, if it has neither or both, and if the output would overwrite a field.
+    Raises ConfigError, which names the line, if it has none or both of these fields. It is also raised if the output
+    would overwrite a field.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -165,14 +169,17 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
 
 
 def _is_list_of_ids(value: object) -> bool:
-    """Return whether a JSON value is a list of whole numbers."""
+    """Return True if a JSON value is a list of whole numbers."""
     if not isinstance(value, list):
         return False
     return all(isinstance(item, int) and not isinstance(item, bool) for item in value)
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a file or of standard input. Raises ConfigError if it cannot be read, or is not UTF-8."""
+    """Yield the lines of a file or of standard input.
+
+    Raises ConfigError if the input cannot be read, or is not UTF-8.
+    """
     try:
         if path == STANDARD:
             if sys.stdin is None:
@@ -196,10 +203,10 @@ def _start_prompts(
     active: dict[int, tuple[PromptInput, Prompt]],
     problems: list[ConfigError],
 ) -> Iterator[Prompt]:
-    """Yield the prompts one by one, and enter each in `active` by its number.
+    """Yield the prompts one by one, and enter each prompt in `active` by its number.
 
-    The first prompt that cannot be used ends them, and its error goes to `problems`: the texts of the active prompts
-    are written first.
+    The first prompt that cannot be used ends the generator. Its error is added to `problems`, because the texts of the
+    active prompts are written first.
     """
     where = ""
     try:
@@ -216,7 +223,7 @@ def _start_prompts(
 def _show(
     chunks: Iterable[OutputChunk], model: LanguageModel, active: dict[int, tuple[PromptInput, Prompt]]
 ) -> Iterator[OutputChunk]:
-    """Pass on the chunks of one text, and write each for people as it comes, after the prompt."""
+    """Yield the chunks of one text unchanged, and show them to people as they come, after the prompt."""
     is_first = True
     for chunk in chunks:
         if is_first:
@@ -231,14 +238,17 @@ def _show(
 
 
 def _text_of(prompt: PromptInput, model: LanguageModel) -> str:
-    """Return the text of a prompt, decoded if it was given as ids."""
+    """Return the text of a prompt. If the prompt was given as ids, they are decoded."""
     if isinstance(prompt.text, str):
         return prompt.text
     return model.decode(prompt.text)
 
 
 def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator[tuple[OutputChunk, str]]:
-    """Yield the last chunk and the text of each sample, in the order of prompts and samples, whichever ends first."""
+    """Yield the last chunk and the text of each sample, in the order of prompts and samples.
+
+    The order in which samples end does not matter.
+    """
     texts: dict[tuple[int, int], str] = {}
     last_chunks: dict[tuple[int, int], OutputChunk] = {}
     prompt = 0
@@ -258,7 +268,7 @@ def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator
 
 @contextmanager
 def _translate_write_errors() -> Iterator[None]:
-    """Raise ConfigError for an output that cannot be opened or is full."""
+    """Raise ConfigError if the output cannot be opened, or if its disk is full."""
     try:
         yield
     except BrokenPipeError:  # the reader has stopped reading on purpose

@@ -1,4 +1,4 @@
-"""`txl recl`: measurement of the context length that models use."""
+"""`txl recl`: measure the context length that models use."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def recl(
     data: str = "",
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Measure how far back a group of models gains: the paper's relative effective context length.
+    """Measure up to which context length a group of models improves (the paper's relative effective context length).
 
     Args:
-        targets: Run directories, checkpoint folders or bundles, of one tokenizer.
-        settings: How it is measured.
+        targets: Run directories, checkpoint folders or bundles with the same tokenizer.
+        settings: Settings of the measurement.
         outputs: Files that are written.
-        data: Folder or URL of a corpus. Default: the first model's, unless that is a bundle.
+        data: Folder or URL of a corpus. The default is the corpus of the first model, unless that is a bundle.
         plugins: Modules to import first, which runs their code.
     """
     load_plugins(plugins)

@@ -1,11 +1,12 @@
-"""Encoding of a command's words for other machines, so that they arrive there as they were typed.
+"""Encoding of a command's words for other machines, so that the words arrive there as they were typed.
 
 A launch on several machines sends the words through a shell. DeepSpeed's runner for pdsh puts a word with blanks into
-double quotes, where `$`, backticks and backslashes keep their meaning, and does not quote the others. pdsh replaces %h,
-%n and %u, and an empty word is lost. So if a word has other than plain characters, all words are sent as one plain
-word, which `txl` decodes on the other machine, with any launcher.
+double quotes, where `$`, backticks and backslashes keep their meaning. It does not quote other words. pdsh replaces %h,
+%n and %u, and an empty word is lost. So if a word has a character that is not plain, all words are encoded as one plain
+word, for any launcher. `txl` decodes this word on the other machine.
 
-What DeepSpeed itself writes into that shell cannot be encoded: its folder, Python and variables are checked.
+The words that DeepSpeed itself writes into that shell cannot be encoded. So its folder, Python and variables are
+checked.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from collections.abc import Mapping, Sequence
 from txl_dist.errors import ConfigError
 
 ENCODED = "--encoded-words="
-"""Beginning of the one word that holds all words."""
+"""Beginning of the single word that encodes all words."""
 _PLAIN = re.compile(r"[\w@+=:,./-]+", re.ASCII)
 _SENT_VARIABLES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the variables that DeepSpeed sends along (EXPORT_ENVS of its runner, and those of its accelerators)."""
+"""Beginnings of the environment variables that DeepSpeed sends to other machines (EXPORT_ENVS of its runner, and those
+of its accelerators)."""
 _CHANGED_IN_QUOTES = re.compile(r'["$`\\%]')
-"""Characters that change on the way, though DeepSpeed puts the value in double quotes."""
+"""Characters that a shell changes even if DeepSpeed puts the value in double quotes."""
 
 
 def encode_words(words: Sequence[str]) -> list[str]:
-    """Return words that any shell passes on unchanged, for `decode_words`."""
+    """Encode a command's words so that any shell passes them on unchanged. `decode_words` reads the result."""
     if all(_PLAIN.fullmatch(word) for word in words):
         return list(words)
     return [ENCODED + base64.urlsafe_b64encode(json.dumps(list(words)).encode()).decode()]
 
 
 def decode_words(words: Sequence[str]) -> list[str]:
-    """Return the words that `encode_words` was given. Raises ConfigError if they were damaged on their way."""
+    """Decode the words that `encode_words` encoded. Raises ConfigError if a shell damaged them."""
     if len(words) != 1 or not words[0].startswith(ENCODED):
         return list(words)
     try:
@@ -50,9 +52,10 @@ def decode_words(words: Sequence[str]) -> list[str]:
 
 
 def check_remote(places: Mapping[str, str], *, environment: Mapping[str, str]) -> None:
-    """Refuse what DeepSpeed would write into the shell of another machine with another meaning.
+    """Refuse paths and names that would change their meaning in the shell of another machine.
 
-    `places`: paths and names that it writes there bare, by what they are. Raises ConfigError.
+    `places` holds the paths and names that DeepSpeed writes there without quotes. Its keys say what they are. Raises
+    ConfigError.
     """
     for what, path in places.items():
         if not _PLAIN.fullmatch(path):

@@ -1,8 +1,8 @@
-"""Repeated list flags append: `--prompt A B`, `--prompt A --prompt B` and mixtures of both mean the same.
+"""Repeated flags that take lists: `--prompt A B` and `--prompt A --prompt B` mean the same.
 
-tyro keeps only the values of the last occurrence and drops the others silently. The text of a lost `--valid` becomes
-training data. So all values of a list move to the last occurrence of its flag before tyro reads the words. A
-flag that is given once stays unchanged.
+The library tyro keeps only the values of the last occurrence. It would silently drop all other values, and the text of
+a lost `--valid` would become training data. So all values of a list are moved to the last occurrence of its flag before
+tyro reads the words. A flag that is given once stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from txl_dist.errors import ConfigError
 def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[str]:
     """Return the words with the values of each repeated list flag of `target` at the flag's last occurrence.
 
-    `target` and `default` are what tyro reads the words for. Raises ConfigError if one of several occurrences
-    has no value: it may be an unset variable of the shell.
+    `target` is the function or class whose signature defines the flags, and `default` holds its default values. Raises
+    ConfigError if one of several occurrences has no value, because its value may be an unset shell variable.
     """
     if "--" in words:
         end = words.index("--")
@@ -53,7 +53,10 @@ def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[st
 
 
 def _groups(words: Sequence[str]) -> list[list[str]]:
-    """Return the words in groups: a flag with the words up to the next flag. Only the first group may lack a flag."""
+    """Return the words in groups. A group is a flag and the words up to the next flag.
+
+    Only the first group may lack a flag.
+    """
     groups: list[list[str]] = []
     for word in words:
         # tyro ends a list here too: -5 is a value, -x and --x are flags.
@@ -65,5 +68,5 @@ def _groups(words: Sequence[str]) -> list[list[str]]:
 
 
 def _name(flag: str) -> str:
-    """Return a flag with hyphens and without its value."""
+    """Return the name of a flag with hyphens and without its value."""
     return flag.partition("=")[0].replace("_", "-")

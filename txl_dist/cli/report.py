@@ -1,4 +1,4 @@
-"""Commands that show runs: `txl report` shows one in full, `txl compare` several side by side."""
+"""Commands that show runs. `txl report` shows one run in full, and `txl compare` shows several side by side."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from txl_dist.io.hub import address_of
 
 
 def report(path: Positional[Path], /, out: Path | None = None) -> None:
-    """Show a run, finished or in progress: a few lines, and one HTML page with pictures, readable offline.
+    """Show a run, finished or in progress, in a few lines and in an HTML page with pictures, readable offline.
 
     Args:
         path: Run directory (--run.dir) or checkpoint (shows its run), bundle or hf://OWNER/NAME (shows its model card).
-        out: Page to write. Default: RUN/report.html, or BUNDLE.html next to a bundle.
+        out: Page to write. The default is RUN/report.html, or BUNDLE.html next to a bundle.
     """
     address = address_of(path)
     if address is not None and out is None:

@@ -1,4 +1,4 @@
-"""`txl serve`: checks of its flags before torch is imported, and the start of the server."""
+"""`txl serve`: check its flags before torch is imported, then start the server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def serve(
     device: str = "cpu",
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Serve a bundle, a run or a checkpoint over HTTP, as OpenAI's completions, with memories.
+    """Serve a bundle, a run or a checkpoint over HTTP like OpenAI's completions, with stored memories.
 
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
-        serving: How it is served.
+        serving: Settings of the server.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
         plugins: Modules to import first, which runs their code.
     """

@@ -1,4 +1,4 @@
-"""`txl sweep`: reads its words, checks them, and runs the grid."""
+"""`txl sweep`: read its words, check them, and run the grid of settings."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from txl_dist.train.run_dir import check_paths
 class SweepArguments:
     """Train over a grid of settings, and name the best. Settings of all (--section.key value) follow as for txl train.
 
-    The same command continues a sweep and skips finished runs. Exit code 1: a run failed, the others are done. 75:
-    stopped and saved.
+    The same command continues a sweep and skips finished runs. Exit code 1 means that a run failed and the other runs
+    are done. Exit code 75 means stopped and saved.
     """
 
     config: Positional[Path]
     """TOML file, see configs/."""
     grid: tuple[str, ...] = ()
-    """A setting and its values, optim.lr=1e-3,2e-3. Several make a grid. Blanks separate the entries of a list."""
+    """A setting and its values, such as optim.lr=1e-3,2e-3. Several settings make a grid. Blanks separate the entries
+    of a list."""
     seeds: int = 1
-    """Runs per point of the grid, with consecutive seeds from run.seed."""
+    """Number of runs per point of the grid. Their seeds are run.seed and the numbers after it."""
     jobs: int = 1
-    """Number of runs at once, one process each. They share the cores and take the GPUs in turn."""
+    """Number of runs at the same time, one process each. They share the cores and take the GPUs in turn."""
     out: Path = Path("runs/sweep")
     """Folder of runs, table (sweep.csv) and curves (compare.html)."""
 
 
 def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
-    """Train over a grid of settings, and name the best with its margin over the seeds."""
+    """Train over a grid of settings, and name the best one and its margin over the seeds."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
             "the config file comes first: txl sweep CONFIG --grid optim.lr=1e-3,2e-3 [--section.key value]."
@@ -80,7 +81,7 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
 
 
 def _check(config: Config) -> None:
-    """Refuse paths and corpora that a run would refuse, as far as can be seen without torch. Raises ConfigError."""
+    """Refuse paths and corpora that a run would refuse, if that can be found without torch. Raises ConfigError."""
     from txl_dist.data.loader.corpora import lacks_eval_split, open_all
 
     check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume="auto")
@@ -94,7 +95,7 @@ def _check(config: Config) -> None:
 
 
 def _devices() -> list[str]:
-    """Return the visible GPUs by their names in CUDA_VISIBLE_DEVICES."""
+    """Return the visible GPUs, by their names in the variable CUDA_VISIBLE_DEVICES."""
     import torch
 
     from txl_dist.distributed.collectives import uses_gpu

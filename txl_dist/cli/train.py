@@ -1,4 +1,4 @@
-"""Checks and usage of `txl train` that need no torch: its recipes, and the kind of its configuration file."""
+"""Parts of `txl train` that need no torch: its usage, its list of recipes, and the check of its configuration file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_OF_A_TITLE = 70
 
 
 def usage() -> str:
-    """Return the usage of `txl train` with the list of recipes."""
+    """Return the usage text of `txl train`, with the list of recipes (configuration files for known results)."""
     lines = ["usage: txl train CONFIG.toml [--section.key value ...]      all flags: txl train --help", ""]
     recipes = find_recipes()
     if not recipes:
@@ -30,9 +30,9 @@ def usage() -> str:
 
 
 def find_recipes() -> list[Path]:
-    """Return the recipes in the first folder that has any.
+    """Return the paths of the recipes (configuration files) in the first folder that has any.
 
-    The folders are configs/ in the current folder, next to the package, and where an installation puts it.
+    The folders are configs/ in the current folder, next to the package, and in the place where an installation puts it.
     """
     folders = (
         Path("configs"),
@@ -47,7 +47,7 @@ def find_recipes() -> list[Path]:
 
 
 def _title(recipe: Path) -> str:
-    """Return the beginning of the first sentence in a recipe's header."""
+    """Return the beginning of the first sentence in the header of a recipe."""
     with open_text(recipe, errors="replace") as file:
         line = file.readline().lstrip("# ").strip()
     title = re.split(r"[.;](?:\s+[A-Z]|$)| \(", line)[0]
@@ -69,11 +69,11 @@ _REMEDIES = {
     ArtifactKind.HUGGINGFACE_CODE: "Begin a run with the bundle that it was exported from: --init BUNDLE.",
     ArtifactKind.ONNX: "Begin a run with the bundle that it was exported from: --init BUNDLE.",
 }
-"""Remedy for a folder in place of a configuration file, by its kind."""
+"""Remedies for a folder that is given in place of a configuration file, by its kind."""
 
 
 def check_config_file(file: str) -> None:
-    """Refuse a folder, and a missing file whose name is similar to a recipe's. Raises ConfigError."""
+    """Refuse a folder, and a missing file whose name is similar to a recipe's name. Raises ConfigError."""
     if os.path.isdir(file):
         kind = detect_artifact(file)
         remedy = _REMEDIES[kind].format(file=file)

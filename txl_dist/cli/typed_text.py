@@ -1,8 +1,8 @@
 """Decoding of texts on the command line, which are UTF-8 in every locale.
 
 In an ASCII locale (`LC_ALL=C` with `PYTHONUTF8=0`) Python reads the bytes of other characters as lone surrogates. For a
-path that is right, because it is encoded to the same bytes again. So only the values of flags that take texts are
-decoded again as UTF-8. Bytes that are not UTF-8 stay unchanged, and are refused later.
+path this is right, because Python encodes the path to the same bytes again. So only the values of flags that take texts
+are decoded again as UTF-8. Bytes that are not UTF-8 stay unchanged, and are refused later.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TEXT_FLAGS = frozenset(
     {"--prompt", "--stop", "--name", "--author", "--license", "--data-license", "--metrics.sample-prompt"}
     | {f"--metrics.wandb-{key}" for key in ("entity", "name", "group", "tags")}
 )
-"""Flags whose values are texts, not paths."""
+"""Flags whose values are texts and not paths."""
 
 
 def decode_texts(words: Sequence[str]) -> list[str]:
@@ -34,7 +34,7 @@ def decode_texts(words: Sequence[str]) -> list[str]:
 
 
 def _decoded(text: str) -> str:
-    """Decode the bytes of a word as UTF-8; return the word unchanged if they are not UTF-8."""
+    """Decode the bytes of a word as UTF-8. If they are not UTF-8, return the word unchanged."""
     if text.isascii():
         return text
     try:

@@ -1,8 +1,8 @@
-"""The one file that knows tyro's private parts: why it refuses words, and which arguments a command takes.
+"""Access to private parts of the library tyro: why it refuses words, and which arguments a command takes.
 
 tyro reports a refusal to a hook (`tyro._errors`) and describes a command as a parser specification (`tyro._parsers`).
-Both may change in any release, so pyproject.toml pins tyro to one version. The rest of the package sees the types of
-this file alone. An event of a class that this file does not know becomes `Refused`, which is still a message.
+Both modules may change in any release, so pyproject.toml pins tyro to one version. The rest of the package uses only
+the types of this file. An event of a class that this file does not know becomes `Refused`, which still has a message.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from tyro._backends._tyro_backend import _LiteralValue
 from txl_dist.console.echo import fitted
 
 _FIRST_BOX = re.compile(r"^(\u256d| *-{3,})", re.MULTILINE)
-"""Beginning of the first box of a help: a corner, and a rule where the stream has ASCII alone."""
+"""Beginning of the first box in tyro's help. It is a corner, or a rule if the stream has only ASCII."""
 _METAVAR_OF_NONE = "{None}|"
 _LISTED_VALUES = re.compile(r"\{([\w,-]+)\}")
 _VALUE_KINDS: dict[str, Literal["whole number", "number"]] = {"INT": "whole number", "FLOAT": "number"}
 
 
 class Argument(NamedTuple):
-    """A flag of a command, or a positional argument."""
+    """Description of a command's argument: a flag or a positional argument."""
 
     names: tuple[str, ...]
-    """All spellings of a flag, with their dashes; none for a positional argument."""
+    """All spellings of a flag with their dashes. A positional argument has none."""
     metavar: str
-    """Placeholder of the value in a usage line: PATH, INT, {fp32,bf16}. Empty for a switch."""
+    """Placeholder of the value in a usage line: PATH, INT, {fp32,bf16}. It is empty for a switch."""
     help: str
     """Help text of the argument, in one line without the default."""
     choices: tuple[str, ...]
-    """The values it can take, if they are few; else none."""
+    """Values that the argument can take, if they are few, else none."""
     takes: Literal["nothing", "one", "many"]
-    """How many values follow the flag."""
+    """Number of values that follow the flag."""
     is_required: bool
     is_list: bool
-    """Whether any number of values may follow the flag; a pair takes exactly two."""
+    """True if any number of values may follow the flag. It is False for a pair, which takes exactly two."""
 
     @property
     def value_kind(self) -> Literal["whole number", "number", "text"]:
-        """Type as which each value is read."""
+        """Kind of each value: a whole number, a number or a text."""
         word = re.search(r"INT|FLOAT", self.metavar)
         if word:
             return _VALUE_KINDS[word[0]]
@@ -58,21 +58,21 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class MissingArguments:
-    """Required arguments were not given."""
+    """Refusal because required arguments were not given."""
 
     arguments: tuple[Argument, ...]
 
 
 @dataclass(frozen=True)
 class UnknownWords:
-    """Words that are neither a flag of the command nor a value that it takes."""
+    """Refusal of words that are neither a flag of the command nor a value that it takes."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class InvalidChoice:
-    """A value that is none of the argument's choices."""
+    """Refusal of a value that is not among the argument's choices."""
 
     argument: Argument
     value: str
@@ -80,14 +80,14 @@ class InvalidChoice:
 
 @dataclass(frozen=True)
 class InvalidValue:
-    """An argument has too few values, or values that cannot be read as its type."""
+    """Refusal of an argument that has too few values, or values that cannot be read as its type."""
 
     argument: Argument
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Any other refusal, with a sentence that says why."""
+    """Refusal for any other reason, with a sentence that states it."""
 
     reason: str
 
@@ -96,7 +96,7 @@ Refusal = MissingArguments | UnknownWords | InvalidChoice | InvalidValue | Refus
 
 
 class WordsRefusedError(Exception):
-    """The words of a command line cannot be used. `refusal` says why."""
+    """Error for words of a command line that cannot be used. `refusal` says why."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -104,13 +104,16 @@ class WordsRefusedError(Exception):
 
 
 def run_tyro(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
-    """Let tyro parse `words` for a function or a class. Raises WordsRefusedError, and SystemExit after --help."""
+    """Parse `words` with tyro, by the signature of a function or a class.
+
+    Raises WordsRefusedError, and SystemExit after --help.
+    """
     with _errors.on_parse_error(_raise_refusal), _fitted_help(words):
         return tyro.cli(target, prog=prog, args=words, **options)
 
 
 class _Captured(io.TextIOWrapper):
-    """A stream in memory that answers tyro's questions about encoding and terminal as another one does."""
+    """Stream in memory that has the encoding of another stream, and is a terminal if that stream is one."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding=getattr(stream, "encoding", None) or "ascii", errors="backslashreplace")
@@ -121,14 +124,14 @@ class _Captured(io.TextIOWrapper):
         return self._is_terminal
 
     def text(self) -> str:
-        """Return what was written."""
+        """Return the text that was written to the stream."""
         self.seek(0)
         return self.read()
 
 
 @contextmanager
 def _fitted_help(words: Sequence[str]) -> Iterator[None]:
-    """Wrap the lines that tyro's help leaves as long as they are: the usage, and the description before the boxes."""
+    """Wrap the long lines in tyro's help: the usage, and the description before the boxes."""
     if not {"-h", "--help"} & set(words):
         yield
         return
@@ -148,7 +151,7 @@ def _fitted_help(words: Sequence[str]) -> Iterator[None]:
 
 
 def list_arguments(target: Any, *, default: Any = tyro.MISSING_NONPROP) -> list[Argument]:
-    """List the arguments that tyro makes from a function or a class, positional ones first."""
+    """List the arguments that tyro makes from a function or a class, the positional ones first."""
     specification = _parsers.ParserSpecification.from_callable_or_type(
         _resolver.TypeParamResolver.resolve_params_and_aliases(target),
         markers=set(),
@@ -166,12 +169,12 @@ def list_arguments(target: Any, *, default: Any = tyro.MISSING_NONPROP) -> list[
 
 
 def attached(value: str) -> str:
-    """Return a value that tyro takes as if it were attached by `=`: it may begin with dashes."""
+    """Return a value in a form that tyro reads as if it were attached by `=`, because it may begin with dashes."""
     return _LiteralValue(value)
 
 
 def refusal_of(event: _errors.ParseErrorEvent) -> Refusal:
-    """Return the refusal that an event of tyro reports."""
+    """Convert an event of tyro to the refusal that it reports."""
     match event:
         case _errors.MissingArgs():
             return MissingArguments(tuple(_argument(context.arg) for context in event.missing_arguments))
