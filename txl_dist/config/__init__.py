@@ -1,1 +1,1 @@
-"""Settings: sections and their rules, loading, phases, the names that other code bases use."""
+"""Settings of a run: their sections and rules, loading, phases, and names in other programs and earlier versions."""

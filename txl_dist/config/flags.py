@@ -1,4 +1,4 @@
-"""Bounds of a command's options, declared on their fields as those of the settings are.
+"""Bounds of a command's options. They are declared on the options' fields, in the same way as for settings.
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
@@ -18,20 +18,20 @@ from txl_dist.errors import ConfigError
 
 
 class Rule(NamedTuple):
-    """Bounds of an option in words, for messages: "1 or more tokens"."""
+    """Description of an option's bounds for messages, such as "1 or more tokens"."""
 
     text: str
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option: --num-lanes for num_lanes."""
+    """Return the command-line flag of an option, such as --num-lanes for num_lanes."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_bounds(options: Any) -> None:
-    """Check the fields of a dataclass that have a `Rule`.
+    """Check the fields of a dataclass of options that have a `Rule`.
 
-    Raises ConfigError for the first value that is out of bounds, with its flag and the rule.
+    Raises ConfigError for the first value that is out of bounds. The message names the flag and the rule.
     """
     annotations = get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):

@@ -1,9 +1,9 @@
-"""Names that people bring along from other code bases, with what they are called here.
+"""Names of settings in other code bases, each with its counterpart here.
 
-Sources: the original transformer-xl and NVIDIA's, nanoGPT, transformers, Megatron, DeepSpeed, Lightning, torchrun, and
-for commands other than training vLLM and lm-evaluation-harness. A row applies where its counterpart exists, so that
-`batch_size` means one thing in training and another in evaluation. Names are compared without case, hyphens and
-underscores. This module imports no torch.
+They are from the original transformer-xl, NVIDIA's code, nanoGPT, transformers, Megatron, DeepSpeed, Lightning and
+torchrun. For commands other than training they are also from vLLM and lm-evaluation-harness. A row of the table applies
+only to commands that have the counterpart. So `batch_size` can have different meanings in training and in evaluation.
+Case, hyphens and underscores do not matter when names are compared. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from typing import NamedTuple
 from txl_dist.console.suggest import did_you_mean, nearest
 
 SURE = 0.85
-"""Likeness from which a misspelt name is taken for one of the table, or for one of ours."""
+"""Similarity from which a misspelt name is taken for a name of the table, or for a name of this package."""
 
 
 class Counterpart(NamedTuple):
-    """Names of other programs with the setting or flag that means the same here."""
+    """Row of the table: names in other programs, and the setting or flag that means the same here."""
 
     foreign: str
-    """The names that others use, with blanks between them."""
+    """Names that other programs use, with blanks between them."""
     here: str = ""
-    """The setting (`section.key`) or the flag, with underscores. Empty: there is none, and the note says why."""
+    """Setting (`section.key`) or flag of this package, with underscores. It is empty if there is none, and then the
+    note says why."""
     value: str = ""
-    """The value that the foreign name implies, if any: bf16 of engine.precision."""
+    """Value that the foreign name implies, or empty. For example, bf16 implies engine.precision=bf16."""
     note: str = ""
-    """The arithmetic, or what differs, in whole sentences."""
+    """Remark for the message, in whole sentences: how to convert the value, or what differs."""
     needs: str = ""
-    """A flag that the command must have for the row to apply, where `here` is empty."""
+    """Flag that a command must have for the row to apply. It is used if `here` is empty."""
 
     def hint(self, *, spell: Callable[[str, str], str]) -> str:
-        """Return the end of a message, beginning with a blank. `spell` writes a name with its value, or with ""."""
+        """Return the end of a message about the foreign name. It begins with a blank.
+
+        `spell(name, value)` writes a setting or flag as the user should write it. The value may be empty.
+        """
         if self.here:
             question = f" Did you mean {spell(self.here, self.value)}?"
         else:
@@ -483,7 +487,8 @@ FOREIGN_COMMANDS = {
     "diff": ("compare RUN RUN", ""),
     "completions autocomplete shell_completion install_completion install-completion": ("completion bash", ""),
 }
-"""Commands of others, with blanks between them: ours, with what follows it, and a remark."""
+"""Commands of other programs, with blanks between them. Each entry has our command, the words that follow it, and a
+remark."""
 SECTIONS = {
     "optimizer": "optim",
     "scheduler": "optim",
@@ -511,14 +516,14 @@ SECTIONS = {
     "wandb": "metrics",
     "tensorboard": "metrics",
 }
-"""Sections of others' configuration files, and ours."""
+"""Section in our settings for each section name in other programs' configuration files."""
 
 
 def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
-    """Find the first row for `name` whose counterpart is among `known`; None if there is none.
+    """Find the first row for the foreign `name` whose counterpart is among `known`. Returns None if there is none.
 
-    A dotted name is looked up whole, by its key, then by its section. A misspelt key is found too, unless one of
-    `known` is as near. Rows with a counterpart come before those with a note alone.
+    A dotted name is looked up as a whole, then by its key, then by its section. A misspelt name is found too, unless a
+    name in `known` is as similar. Rows with a counterpart come before rows that have only a note.
     """
     rows = [row for row in COUNTERPARTS if row.here in known]
     rows += [row for row in COUNTERPARTS if not row.here and (not row.needs or row.needs in known)]
@@ -544,7 +549,10 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
 
 
 def find_command(word: str, commands: Collection[str]) -> str:
-    """Return the end of a message about an unknown command, beginning with a blank; empty if no command is near."""
+    """Return the end of a message about an unknown command. It begins with a blank.
+
+    It names our command for the same purpose. It is empty if no known command is similar.
+    """
     for others, (ours, remark) in FOREIGN_COMMANDS.items():
         if word.lower() in others.split() and ours.split()[0] in commands:
             return f" Did you mean `txl {ours}`?" + (f" {remark}" if remark else "")

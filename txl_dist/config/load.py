@@ -1,9 +1,10 @@
-"""The settings of a run: frozen sections, read from TOML, overridden by the command line, checked at the door.
+"""The settings of a run: read from TOML, overridden by the command line, checked, and then frozen.
 
-Sizes are global and know nothing of the number of ranks: `train.num_lanes` rows of `train.segment_len` tokens
-make one step, on 1 GPU or on 64. `train.microbatch_lanes` is the only knob that fits a run into memory; the
-accumulation is derived (`BatchPlan`). A config never changes after `load_config`; state lives in `TrainState`.
-The sections themselves, and what each setting means, are in `sections`. This module imports no torch.
+Sizes are global and do not depend on the number of ranks. A step has `train.num_lanes` rows (lanes) of
+`train.segment_len` tokens, on 1 GPU or on 64. `train.microbatch_lanes` is the only setting that fits a run into memory.
+The number of accumulated micro-batches is computed from it (`BatchPlan`). A config never changes after `load_config`.
+The state of a run is in `TrainState`. The sections, and the meaning of each setting, are in `schema`. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from txl_dist.io.files import decode_text, parse_toml, path_of, read_bytes
 
 
 class Config(Section):
-    """Settings of a run, by section; frozen."""
+    """Settings of a run, one field per section. It is frozen."""
 
     run: RunSection = RunSection()
     data: DataSection = DataSection()
@@ -60,18 +61,19 @@ class Config(Section):
 
 
 class BatchPlan(NamedTuple):
-    """How the global batch falls onto ranks and micro-batches."""
+    """Division of the global batch into ranks and micro-batches."""
 
     world_size: int
     lanes_per_rank: int
     microbatch_lanes: int
     num_microbatches: int
-    """Micro-batches per rank and step (gradient accumulation), each a fixed slice of lanes with its own memory."""
+    """Number of micro-batches per rank and step (gradient accumulation). Each is a fixed slice of lanes with its own
+    memory."""
     tokens_per_step: int
 
 
 def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
-    """Derive accumulation from the global batch.
+    """Compute how the global batch is divided among ranks and micro-batches.
 
     Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes.
     """
@@ -94,7 +96,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
 
 
 def check_config(config: Config) -> None:
-    """Refuse settings that contradict each other. Raises ConfigError naming section.key, value and rule."""
+    """Refuse settings that contradict each other. Raises ConfigError, which names section.key, value and rule."""
     position_rules = _position_rules(config)
     model = config.model
     engine = config.engine
@@ -223,7 +225,7 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
 
 
 def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
-    """Refuse cutoffs that do not fit the vocabulary. Raises ConfigError."""
+    """Refuse cutoffs that do not fit the size of the vocabulary. Raises ConfigError."""
     if model.cutoffs and model.cutoffs[-1] >= vocab_size:
         raise ConfigError(
             f"model.cutoffs={list(model.cutoffs)} must lie below the vocabulary size {vocab_size} of the corpus. "
@@ -233,10 +235,10 @@ def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
 
 
 def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
-    """Read a TOML file over the defaults.
+    """Read the settings of a run from a TOML file. Settings that it lacks have their default values.
 
-    `imports_plugins`: load those that the file names, because the user has chosen it as settings. Settings that lie in
-    a checkpoint were not chosen so: their plugins must be loaded already.
+    `imports_plugins` says whether to import the plugins that the file names. That is right for a file that the user has
+    chosen as settings. For settings in a checkpoint the plugins must already be loaded.
 
     Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
     """
@@ -265,7 +267,10 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
 
 
 def _plugins_in(values: Mapping[str, Any]) -> list[str]:
-    """`run.plugins` of values that are not validated yet; none where they are no list of texts."""
+    """Return `run.plugins` of values that are not validated yet.
+
+    The result is empty if they are not a list of texts.
+    """
     run = values.get("run")
     if isinstance(run, Mapping):
         names = run.get("plugins")
@@ -277,9 +282,9 @@ def _plugins_in(values: Mapping[str, Any]) -> list[str]:
 
 
 def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
-    """Validate nested values, in which renamed settings may have their old names; `source` names them in errors.
+    """Validate nested values and return the settings. `source` names the values in errors.
 
-    Raises ConfigError.
+    Renamed settings may have their old names. Raises ConfigError.
     """
     values = in_new_names(values, source=source)
     _check_texts(values, source=source)
@@ -295,8 +300,11 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
 
 
 def _check_texts(value: Any, *, source: str, name: str = "") -> None:
-    """Refuse texts with halves of characters, which no settings file can hold: paths whose bytes are not UTF-8, and in
-    a locale of ASCII all paths beyond ASCII. Raises ConfigError naming the setting."""
+    """Refuse texts with lone surrogates, which no settings file can hold.
+
+    They come from paths whose bytes are not UTF-8, and in an ASCII locale from all paths with other characters. Raises
+    ConfigError, which names the setting.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_texts(inner, source=source, name=f"{name}.{key}" if name else str(key))
@@ -341,7 +349,7 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
 
 
 def config_to_toml(config: Config) -> str:
-    """Every setting, defaults included, as TOML that `load_config` reads back to an equal config."""
+    """Return all settings, defaults included, as TOML that `load_config` reads back to an equal config."""
     return tomli_w.dumps(config.model_dump(mode="json"))
 
 
@@ -355,16 +363,17 @@ def changes_to_toml(config: Config) -> str:
 
 
 def config_fingerprint(config: Config) -> str:
-    """Hash the frozen settings with sha256: equal for two configs that may continue one another.
+    """Return the sha256 hash of the frozen settings.
 
-    The hash is made of the names of version 0.2, so that a renamed setting changes nothing.
+    If two configs have the same hash, one may continue the other's run. The hash uses the names of version 0.2, so that
+    renaming a setting does not change it.
     """
     frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}
     return hashlib.sha256(json.dumps(flat_in_old_names(frozen), sort_keys=True).encode()).hexdigest()
 
 
 class Change(NamedTuple):
-    """One setting that differs between two configs."""
+    """Setting that differs between two configs."""
 
     key: str
     old: Any
@@ -373,7 +382,10 @@ class Change(NamedTuple):
 
 
 def changed(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return the configuration with other values of some settings, by `section.key`. They are not checked."""
+    """Return a copy of a config with other values of some settings. The keys of `values` are `section.key`.
+
+    The new values are not checked.
+    """
     for name, value in values.items():
         section, key = name.split(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
@@ -381,7 +393,7 @@ def changed(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def config_changes(old: Config, new: Config) -> list[Change]:
-    """All settings in which `new` differs from `old`, each with its resume policy."""
+    """Return all settings in which `new` differs from `old`, each with its resume policy."""
     new_values = dict(flat(new))
     return [
         Change(key, value, new_values[key], resume_policy(key)) for key, value in flat(old) if new_values[key] != value
@@ -389,7 +401,7 @@ def config_changes(old: Config, new: Config) -> list[Change]:
 
 
 def setting_names() -> list[str]:
-    """Return every setting as `section.key`."""
+    """Return the name of every setting, as `section.key`."""
     return [f"{section}.{key}" for section, info in _sections().items() for key in info.model_fields]
 
 
@@ -398,14 +410,14 @@ def _sections() -> dict[str, type[Section]]:
 
 
 def flat(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield every setting as `section.key` with its value."""
+    """Yield the name of every setting, as `section.key`, with its value."""
     for section, values in config.model_dump(mode="json").items():
         for key, value in values.items():
             yield f"{section}.{key}", value
 
 
 def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
-    """Return whether a setting (`section.key`) may change when a run is resumed. See `Resume`."""
+    """Return the rule for changing a setting (`section.key`) when a run is resumed. See `Resume`."""
     section, key = name.split(".")
     marks = [mark for mark in _sections()[section].model_fields[key].metadata if isinstance(mark, Resume)]
     if marks:
@@ -426,8 +438,10 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
 
 
 def value_of(name: str, words: Sequence[str]) -> Any:
-    """Read a setting (`section.key`) from words of a command line. Raises ConfigError, in one line, for impossible
-    words."""
+    """Return the value of a setting (`section.key`) that words of a command line give.
+
+    Raises ConfigError, in one line, for impossible words.
+    """
     flag = "--" + name.replace("_", "-")
     info = _field(name)
     is_many = get_origin(info.annotation) is tuple
@@ -442,7 +456,10 @@ def value_of(name: str, words: Sequence[str]) -> Any:
 
 
 def explain_flag(name: str, words: Sequence[str]) -> str:
-    """Say why a setting (`section.key`) cannot have these words of a command line as its value. Empty if it can."""
+    """Return why a setting (`section.key`) cannot have these words of a command line as its value.
+
+    The result is empty if it can have them.
+    """
     try:
         value_of(name, words)
     except ConfigError as error:
@@ -451,7 +468,7 @@ def explain_flag(name: str, words: Sequence[str]) -> str:
 
 
 def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
-    """Describe the values that a setting can have, its unit, and the value that was probably meant."""
+    """Return a description of the values that a setting can have, its unit, and the value that was probably meant."""
     info = _field(name)
     hint = ""
     unit = lower(re.split(r"\.(?:\s|$)", info.description or "")[0].replace("\n", " "))
@@ -467,14 +484,17 @@ def _rule(name: str, problem: Any, *, on_flag: bool = False) -> str:
 
 
 def lower(text: str) -> str:
-    """Return a sentence as a part of another one: its first letter becomes small, unless the word is a name."""
+    """Return a sentence for use inside another sentence.
+
+    Its first letter becomes small, unless the first word is a name.
+    """
     if text[1:2].islower():
         return text[:1].lower() + text[1:]
     return text
 
 
 _FAR = 1000
-"""A bound above this only keeps the absurd out."""
+"""Bound that users do not need to know. A larger bound only refuses absurd values."""
 _KINDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),
@@ -484,9 +504,9 @@ _KINDS = {
 
 
 def _range(info: FieldInfo, *, is_too_large: bool) -> str:
-    """Say which values a setting can take: `a whole number, 1 or more`.
+    """Return which values a setting can take, such as `a whole number, 1 or more`.
 
-    A bound that only keeps absurd values out is named only if it is exceeded.
+    A bound that only refuses absurd values is named only if it is exceeded.
     """
     kind = info.annotation
     rules = list(info.metadata)
@@ -559,7 +579,7 @@ def unknown_setting(name: str, *, is_section: bool = False) -> str:
 
 
 def _in_file(name: str, value: str) -> str:
-    """Write a setting as in a file, with the value that it should have, if any."""
+    """Return a setting as it is written in a file, followed by the value that it should have, if any."""
     if value in ("True", "False"):
         written = value.lower()
     else:
@@ -570,7 +590,10 @@ def _in_file(name: str, value: str) -> str:
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """Return the values that a setting (`section.key`) can take on the command line, if they are few; else none."""
+    """Return the values that a setting (`section.key`) can take on the command line, if they are few.
+
+    The result is empty if there are many.
+    """
     field = _field(name)
     kind = field.annotation
     tables = [mark.table for mark in field.metadata if isinstance(mark, OneOf)]
@@ -587,7 +610,7 @@ def _field(name: str) -> FieldInfo:
 
 
 def _bound(rules: Iterable[Any], name: str) -> Any:
-    """Return the bound of this name (`ge`, `gt`, `lt`, `le`) that the first rule with one has; None if none has."""
+    """Return the bound with this name (`ge`, `gt`, `lt`, `le`) from the first rule that has it, or None."""
     for rule in rules:
         if hasattr(rule, name):
             return getattr(rule, name)

@@ -1,4 +1,4 @@
-"""Phases of one run: parts with other lengths (Press et al. 2021, Shortformer: short segments first).
+"""Phases of one run, which differ in the lengths of segment and memory and in the number of lanes (rows).
 
     [train]
     num_lanes = 32
@@ -6,13 +6,14 @@
     memory_len = 128
     phases = ["until=0.5 num_lanes=128 segment_len=16 memory_len=32"]
 
-For the first half of the steps, lanes are many and short. After the last phase the section's own values hold. Steps of
-all phases have equally many tokens, so half of the steps are half of the tokens. Between two phases the run continues
-like a run that is resumed with other lengths: each token is read once, and lanes that are split again begin with an
-empty memory.
+A run may begin with short segments (Press et al. 2021, Shortformer). In this example the first half of the steps has
+many lanes and short segments. After the listed phases the section's own values apply. Steps of all phases have equally
+many tokens, so half of the steps are half of the tokens. Between two phases the run continues like a run that is
+resumed with other lengths. Each token is read once, and lanes that are split again begin with an empty memory.
 
-A `Config` of one phase has that phase's values in its section, and all phases, the last one too, in its list. So the
-config of any phase can be made of that of any other (`at_step`, `whole`). The whole is what is saved and compared.
+A `Config` of one phase has the values of that phase in its section [train]. Its list `phases` has all phases, including
+the last one. So the config of a phase can be computed from the config of any other phase (`at_step`, `whole`). The
+config of the whole run is saved and compared.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FORM = 'until=SHARE num_lanes=N segment_len=T memory_len=M", for instance "unti
 
 
 class Phase(NamedTuple):
-    """One part of a run with its lengths."""
+    """One phase of a run, with its number of lanes (rows) and its lengths."""
 
     until: float
     """Share of the run's steps after which the phase ends."""
@@ -46,18 +47,21 @@ class Phase(NamedTuple):
 
 
 class SavedSettings(NamedTuple):
-    """Settings of the whole run, with all phases, as its folder and every checkpoint keep them."""
+    """Settings of the whole run with all phases. The run directory and every checkpoint contain them."""
 
     config: Config
-    """Settings as the user gave them."""
+    """Settings of the whole run as the user gave them."""
     toml: str
     """Text of the file config.toml."""
     fingerprint: str
-    """Hash of the frozen settings (`config_fingerprint`)."""
+    """Hash of the frozen settings, computed by `config_fingerprint`."""
 
 
 def whole(config: Config) -> Config:
-    """Return the config as the user gave it, whichever phase it is of. Raises ConfigError for unreadable phases."""
+    """Return the config of the whole run, as the user gave it, from the config of any of its phases.
+
+    Raises ConfigError for phases that cannot be read.
+    """
     *phases, last = _phases(config.train)
     if len(phases) == len(config.train.phases):
         return config
@@ -65,7 +69,10 @@ def whole(config: Config) -> Config:
 
 
 def at_step(config: Config, step: int) -> Config:
-    """Return the config of the phase that follows `step` finished steps. Raises ConfigError as `whole` does."""
+    """Return the config of the phase that the run is in after `step` finished steps.
+
+    Raises ConfigError as `whole` does.
+    """
     if not config.train.phases:
         return config
     phases = _phases(config.train)
@@ -79,7 +86,7 @@ def at_step(config: Config, step: int) -> Config:
 
 
 def end_of_phase(config: Config, step: int) -> int:
-    """Return the last step of the phase that follows `step` finished steps."""
+    """Return the last step of the phase that the run is in after `step` finished steps."""
     for phase in _phases(config.train):
         end = _end(phase, config)
         if step < end:
@@ -88,7 +95,10 @@ def end_of_phase(config: Config, step: int) -> int:
 
 
 def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
-    """Yield the steps and the config of every phase that has a step: finished steps at its beginning to its end."""
+    """Yield (range of its steps, config) for every phase that has a step.
+
+    The range begins with the number of finished steps at the phase's beginning, and ends with that at its end.
+    """
     step = 0
     while step < config.train.max_steps:
         end = end_of_phase(config, step)
@@ -97,7 +107,10 @@ def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
 
 
 def saved_settings(config: Config) -> SavedSettings:
-    """Return the settings of the whole run; `config` may be that of any phase. Raises ConfigError as `whole` does."""
+    """Return the settings of the whole run.
+
+    `config` may be the config of any phase. Raises ConfigError as `whole` does.
+    """
     whole_config = whole(config)
     return SavedSettings(whole_config, config_to_toml(whole_config), config_fingerprint(whole_config))
 
@@ -105,7 +118,7 @@ def saved_settings(config: Config) -> SavedSettings:
 def check_phases(config: Config) -> None:
     """Refuse phases that cannot be read, are out of order, or contradict other settings.
 
-    Raises ConfigError naming the phase.
+    Raises ConfigError, which names the phase.
     """
     given = whole(config)
     check_config(changed(given, {"train.phases": ()}))
@@ -155,7 +168,7 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
 
 
 def _phases(train: TrainSection) -> list[Phase]:
-    """Parse all phases; the last one ends at 1 and has the section's own values."""
+    """Parse all phases. The last one ends at 1 and has the section's own values."""
     last = Phase(1.0, train.num_lanes, train.segment_len, train.memory_len, train.microbatch_lanes)
     texts = list(train.phases)
     if texts and _parsed(texts[-1], last).until == 1:  # the config of an earlier phase keeps the last one there
@@ -164,7 +177,10 @@ def _phases(train: TrainSection) -> list[Phase]:
 
 
 def _parsed(text: str, last: Phase) -> Phase:
-    """Parse a phase. What it does not name is as in the last one; micro-batches keep their number of tokens."""
+    """Parse one phase. Values that it does not give are those of the last phase.
+
+    Micro-batches have the same number of tokens in all phases.
+    """
     values: dict[str, Any] = {}
     for word in text.split():
         name, _, value = word.partition("=")

@@ -1,10 +1,10 @@
-"""Tables that a plugin extends, and the plugins of this process.
+"""Tables that a plugin can extend, and the plugins that this process has loaded.
 
-A table (`sections.OPTIMIZERS`, for instance) is a dictionary of rows by name; settings, checkpoints and exports look
+A table (`schema.OPTIMIZERS`, for instance) is a dictionary of rows by name. Settings, checkpoints and exports look
 names up in it. A plugin is a module that adds rows when it is imported, by the functions of `txl_dist.plugins`.
 
-Nothing here imports a module that a file names, unless the caller says that the user has agreed to it: a checkpoint or
-a bundle only says which plugins it needs, and is refused while they are not loaded.
+A module that a file names is imported only if the caller says that the user has agreed to it. A checkpoint or a bundle
+only lists the plugins that it needs. It is refused while they are not loaded.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Row = TypeVar("Row")
 
 
 class Plugin(NamedTuple):
-    """A plugin as a checkpoint or a bundle records it."""
+    """Identity of a plugin, as a checkpoint or a bundle records it."""
 
     name: str
-    """Name of the module, as `run.plugins` has it."""
+    """Name of the plugin's module, as in `run.plugins`."""
     version: str
-    """Version of its distribution, or its `__version__`; empty if it has none."""
+    """Version of the plugin's distribution, or its `__version__`. It is empty if the plugin has none."""
     sha256: str
-    """Hash over the Python files of the module's top-level package, or over the one file of the module."""
+    """Hash of the Python files of the plugin's top-level package, or of its one file."""
 
 
 class OneOf:
-    """Metadata of a setting whose values are the names of a table, those of loaded plugins included."""
+    """Mark of a setting whose values are the names in a table, including names that plugins added."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self.table = table
@@ -55,15 +55,15 @@ class OneOf:
 
 
 _loaded: dict[str, Plugin] = {}
-"""The plugins of this process, in the order in which they were loaded."""
+"""Plugins that this process has loaded, in this order."""
 _added: list[tuple[str, dict[str, Any], str]] = []
-"""(plugin, table, name) of each row that a plugin has added."""
+"""Rows that plugins have added, each as (plugin, table, name)."""
 _loading: list[str] = []
-"""The plugin that is being imported, if one is."""
+"""Plugin that is being imported now, or None."""
 
 
 def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
-    """Add a row to a table. Raises ConfigError for a name that the table has, or that cannot be one."""
+    """Add a row to a table. Raises ConfigError if the table has the name already, or if the name is not allowed."""
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(f"{what} {name!r:.80}: a name has letters, digits and underscores. Choose another name.")
     if name in table:
@@ -77,7 +77,7 @@ def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
 
 
 def owner_of(table: Mapping[str, Any], name: str) -> Plugin | None:
-    """Return the plugin that added this row; None for a row of ours."""
+    """Return the plugin that added this row of a table, or None if the row is built in."""
     return _loaded.get(_plugin_of(table, name))
 
 
@@ -89,7 +89,10 @@ def _plugin_of(table: Mapping[str, Any], name: str) -> str:
 def plugin_errors(
     table: Mapping[str, Any], name: str, *, what: str, kind: type[TxlError] = ConfigError
 ) -> Iterator[None]:
-    """Turn an error of the plugin that added this row into one line; an error of our own code passes as it is."""
+    """Turn an error in a plugin's code into an error of one line. The plugin is the one that added this row.
+
+    If the row is built in, an error passes unchanged.
+    """
     try:
         yield
     except TxlError:
@@ -104,7 +107,7 @@ def plugin_errors(
 
 
 def load_plugins(names: Iterable[str]) -> None:
-    """Import the plugins that are not loaded yet, which runs their code: only for names that the user has given.
+    """Import the plugins that are not loaded yet. This runs their code, so use it only for names that the user gave.
 
     Raises ConfigError, in one line, for a module that is missing or raises.
     """
@@ -124,7 +127,7 @@ def load_plugins(names: Iterable[str]) -> None:
 
 
 def loaded_plugins() -> tuple[Plugin, ...]:
-    """Return the plugins of this process, in the order in which they were loaded."""
+    """Return the plugins that this process has loaded, in the order of loading."""
     return tuple(_loaded.values())
 
 
@@ -159,7 +162,7 @@ def remedy(name: str) -> str:
 
 
 def not_loaded(names: Iterable[str]) -> list[str]:
-    """Those of these plugins that are not loaded."""
+    """Return the recorded plugins that are not loaded in this process."""
     return [name for name in names if name not in _loaded]
 
 
@@ -179,7 +182,7 @@ def _check_name(name: str) -> None:
 
 
 def _forget(name: str) -> None:
-    """Take out of the tables what a plugin added before it failed."""
+    """Remove the rows from the tables that a plugin added before it failed."""
     for entry in [entry for entry in _added if entry[0] == name]:
         _, table, row = entry
         del table[row]
@@ -201,7 +204,10 @@ def _why_not(name: str, error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """File and line of a plugin's code where an error was raised, in brackets; empty if it was raised elsewhere."""
+    """Return file and line of a plugin's code where an error was raised, in brackets.
+
+    The result is empty if the error was raised elsewhere.
+    """
     ours = str(Path(__file__).parent)
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))
@@ -228,7 +234,7 @@ def _sha256_of(module: Any) -> str:
 
 
 def _files_of(module: Any) -> Iterator[tuple[str, Path]]:
-    """(name, path) of the Python files whose code belongs to a plugin."""
+    """Return (name, path) for the Python files that contain a plugin's code."""
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     folders = [Path(folder) for folder in getattr(top, "__path__", ())]
     for folder in folders:

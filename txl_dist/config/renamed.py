@@ -1,8 +1,9 @@
-"""Settings, flags and other names that were renamed since an earlier version, and how each spelling is read.
+"""Settings, flags and other names that were renamed since an earlier version, and how the old names are read.
 
-A file, a flag or a saved configuration may use the old name. It means the same, and nothing but this module knows it.
-`config_from_dict` reads files and saved configurations; the command line reads its words here before anything else.
-The old name in a file or a flag of the user gets one warning per process, which prints the line to write.
+A file, a flag or a saved configuration may use an old name, which means the same as the new one. Only this module knows
+old names. `config_from_dict` calls it for files and saved configurations. The command line calls it for its words
+before it parses them. If a user's file or flag has an old name, one warning per process shows the line with the new
+name.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from txl_dist.errors import ConfigError
 
 
 class Renamed(NamedTuple):
-    """A setting that has another name than before."""
+    """Setting that had another name in earlier versions."""
 
     old: str
-    """Name (`section.key`) until the version before."""
+    """Name (`section.key`) that earlier versions use."""
     new: str
-    """Name (`section.key`) since that version."""
+    """Name (`section.key`) that this version uses."""
     version: str
     """First version that has the new name."""
     values: tuple[tuple[Any, Any], ...] = ()
-    """(old value, new value) of the values that are written in another way too. Others are the same."""
+    """Pairs (old value, new value) for values that were renamed too. All other values are unchanged."""
 
     def new_value(self, value: Any) -> Any:
-        """Translate a value of the old setting."""
+        """Translate a value under the old name to the value under the new name."""
         for old, new in self.values:
             if value == old:
                 return new
         return value
 
     def reversed(self) -> Renamed:
-        """Return the same change of name the other way round, from today's spelling to the old one."""
+        """Return the opposite change of name, from the new spelling to the old one."""
         return self._replace(old=self.new, new=self.old, values=tuple((new, old) for old, new in self.values))
 
 
@@ -53,7 +54,7 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("guard.max_skipped_in_row", "guard.max_consecutive_skips", "0.3.0"),
     Renamed("guard.check_replicas_every", "guard.check_replicas_every_steps", "0.3.0"),
 )
-"""Settings with another name than before."""
+"""Settings that had other names in earlier versions."""
 
 RENAMED_FLAGS: dict[str, tuple[Renamed, ...]] = {
     "prepare": (
@@ -95,7 +96,7 @@ RENAMED_KEYS: dict[str, tuple[Renamed, ...]] = {
     "stream": (Renamed("rest", "unread", "0.3.0"),),
     "bundle": (Renamed("document_border", "document_mask", "0.3.0", (("carry", False), ("mask", True))),),
 }
-"""Every renamed key of a file format: of a corpus in a checkpoint's stream state, and of a bundle's config.json."""
+"""Renamed keys of file formats: of a corpus in a checkpoint's stream state, and of a bundle's config.json."""
 
 _LEAST_ALIKE = 0.85
 """Least similarity at which an unknown flag is taken for a misspelt old name."""
@@ -104,9 +105,9 @@ _BY_OLD = {renamed.old: renamed for renamed in RENAMED}
 
 
 def in_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return settings by section with each old name replaced by the new one.
+    """Return settings by section, where each old name is replaced by the new one.
 
-    Raises ConfigError naming both spellings if `source` uses both of one setting.
+    Raises ConfigError if `source` uses both names of one setting. The message has both names.
     """
     result: dict[str, Any] = {
         section: dict(settings) if isinstance(settings, Mapping) else settings for section, settings in values.items()
@@ -122,7 +123,7 @@ def in_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
 
 
 def old_names_in(values: Mapping[str, Any]) -> Iterator[Renamed]:
-    """Find the renamed settings that settings by section give by their old name."""
+    """Return the renamed settings whose old names occur in settings by section."""
     for renamed in RENAMED:
         section, key = renamed.old.split(".")
         if isinstance(values.get(section), Mapping) and key in values[section]:
@@ -130,7 +131,7 @@ def old_names_in(values: Mapping[str, Any]) -> Iterator[Renamed]:
 
 
 def warn_of_old_names(values: Mapping[str, Any], *, source: str) -> None:
-    """Print a warning for each old name in settings that the user wrote, with the line to write in its place."""
+    """Print a warning for each old name in settings that the user wrote. It shows the line with the new name."""
     for renamed in old_names_in(values):
         section, key = renamed.old.split(".")
         value = renamed.new_value(values[section][key])
@@ -139,9 +140,10 @@ def warn_of_old_names(values: Mapping[str, Any], *, source: str) -> None:
 
 
 def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[str]:
-    """Return the words of a command with renamed flags, and their values, in the new spelling.
+    """Return the words of a command, where renamed flags and their values have the new spelling.
 
-    Raises ConfigError naming both flags if both spellings of one flag are given. Each old flag gets a warning.
+    Each old flag gets a warning. Raises ConfigError if both spellings of one flag are given. The message has both
+    flags.
     """
     by_old = _flags_by_old(command)
     result: list[str] = []
@@ -169,7 +171,10 @@ def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[
 
 
 def new_keyword(name: str, *, command: str) -> str:
-    """Return the new name of a keyword argument, without a warning; a name that is not renamed stays."""
+    """Return the new name of a keyword argument, without a warning.
+
+    A name that was not renamed is returned unchanged.
+    """
     by_old = _flags_by_old(command)
     if name in by_old:
         return by_old[name].new
@@ -177,12 +182,12 @@ def new_keyword(name: str, *, command: str) -> str:
 
 
 def keywords_in_old_names(keywords: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Return keyword arguments, named like the flags of a command, under the names of version 0.2."""
+    """Return the keyword arguments of a command under the names of version 0.2. They are named like its flags."""
     return _with_new_keys(keywords, [renamed.reversed() for renamed in RENAMED_FLAGS[command]])
 
 
 def new_flag_of_similar(name: str, known: Collection[str]) -> str:
-    """Return the new name of a renamed flag whose old name is similar to an unknown one; empty if there is none.
+    """Return the new name of a renamed flag whose old name is similar to an unknown flag, or an empty text.
 
     Only flags in `known` are returned.
     """
@@ -200,9 +205,9 @@ def new_flag_of_similar(name: str, known: Collection[str]) -> str:
 
 
 def rename_variables() -> None:
-    """Set each renamed environment variable that only has its old name, with a warning.
+    """Set each renamed environment variable from its old name, if only the old name is set. Prints a warning.
 
-    Raises ConfigError naming both if both are set to different values.
+    Raises ConfigError if the old and the new variable have different values.
     """
     for renamed in RENAMED_VARIABLES:
         old_value = os.environ.get(renamed.old, "")
@@ -215,26 +220,29 @@ def rename_variables() -> None:
 
 
 def warn_of_old_method(name: str) -> None:
-    """Print a warning, once, that a public method, `Class.name`, has another name now."""
+    """Print a warning, once, that a public method (`Class.name`) has a new name."""
     for renamed in RENAMED_METHODS:
         if renamed.old == name:
             _warn(_since(renamed))
 
 
 def name_since(name: str) -> str:
-    """Say how a setting of an old name is named now; nothing for another name."""
+    """Describe the new name of a setting that is given by its old name. Returns an empty text for any other name."""
     if name in _BY_OLD:
         return _since(_BY_OLD[name])
     return ""
 
 
 def flat_in_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by `section.key`, of any version and not checked, under the names of today."""
+    """Return settings by `section.key` under the names of this version.
+
+    They may be of any version and are not checked.
+    """
     return _with_new_keys(values, RENAMED)
 
 
 def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of `metrics.jsonl`, of any version, with the kind and the event that it has today."""
+    """Return a record of `metrics.jsonl` with the kind and the event of this version. It may be of any version."""
     result = dict(record)
     for key, table in (("kind", RENAMED_RECORDS), ("event", RENAMED_EVENTS)):
         for renamed in table:
@@ -244,7 +252,10 @@ def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_in_new_names(values: Mapping[str, Any], *, of: str) -> dict[str, Any]:
-    """Return an object of a file format, of any version, under the keys of today; `of` is a row of `RENAMED_KEYS`."""
+    """Return an object of a file format under the keys of this version. It may be of any version.
+
+    `of` names the format: a row of `RENAMED_KEYS`.
+    """
     return _with_new_keys(values, RENAMED_KEYS[of])
 
 
@@ -254,7 +265,7 @@ def flat_in_old_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_new_keys(values: Mapping[str, Any], table: Iterable[Renamed]) -> dict[str, Any]:
-    """Return the values in their order, with each key and value that the table renames in its new spelling."""
+    """Return values in the same order, where each renamed key and value has its new spelling."""
     by_old = {renamed.old: renamed for renamed in table}
     result = {}
     for key, value in values.items():
@@ -279,7 +290,7 @@ def _flags_by_old(command: str) -> dict[str, Renamed]:
 
 
 def _flag(name: str) -> str:
-    """Return a name with underscores as a flag."""
+    """Return a name with underscores as a command-line flag."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -312,6 +323,6 @@ def _as_toml(value: Any) -> str:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Print a warning once per process, on rank 0 alone."""
+    """Print a warning once per process, and only on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         echo(f"txl: warning: {text}", to=sys.stderr)

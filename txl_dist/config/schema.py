@@ -1,8 +1,8 @@
-"""The sections of a run's settings: frozen, typed, each field documented under itself with its unit.
+"""The sections of a run's settings. Each field has a type, and below it a docstring with its meaning and unit.
 
-Sizes are global: they do not depend on the number of ranks. A field may carry a `Resume` value next to its type. It
-says what happens when a resumed run has another value than the run directory. Fields without it are frozen: a change is
-refused with a diff. `config` loads, checks and compares the sections. This module imports no torch.
+Sizes are global: they do not depend on the number of ranks. A field may have a `Resume` value next to its type. It says
+what happens when a resumed run has another value than the run directory. A field without it is frozen, so a change is
+refused and the difference is shown. `load` loads, checks and compares the sections. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -16,28 +16,32 @@ from txl_dist.config.registry import OneOf
 
 
 class Resume(NamedTuple):
-    """How a setting may change when a run directory is continued: "free" silently, "warned" with a line in the log."""
+    """How a setting may change when a run is resumed.
+
+    "free" allows it silently, "warned" allows it with a line in the log.
+    """
 
     policy: Literal["warned", "free"]
 
 
 class PositionScheme(NamedTuple):
-    """Properties of a positional scheme that the program needs. `model.positions` has its layers."""
+    """Properties of a positional scheme that the program needs. The module `model/positions.py` has the layers."""
 
     uses_memory: bool = False
-    """Whether a past segment can be attended to, because positions are given as distances."""
+    """True if queries can attend to past segments, because positions are given as distances."""
     sinusoids: Literal["distances", "embedding", "none"] = "none"
-    """Quantity that sinusoids encode: distances, projected by each layer, or positions, added to the embedding."""
+    """Quantity that the sinusoids encode. It is distances, which each layer projects, or positions, which are added to
+    the embedding."""
     has_distance_terms: bool = False
-    """Whether scores have terms (b) and (d), which `engine.attention` computes. Otherwise torch's own attention is
-    used."""
+    """True if scores have terms (b) and (d), which the functions of `engine.attention` compute. Otherwise torch's own
+    attention is used."""
     has_position_bias: bool = False
-    """Whether term (d) has a bias v."""
+    """True if term (d) of the scores has a bias v."""
     has_table: bool = False
-    """Whether distances are learned, `model.num_distances` of them."""
+    """True if encodings of distances are learned. Their number is `model.num_distances`."""
     build: Callable[[ModelSection], Any] | None = None
-    """Function of a plugin's scheme that builds the module of a layer, which makes `RelativeEncodings`. Unset for
-    built-in schemes."""
+    """Function of a plugin's scheme that builds the module of one layer, which computes `RelativeEncodings`. It is None
+    for built-in schemes."""
 
 
 SCHEMES: dict[str, PositionScheme] = {
@@ -45,7 +49,7 @@ SCHEMES: dict[str, PositionScheme] = {
     "learned_relative": PositionScheme(True, has_distance_terms=True, has_table=True),
     "absolute": PositionScheme(sinusoids="embedding"),
 }
-"""Positional schemes by `model.positions`. A plugin may add rows (`plugins.register_positions`)."""
+"""Positional schemes by their names in `model.positions`. A plugin may add rows (`plugins.register_positions`)."""
 
 AttentionKernel = Literal["auto", "plain", "fused", "triton"]
 
@@ -61,7 +65,7 @@ Width = Annotated[int, Field(gt=0, le=1 << 20)]
 OwnWidth = Annotated[int, Field(ge=0, le=1 << 20)]
 Lanes = Annotated[int, Field(gt=0, le=1 << 20)]
 LONGEST = 1 << 24
-"""Most tokens of a segment or a memory."""
+"""Largest number of tokens in a segment or a memory."""
 PositiveLen = Annotated[int, Field(gt=0, le=LONGEST)]
 Len = Annotated[int, Field(ge=0, le=LONGEST)]
 Seconds = Annotated[int, Field(gt=0, le=10**7)]
@@ -71,7 +75,10 @@ OwnProbability = Annotated[float, Field(ge=-1.0, lt=1.0)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, no unknown keys, no NaN. The docstring under a field is its help text."""
+    """Base class of all sections. A section is frozen, and refuses unknown keys and NaN.
+
+    The docstring under a field is its help text.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -250,21 +257,21 @@ class OptimizerKind(NamedTuple):
     """Properties of an optimizer that the program needs. `train.engine.optimizer` builds it."""
 
     settings: tuple[str, ...] = ("betas", "eps")
-    """Names of the settings below that its steps use, besides lr and weight_decay."""
+    """Names of the settings of [optim] that its steps use, in addition to lr and weight_decay."""
     state_bytes: Callable[[OptimSection], int] = lambda _: 8
     """Bytes of optimizer state per parameter, in fp32."""
     needs_whole_tensors: bool = False
-    """Whether it takes norms of whole tensors, which ZeRO would cut up and flat parameters join."""
+    """True if steps take norms of whole tensors. ZeRO would cut tensors up, and flat parameters would join them."""
     matrix_state_bytes: int | None = None
-    """Bytes of optimizer state per value of the matrices of blocks, if it orthogonalizes their steps. None if it does
-    not."""
+    """Bytes of optimizer state per value of the blocks' matrices, if the optimizer orthogonalizes their steps, else
+    None."""
     build: Callable[..., Any] | None = None
-    """Function of a plugin's optimizer that builds it from groups and a learning rate. Unset for built-in
-    optimizers."""
+    """Function of a plugin's optimizer that builds it from parameter groups and a learning rate. It is None for
+    built-in optimizers."""
 
     @property
     def orthogonalizes(self) -> bool:
-        """Whether it orthogonalizes the steps of the matrices of blocks."""
+        """True if the optimizer orthogonalizes the steps of the blocks' matrices."""
         return self.matrix_state_bytes is not None
 
 
@@ -275,7 +282,7 @@ OPTIMIZERS: dict[str, OptimizerKind] = {
     "muon": OptimizerKind(("betas", "eps", "muon_momentum"), matrix_state_bytes=4),
     "sgd": OptimizerKind(("momentum",), state_bytes=lambda optim: 4 if optim.momentum else 0),
 }
-"""Optimizers by `optim.name`. A plugin may add rows (`plugins.register_optimizer`)."""
+"""Optimizers by their names in `optim.name`. A plugin may add rows (`plugins.register_optimizer`)."""
 
 
 Schedule = Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "wsd", "constant"]
@@ -374,15 +381,17 @@ class TrainSection(Section):
 
 
 def memory_of_layers(memory_len: int, memory_lens: Sequence[int], *, num_layers: int) -> tuple[int, ...]:
-    """Return the tokens of memory of each layer, where `memory_lens` were trained and the longest now have
-    `memory_len`."""
+    """Return the number of tokens that each layer remembers now.
+
+    `memory_lens` are the numbers in training, and `memory_len` is the length of the longest memory now.
+    """
     longest = max(memory_lens, default=0)
     lens = memory_lens or (longest,) * num_layers
     return tuple(memory_len if length == longest else min(length, memory_len) for length in lens)
 
 
 def _word_of(value: Any) -> Any:
-    """Return on or off for true or false, which files of earlier versions hold."""
+    """Return "on" for true and "off" for false. Files of earlier versions have true and false here."""
     if isinstance(value, bool):
         return {True: "on", False: "off"}.get(value, value)
     return value
