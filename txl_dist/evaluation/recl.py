@@ -16,7 +16,8 @@ same for all models.
 
 The paper leaves some choices open. This program makes these choices:
 - The shortest context is one step, so one step is the smallest RECL, even for a model that never gains.
-- T is selected again for each c. It has round(r * targets) targets, at least one. Of equal targets the earlier wins.
+- T is selected again for each c. It has round(r * targets) targets, at least one. If two
+  targets have equal losses, the earlier target is taken first.
 - A model that still gains at the longest context is reported with that context and the words "or more".
 - The targets are a sample of the split without replacement, the same for all models and contexts. Each target has at
   least as many tokens before it as the longest context. Borders of documents are ignored.

@@ -4,7 +4,7 @@ Each row of the printed table is one evaluation, with its own combination of len
 row with memory off, and a row in which the model adapts to the text.
 
     rows_of      list the evaluations that the flags ask for, with checked settings
-    score_model  return a result per row, on all ranks; rows with equal lengths are scored once
+    score_model  return a result per row, on all ranks, and score rows with equal lengths once
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
 """Largest allowed difference on the probe (tokens with recorded losses), by number type.
 
-The probe was computed in one type, and the weights may be stored in another type. The larger difference counts. The
-value of fp32 is in nats. The other values are shares of the largest loss on the probe, because half precisions round
-relative to the loss. That loss counts as at least 5 nats. Measured shares are 0.02 % to 0.8 % for bf16 and for int8, on
-14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
+The probe was computed in one type, and the weights may be stored in another type. The larger of the two tolerances
+applies. The value of fp32 is in nats. The other values are shares of the largest loss on the probe, because half
+precisions round relative to the loss. That loss counts as at least 5 nats. Measured shares are 0.02 % to 0.8 % for bf16
+and for int8, on 14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
 """
 
 

@@ -458,11 +458,11 @@ class FrozenModel:
     ) -> KVCache:
         """Make an empty memory of `memory_len` tokens for each of `num_rows` texts.
 
-        One call of `run` takes `chunk_len` tokens.
+        One call of `run` takes at most `chunk_len` tokens per text.
 
         With `with_documents`, each call of `run` gets the document number of each token, and a token sees only its own
-        document. `least_len` is the shortest memory that any layer gets, at most `memory_len`. It may exceed the
-        layer's memory in training.
+        document. `least_len` is the shortest memory that any layer gets, at most `memory_len`. This length may exceed
+        the layer's memory in training.
 
         Raises ConfigError if the memory does not fit on the device, or if a query would see nothing.
         """

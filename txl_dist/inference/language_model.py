@@ -437,7 +437,8 @@ class LanguageModel:
     def window(self, memory_len: int = -1) -> int:
         """Return how many past tokens a text sees for this `memory_len`. A value of -1 means as many as in training.
 
-        In training a token sees its memory. Without `same_length` it sees its segment instead, if that is longer.
+        In training a token sees its memory. Without `same_length` it sees its segment instead, if the segment is longer
+        than the memory.
         """
         if memory_len >= 0:
             return memory_len

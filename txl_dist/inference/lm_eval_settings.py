@@ -4,13 +4,14 @@ Tasks are written for other backends, and spell settings in several ways. A sett
 setting that would change nothing is left out. Any other setting gives a warning and is not used, so that it cannot end
 an evaluation that takes hours.
 
-    max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens     the first that is given counts, as it does there
+    max_gen_toks, max_new_tokens, max_tokens, max_completion_tokens     the first of them counts, as in the harness
     until, stop, stop_sequences                                         strings, lists of them, or null
     do_sample, temperature                                              a temperature above 0 samples by itself
-    top_k, top_p, min_p, repetition_penalty, seed                       as ours
+    top_k, top_p, min_p, repetition_penalty, seed                       the same in txl_dist
     num_beams: 1, use_cache, pad_token_id ...                           change nothing
 
-Not supported: beam search (num_beams above 1 is greedy here), and limits on prompt and text together (max_length).
+Beam search is not supported, so num_beams above 1 is greedy here. A limit on prompt and text together (max_length) is
+not supported either.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ probabilities within the group.
 
 Rounding differs between a batch and a single row, so a draw can change if a number lies close to a border between
 candidates. With two numbers few borders come before any candidate, and rounding moves them little. With one number for
-all candidates, each border would move by the rounding of all candidates before it. Among 4,096 tokens one draw in 4,000
-then differed in a batch.
+all candidates, each border would move by the rounding of all candidates before it. A test with one number and 4,096
+candidates found that one draw in 4,000 differed between a batch and a single row.
 
 Shapes: B rows, V vocabulary, S tokens that may be drawn, N groups, G tokens in a group.
 """

@@ -1,12 +1,14 @@
 """Memory of a text, as a value and as a file. Generation continues from it without reading the text again.
 
-The file is safetensors. Its tensors are
+The file has the format safetensors, and these tensors:
 
-    key_value   [L, 2, N, S, H]; key_value.0 [2, N, S_0, H], key_value.1 ... if the layers remember different lengths
-    document    [S] of the last S positions, oldest first
-    last        id of the token after them, which has not been read yet
+    key_value   keys and values [L, 2, N, S, H], if all layers remember the same number of positions
+    key_value.0 keys and values of layer 0 [2, N, S_0, H], if the numbers differ; likewise key_value.1 ...
+    document    document number of each of the last S positions [S], oldest first
+    last        id of the token after these positions, which has not been read yet
 
-Its metadata hold the fingerprints of the model and of these tensors.
+Shapes: L layers, N heads, S positions, H head width. The file's metadata hold the fingerprints of the model and of
+these tensors.
 """
 
 from __future__ import annotations

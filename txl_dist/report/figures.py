@@ -59,12 +59,12 @@ class Chart(NamedTuple):
     y_label: str
     """Label of the vertical axis, with its unit."""
     is_log: bool = False
-    """Whether the vertical axis is logarithmic. A chart with a value that is not positive has a linear axis all the
-    same, and a linear axis begins at zero."""
+    """Whether the vertical axis is logarithmic. If a value is not positive, the axis is linear instead. A linear axis
+    begins at zero."""
 
 
 class Thinned(NamedTuple):
-    """Points of a line in the order of x. `low` and `high` equal `mean` at a point that stands for itself only."""
+    """Points of a line in the order of x. If a point was not merged with others, its low and high equal its mean."""
 
     x: FloatArray
     mean: FloatArray

@@ -1,8 +1,8 @@
 """Reader of a run's records: `metrics.jsonl` becomes columns of numbers with one row per step.
 
 A run crashes, continues and is rewound. So its file has some steps twice, and has steps that were given up later. This
-module keeps the later record of a step. It leaves out steps after the step from which a start or a rewind continued the
-run. Hours are hours of work: the time from record to record, without the pauses before a start.
+module keeps the later record of a step. If a start or a rewind continues the run from a step, earlier records of later
+steps are left out. Hours are hours of work: the time from record to record, without the pauses before a start.
 
 A list of numbers becomes one column per element, NAME_0, NAME_1 ... Of times per rank, the fastest, the median and the
 slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a number

@@ -26,9 +26,9 @@ OPEN_PATHS = {"/", "/page.css", "/page.js", "/health"}
 BODY_S = 30.0
 """Maximum number of seconds in which the body of a request must arrive."""
 DRAIN_BYTES = 2**26
-"""Maximum number of bytes that are read and discarded after an early response."""
+"""Maximum number of bytes of a request that are read and discarded after an early response."""
 DRAIN_S = 10.0
-"""Seconds for which such bytes are read and discarded after an early response."""
+"""Maximum number of seconds for which a request is read and discarded after an early response."""
 SEND_S = 60.0
 """Seconds for which a client may leave a full buffer unread."""
 HEADER_BYTES = 2**14
@@ -107,7 +107,7 @@ class Gate:
             raise APIError(429, "the server has too many requests. Come again later.", code="too_many_requests")
 
     async def _read_body(self, scope: Scope, incoming: _RequestBody, *, limit: int) -> bytes:
-        """Read a body. Raises APIError if it has more than `limit` bytes, or if it arrives later than after BODY_S."""
+        """Read a body. Raises APIError if it has more than `limit` bytes, or takes more than BODY_S seconds."""
         too_long = APIError(413, f"the body has more than {limit:,} bytes. Send less.", code="body_too_large")
         if int(_header(scope, b"content-length") or b"0") > limit:
             raise too_long

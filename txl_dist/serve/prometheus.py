@@ -29,7 +29,10 @@ class Metrics:
         )
 
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Add a gauge. `value` is called for the present value each time that Prometheus reads the metrics."""
+        """Add a gauge with this name and description (`meaning`).
+
+        `value` is called for the present value each time that Prometheus reads the metrics.
+        """
         Gauge(name, meaning, registry=self._registry).set_function(value)
 
     def page(self) -> bytes:

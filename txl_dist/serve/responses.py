@@ -24,7 +24,7 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 
 PADDED_BYTES = 64
-"""Number of bytes to a multiple of which each event is padded in a stream with `include_obfuscation`."""
+"""Padding unit in bytes. In a stream with `include_obfuscation`, the size of each event is a multiple of it."""
 
 
 class ClientGoneError(Exception):

@@ -142,7 +142,10 @@ class Worker:
             self._changed.notify()
 
     def set_deadline(self, *, by: float) -> None:
-        """Set a time by time.monotonic() at which all prompts end, if their own deadline is not earlier."""
+        """Set a deadline for all prompts, as time.monotonic() counts it.
+
+        Earlier deadlines of single prompts still apply.
+        """
         self._deadline_of_all = by
 
     def _new_scheduler(self) -> Scheduler:
