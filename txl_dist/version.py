@@ -1,3 +1,3 @@
-"""Version of the package, as `txl --version` prints it and checkpoints record it."""
+"""Version of the package. `txl --version` prints it, and checkpoints record it."""
 
 __version__ = "0.3.0"

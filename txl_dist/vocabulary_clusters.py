@@ -27,7 +27,7 @@ from txl_dist.errors import ConfigError, DataError
 GRID_LEN = 512
 """Largest number of candidates for a cutoff."""
 ZIPF_EXPONENT = 1.2
-"""Exponent a of typical word frequencies, rank ** -a."""
+"""Exponent a of typical word frequencies, which are proportional to rank ** -a."""
 RUNG_ROWS = 32
 """Number that divides the numbers of rows on the size ladder, because tiles of tensor cores have that many rows."""
 LOWEST_SHARE = 0.2
@@ -95,7 +95,7 @@ def partition_by_cluster(
 
 
 def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of ids in each cluster."""
+    """Count how many of the ids belong to each cluster."""
     flat = np.asarray(ids).reshape(-1)
     clusters = np.searchsorted(edges[1:-1], flat, side="right")
     counts = np.bincount(clusters, minlength=len(edges) - 1)
@@ -184,9 +184,8 @@ def best_cutoffs(
 ) -> tuple[int, ...]:
     """Return the cutoffs with the lowest expected cost per token, for ids in order of frequency.
 
-    The cost is in multiply-adds, after Grave et al. 2017 (Efficient softmax approximation for GPUs, section 4). Let n_i
-    be the number of ids of cluster i, p_i its share of the tokens, w_i = width // div_value**i its width, and W the
-    width of the model:
+    The cost is in multiply-adds, after Grave et al. 2017 (Efficient softmax approximation for GPUs, section 4). Cluster
+    i has n_i ids, the share p_i of the tokens, and the width w_i = width // div_value**i. W is the width of the model:
 
         (n_0 + num_clusters - 1) w_0  +  sum over tails i >= 1 of  q_i w_i (n_i + 2 W),     q_i = max(p_i, r / S)
 

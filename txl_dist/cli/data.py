@@ -1,4 +1,4 @@
-"""Commands about corpora: `txl prepare` and `txl verify`."""
+"""Commands that make and check corpora: `txl prepare` and `txl verify`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class PrepareArguments(PrepareSettings):
     `pipe:COMMAND`, or `stdlib` (source of this Python's standard library). Or a named corpus: enwik8, text8,
     wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
     out: Path
-    """Folder of the corpus."""
+    """Folder in which the corpus is written."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
     """Inputs of the validation split. By default these are files named valid, or a share of the documents."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
-    """Inputs of the test split, as for --valid."""
+    """Inputs of the test split. By default these are files named test, or a share of the documents."""
     archive: str = ""
     """Local archive, file or folder of a named corpus, instead of a download."""
     kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"

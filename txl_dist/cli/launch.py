@@ -286,7 +286,7 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
 def _unknown_flag(unknown: Sequence[str], *, config: str) -> str:
     """Return the message for words before the configuration file that are not flags of the launcher.
 
-    The first such word decides.
+    The message is about the first such word.
     """
     flag = unknown[0].partition("=")[0]
     if flag.removeprefix("--").replace("-", "_") in (*setting_names(), *TRAIN_FLAGS):
@@ -325,7 +325,7 @@ def _check_order(train_words: Sequence[str]) -> None:
 
 
 def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
-    """Refuse flags that contradict each other, and values that are no choices. Raises ConfigError."""
+    """Refuse flags that contradict each other, and values that are not among the choices. Raises ConfigError."""
     for flag, value in (("--include", asked.include), ("--exclude", asked.exclude)):
         if value == "":
             raise ConfigError(f"{flag} needs a value: NODE:SLOT,SLOT@NODE. Is a shell variable unset?")

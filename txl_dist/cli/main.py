@@ -54,10 +54,10 @@ from txl_dist.train.run_dir import check_paths, finished_lines
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train, or continue a run. Settings come from defaults, then the file, then these flags."""
+    """Train, or continue a run. Settings come from the defaults, then from the file, then from these flags."""
 
     config: Positional[Path]
-    """TOML file, see configs/."""
+    """TOML file with the settings, see configs/."""
     settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
     resume: str = "auto"
     """auto: continue from the newest whole checkpoint, if any. must: require a checkpoint. never: refuse to continue.
@@ -69,7 +69,7 @@ class TrainArguments:
     dry_run: bool = False
     """Print changed settings, batch, parameters, memory and operations, and stop."""
     all: bool = False
-    """With --dry-run: print every setting."""
+    """Print every setting, not only the changed ones. It needs --dry-run."""
     ranks: int = 1
     """Number of ranks that a dry run assumes. `txl launch` starts ranks."""
     init: str = ""
@@ -134,7 +134,7 @@ def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Train under the `deepspeed` launcher, on one machine or many, stopping and exiting cleanly."""
+    """Train under the `deepspeed` launcher, on one machine or several, with clean stops and exit codes."""
 
     def read_settings(words: Sequence[str], is_here: bool) -> Config:
         arguments = _train_arguments(words)
@@ -165,12 +165,12 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def sweep(argv: Sequence[str]) -> int:
-    """Train over a grid of settings, and name the best with its margin over the seeds."""
+    """Train over a grid of settings, and name the best one and its margin over the seeds."""
     return run_sweep(argv, read_settings=lambda words: _train_arguments(words, prog="txl sweep").settings)
 
 
 def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainArguments:
-    """Read the words of `txl train`, or of a command that takes its settings. Raises ConfigError."""
+    """Parse the words of `txl train`, or of a command that takes the same settings. Raises ConfigError."""
     argv = complete_switches(argv)
     if argv and not argv[0].startswith("-"):
         file = argv[0]
@@ -197,7 +197,7 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
 
 
 def completion(shell: Positional[Shell], /) -> None:
-    """Write the completion script of a shell to standard output: commands, flags, settings, choices and file names.
+    """Write a shell's completion script to standard output. It completes commands, flags, settings and file names.
 
     Args:
         shell: bash, zsh or fish. For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For
@@ -215,7 +215,7 @@ def _is_setting(argument: Argument) -> bool:
 
 
 def _describe_command(name: str) -> Command:
-    """Describe a command for the completion script."""
+    """Return the description of a command that the completion script needs."""
     summary = (COMMANDS[name].__doc__ or "").splitlines()[0].rstrip(".")
     argument_classes: dict[str, Any] = {"plan": PlanArguments, "sweep": SweepArguments}
     if name in ("train", "launch"):

@@ -36,10 +36,10 @@ def evaluate(
 
     Args:
         target: Run directory, checkpoint folder, bundle or hf://OWNER/NAME.
-        overrides: How the evaluation differs from training.
-        adaptation: A row of a model that adapts to the text.
+        overrides: Settings in which the evaluation differs from training.
+        adaptation: Settings of a second score, of a model that adapts to the text.
         outputs: Files that are written.
-        data: Folder or URL of a corpus. Default: the run's.
+        data: Folder or URL of a corpus. The default is the run's corpus.
         baselines: Also score an order-0 model and a smoothed bigram table on the same split.
         plugins: Modules to import first, which runs their code.
     """
@@ -74,16 +74,18 @@ def export(
     private: bool = False,
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Write an inference bundle, verified by the engine's own losses, or what other programs run.
+    """Write a trained model as a bundle for inference, or in a format of other programs. Its losses are verified.
 
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.
         out: Folder to write. An older one of the same format is replaced.
-        stated: Facts for the model card, README.md in the folder, that the run does not record.
-        format: bundle: ours. huggingface: for TransfoXLLMHeadModel of transformers 4.46.3. huggingface-code: with its
-            own code, for transformers 5. onnx: two graphs, of a token and of a chunk (extra onnx).
-        dtype: Type of the weights. Graphs are fp32. int8 has a scale per row, is for bundles only, and runs as fp32.
-        ema: Take the average of the weights (optim.ema_decay). For bundles, from which other formats can be made.
+        stated: Facts for the model card (README.md in the folder) that the run does not record.
+        format: bundle: our own format. huggingface: for TransfoXLLMHeadModel of transformers 4.46.3. huggingface-code:
+            with its own code, for transformers 5. onnx: two graphs, of a token and of a chunk (needs the extra onnx).
+        dtype: Type of the weights. ONNX graphs are fp32. int8 is for bundles only, has a scale per row, and runs as
+            fp32.
+        ema: Write the average of the weights (optim.ema_decay). Only for bundles, from which other formats can be
+            made.
         push_to_hub: Hugging Face Hub repository, OWNER/NAME, to upload the folder to. It is created if missing.
         private: Create a missing repository as a private one.
         plugins: Modules to import first, which runs their code.
@@ -122,7 +124,7 @@ def export(
 
 
 def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, ema: bool) -> None:
-    """Write the exported folder, and print its size and how far its losses differ."""
+    """Write the exported folder. Print its size, and the difference between its losses and the source's losses."""
     from txl_dist.convert.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
 
     if format == "huggingface":
@@ -164,7 +166,7 @@ def import_(
     memory_len: int = -1,
     dtype: WeightType = "fp32",
 ) -> None:
-    """Make a bundle of another system's weights, without running any code in their files.
+    """Make a bundle of another program's weights. Code in the files of the weights is not run.
 
     Args:
         path: File, folder or hf://OWNER/NAME: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder, or
@@ -174,9 +176,9 @@ def import_(
             or labml.
         vocab: Vocabulary, if the weights have none: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
             tokenizer.json. Without it, text is ids in decimal.
-        settings: JSON object of settings that the file lacks, by the other system's names: {"n_head": 8, ...}.
-        segment_len: Tokens per segment. 0: as in the file.
-        memory_len: Tokens of memory. -1: as in the file.
+        settings: JSON file with settings that the weights lack, by the other program's names: {"n_head": 8, ...}.
+        segment_len: Tokens per segment. With 0 the number is read from the file.
+        memory_len: Tokens of memory. With -1 the number is read from the file.
         dtype: Type of the weights, as for `txl export`.
     """
     path = local_source(path)
@@ -212,14 +214,14 @@ _WRITES = {
 
 
 def _require_output(out: Path, kind: ArtifactKind) -> None:
-    """Refuse an output folder that holds anything of another kind. Raises ConfigError."""
+    """Refuse an output folder that holds an artifact of another kind. Raises ConfigError."""
     another = "Choose another output folder."
     if detect_artifact(out) is not ArtifactKind.NOTHING:  # what is not a folder of ours at all, the writer refuses
         require(out, kind, remedies=dict.fromkeys(ArtifactKind, another))
 
 
 def _require_foreign(path: Path, *, format: str) -> None:
-    """Refuse a path that holds an artifact of this package, or nothing. Raises ConfigError."""
+    """Refuse a path that does not exist, or that holds an artifact of this package. Raises ConfigError."""
     kind = detect_artifact(path)
     if kind is ArtifactKind.HUGGINGFACE and format != "huggingface":
         raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")

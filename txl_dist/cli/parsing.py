@@ -44,7 +44,7 @@ _LEAST_OF_A_NAME = 3
 """Least length of a flag that is suggested for a longer unknown flag, as --out for --output-folder."""
 
 _SWITCH_CHOICES = ("True", "False")
-"""Choices of a setting that is true or false."""
+"""Choices of a setting whose value is true or false."""
 
 _FURTHER_WORDS = {
     "txl evaluate": "Score one model at a time; its corpus is --data.",
@@ -281,7 +281,7 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
 def _unknown_words(
     unknown: Sequence[str], words: Sequence[str], *, arguments: Sequence[Argument], known: Sequence[str], prog: str
 ) -> str:
-    """Return the message for words that the command does not take. The first word decides."""
+    """Return the message for words that the command does not take. It is about the first such word."""
     word = unknown[0]
     name = _name(word)
     has_value = "=" in word
@@ -366,7 +366,7 @@ def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
 
 
 def _settings_out_of_range(words: Sequence[str]) -> list[str]:
-    """Return one line for every setting among the words whose value is out of range."""
+    """Return one line for every setting whose value among the words is out of range."""
     lines = []
     for word in words:
         name = _name(word)

@@ -22,7 +22,7 @@ class PlanArguments:
     """Predict memory, speed, duration and scaling of a run. Settings (--section.key value) follow as for txl train."""
 
     config: tyro.conf.Positional[Path]
-    """TOML file, see configs/."""
+    """TOML file with the settings, see configs/."""
     gpus: int
     """Number of GPUs. If the lanes (rows of the batch) cannot be divided among them, the plan is for fewer GPUs."""
     gpu: str

@@ -35,7 +35,7 @@ class PromptInput(NamedTuple):
     record: dict[str, Any]
     """Fields that the output repeats with each text of this prompt."""
     where: str = ""
-    """File and line of the prompt, as the beginning of an error message."""
+    """File and line of the prompt. Error messages begin with it."""
 
 
 def generate_texts(
@@ -131,7 +131,7 @@ def choose_prompts(
 
 
 def _whole_text(path: Path) -> Iterator[PromptInput]:
-    """Yield the text of a file as one prompt. Raises ConfigError as `read_lines` does."""
+    """Yield the text of a file as one prompt. Raises the same errors as `read_lines`."""
     text = "".join(read_lines(path))
     yield PromptInput(text, {"prompt": text})
 

@@ -34,7 +34,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
-    """Show several runs next to each other, in lines and one HTML page: settings that differ, figures, loss curves.
+    """Show several runs next to each other: settings that differ, figures and loss curves, in lines and an HTML page.
 
     Args:
         runs: Folders of the runs.

@@ -28,7 +28,7 @@ class SweepArguments:
     """
 
     config: Positional[Path]
-    """TOML file, see configs/."""
+    """TOML file with the settings, see configs/."""
     grid: tuple[str, ...] = ()
     """A setting and its values, such as optim.lr=1e-3,2e-3. Several settings make a grid. Blanks separate the entries
     of a list."""
@@ -37,7 +37,7 @@ class SweepArguments:
     jobs: int = 1
     """Number of runs at the same time, one process each. They share the cores and take the GPUs in turn."""
     out: Path = Path("runs/sweep")
-    """Folder of runs, table (sweep.csv) and curves (compare.html)."""
+    """Folder for the runs, the table (sweep.csv) and the curves (compare.html)."""
 
 
 def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:

@@ -321,12 +321,12 @@ def _check_texts(value: Any, *, source: str, name: str = "") -> None:
 
 
 def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:
-    """Return the settings of a file, or the defaults, with some of them replaced.
+    """Return the settings from a TOML file, or the defaults, where the given values replace some of them.
 
         configure("configs/quickstart.toml", data={"path": "data/first"}, train={"num_lanes": 8})
 
-    Plugins that `run.plugins` names are imported. Raises ConfigError for an unknown name or a wrong value. The message
-    proposes the nearest name, as for a file.
+    A program calls it before `pretrain`. Plugins that `run.plugins` names are imported. Raises ConfigError for an
+    unknown name or a wrong value. The message suggests the nearest name.
     """
     load_plugins(_plugins_in(sections))
     if path is None:

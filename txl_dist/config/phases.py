@@ -52,7 +52,7 @@ class SavedSettings(NamedTuple):
     config: Config
     """Settings of the whole run as the user gave them."""
     toml: str
-    """Text of the file config.toml."""
+    """Text of the settings, as the file config.toml contains it."""
     fingerprint: str
     """Hash of the frozen settings, computed by `config_fingerprint`."""
 
@@ -129,7 +129,7 @@ def check_phases(config: Config) -> None:
 
 
 def _check_order(phases: list[Phase], given: Config) -> None:
-    """Refuse phases whose ends do not increase, or that have no step of their own."""
+    """Refuse phases whose ends do not increase, and phases without a step."""
     end_before = 0
     for phase, following in itertools.pairwise(phases):
         if not 0 < phase.until < following.until:
@@ -148,7 +148,7 @@ def _check_order(phases: list[Phase], given: Config) -> None:
 
 
 def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
-    """Refuse a phase that contradicts the other settings, or whose steps have another number of tokens."""
+    """Refuse a phase that contradicts other settings, or whose steps have more or fewer tokens than other steps."""
     tokens = phase.num_lanes * phase.segment_len
     tokens_of_last = last.num_lanes * last.segment_len
     if tokens != tokens_of_last:

@@ -45,7 +45,7 @@ class OneOf:
         self.table = table
 
     def check(self, name: str) -> str:
-        """Raise PydanticCustomError for a name that is not in the table."""
+        """Raise PydanticCustomError if a setting's value is not a name in the table."""
         if name not in self.table:
             raise PydanticCustomError("unknown_name", "it can be {names}", {"names": ", ".join(self.table)})
         return name
@@ -132,7 +132,7 @@ def loaded_plugins() -> tuple[Plugin, ...]:
 
 
 def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
-    """Return a sentence for each recorded plugin that has changed. Raises ConfigError if one is not loaded."""
+    """Return a sentence for each recorded plugin whose code has changed. Raises ConfigError if one is not loaded."""
     for plugin in recorded:
         if plugin["name"] not in _loaded:
             raise ConfigError(f"{where} was made with {_shown(plugin)}, which is not loaded. {remedy(plugin['name'])}")
@@ -140,7 +140,7 @@ def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> lis
 
 
 def plugin_changes(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
-    """Return a sentence for each recorded plugin that is not loaded, or has changed."""
+    """Return a sentence for each recorded plugin that is not loaded, or whose code has changed."""
     sentences = []
     for plugin in recorded:
         now = _loaded.get(plugin["name"])
@@ -162,7 +162,7 @@ def remedy(name: str) -> str:
 
 
 def not_loaded(names: Iterable[str]) -> list[str]:
-    """Return the recorded plugins that are not loaded in this process."""
+    """Return those of the named plugins that are not loaded in this process."""
     return [name for name in names if name not in _loaded]
 
 

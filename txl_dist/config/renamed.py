@@ -75,22 +75,22 @@ RENAMED_FLAGS: dict[str, tuple[Renamed, ...]] = {
         Renamed("memory_age", "memory_ttl", "0.3.0"),
     ),
 }
-"""Every renamed flag of a command, with underscores. The flags of settings are in `RENAMED`."""
+"""Renamed flags of each command, with underscores. Renamed flags of settings are in `RENAMED`."""
 
 COMMANDS_WITH_SETTINGS = ("train", "launch", "plan", "sweep")
-"""Commands whose flags are settings too."""
+"""Commands that take settings as flags, in addition to their own flags."""
 
 RENAMED_VARIABLES = (Renamed("TXL_FAULT", "TXL_FAILPOINTS", "0.3.0"),)
-"""Every renamed environment variable."""
+"""Environment variables that were renamed."""
 
 RENAMED_METHODS = (Renamed("LanguageModel.write", "LanguageModel.stream_batch", "0.3.0"),)
-"""Every renamed public method."""
+"""Public methods that were renamed."""
 
 RENAMED_RECORDS = (Renamed("look", "memory", "0.3.0"),)
-"""Every renamed kind of record in `metrics.jsonl`."""
+"""Kinds of records in `metrics.jsonl` that were renamed."""
 
 RENAMED_EVENTS = (Renamed("stage", "phase", "0.3.0"),)
-"""Every renamed event in `metrics.jsonl`."""
+"""Events in `metrics.jsonl` that were renamed."""
 
 RENAMED_KEYS: dict[str, tuple[Renamed, ...]] = {
     "stream": (Renamed("rest", "unread", "0.3.0"),),
@@ -278,7 +278,7 @@ def _with_new_keys(values: Mapping[str, Any], table: Iterable[Renamed]) -> dict[
 
 
 def _flags_by_old(command: str) -> dict[str, Renamed]:
-    """Return the renamed flags of a command by their old names, with the `no_` forms of switches."""
+    """Return the renamed flags of a command by their old names. Switches also have their `no_` forms."""
     if command in COMMANDS_WITH_SETTINGS:
         by_old = dict(_BY_OLD)
     else:

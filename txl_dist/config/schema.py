@@ -254,7 +254,7 @@ class ModelSection(Section):
 
 
 class OptimizerKind(NamedTuple):
-    """Properties of an optimizer that the program needs. `train.engine.optimizer` builds it."""
+    """Properties of an optimizer that the program needs. The module `train.engine.optimizer` builds the optimizer."""
 
     settings: tuple[str, ...] = ("betas", "eps")
     """Names of the settings of [optim] that its steps use, in addition to lr and weight_decay."""

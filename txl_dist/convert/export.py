@@ -197,7 +197,7 @@ def _sample(package: Package, *, where: str) -> Sample | None:
 
 
 def _num_parameters(package: Package) -> int:
-    """Count the numbers in the package's weights."""
+    """Count the parameters (single numbers) in a package's weights."""
     return sum(weight.shape.numel() for weight in package.weights.values())
 
 

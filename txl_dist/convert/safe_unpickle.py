@@ -183,7 +183,7 @@ def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> 
 
 
 def _entries(state: dict[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of a module's dict `kind`, or none if it is not a dict."""
+    """Return the (name, value) pairs of the dict `kind` in a module. The result is empty if it is not a dict."""
     entries = state.get(kind, {})
     if not isinstance(entries, dict):
         return []
@@ -242,7 +242,7 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
 
 
 def _restricted_pickle(path: Path) -> Any:
-    """Make a replacement for the module `pickle`, for one file."""
+    """Make a safe replacement for the module `pickle`, for reading one file."""
     known = _constructors()
     # In a plain pickle, the numbers of a tensor are bytes that are a torch file themselves.
     known["torch.storage", "_load_from_bytes"] = lambda data: _load_torch(io.BytesIO(data), path)

@@ -89,7 +89,7 @@ class Attention(nn.Module):
         self.position_bias = position_bias_NH
         self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
         self.uses_products = not model.query_key_norm and not mixes_values
-        """True if attention uses queries, keys and values exactly as the projections return them."""
+        """True if attention uses queries, keys and values as the projections return them, without norms or mixes."""
 
     def supports_fused_qkv(self, hidden: Tensor) -> bool:
         """Return True if training can use the fused projection to queries, keys and values for these hidden states.

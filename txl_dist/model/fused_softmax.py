@@ -192,7 +192,7 @@ class _Sums:
         self.buffer = new_buffer(most_logits)
 
     def add(self, cluster: Cluster) -> None:
-        """Add the losses and gradients of a cluster, chunk by chunk."""
+        """Add the losses and gradients of a cluster to the sums, one chunk of tokens at a time."""
         num_rows = cluster.targets_R.shape[0]
         chunk_len, stride = _chunk_shape(cluster, self.hidden_SD.device)
         bias: Tensor | None = None

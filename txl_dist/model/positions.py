@@ -80,7 +80,7 @@ class LearnedDistances(nn.Module):
         return RelativeEncodings(key_KNH, bias_KN)
 
     def _rows(self, table: Tensor, num_distances: int) -> Tensor:
-        """Return the table's rows for the distances K-1 ... 0."""
+        """Return the row of the table for each of the distances K-1 ... 0."""
         num_own_rows = min(num_distances, self.num_rows)
         rows = table[:num_own_rows].flip(0)
         # Without indexing: the gradient of repeated rows is a scatter, whose order of sums is not fixed on a GPU.

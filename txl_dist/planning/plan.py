@@ -81,7 +81,7 @@ class Option:
 
     @property
     def engine(self) -> EngineSection:
-        """Settings of the engine in this option."""
+        """Engine settings of this option."""
         return self.config.engine
 
     @property

@@ -16,7 +16,7 @@ from txl_dist.planning.timing import Work, step_time
 
 MOST_GPUS = 4096
 BROKEN = 0.5
-"""Efficiency below which scaling counts as broken."""
+"""Efficiency below which scaling is reported as bad."""
 REASONS = {
     "products": "small products: weights are read for few tokens",
     "attention": "small products in attention",

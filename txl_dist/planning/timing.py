@@ -37,7 +37,7 @@ EXCHANGE_SHARE = 0.5
 """Share of the bus bandwidth within a node that a trainer reaches."""
 NETWORK_SHARE = 0.85
 OVERLAP = 0.5
-"""Share of the backward pass that can hide waiting for the network."""
+"""Share of the backward pass during which communication between nodes can be hidden."""
 LATENCY_S = 10e-6
 """Latency of a collective in seconds. It is multiplied by log2 of the number of ranks."""
 BUCKET_BYTES = 64 * 2**20

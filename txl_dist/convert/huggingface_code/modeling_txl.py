@@ -447,7 +447,7 @@ class RelativeAttention(nn.Module):
 
 
 def build_norm(config):
-    """Build the norm of hidden states: layer norm, or a division by the root mean square."""
+    """Build the norm of hidden states that the settings name: layer norm, or a division by the root mean square."""
     if config.norm == "rms":
         return nn.RMSNorm(config.width, eps=config.norm_eps, elementwise_affine=False)
     return nn.LayerNorm(config.width, eps=config.norm_eps)

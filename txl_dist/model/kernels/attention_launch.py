@@ -39,10 +39,11 @@ HEAD_WIDTH_MULTIPLE = 16
 """
 SCORE_BUFFER_BYTES = 192 * 2**20
 """Largest score buffer of a chunk, in bytes. The scores of one layer fit in it for every recipe. A buffer of 30 MB
-would stay in the L2 cache of an H100 or H200 (50 and 60 MB), but launches would be many and too small to fill a device.
-`python -m tools.benchmarks.attention --buffers` measures which size is better."""
+would stay in the L2 cache of an H100 or H200 (50 and 60 MB). But then there would be many launches, and each would be
+too small to fill a device. `python -m tools.benchmarks.attention --buffers` measures which size is better."""
 MAX_MATRICES = 65_535 // 8
-"""Most score matrices in a chunk. An axis of a CUDA grid has at most 65,535 programs, and a matrix needs 8."""
+"""Largest number of score matrices in a chunk. An axis of a CUDA grid has at most 65,535 programs, and a matrix needs 8
+programs."""
 NUM_MULTIPROCESSORS = 132
 """Number of multiprocessors of an H100 or H200. A wave is the number of programs that they run at a time."""
 FORWARD = ("distance_scores", "attend")
@@ -146,7 +147,7 @@ class KernelChunk(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One launch of a kernel of `kernels/relative_attention.py`."""
+    """Planned launch of one kernel of `kernels/relative_attention.py`, for one chunk."""
 
     kernel: str
     tile: Tile

@@ -19,7 +19,7 @@ from txl_dist.model.kernels.attention_launch import KEEP_LEVELS, NUM_MULTIPROCES
 MAX_WIDTH = 8192
 """Longest row that a program can hold. This is sixteen numbers per thread, with the largest number of warps."""
 TILE_LEN = 2048
-"""Numbers that a program of four warps holds at a time."""
+"""Largest number of values that a program of four warps holds at a time."""
 MAX_PARTS = 4 * NUM_MULTIPROCESSORS
 """Largest number of programs that compute partial sums of a gradient over rows."""
 SUM_ROWS = 64

@@ -51,7 +51,7 @@ READ = (
 
 
 class Device(NamedTuple):
-    """A GPU of this machine."""
+    """GPU of this machine, as torch describes it."""
 
     name: str
     memory_gib: float
@@ -70,7 +70,7 @@ class Facts:
     host: str
     python: str
     versions: dict[str, str]
-    """Versions of the installed packages of `WATCHED`."""
+    """Installed versions of the packages in `WATCHED`."""
     unmet: tuple[str, ...]
     """Requirements of this package that are not met, each followed by the installed version."""
     torch_cuda: str
