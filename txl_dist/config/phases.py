@@ -107,7 +107,7 @@ def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
 
 
 def saved_settings(config: Config) -> SavedSettings:
-    """Return the settings of the whole run.
+    """Return the settings of the whole run, as the run directory and its checkpoints keep them.
 
     `config` may be the config of any phase. Raises ConfigError as `whole` does.
     """

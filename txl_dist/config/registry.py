@@ -39,7 +39,7 @@ class Plugin(NamedTuple):
 
 
 class OneOf:
-    """Mark of a setting whose values are the names in a table, including names that plugins added."""
+    """Annotation of a setting whose values are the names in a table, including names that plugins added."""
 
     def __init__(self, table: Mapping[str, Any]) -> None:
         self.table = table
@@ -77,7 +77,7 @@ def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
 
 
 def owner_of(table: Mapping[str, Any], name: str) -> Plugin | None:
-    """Return the plugin that added this row of a table, or None if the row is built in."""
+    """Return the plugin that added the row `name` to a table, or None if the row is built in."""
     return _loaded.get(_plugin_of(table, name))
 
 

@@ -182,7 +182,7 @@ def new_keyword(name: str, *, command: str) -> str:
 
 
 def keywords_in_old_names(keywords: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Return the keyword arguments of a command under the names of version 0.2. They are named like its flags."""
+    """Return the keyword arguments of a command, named like its flags, under the names of version 0.2."""
     return _with_new_keys(keywords, [renamed.reversed() for renamed in RENAMED_FLAGS[command]])
 
 
@@ -236,13 +236,16 @@ def name_since(name: str) -> str:
 def flat_in_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by `section.key` under the names of this version.
 
-    They may be of any version and are not checked.
+    The settings may be of any version. Their values are not checked.
     """
     return _with_new_keys(values, RENAMED)
 
 
 def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record of `metrics.jsonl` with the kind and the event of this version. It may be of any version."""
+    """Return a record of `metrics.jsonl` with the kind and the event of this version.
+
+    The file may be of any version.
+    """
     result = dict(record)
     for key, table in (("kind", RENAMED_RECORDS), ("event", RENAMED_EVENTS)):
         for renamed in table:
@@ -252,7 +255,7 @@ def record_in_new_names(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keys_in_new_names(values: Mapping[str, Any], *, of: str) -> dict[str, Any]:
-    """Return an object of a file format under the keys of this version. It may be of any version.
+    """Return an object of a file format under the keys of this version. The file may be of any version.
 
     `of` names the format: a row of `RENAMED_KEYS`.
     """

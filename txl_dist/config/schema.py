@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 class RunSection(Section):
-    """Folder of the run, its seed and its plugins."""
+    """Settings for the folder of the run, its seed and its plugins."""
 
     dir: Annotated[str, FREE] = "runs/default"
     """Folder of the run: checkpoints, logs, resolved settings."""
@@ -99,7 +99,7 @@ class RunSection(Section):
 
 
 class DataSection(Section):
-    """Corpora that `txl prepare` wrote, in folders or object stores."""
+    """Settings for the corpora, which `txl prepare` wrote to folders or object stores."""
 
     path: Annotated[str, FREE] = "data/stdlib"
     """Folder or URL (s3://, gs://, https://) of the corpus. On resume its content is checked, not its name."""
@@ -132,12 +132,12 @@ class DataSection(Section):
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of all corpora, `path` first."""
+        """Paths of all corpora: `path`, then `more_paths`."""
         return self.path, *self.more_paths
 
 
 class ModelSection(Section):
-    """The network (Dai et al. 2019). The corpus sets the vocabulary size."""
+    """Settings of the network (Dai et al. 2019). The corpus determines the vocabulary size."""
 
     num_layers: Layers = 4
     """Number of transformer blocks."""
@@ -227,27 +227,30 @@ class ModelSection(Section):
 
     @property
     def scheme(self) -> PositionScheme:
-        """Positional scheme that `positions` names."""
+        """Properties of the positional scheme that `positions` names."""
         return SCHEMES[self.positions]
 
     @property
     def takes_memory(self) -> bool:
-        """Whether a segment may attend to past ones: the scheme uses distances, or absolute_with_memory allows it."""
+        """True if a segment may attend to past segments.
+
+        The positional scheme uses distances, or absolute_with_memory allows it.
+        """
         return self.scheme.uses_memory or self.absolute_with_memory
 
     @property
     def num_ff_matrices(self) -> int:
-        """Number of matrices of the feed-forward layer."""
+        """Number of weight matrices in a feed-forward network: 3 for swiglu, else 2."""
         if self.activation == "swiglu":
             return 3
         return 2
 
     def embed_width_or_default(self) -> int:
-        """Return the width of the widest embeddings."""
+        """Return the width of the widest embeddings: `embed_width`, or `width` if that is 0."""
         return self.embed_width or self.width
 
     def rate(self, own: float) -> float:
-        """Return the dropout of a place: its own rate, or `dropout` if that is negative."""
+        """Return the dropout rate of one place in the model. If its own rate is negative, it is `dropout`."""
         if own < 0:
             return self.dropout
         return own
@@ -289,7 +292,7 @@ Schedule = Literal["cosine", "cosine_from_start", "inverse_sqrt", "linear", "wsd
 
 
 class OptimSection(Section):
-    """Optimizer and learning-rate schedule of the run."""
+    """Settings of the optimizer and of the learning-rate schedule."""
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's (no bias correction, weight norms capped at 10),
@@ -325,13 +328,14 @@ class OptimSection(Section):
 
     @property
     def kind(self) -> OptimizerKind:
-        """Optimizer that `name` names."""
+        """Properties of the optimizer that `name` names."""
         return OPTIMIZERS[self.name]
 
     def state_bytes(self, *, of_matrices: bool = False) -> int:
         """Return the bytes of optimizer state per parameter, in fp32.
 
-        An average of the weights counts. Some optimizers keep less for the matrices of blocks (`of_matrices`).
+        The average of the weights, if there is one, is included. Some optimizers keep less state for the matrices of
+        blocks (`of_matrices`).
         """
         if of_matrices:
             own = self.kind.matrix_state_bytes
@@ -341,7 +345,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """Batch size and length of the run. All sizes are global."""
+    """Settings for the batch size and the length of the run. All sizes are global."""
 
     num_lanes: Annotated[Lanes, WARNED] = 32
     """Rows of the global batch. Each is one contiguous token stream. A run resumed with another number reads each
@@ -370,13 +374,13 @@ class TrainSection(Section):
 
     @property
     def scored_len(self) -> int:
-        """Number of targets per segment whose loss counts in training: the last ones."""
+        """Number of targets per segment whose loss counts in training. They are the last targets of the segment."""
         if self.half_loss:
             return self.segment_len - self.segment_len // 2
         return self.segment_len
 
     def memory_per_layer(self, num_layers: int) -> tuple[int, ...]:
-        """Return the tokens of memory of each layer."""
+        """Return the number of tokens that each layer remembers."""
         return memory_of_layers(self.memory_len, self.memory_lens, num_layers=num_layers)
 
 
@@ -434,26 +438,27 @@ class EngineSection(Section):
 
     @property
     def is_replayable(self) -> bool:
-        """Whether a micro-batch can be a CUDA graph.
+        """True if a micro-batch can be recorded and replayed as a CUDA graph.
 
-        ZeRO-3 gathers weights within it, and recomputed blocks read the generator's state: neither can be replayed.
+        ZeRO-3 gathers weights within a micro-batch, and recomputed blocks read the generator's state. Neither can be
+        replayed.
         """
         return self.zero_stage < 3 and not self.activation_checkpointing
 
     def replays(self, *, on_gpu: bool) -> bool:
-        """Return whether micro-batches are CUDA graphs."""
+        """Return True if micro-batches are replayed as CUDA graphs."""
         return self.cuda_graph == "on" or (self.cuda_graph == "auto" and on_gpu and self.is_replayable)
 
     @property
     def dtype(self) -> Literal["fp32", "bf16", "fp16"]:
-        """Type in which the model stores numbers while it computes."""
+        """Type of the numbers that the model computes with. For the precision tf32 it is fp32."""
         if self.precision == "tf32":
             return "fp32"
         return self.precision
 
 
 class EvalSection(Section):
-    """Evaluation of the validation split during and after training."""
+    """Settings for scoring the validation split, during and after training."""
 
     every_steps: Annotated[Count, FREE] = 0
     """Steps between evaluations. 0 means at the end only."""
@@ -475,7 +480,7 @@ class EvalSection(Section):
 
 
 class CheckpointSection(Section):
-    """When checkpoints are saved, and which are kept."""
+    """Settings that say when checkpoints are saved, and which checkpoints are kept."""
 
     every_steps: Annotated[Count, FREE] = 500
     """Steps between checkpoints. 0 means at the end only. The end is always saved."""
@@ -493,7 +498,7 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
-    """Handling of non-finite numbers, spikes and silent corruption."""
+    """Settings for the handling of non-finite numbers, spikes and silent corruption."""
 
     max_consecutive_skips: Annotated[PositiveInt, FREE] = 20
     """Consecutive steps with a non-finite loss or gradient after which the run stops. All ranks skip such a step."""
@@ -515,7 +520,7 @@ class GuardSection(Section):
 
 
 class MetricsSection(Section):
-    """Metrics to record, and how often."""
+    """Settings that say which metrics are recorded, and how often."""
 
     log_every_steps: Annotated[PositiveInt, FREE] = 10
     """Steps between log lines. Each metric is the mean over these steps. The device is synchronised only then."""

@@ -92,9 +92,9 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Return (the layer's output for a segment, the first layer's values).
 
-        The second item is None unless later layers mix the first layer's values into their own. The arguments are
-        positional, because activation checkpointing passes them so. `encoding_KD` holds the sinusoids of the distances
-        K-1 ... 0, where the attention uses them.
+        The second item is None unless later layers mix the first layer's values into their own values. The arguments
+        are positional, because activation checkpointing passes them so. `encoding_KD` holds the sinusoids of the
+        distances K-1 ... 0, where the attention uses them.
         """
         distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
         if self.pre_norm:

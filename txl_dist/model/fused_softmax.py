@@ -49,7 +49,7 @@ several short rows."""
 
 
 class Columns(NamedTuple):
-    """Some of a cluster's columns of logits. They belong to the rows [low, high) of a table and of its bias."""
+    """Some columns of a cluster's logits. They belong to the rows [low, high) of a table and of its bias."""
 
     weight_VE: Tensor
     bias_V: Tensor
@@ -63,7 +63,7 @@ class Columns(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """Softmax of one cluster, over the tokens that belong to it."""
+    """Description of one cluster's softmax for `fused_linear_cross_entropy`: its tokens, targets and columns."""
 
     rows_R: Tensor | None
     """Indices of the cluster's tokens, int64, padded with S. None means all tokens, in order."""

@@ -79,8 +79,8 @@ def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like
 def attended(memory: Memory) -> Memory:
     """Return the memory with every position visible, so that queries attend to empty positions as zeros.
 
-    Hugging Face and the TensorFlow code begin in this way. It needs document 0 for every token, so documents must not
-    be masked.
+    Hugging Face's model and the TensorFlow code begin with such a memory. Every token must have document 0, so
+    documents must not be masked.
     """
     return memory._replace(document_BM=torch.zeros_like(memory.document_BM))
 

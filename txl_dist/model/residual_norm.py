@@ -22,7 +22,7 @@ from txl_dist.model.rms_norm import RmsNorm
 
 
 class Drop(NamedTuple):
-    """Description of one dropout: its rate, and the way in which it is applied."""
+    """Description of one dropout: its rate, and whether a kernel applies it."""
 
     rate: float
     by_kernel: bool = False

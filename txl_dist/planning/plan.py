@@ -239,7 +239,10 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
-    """Return how attention will be computed on such a GPU, by the setting engine.attention."""
+    """Return how attention will be computed on this kind of GPU: "plain", "kernels" or "fused".
+
+    The setting engine.attention and the GPU decide.
+    """
     model = config.model
     dtype = DTYPES[config.engine.dtype]
     shape_reason = unsupported_shape_reason(

@@ -51,7 +51,10 @@ AttentionKind = Literal["kernels", "fused", "plain"]
 
 @dataclass(frozen=True)
 class Program:
-    """Costs of one trainer's code. A pass reads or writes a tensor once, in the type of the activations."""
+    """Costs of one trainer's code, which `step_time` uses.
+
+    A pass reads or writes a tensor once, in the type of the activations.
+    """
 
     memory_products: tuple[int, int]
     """Pair of numbers: how many projections are made of the memory, and how many products each needs in a step. That is

@@ -61,7 +61,7 @@ def activate(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute dropout(activation(product + bias)). Programs: (tiles of rows, tiles of columns)."""
+    """Compute dropout(activation(product + bias)). The grid of programs is (tiles of rows, tiles of columns)."""
     row, place, mask = tile_of(tl.program_id(0), tl.program_id(1), num_rows, F, ROWS, COLUMNS)
     x = tl.load(PRODUCT + place, mask=mask, other=0.0).to(tl.float32)
     x += load_bias(BIAS, tl.program_id(1), F, ROWS, COLUMNS)
@@ -97,7 +97,7 @@ def activation_gradients(
     """Compute the gradient of the product, and partial sums [parts, F] of the bias's gradient.
 
     The activation relu needs RESULT. Other activations need PRODUCT, BIAS and SEED. Part p of P covers the tiles of
-    rows p, p + P, p + 2 P ... Programs: (parts, tiles of columns).
+    rows p, p + P, p + 2 P ... The grid of programs is (parts, tiles of columns).
     """
     factor = 65536.0 / (65536 - threshold)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -230,7 +230,7 @@ def missing_compiler_reason() -> str:
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance with the Triton kernels. Returns context_BTNH, like `relative_attention`.
 
-    `unsupported_reason` says whether the kernels can run. They need the first six of the terms.
+    `unsupported_reason` says whether the kernels can run. They need all terms except the last one.
     """
     query, key, value, *others = terms[:6]
     key_value = torch.stack([key, value], 2)
@@ -249,8 +249,8 @@ def triton_attention_of_products(
 ) -> Tensor:
     """Attend over fused projections with the Triton kernels. Returns context_BTNH.
 
-    One tensor holds queries, keys and values of the segment. The other holds keys and values of the memory. The kernels
-    read both tensors without copies, and each tensor gets one gradient.
+    `segment_BT3NH` holds queries, keys and values of the segment. `past_BM2NH` holds keys and values of the memory. The
+    kernels read these tensors without copies, and each tensor gets one gradient.
     """
     past = past_BM2NH if past_BM2NH.shape[1] else None
     others = (distance_KNH, content_bias_NH, position_bias_NH)

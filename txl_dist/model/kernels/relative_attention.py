@@ -184,7 +184,10 @@ def kept(seed, lane, head, i, j0, threshold, COLUMNS: tl.constexpr):
 
 @triton.jit
 def class_rows(tile, residue, lanes, ROWS: tl.constexpr):
-    """Return (a, lane, query) for the rows of a tile over n. The queries are 8 a + residue, of all lanes."""
+    """Return (a, lane, query) for the rows of a tile over n (see the module's docstring).
+
+    The queries are 8 a + residue, of all lanes.
+    """
     row = tile * ROWS + tl.arange(0, ROWS)
     a = row // lanes
     return a, row % lanes, 8 * a + residue
@@ -209,7 +212,10 @@ def skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS: tl.
 
 @triton.jit
 def seen_columns(residue, last_a, shape):
-    """Return the first and the last n that queries of this residue see, up to row `last_a`."""
+    """Return the first and the last column n that queries of this residue see, up to row `last_a`.
+
+    The module's docstring defines n and residue.
+    """
     first = -8 * last_a
     if shape.oldest is not None:
         first = tl.maximum(first, residue + shape.oldest)
@@ -239,9 +245,9 @@ def distance_scores(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute terms (b) and (d): one tile of (q + v) R', over n.
+    """Compute terms (b) and (d) of the scores: one tile of (q + v) R'. Its columns are n (see the module's docstring).
 
-    Programs: (tiles of n, tiles of rows, 8 residues x heads).
+    The grid of programs is (tiles of n, tiles of rows, 8 residues x heads).
 
     In the backward pass the first program of each tile of rows has the least work. So it also writes the values of
     these rows that later kernels need: q + u, q + v, and delta = d_context . context. The softmax subtracts delta from
@@ -315,7 +321,7 @@ def attend(
 ):
     """Compute the context, and the base-2 logarithm of each row's sum of exponentials.
 
-    Programs: (tiles of queries, heads x lanes).
+    The grid of programs is (tiles of queries, heads x lanes).
     """
     T = shape.T
     K = shape.K
@@ -420,11 +426,11 @@ def key_value_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute dk and dv of COLUMNS keys.
+    """Compute dk and dv, the gradients of COLUMNS keys and of their values.
 
-    The scores of all queries for these keys are overwritten by dS. Programs: (key tiles, heads x lanes). In each row dS
-    is written only to vectors of eight numbers that hold a key which the query sees. Later kernels read only these
-    vectors.
+    The scores of all queries for these keys are overwritten by their gradient dS. The grid of programs is (key tiles,
+    heads x lanes). In each row dS is written only to vectors of eight numbers that hold a key which the query sees.
+    Later kernels read only these vectors.
     """
     T = shape.T
     K = shape.K
@@ -522,9 +528,9 @@ def query_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Compute dq from terms (a) and (c). Also sum it over a tile, which gives a part of du.
+    """Compute dq, the gradient of the queries, from terms (a) and (c).
 
-    Programs: (tiles of queries, heads x lanes).
+    Also sum dq over a tile, which gives a part of du. The grid of programs is (tiles of queries, heads x lanes).
     """
     T = shape.T
     K = shape.K
@@ -581,7 +587,7 @@ def distance_query_gradients(
 ):
     """Add terms (b) and (d) to dq. Also sum these terms over a tile, which gives a part of dv_bias.
 
-    Programs: (tiles of rows, 8 residues x heads).
+    The grid of programs is (tiles of rows, 8 residues x heads).
     """
     residue_and_head = tl.program_id(1)
     residue = residue_and_head % 8
@@ -628,9 +634,10 @@ def distance_gradients(
     COLUMNS: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """Add these lanes' share of dR to partial sums [parts, 8, K, N, H].
+    """Compute dR, the gradient of the encodings, for these lanes. Add it to partial sums [parts, 8, K, N, H].
 
-    Part p of P covers the tiles of rows p, p + P, p + 2 P ... Programs: (tiles of n, parts, 8 residues x heads).
+    Part p of P covers the tiles of rows p, p + P, p + 2 P ... The grid of programs is (tiles of n, parts, 8 residues x
+    heads).
     """
     residue_and_head = tl.program_id(2)
     residue = residue_and_head % 8
@@ -679,7 +686,10 @@ def sum_parts(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the parts of dR, du and dv_bias, one part per row. Programs: tiles of du, then of dv_bias, then of dR."""
+    """Sum the partial gradients dR, du and dv_bias, one part per row.
+
+    The programs compute tiles of du, then of dv_bias, then of dR.
+    """
     tile = tl.program_id(0)
     bias_tiles = tl.cdiv(bias_len, COLUMNS)
     if tile < bias_tiles:

@@ -72,7 +72,7 @@ def residual_norm(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute the sum residual + dropout(update), and the norm of the sum. Programs: tiles of rows."""
+    """Compute the sum residual + dropout(update), and the norm of the sum. Each program computes a tile of rows."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place, mask = places(row, num_rows, D, BLOCK_D)
     update = tl.load(UPDATE + place, mask=mask, other=0.0).to(tl.float32)
@@ -159,5 +159,5 @@ def residual_norm_gradients(
 
 @triton.jit(do_not_specialize=["num_parts"])
 def sum_all(PARTS, TOTAL, num_parts, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum `num_parts` rows of `length` numbers. Programs: tiles of columns."""
+    """Sum `num_parts` rows of `length` numbers. Each program sums a tile of columns."""
     sum_rows(PARTS, TOTAL, tl.program_id(0), num_parts, length, ROWS, COLUMNS)

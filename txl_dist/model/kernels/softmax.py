@@ -35,8 +35,8 @@ def logits_to_gradient(
 ):
     """Replace logits by share * (softmax(logits + bias) - one-hot target), and write each row's loss.
 
-    Programs: tiles of rows. Rows are `stride` numbers apart, a multiple of 16. BIAS has `stride` numbers in fp32. They
-    are -inf after the last column, so the padding of a row has no weight and its gradient is 0.
+    Each program processes a tile of rows. Rows are `stride` numbers apart, a multiple of 16. BIAS has `stride` numbers
+    in fp32. They are -inf after the last column, so the padding of a row has no weight and its gradient is 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     known = row < num_rows
