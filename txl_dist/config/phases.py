@@ -95,9 +95,10 @@ def end_of_phase(config: Config, step: int) -> int:
 
 
 def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
-    """Yield (range of its steps, config) for every phase that has a step.
+    """Yield (range of steps, config) for every phase that has a step.
 
-    The range begins with the number of finished steps at the phase's beginning, and ends with that at its end.
+    The range begins with the number of steps that are finished when the phase begins. It stops at the number that are
+    finished when the phase ends.
     """
     step = 0
     while step < config.train.max_steps:

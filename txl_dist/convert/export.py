@@ -204,7 +204,7 @@ def _num_parameters(package: Package) -> int:
 def _rounded_once(package: Package, dtype: str) -> Package:
     """Return the package with a probe that is compared in type `dtype`.
 
-    A bundle's weights are already rounded to this type, so the probe needs no other type, whatever type is written.
+    A bundle's weights are already rounded to `dtype`. So this type is right for every type that is written.
     """
     if dtype == "fp32":
         return package

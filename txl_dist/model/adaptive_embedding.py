@@ -27,8 +27,8 @@ from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_b
 Partition = Sequence[ClusterRows]
 
 ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
-"""Number to whose multiples the rows of a cluster are padded, by kind of device. A GPU should see few different shapes,
-and a CPU should compute few rows."""
+"""Divisor of the number of rows of a cluster, by kind of device. The rows are padded to a multiple of it. A GPU should
+see few different shapes, and a CPU should compute few rows."""
 
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:

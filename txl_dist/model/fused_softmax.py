@@ -38,8 +38,8 @@ small chunks are slow."""
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
 """Largest number of logits in a chunk that has more than CHUNK_ROWS tokens."""
 ALIGNMENT = 16
-"""Number of elements to whose multiples rows of logits are padded, because cuBLAS is slow with odd leading dimensions.
-"""
+"""Divisor of the length of a row of logits. Rows are padded to a multiple of it, because cuBLAS is slow with odd
+leading dimensions."""
 CACHED_LOGITS = {"cpu": 2**17, "cuda": 2**62}
 """Number of logits that become gradients at a time. It limits them so that they stay in a CPU's cache. At least one
 token's logits are processed."""

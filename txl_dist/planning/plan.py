@@ -358,8 +358,8 @@ class _Planner:
     def _row(self, configs: list[Config]) -> list[Option]:
         """Return options with increasing micro-batches.
 
-        Bytes are counted for the smallest and the largest micro-batch. Between them they are interpolated, because they
-        are a convex function.
+        Bytes are counted for the smallest and the largest micro-batch. Between these two they are interpolated, because
+        they are a convex function of the micro-batch.
         """
         sizes = [config.train.microbatch_lanes for config in configs]
         engine = configs[-1].engine

@@ -57,8 +57,8 @@ class Program:
     """
 
     memory_products: tuple[int, int]
-    """Pair of numbers: how many projections are made of the memory, and how many products each needs in a step. That is
-    2, or 3 if its hidden states get gradients."""
+    """Pair of numbers: how many projections are made of the memory, and how many products each projection needs in a
+    step. The second number is 2, or 3 if hidden states in the memory get gradients."""
     skips_masked: bool
     """True if scores above the diagonal cost nothing."""
     score_passes: dict[AttentionKind, float]

@@ -23,7 +23,7 @@ SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 """Density of the normal distribution at 0: 1 / sqrt(2 pi)."""
 NOT_SPECIAL = ["num_rows", "threshold"]
-"""Arguments for whose values Triton does not compile a special version of the kernel."""
+"""Kernel arguments for which Triton compiles only one version of the kernel, whatever their values."""
 
 
 @triton.jit

@@ -35,8 +35,8 @@ from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
-"""Number to whose multiples head widths are padded by zeros. Then every row of a head begins at a multiple of 16 bytes.
-"""
+"""Divisor of all head widths in the kernels. Heads are padded by zeros to a multiple of it, so that every row of a head
+begins at a multiple of 16 bytes."""
 SCORE_BUFFER_BYTES = 192 * 2**20
 """Largest score buffer of a chunk, in bytes. The scores of one layer fit in it for every recipe. A buffer of 30 MB
 would stay in the L2 cache of an H100 or H200 (50 and 60 MB). But then there would be many launches, and each would be

@@ -54,7 +54,7 @@ import triton.language as tl
 IS_INTERPRETED = bool(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 NOT_SPECIAL = ["threshold", "lanes", "first_lane", "first_head"]
-"""Arguments for whose values Triton does not compile a special version of the kernel."""
+"""Kernel arguments for which Triton compiles only one version of the kernel, whatever their values."""
 LOWEST = tl.constexpr(-1.0e30)
 """Start of the running maximum. It is below all scores, but finite."""
 

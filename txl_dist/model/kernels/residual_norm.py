@@ -22,7 +22,7 @@ import triton.language as tl
 from txl_dist.model.kernels.relative_attention import kept, sum_rows
 
 NOT_SPECIAL = ["num_rows", "threshold"]
-"""Arguments for whose values Triton does not compile a special version of the kernel."""
+"""Kernel arguments for which Triton compiles only one version of the kernel, whatever their values."""
 
 
 @triton.jit
