@@ -7,11 +7,11 @@
     txl_tokenizer.json       this package's tokenizer, as in a bundle
     MANIFEST.json            size and sha256 of each file
 
-The memory is an input and an output. It has keys and values of each layer at the last M positions, oldest first, and
-for each row the number of positions that are filled. Positions that are not filled are masked, so queries do not attend
-to zeros there. So a new memory is zeros with length 0, for any model. The model's `same_length` and `clamp_len` are
-part of the graphs. A memory of hidden states, as in training, would be half as large. But then each token would need M
-projections to keys and values.
+The memory is an input and an output. It has keys and values of each layer at the last M positions, the oldest first.
+For each row it also has the number of positions that are filled. Positions that are not filled are masked, so queries
+do not attend to zeros there. So a new memory is zeros with length 0, for any model. The model's `same_length` and
+`clamp_len` are part of the graphs. A memory of hidden states, as in training, would be half as large. But then each
+token would need M projections to keys and values.
 
 The graphs are made from the model's own modules, with keys and values as arguments. Before the folder is published, the
 graphs' results are compared with the bundle's results.

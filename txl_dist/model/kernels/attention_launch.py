@@ -134,7 +134,7 @@ class Shape(NamedTuple):
     past_stride: int
     """Distance from one key or value of the memory to the next, in numbers, if the memory is a separate tensor."""
     oldest: int | None
-    """First key that query 0 sees, or None if queries see all earlier keys; see `AttentionMask.oldest`."""
+    """First key that query 0 sees, or None if queries see all earlier keys. It is `AttentionMask.oldest`."""
 
 
 class KernelChunk(NamedTuple):

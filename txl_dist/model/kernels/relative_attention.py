@@ -3,8 +3,8 @@
 The score of query i for key j is (q_i + u) . k_j + (q_i + v) . r_c, where c = j - i + T - 1 is the row of R for their
 distance. The second product is easy to compute for all c, but it is needed for all j. That is the relative shift
 (paper, appendix B). Here a score buffer [T, S] does the shift, where S is K rounded up to 16. Numbers are written to
-the buffer at c and read from it at j. This costs nothing if whole vectors of 16 bytes (eight numbers) are moved. So a
-tile takes queries that are eight apart, i = 8 a + residue, and its columns are n = j - 8 a, in cells of eight keys:
+the buffer at c and read from it at j. This costs nothing if whole vectors of 16 bytes (eight numbers) are moved. So the
+queries of a tile are eight apart: i = 8 a + residue. Its columns are n = j - 8 a, in cells of eight keys:
 
                 n = -16   -8     0     8    16   ...
     a = 0                     |  0 - |  8 - | 16 - |      A column has the same c = n + T - 1 - residue in all rows.
@@ -29,10 +29,10 @@ few queries, so few of their numbers lie beyond the ends of the parallelogram.
 
 There are no atomics, so the result is always the same. Sums are in fp32. Tiles that no query sees are skipped. Tiles
 that all queries see are not masked. For this, a program checks once whether any document ends among its keys. If none
-ends there, only tiles at the edge of the visible keys are masked, by a branch, because a separate loop for them would
-need more registers. Masked scores are -inf, and the running maximum begins at a finite number. So a tile that a query
-does not see contributes exp(-inf) = 0, and never NaN. The dropout mask is a function of (seed, lane, head, i, j). Each
-kernel that needs it computes it again.
+ends there, only tiles at the edge of the visible keys are masked. This takes a branch, because a separate loop for
+these tiles would need more registers. Masked scores are -inf, and the running maximum begins at a finite number. So a
+tile that a query does not see contributes exp(-inf) = 0, and never NaN. The dropout mask is a function of (seed, lane,
+head, i, j). Each kernel that needs it computes it again.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width (a multiple of 16). Contexts and their
 gradients are contiguous BTNH. Documents are BT and BK, int64. Queries are rows `query_stride` numbers apart, and keys
