@@ -8,6 +8,7 @@ in api_schema.py.
 from __future__ import annotations
 
 import codecs
+import json
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -319,10 +320,32 @@ async def _read(request: Request, form: type[R]) -> R:
     _check_content_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
         raise APIError(415, "bodies are taken as they are. Send it without Content-Encoding.")
+    _check_repeated(body)
     try:
         return form.model_validate_json(body)
     except ValidationError as error:
         raise from_validation(error, fields=form.model_fields) from error
+
+
+def _check_repeated(body: bytes) -> None:
+    """Raise APIError if an object of the JSON body has the same key more than once: pydantic would keep the last value.
+
+    A body that is not JSON passes, because the parser of the request reports it.
+    """
+    try:
+        json.loads(body, object_pairs_hook=_as_object)
+    except (ValueError, RecursionError):
+        return
+
+
+def _as_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of a JSON object. Raises APIError if two of them have one key."""
+    values: dict[str, Any] = {}
+    for key, value in members:
+        if key in values:
+            raise APIError(400, f"the body has the key {key!r:.80} more than once. Send each key once.", param=key)
+        values[key] = value
+    return values
 
 
 def _check_content_type(request: Request, body: bytes) -> None:

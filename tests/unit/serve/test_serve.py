@@ -206,6 +206,8 @@ def spelt(lm: LanguageModel, i: int) -> str:
 REFUSED: list[tuple[Any, int, str]] = [
     (b"", 400, "the body is no JSON"),
     (b'{"prompt": "a"', 400, "the body is no JSON"),
+    (b'{"prompt": "a", "prompt": "b"}', 400, "the body has the key 'prompt' more than once"),
+    (b'{"prompt": "a", "stream_options": {"x": 1, "x": 2}}', 400, "the body has the key 'x' more than once"),
     (b"[]", 400, "must be a JSON object"),
     (b"\xff\xfe", 400, "the body is no JSON"),
     (b'{"prompt": "\\ud800"}', 400, "the body is no JSON"),

@@ -110,7 +110,7 @@ _SIGNATURES = (
     _Signature(rb"PARE", Content("binary", "an encrypted parquet file", "Decrypt it first."), frozenset({".parquet"})),
     _Signature(rb"\x93NUMPY", Content("npy")),
     _Signature(
-        rb"PK\x03\x04.{26}(\[Content_Types\]\.xml|_rels/|mimetypeapplication/)",
+        rb"PK\x03\x04.{26}(\[Content_Types\]\.xml|_rels/|docProps/|(word|xl|ppt)/|mimetypeapplication/)",
         _document("an office document or e-book", "pandoc {file} -t plain -o out.txt"),
     ),
     _Signature(rb"PK(\x03\x04|\x05\x06|\x07\x08)", _archive("a zip archive", "unzip {file}")),
@@ -245,6 +245,8 @@ def detect_content(head: bytes, *, name: str) -> Content:
 
 def _detect_text(head: bytes, suffix: str, name: str) -> Content:
     is_whole = len(head) < HEAD_BYTES
+    if not head and suffix in (".parquet", ".npy"):
+        return Content("binary", f"an empty file, and not the {suffix} that its name promises", "Write it again.")
     head = head.removeprefix(codecs.BOM_UTF8)
     if is_whole:
         for pattern, content in _WHOLE_FILES:
