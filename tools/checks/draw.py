@@ -3,7 +3,8 @@
     python -m tools.checks.draw --seed "$(git rev-parse HEAD)" > draw.md
 
 It prints 40 public functions and classes, with nothing but signature and docstring, and 60 places: paragraphs of docs
-and README, docstrings, and error messages, 20 each. The same seed draws the same names and places from the same tree.
+and README, docstrings, and error messages, 20 each. The signature of a class is the arguments of `__init__`, or its
+fields. The same seed draws the same names and places from the same tree.
 """
 
 from __future__ import annotations
@@ -52,11 +53,23 @@ def _described(node: Definition, file: str, name: str) -> list[str]:
     docstring = ast.get_docstring(node)
     if docstring is None:
         return []
-    signature = f"class {name}"
-    if not isinstance(node, ast.ClassDef):
+    if isinstance(node, ast.ClassDef):
+        signature = f"class {name}({_arguments_of(node)})"
+    else:
         returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
         signature = f"{name}({ast.unparse(node.args)}){returns}"
     return [f"{file}\n{signature}\n{docstring}"]
+
+
+def _arguments_of(node: ast.ClassDef) -> str:
+    """Return what a class is made from: the arguments of `__init__`, else the annotated fields of its body."""
+    fields = []
+    for inner in node.body:
+        if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+            return ast.unparse(inner.args)
+        if isinstance(inner, ast.AnnAssign) and not ast.unparse(inner.target).startswith("_"):
+            fields.append(ast.unparse(inner))
+    return ", ".join(fields)
 
 
 def paragraphs(root: Path) -> list[str]:

@@ -99,7 +99,9 @@ def _check_has_values(flag: str, values: tuple[Any, ...], kind_of_value: str) ->
     """Refuse a flag that was given without values. Raises ConfigError."""
     if values or values is _NOT_GIVEN:
         return
-    raise ConfigError(f"{flag} needs {kind_of_value} or more. Leave it out, or give --prompt '', for a new document.")
+    raise ConfigError(
+        f"{flag} needs {kind_of_value} or more. Leave the flag out, or give --prompt '', for a new document."
+    )
 
 
 def _check_one_source(
@@ -114,15 +116,15 @@ def _check_one_source(
     }
     flags = [flag for flag in is_given if is_given[flag]]
     if len(flags) > 1:
-        raise ConfigError(f"{' and '.join(flags)} both give prompts. Give one of them.")
+        raise ConfigError(f"{' and '.join(flags)} both give prompts. Use only one of these flags.")
 
 
 def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
     """Refuse a pipe for a memory, and a path for a memory where no file can be written. Raises ConfigError."""
     if save_memory is not None and save_memory.exists() and not save_memory.is_file():
-        raise ConfigError(f"cannot write {save_memory}: it is not a file. Name another one with --save-memory.")
+        raise ConfigError(f"cannot write {save_memory}: it is not a file. Name another file with --save-memory.")
     if _PIPE in (load_memory, save_memory):
-        raise ConfigError("a memory must be a file, not -. Name one with --load-memory or --save-memory.")
+        raise ConfigError("a memory must be a file, not -. Name a file with --load-memory or --save-memory.")
 
 
 def _check_exists(path: Path | None) -> None:
@@ -142,7 +144,7 @@ def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | No
         return
     for read_path in read_paths:
         if read_path is not None and read_path.exists() and path.samefile(read_path):
-            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another one.")
+            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another file.")
 
 
 def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) -> None:
@@ -151,4 +153,4 @@ def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) 
         return
     for memory in memories:
         if memory is not None and memory.resolve() == out.resolve():
-            raise ConfigError(f"--out {out} is the file of a memory. Name another one.")
+            raise ConfigError(f"--out {out} is the file of a memory. Name another file.")

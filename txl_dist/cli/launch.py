@@ -274,7 +274,7 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
                 remedy = " Join machines by @: worker-1@worker-2:0,1."
             else:
                 remedy = ""
-            raise ConfigError(f"{flag} is given {count} times, and the launcher takes it once.{remedy}")
+            raise ConfigError(f"{flag} is given {count} times, but the launcher accepts the flag only once.{remedy}")
     for flag, (least, most) in NUMBERS.items():
         value = _value_of(asked, flag)
         if value is not None and not _is_number(value, least=least, most=most):
@@ -370,7 +370,7 @@ def _check_choice(asked: argparse.Namespace, slots: Mapping[str, int]) -> None:
     """
     chosen = _chosen(asked, slots or {"localhost": _MOST_SLOTS})
     if not any(chosen.values()):
-        raise ConfigError(f"--exclude {asked.exclude} leaves no rank. Exclude fewer.")
+        raise ConfigError(f"--exclude {asked.exclude} leaves no rank. Exclude fewer ranks.")
     if slots and asked.no_ssh and not 0 <= int(asked.node_rank or -1) < len(chosen):
         raise ConfigError(f"--no_ssh needs --node_rank, the number of this machine: 0 to {len(chosen) - 1}.")
 
@@ -397,8 +397,8 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
             raise ConfigError(f"{flag} {value}: no machine is called {host!r}.{hint}")
         if has_slots and not _SLOT_NUMBERS.fullmatch(numbers):
             raise ConfigError(
-                f"{flag} {value}: {numbers!r} are not slot numbers. Write their numbers with commas: {host}:0,1. "
-                f"{host} alone means all."
+                f"{flag} {value}: {numbers!r} are not slot numbers. Separate slot numbers by commas: {host}:0,1. "
+                f"{host} alone means all its slots."
             )
         available = set(every[host])
         if has_slots:
@@ -440,7 +440,7 @@ def _slots(hostfile: str | None) -> dict[str, int]:
     try:
         lines = [line.strip() for line in read_text(Path(file)).split("\n")]
     except OSError as error:
-        raise ConfigError(f"--hostfile {file}: {error.strerror}. Name a file that is there. {remedy}") from error
+        raise ConfigError(f"--hostfile {file}: {error.strerror}. Name an existing file. {remedy}") from error
     except ValueError as error:
         raise ConfigError(f"--hostfile {file} is not a hostfile: it is not text. {remedy}") from error
     hosts: dict[str, int] = {}
@@ -453,7 +453,9 @@ def _slots(hostfile: str | None) -> dict[str, int]:
         host = match[1]
         num_slots = int(match[2])
         if host in hosts:
-            raise ConfigError(f"--hostfile {file}: line {number} names {host} again. Give each machine one line.")
+            raise ConfigError(
+                f"--hostfile {file}: line {number} names {host} a second time. Name each machine on one line only."
+            )
         if num_slots < 1:
             raise ConfigError(f"--hostfile {file}: line {number} gives {host} no slots. Leave the line out.")
         hosts[host] = num_slots

@@ -100,5 +100,7 @@ def _read_corpus(config: Config) -> tuple[int, int]:
         corpora = open_all(config.data)
         num_tokens = sum(corpus.split(config.data.train_split).tokens for corpus in corpora)
     except TxlError as error:
-        raise ConfigError(f"{error} Or give --vocab-size: a plan needs no more of the corpus.") from error
+        raise ConfigError(
+            f"{error} Or give --vocab-size: a plan needs only the vocabulary size of the corpus."
+        ) from error
     return corpora[0].vocab_size, num_tokens

@@ -158,7 +158,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
         else:
             values = Record()
         if values.repeated:
-            raise ConfigError(f"{place}{', '.join(sorted(values.repeated))}: twice in the record. Remove one.")
+            raise ConfigError(f"{place}the record has {', '.join(sorted(values.repeated))} twice. Keep each key once.")
         texts = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None]
         if len(texts) != 1 or not (isinstance(texts[0], str) or _is_list_of_ids(texts[0])):
             raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
@@ -193,7 +193,7 @@ def read_lines(path: Path) -> Iterator[str]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Name another file.") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not valid UTF-8 (byte {error.start}). Give it as UTF-8.") from error
+        raise ConfigError(f"{path} is not valid UTF-8 (byte {error.start}). Convert the file to UTF-8.") from error
 
 
 def _start_prompts(

@@ -43,7 +43,10 @@ def recl(
     if data:
         require(data, ArtifactKind.CORPUS, what="--data")
     elif kinds[0] is ArtifactKind.BUNDLE:
-        raise ConfigError(f"{targets[0]} is a bundle, which names no corpus. Name one with --data, or a run before it.")
+        raise ConfigError(
+            f"{targets[0]} is a bundle, which names no corpus. "
+            "Name a corpus with --data, or name a run before the bundle."
+        )
     announce_ranks(
         f"scoring {counted(len(targets), 'model')} with {counted(len(settings.contexts), 'length')} of context"
     )

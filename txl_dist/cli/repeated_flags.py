@@ -43,7 +43,7 @@ def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[st
             group_values.insert(0, attached(value))
         if not group_values:
             raise ConfigError(
-                f"{flag} is given several times, and once without a value. Add the value, or leave it out."
+                f"{flag} is given several times, and once without a value. Add the value, or remove that flag."
             )
         values[flag] += group_values
         counts[flag] -= 1

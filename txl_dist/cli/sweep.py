@@ -58,7 +58,7 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
     for axis in arguments.grid:
         name = axis.partition("=")[0].strip().replace("-", "_")
         if name in common_settings:
-            raise ConfigError(f"{name} is given for all runs and in --grid. Leave one of them out.")
+            raise ConfigError(f"{name} is set for all runs and in --grid. Set it in one place only.")
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")

@@ -215,7 +215,9 @@ def _parsed(text: str, last: Phase) -> Phase:
         values["microbatch_lanes"] = lanes // last.num_lanes
     phase = last._replace(**values)
     if min(phase.num_lanes, phase.segment_len, phase.microbatch_lanes) < 1 or not 0 <= phase.memory_len <= LONGEST:
-        raise ConfigError(f'train.phases: "{text}": lengths and lanes are 1 or more, a memory 0 to {LONGEST:,}.')
+        raise ConfigError(
+            f'train.phases: "{text}": lengths and lanes must be 1 or more, and a memory must be 0 to {LONGEST:,}.'
+        )
     return phase
 
 

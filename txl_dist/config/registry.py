@@ -65,7 +65,9 @@ _loading: list[str] = []
 def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
     """Add a row to a table. Raises ConfigError if the table has the name already, or if the name is not allowed."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise ConfigError(f"{what} {name!r:.80}: a name has letters, digits and underscores. Choose another name.")
+        raise ConfigError(
+            f"{what} {name!r:.80}: a name may hold letters, digits and underscores only. Choose another name."
+        )
     if name in table:
         owner = _plugin_of(table, name)
         raise ConfigError(

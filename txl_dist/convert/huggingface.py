@@ -203,7 +203,9 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
     without softmax.
     """
     if "word_emb.emb_layers.0.weight" in peer_weights and "crit.out_layers.0.bias" not in peer_weights:
-        raise CheckpointError(f"{where} is a model without the softmax (TransfoXLModel). Save a TransfoXLLMHeadModel.")
+        raise CheckpointError(
+            f"{where} is a model without a softmax layer (TransfoXLModel). Save a TransfoXLLMHeadModel."
+        )
     weights: Weights = {}
     for name, tensor in peer_weights.items():
         weights[name.removeprefix(PREFIX)] = _flip_clusters(name, tensor)

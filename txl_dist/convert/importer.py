@@ -107,7 +107,9 @@ def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Pa
     if not imported.model.scheme.uses_memory and memory_len < 0:
         memory_len = 0  # even if the file gives a length: the original fails with a memory there
     if segment_len < 0 or memory_len < -1:
-        raise ConfigError(f"a segment of {segment_len} or a memory of {memory_len} tokens cannot be. Correct it.")
+        raise ConfigError(
+            f"a segment of {segment_len} or a memory of {memory_len} tokens is impossible. Correct the length."
+        )
     if memory_len < 0:
         memory_len = imported.memory_len
     if segment_len == 0:

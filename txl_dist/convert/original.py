@@ -253,7 +253,8 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
                 kind = 0
     if kind not in POSITIONS:
         raise CheckpointError(
-            f"{where} has attn_type {kind}; this program has 0, 1 and 2. (3, Al-Rfou, adds its positions to the memory "
+            f"{where} has attn_type {kind}, but this program reads 0, 1 and 2 only. "
+            "(3, Al-Rfou, adds its positions to the memory "
             "twice in the original, so that no two segments agree.)"
         )
     if kind == 2 and settings.pre_lnorm:

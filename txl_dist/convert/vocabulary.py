@@ -135,7 +135,8 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: idx2sym and sym2idx contradict each other. {_REMEDY}")
     if fields.get("delimiter") not in (None, "", " "):
         raise DataError(
-            f"{where} splits words at {fields['delimiter']!r}; this program knows blanks. Write its symbols to a text "
+            f"{where} splits words at {fields['delimiter']!r}; this program splits words at blanks only. "
+            "Write its symbols to a text "
             "file, one per line, and prepare texts with blanks."
         )
     are_characters = fields.get("delimiter") == ""
@@ -232,5 +233,5 @@ def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
 
 def _check_size(tokenizer: Tokenizer, *, where: str, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size != vocab_size:
-        raise DataError(f"{where} has {tokenizer.vocab_size} symbols, the model {vocab_size}. {_REMEDY}")
+        raise DataError(f"{where} has {tokenizer.vocab_size} symbols, but the model has {vocab_size}. {_REMEDY}")
     return tokenizer

@@ -108,7 +108,7 @@ class Overrides:
         if found:
             raise ConfigError(
                 f"{', '.join(found)} contradicts --protocol {self.protocol}, which fixes this itself "
-                f"({peer.source}). Leave out one or the other."
+                f"({peer.source}). Leave one of the two out."
             )
 
 
@@ -285,7 +285,7 @@ def require_apart(files: Mapping[str, Path | None]) -> None:
     named = [path.resolve() for path in files.values() if path is not None]
     if len(set(named)) < len(named):
         *flags, last = files
-        raise ConfigError(f"{', '.join(flags)} and {last} name the same file. Give each its own.")
+        raise ConfigError(f"{', '.join(flags)} and {last} name the same file. Name a different file for each flag.")
 
 
 def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> None:

@@ -203,7 +203,7 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
         if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:
             raise ConfigError(
                 f"{target.path} has same_length={target.config.model.same_length!r}, which counts its window in "
-                "memory, which is off here. Give a --memory-len of 1 or more, or leave it out."
+                "memory, which is off here. Give a --memory-len of 1 or more, or leave this model out."
             )
         if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
             raise ConfigError(
@@ -223,7 +223,7 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
         raise ConfigError(
             f"split {split.name!r} has {counted(split.tokens, 'token')}, no more than --max-context "
             f"{settings.max_context}. "
-            "Give a shorter one, or score a longer split (--split, --data)."
+            "Give a smaller --max-context, or score a longer split (--split, --data)."
         )
     if num_places < settings.num_tokens:
         warn_for_all(

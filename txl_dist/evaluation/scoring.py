@@ -164,7 +164,9 @@ def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) 
             "Give --same-length off, or leave out --memory-len 0 and --without-memory."
         )
     if overrides.zero_memory and is_off:
-        raise ConfigError("--zero-memory has no meaning without memory. Leave it out, or give a --memory-len above 0.")
+        raise ConfigError(
+            "--zero-memory has no meaning without memory. Leave the flag out, or give a --memory-len above 0."
+        )
     if overrides.zero_memory and config.data.document_mask:
         raise ConfigError(
             "--zero-memory is not a document, and this model's queries see their own document only "
@@ -309,7 +311,7 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
         ConfigError(
             "--plot draws losses over several lengths, and those that are given come to one evaluation: "
             f"memory {first.memory_len:,}, segment {first.cut.segment_len:,}, clamp {first.config.model.clamp_len:,}. "
-            "Give others, or leave out --plot."
+            "Give other lengths, or leave out --plot."
         )
     )
 

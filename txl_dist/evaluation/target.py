@@ -111,7 +111,9 @@ def require_same(targets: Sequence[Target]) -> None:
         distinct = sorted(set(names))
         if len(distinct) > 1:
             raise raised_everywhere(
-                CheckpointError(f"the ranks have read different models: {', '.join(distinct)}. Name one of them.")
+                CheckpointError(
+                    f"the ranks have read different models: {', '.join(distinct)}. Name one model for all ranks."
+                )
             )
 
 

@@ -167,12 +167,12 @@ class Stated:
         for key, value in vars(self).items():
             flag = f"--{key.replace('_', '-')}"
             if value and not value.strip():
-                raise ConfigError(f"{flag} is blank. Leave it out where nothing is to be stated.")
+                raise ConfigError(f"{flag} is blank. Leave the flag out if there is nothing to state.")
             if len(value) > MAX_STATED:
                 raise ConfigError(f"{flag} has {len(value):,} characters, more than {MAX_STATED}. Shorten it.")
             wrong = _unprintable(value)
             if wrong:
-                raise ConfigError(f"{flag} holds the character {wrong!r}; a card's fact is one line of text.")
+                raise ConfigError(f"{flag} holds the character {wrong!r}; a model card takes one line of text here.")
         if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
             raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
         if self.license.lower() not in LICENSES and (meant := _otherwise_spelt(self.license)):

@@ -165,7 +165,7 @@ class LanguageModel:
         prompts = [self._read(text, memory) for text in _several(texts)]
         check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
-            raise ConfigError("zero_memory begins with zeros, and a memory is given. Leave one of them out.")
+            raise ConfigError("zero_memory and a memory are both given. Leave one of the two out.")
         if zero_memory and self.bundle.document_mask:
             raise ConfigError("zero_memory is not a document, and this model sees its own document only. Leave it out.")
         if memory_len < 0:
@@ -413,7 +413,9 @@ class LanguageModel:
         if not isinstance(memory, TextMemory | None):
             raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make one by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
-            raise ConfigError("this memory is of another model. Make it with this one, by `memory` or `generate`.")
+            raise ConfigError(
+                "this memory belongs to another model. Make a memory with this model, by `memory` or `generate`."
+            )
         if isinstance(text, str):
             ids = self.encode(text)
             decoded = text
@@ -518,14 +520,14 @@ class LanguageModel:
 def _several(texts: Iterable[Text]) -> list[Text]:
     """Return the texts as a list. Raises ConfigError for a string, which is one text and not several."""
     if isinstance(texts, str | bytes | Mapping | Set) or not isinstance(texts, Iterable):
-        raise ConfigError(f"{texts!r:.200} is not a list of texts. Give a list, also of one.")
+        raise ConfigError(f"{texts!r:.200} is not a list of texts. Give a list, also for one text.")
     return list(texts)
 
 
 def _refuse_samples(settings: dict[str, Any]) -> None:
     """Raise ConfigError if the settings ask for several texts per prompt."""
     if settings.get("num_samples", 1) != 1:
-        raise ConfigError("this gives one text. Use generate_batch([prompt], num_samples=...) for several.")
+        raise ConfigError("this call returns one text. Use generate_batch([prompt], num_samples=...) for several.")
 
 
 _MOST_ROWS = 16

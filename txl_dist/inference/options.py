@@ -159,7 +159,7 @@ def check_count(value: Any, *, least: int, what: str) -> None:
 def check_text(text: str) -> None:
     """Raise ConfigError for a value that is not text, and for text with surrogates, which is not valid UTF-8."""
     if not isinstance(text, str):
-        raise ConfigError(f"{text!r:.200} is not text. Give a string.")
+        raise ConfigError(f"{text!r:.200} is not a text. Give a string.")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -64,7 +64,7 @@ class TextMemory:
         """
         target = path_of(path)
         if target.exists() and not target.is_file():
-            raise ConfigError(f"{path} is not a file that a memory could be written to. Choose another one.")
+            raise ConfigError(f"{path} is not a file, so a memory cannot be written to it. Choose another path.")
         with translate_errors(ConfigError, f"cannot write {path}", "Choose another file."):
             atomic_replace(target, self.to_bytes())
 
@@ -106,7 +106,7 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
         raise CheckpointError(f"{called} is not a memory of a text. {_AGAIN}")
     if metadata.get("model") != fingerprint:
         raise CheckpointError(
-            f"{called} is a memory of another model: another model cannot use its numbers. Use the model "
+            f"{called} belongs to another model, and a memory works with its own model only. Use the model "
             f"that made it, or give the text. {_AGAIN}"
         )
     if not _fits(tensors, model) or metadata.get("content") != _digest(tensors):

@@ -59,7 +59,7 @@ def address_of(path: str | Path) -> Address | None:
     repository, at, revision = text.removeprefix(SCHEME).strip("/").partition("@")
     if not NAME_OF_A_REPOSITORY.fullmatch(repository) or (at and not revision):
         raise ConfigError(
-            f"{text} does not name a model of the Hub. Spell it hf://OWNER/NAME or hf://OWNER/NAME@REVISION."
+            f"{text} does not name a model of the Hub. Write hf://OWNER/NAME or hf://OWNER/NAME@REVISION."
         )
     return Address(repository, revision or None)
 

@@ -138,7 +138,7 @@ def parse_axis(words: str) -> Axis:
         raise ConfigError(f"--grid {words} has no values. Write --grid {name}=VALUE,VALUE.")
     values = tuple(value_of(name, entry.split()) for entry in text.split(","))
     if len(set(values)) < len(values):
-        raise ConfigError(f"--grid {words} has a value twice. Give each once.")
+        raise ConfigError(f"--grid {words} has a value twice. Give each value once.")
     return Axis(name, values)
 
 
@@ -167,7 +167,7 @@ def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) 
         raise ConfigError("one run is not a sweep. Give --grid section.key=VALUE,VALUE, or more --seeds.")
     run_dirs = {trial.run_dir for trial in trials}
     if len(run_dirs) < len(trials):
-        raise ConfigError("two values of --grid give the same folder name. Leave one out.")
+        raise ConfigError("two values of --grid give the same folder name. Leave one of the two values out.")
     return trials
 
 

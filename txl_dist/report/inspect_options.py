@@ -54,7 +54,9 @@ class InspectOptions:
         if self.lane >= 0 and self.step < 1:
             raise ConfigError(f"there is no step {self.step}: 1 is the first. Name the step as the log does.")
         if self.num_clusters and self.cutoffs:
-            raise ConfigError("--num-clusters computes the cutoffs that --cutoffs gives. Leave one of them out.")
+            raise ConfigError(
+                "--num-clusters computes the cutoffs that --cutoffs gives. Leave one of the two flags out."
+            )
         if kind is not ArtifactKind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
             raise ConfigError(
                 f"{path} is not a corpus but {kind.value}, which knows its lanes and seed itself: leave out "

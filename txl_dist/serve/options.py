@@ -78,16 +78,20 @@ class Serving:
     def key(self) -> str:
         """Return the key that clients must send; empty if none is needed. Raises ConfigError for an unusable key."""
         if self.api_key and self.api_key_file is not None:
-            raise ConfigError("--api-key and --api-key-file both give a key. Give one of them.")
+            raise ConfigError("--api-key and --api-key-file both give a key. Use only one of these flags.")
         key = self.api_key or os.environ.get(API_KEY, "")
         if self.api_key_file is not None:
             try:
                 with open_text(self.api_key_file) as stream:
                     key = stream.read().strip()
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"cannot read --api-key-file {self.api_key_file}: {error}. Name another.") from error
+                raise ConfigError(
+                    f"cannot read --api-key-file {self.api_key_file}: {error}. Name another file."
+                ) from error
             if not key:
-                raise ConfigError(f"--api-key-file {self.api_key_file} is empty. Write a key into it.")
+                raise ConfigError(f"--api-key-file {self.api_key_file} is empty. Write a key into the file.")
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ConfigError("the API key may hold printable ASCII without blanks only. Choose another.")
+            raise ConfigError(
+                "the API key may hold only printable ASCII characters without blanks. Choose another key."
+            )
         return key

@@ -117,7 +117,7 @@ class ForeignTokenizer(Tokenizer):
                 symbol = self.symbols[self._our_ids[foreign_ids[is_forbidden.argmax()]]]
                 raise DataError(
                     f"this tokenizer makes its special token {symbol!r} out of ordinary text, {text[:60]!r} ... "
-                    "Use another one, or train one here."
+                    "Use another tokenizer, or train one with `txl prepare --tokenizer bpe`."
                 )
         ids: Ids = self._our_ids[foreign_ids]
         return ids

@@ -200,7 +200,7 @@ class Callbacks:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(
-                f"callbacks: two callbacks save their state as {twice[0]!r}. Give one of them another state_key."
+                f"callbacks: two callbacks save their state as {twice[0]!r}. Give one of the two another state_key."
             )
         self._has_started = False
         self.validated_step = -1

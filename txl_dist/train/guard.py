@@ -91,7 +91,7 @@ class Guard:
             raise raised_everywhere(
                 TrainingError(
                     f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before saving it; "
-                    "take the machine of that rank out of service, and start again from the last checkpoint."
+                    "take the machine of that rank out of service and start again from the last checkpoint."
                 )
             )
         seconds = round(time.perf_counter() - start_s, 4)

@@ -12,7 +12,7 @@ from txl_dist.cli.main import main
 
 HOSTFILE = "node1 slots=2\nnode2 slots=4\n"
 WRONG = [
-    ("--include localhost:", "are not slot numbers. Write their numbers"),
+    ("--include localhost:", "are not slot numbers. Separate slot numbers"),
     ("--include nohost:0", "no machine is called 'nohost'. Did you mean localhost"),
     ("--exclude localhost:x", "'x' are not slot numbers"),
     ("--exclude localhost", "leaves no rank"),

@@ -237,7 +237,7 @@ def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell
         (["--prompt"], "--prompt needs a text or more"),
         (["--save-memory", "-"], "a memory must be a file"),
         (["--load-memory", "-"], "a memory must be a file"),
-        (["--save-memory", "pipe"], "cannot write pipe: it is not a file. Name another one with --save-memory."),
+        (["--save-memory", "pipe"], "cannot write pipe: it is not a file. Name another file with --save-memory."),
         (["--out", "."], "cannot write .: Is a directory. Name another file with --out."),
         (["--save-memory", "nowhere/m"], "cannot write nowhere/m: No such file or directory."),
     ],
@@ -279,7 +279,7 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
 def test_a_memory_that_is_none_is_cut_or_anothers_is_refused(shell: Shell, bundle: Path, tmp_path: Path) -> None:
     shell("--prompt", "the cat", "--save-memory", "m")
     other = made(tmp_path / "other", seed=1)
-    assert "m is a memory of another model" in shell.refusal("--load-memory", "m", bundle=other)
+    assert "m belongs to another model" in shell.refusal("--load-memory", "m", bundle=other)
     Path("cut").write_bytes(Path("m").read_bytes()[:-9])
     assert "cut cannot be read as a memory of a text" in shell.refusal("--load-memory", "cut")
     assert "is not a memory of a text" in shell.refusal("--load-memory", str(bundle / "model.safetensors"))

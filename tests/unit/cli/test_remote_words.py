@@ -103,4 +103,7 @@ def test_a_launcher_flag_that_would_be_lost_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("c.toml").touch()
     assert main(["launch", "--include", "a:0", "--include=b", "c.toml"]) == 2
-    assert "--include is given 2 times, and the launcher takes it once. Join machines by @" in capsys.readouterr().err
+    assert (
+        "--include is given 2 times, but the launcher accepts the flag only once. Join machines by @"
+        in capsys.readouterr().err
+    )

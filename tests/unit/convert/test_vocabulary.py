@@ -181,7 +181,7 @@ def test_our_own_file_is_read_as_it_is(tmp_path: Path) -> None:
     ours.save(tmp_path / "tokenizer.json")
     read = read_vocabulary(tmp_path / "tokenizer.json", vocab_size=ours.vocab_size)
     assert read.fingerprint == ours.fingerprint
-    with pytest.raises(DataError, match=r"tokenizer\.json has 6 symbols, the model 7"):
+    with pytest.raises(DataError, match=r"tokenizer\.json has 6 symbols, but the model has 7"):
         read_vocabulary(tmp_path / "tokenizer.json", vocab_size=7)
 
 
@@ -241,7 +241,7 @@ def test_a_bpe_with_missing_bytes_merges_or_ids_is_refused(bpe: BpeTokenizer, tm
 
 
 def test_another_size_than_the_models_is_refused_with_both(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocab\.txt has 5 symbols, the model 7"):
+    with pytest.raises(DataError, match=r"vocab\.txt has 5 symbols, but the model has 7"):
         read_vocabulary(write_text(tmp_path / "vocab.txt", SYMBOLS), vocab_size=7)
 
 

@@ -453,7 +453,7 @@ def test_a_picture_of_one_length_is_refused_before_it_is_scored(
 ) -> None:
     monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
     with pytest.raises(
-        ConfigError, match=r"--plot draws .* come to one evaluation: .*Give others, or leave out --plot"
+        ConfigError, match=r"--plot draws .* come to one evaluation: .*Give other lengths, or leave out --plot"
     ):
         evaluate_trained(
             made.bundle, data=made.corpus.folder, overrides=Overrides(**changes), baselines=False,

@@ -225,7 +225,7 @@ def test_a_name_that_is_no_section_is_said_to_be_none(lm: LanguageModel) -> None
 def test_a_memory_does_not_take_the_place_of_a_pipe(lm: LanguageModel, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(ConfigError, match="is not a file that a memory could be written to"):
+        with pytest.raises(ConfigError, match="is not a file, so a memory cannot be written to it"):
             lm.memory("a").save(path)
     assert (tmp_path / "pipe").is_fifo()
 
@@ -235,10 +235,10 @@ def test_a_memory_of_another_model_or_a_damaged_one_is_refused(
 ) -> None:
     memory, other = lm.memory("the cat"), model_of(tokenizer, seed=1, dtype=torch.float64)
     for call in (other.generate, other.score, other.memory):
-        with pytest.raises(ConfigError, match="of another model"):
+        with pytest.raises(ConfigError, match="belongs to another model"):
             call("x", memory=memory)
     memory.save(tmp_path / "memory")
-    with pytest.raises(CheckpointError, match="is a memory of another model"):
+    with pytest.raises(CheckpointError, match="belongs to another model"):
         other.load_memory(tmp_path / "memory")
     content = (tmp_path / "memory").read_bytes()
     flipped = bytearray(content)
@@ -381,7 +381,7 @@ def test_what_is_neither_text_nor_ids_is_refused_by_everything(lm: LanguageModel
         with pytest.raises(ConfigError, match=r"is not an? (list of ids|id), .*Correct it"):
             several([given])
     if not isinstance(given, list | dict | set | torch.Tensor):
-        with pytest.raises(ConfigError, match="is not text"):
+        with pytest.raises(ConfigError, match="is not a text"):
             lm.encode(given)
 
 
@@ -579,7 +579,7 @@ def test_weights_that_change_are_read_again_and_old_memories_refused(tokenizer: 
     assert torch.equal(lm.score("the cat"), other.score("the cat"))
     assert not torch.equal(lm.score("the cat"), before)
     assert lm.fingerprint == other.fingerprint
-    with pytest.raises(ConfigError, match="of another model"):
+    with pytest.raises(ConfigError, match="belongs to another model"):
         lm.generate("a", memory=memory)
     with pytest.raises(ConfigError, match="with its present weights"):
         lm.hidden(torch.zeros(1, 1, dtype=torch.int64), ring)

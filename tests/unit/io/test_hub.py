@@ -141,7 +141,7 @@ def one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     [
         (["generate", "hf://me/none"], "cannot download hf://me/none: there is no such repository, or it is private"),
         (["generate", "hf://me/model@v9"], "cannot download hf://me/model@v9: the repository has no such revision"),
-        (["generate", "hf://model"], "Spell it hf://OWNER/NAME"),
+        (["generate", "hf://model"], "Write hf://OWNER/NAME"),
         (["generate", "hf://me/data"], "it has no config.toml (a run), state.json (a checkpoint), model.safetensors"),
         (["evaluate", "hf://me/none", "--data", "x"], "there is no such repository"),
         (["serve", "hf://me/none"], "there is no such repository"),

@@ -600,7 +600,7 @@ def test_a_file_that_is_no_memory_of_this_model_is_refused(server: Served) -> No
     data = whole.to_bytes()
     assert "cannot be read as a memory" in refusal(b"")
     assert "cannot be read as a memory" in refusal(data[:-9])
-    assert "is a memory of another model" in refusal(random_model(seed=4).memory(TEXT).to_bytes())
+    assert "belongs to another model" in refusal(random_model(seed=4).memory(TEXT).to_bytes())
     assert "is damaged" in refusal(data[:-1] + bytes([data[-1] ^ 1]))
     shapes = torch.stack(whole.past.key_values)
     for forged in (shapes[:, :1], shapes[..., :3], shapes * torch.nan, shapes.double()):
@@ -1005,7 +1005,7 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd:
     for flags, message in (
         (["--port", port], f"port {port}: Address already in use. Stop the program that uses it, or choose another"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: it must be 1 or more texts."),
-        (["--api-key", "a b"], "printable ASCII without blanks"),
+        (["--api-key", "a b"], "only printable ASCII characters without blanks"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read --api-key-file"),
         (["--prot", port], "unknown flag --prot. Did you mean --port?"),
     ):

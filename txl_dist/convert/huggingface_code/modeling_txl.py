@@ -116,7 +116,10 @@ class TxlMemory(Cache):
             memory_len = config.generation_memory_len
         self.memory_len = memory_len
         if config.same_length == "memory" and self.memory_len < 1:
-            raise ValueError("with same_length 'memory' a memory of 0 shows nothing. Choose a memory_len of 1 or more.")
+            raise ValueError(
+                "with same_length 'memory', a memory of 0 tokens leaves nothing to attend to. "
+                "Choose a memory_len of 1 or more."
+            )
         self.num_seen = 0
         self.document_BS = None
 

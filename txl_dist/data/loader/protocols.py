@@ -95,7 +95,7 @@ class RandomCrops:
         if split.tokens <= segment_len:
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, and a crop with its last target "
-                f"{segment_len + 1:,}. Give a shorter --segment-len, or score a longer one (--split, --data)."
+                f"{segment_len + 1:,}. Give a shorter --segment-len, or score a longer split (--split, --data)."
             )
         self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
         self.segment_len = segment_len

@@ -193,7 +193,8 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
     """
     if old.seed != wanted.seed:
         raise CheckpointError(
-            f"the checkpoint's stream has the seed {old.seed}, this run {wanted.seed}. Restore run.seed."
+            f"the checkpoint's stream has the seed {old.seed}, but this run has the seed {wanted.seed}. "
+            "Restore run.seed."
         )
     before = {(corpus.fingerprint, corpus.split): corpus for corpus in old.corpora}
     now = {(corpus.fingerprint, corpus.split) for corpus in wanted.corpora}

@@ -102,7 +102,7 @@ def materialise(
     another file, damaged, or cannot be reached.
     """
     if name not in NAMED:
-        raise ConfigError(f"there is no corpus named {name!r}; there are {', '.join(NAMED)}.")
+        raise ConfigError(f"there is no corpus named {name!r}; the named corpora are {', '.join(NAMED)}.")
     corpus = NAMED[name]
     target = folder / name
     if not target.is_dir():
@@ -237,7 +237,7 @@ def _tar_members(corpus: NamedCorpus, path: Path) -> Iterator[tuple[Member, IO[b
 
 
 def _missing(path: Path, names: list[str]) -> DataError:
-    return DataError(f"{path} lacks {names[0]} as a regular file, and {len(names) - 1} more. Fetch it again.")
+    return DataError(f"{path} lacks {names[0]} as a regular file, and {len(names) - 1} more. Download the file again.")
 
 
 def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress | None) -> Path:

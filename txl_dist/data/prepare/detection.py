@@ -245,8 +245,8 @@ def detect_content(head: bytes, *, name: str) -> Content:
 
 def _detect_text(head: bytes, suffix: str, name: str) -> Content:
     is_whole = len(head) < HEAD_BYTES
-    if not head and suffix in (".parquet", ".npy"):
-        return Content("binary", f"an empty file, and not the {suffix} that its name promises", "Write it again.")
+    if not head and suffix == ".parquet":
+        return Content("binary", "an empty file, and not a parquet file", "Write it again.")
     head = head.removeprefix(codecs.BOM_UTF8)
     if is_whole:
         for pattern, content in _WHOLE_FILES:

@@ -132,7 +132,8 @@ def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
     if files[0].split != TRAIN:
         raise DataError(
             "the inputs hold no text for the train split: by their names all files belong to the "
-            "validation or test split. Give the files to train on too, or train on these with `--ignore-split-names`."
+            "validation or test split. "
+            "Add the files of the train split, or train on all files with `--ignore-split-names`."
         )
     settings.check_given({file.split for file in files})
     num_other = 0

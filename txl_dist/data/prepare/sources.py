@@ -200,8 +200,9 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
             first = first_input.setdefault(real_path, number)
             if first != number:
                 raise DataError(
-                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. Text of two splits would be "
-                    "trained on and evaluated, other text would count twice. Give each file once."
+                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. Text in two splits would be "
+                    "used for training and for evaluation, and text twice in one split would count twice. "
+                    "Give each file once."
                 )
 
 

@@ -65,4 +65,6 @@ def check_size(name: str, num_bytes: int, info: ShardInfo) -> None:
     Other readers of tars do not notice a file that is cut between two members.
     """
     if num_bytes != info.bytes or not num_bytes:
-        raise DataError(f"{name} has {num_bytes} bytes, the index says {info.bytes}: cut or replaced. {REMEDY}")
+        raise DataError(
+            f"{name} has {num_bytes} bytes, but the index says {info.bytes}: the file was cut or replaced. {REMEDY}"
+        )

@@ -38,7 +38,9 @@ def open_storage(
     if protocol == "file":
         return LocalStorage(Path(url.removeprefix("file://")))
     if protocol == "pipe" and not cache_dir:
-        raise DataError(f"{url}: a command gives whole files only. Set data.cache_dir, where shards are kept.")
+        raise DataError(
+            f"{url}: a command can only read whole files. Set data.cache_dir, so that downloaded shards are kept there."
+        )
     if not cache_dir:
         return RangeStorage(UrlOrigin(url, allow=allow_protocols), retries=retries)
     origin = PipeOrigin(url) if protocol == "pipe" else UrlOrigin(url, allow=allow_protocols)

@@ -98,7 +98,7 @@ class PipeOrigin(Origin):
         self.location = location
         if "{file}" not in location:
             raise DataError(
-                f"{location} does not say which file is wanted. Put {{file}} into the command, "
+                f"{location} does not say which file to read. Put {{file}} into the command, "
                 "for instance `pipe:aws s3 cp s3://bucket/corpus/{file} -`."
             )
 

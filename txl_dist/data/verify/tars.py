@@ -145,7 +145,7 @@ def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] =
         tokens_arrays = [array for array in arrays if not array.is_starts]
         starts_arrays = [array for array in arrays if array.is_starts]
         if key in seen or len(tokens_arrays) > 1 or len(starts_arrays) > 1:
-            raise DataError(f"{name}, sample {key}: {arrays[-1].member} is there twice. Give every sample its own key.")
+            raise DataError(f"{name}, sample {key}: {arrays[-1].member} occurs twice. Give every sample its own key.")
         seen.add(key)
         if not tokens_arrays:
             raise DataError(

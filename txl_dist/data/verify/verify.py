@@ -136,7 +136,7 @@ def _check_request(path: Path) -> None:
     except (OSError, ValueError):
         is_whole = False
     if not is_whole:
-        raise DataError(f"{path} is damaged: it is not as it was written. {REMEDY}")
+        raise DataError(f"{path} is damaged: its content differs from what was written. {REMEDY}")
 
 
 def _check_tokenizer(corpus: Corpus) -> None:

@@ -162,8 +162,8 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
                 else:
                     host = nodes[ranks.rank]
                 raise ConfigError(
-                    f"{host} has another folder as {run_dir} than {nodes[0]}, where rank 0 runs: neither sees what "
-                    "the other writes. All nodes need the same shared folder as --run.dir."
+                    f"{run_dir} on {host} is not the folder that {nodes[0]} has, where rank 0 runs: neither node sees "
+                    "what the other node writes. All nodes need the same shared folder as --run.dir."
                 )
             time.sleep(0.2)
 
@@ -277,5 +277,5 @@ def _held(run_dir: Path, holder: Holder) -> ConfigError:
     process = holder.process
     return ConfigError(
         f"{run_dir} is in use by another job: pid {process.pid} on {process.host}, since {holder.started}. "
-        f"Stop that one (touch {run_dir / 'STOP'}) or choose another --run.dir."
+        f"Stop that job (touch {run_dir / 'STOP'}) or choose another --run.dir."
     )

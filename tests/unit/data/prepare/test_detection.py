@@ -224,7 +224,7 @@ NOT_ON_THE_PAGE = {
     "`x.tgz`": ("refused: a tar archive", "`tar -xf x.tgz`"),
     "`x.rar`": ("refused: a rar archive", "`unrar x x.rar`"),
     "`x.docx`, its text first": ("refused: an office document or e-book", "`pandoc x.docx -t plain -o out.txt`"),
-    "`x.parquet`, empty": ("refused: an empty file, and not the .parquet", ""),
+    "`x.parquet`, empty": ("refused: an empty file, and not a parquet file", ""),
     "`x.jsonl`, UTF-32": ("refused: text in UTF-32BE", "`iconv -f UTF-32BE -t UTF-8 x.jsonl > out.jsonl`"),
     "`x.jsonl.gz`, UTF-16": ("refused: text in UTF-16", "`iconv -f UTF-16 -t UTF-8 unpacked.jsonl > out.jsonl`"),
     "`x.txt`, ISO-2022-JP": ("refused: text in ISO-2022-JP", "`iconv -f ISO-2022-JP -t UTF-8 x.txt > out.txt`"),

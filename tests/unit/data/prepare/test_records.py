@@ -125,5 +125,5 @@ def test_a_key_that_is_null_is_absent_of_a_prompt() -> None:
 
 def test_a_prompt_s_record_may_be_nested_but_has_each_key_once() -> None:
     assert prompts('{"prompt": "a", "meta": ' + "[" * 200 + "]" * 200 + "}") == ["a"]
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: id, prompt: twice in the record"):
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 1: the record has id, prompt twice"):
         prompts('{"id": 1, "prompt": "a", "id": 2, "prompt": "b"}')

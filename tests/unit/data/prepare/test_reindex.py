@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "starts too large": ([("b.docs.npy", npy([0, 4], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* do not ascend"),
     "starts behind 0": ([("b.docs.npy", npy([1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* do not ascend"),
     "a key with a dot": ([("b.v1.npy", npy([0]))], r"b\.v1\.npy: the key of a sample ends at its first dot"),
-    "a key twice": ([GOOD, ("b.npy", npy([0])), GOOD], r"sample a: a\.npy is there twice"),
+    "a key twice": ([GOOD, ("b.npy", npy([0])), GOOD], r"sample a: a\.npy occurs twice"),
     "no tokens": ([("a.json", b"{}")], r"hold no tokens"),
 }
 

@@ -79,7 +79,7 @@ def test_sizes_are_checked_by_a_listing_without_reading(place: str, tmp_path: Pa
     storage = storage_at(place, tmp_path)
     with pytest.raises(DataError, match=r"b\.tar"):
         storage.check_sizes([INFO, INFO._replace(name="b.tar")])
-    with pytest.raises(DataError, match=r"a\.tar has 5120 bytes, the index says 5121"):
+    with pytest.raises(DataError, match=r"a\.tar has 5120 bytes, but the index says 5121"):
         storage.check_sizes([INFO._replace(bytes=5121)])
 
 
