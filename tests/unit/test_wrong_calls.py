@@ -156,7 +156,7 @@ FLAGS: list[tuple[str, str]] = [
     ("generate bundles/x --memory-len -2", "--memory-len -2: it must be 0 or more tokens, or -1"),
     ("generate bundles/x --stop=", "it must be strings that are not empty"),
     ("generate bundles/x --tokens a", "--tokens a: it must be whole numbers .ids of a text to continue"),
-    ("generate bundles/x --prompt a --tokens 1", "--prompt and --tokens both give prompts. Use only one of these flags"),
+    ("generate bundles/x --prompt a --tokens 1", "--prompt and --tokens both give prompts. Use only one"),
     ("generate bundles/x --file e.toml --jsonl e.toml", "--file and --jsonl both give prompts"),
     ("generate bundles/x --save-memory m --num-samples 2", "--save-memory keeps the memory of one text"),
     ("generate bundles/x --log-probs 1", "are written as JSON. Give --out FILE; --out - is standard output"),
