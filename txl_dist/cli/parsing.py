@@ -34,6 +34,7 @@ from txl_dist.config.foreign_names import find_counterpart
 from txl_dist.config.load import choices_of, explain_flag, lower, setting_names
 from txl_dist.config.renamed import new_flag_of_similar
 from txl_dist.console.echo import echo
+from txl_dist.console.formatting import flag_of
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks, read_rank_environment
 from txl_dist.errors import ConfigError
@@ -175,7 +176,7 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
     name = _name(flag)
     switch = _switched_off(name, known)
     if switch:
-        return f"unknown flag {flag}. Did you mean {_as_flag(switch)} False?"
+        return f"unknown flag {flag}. Did you mean {flag_of(switch)} False?"
     counterpart = find_counterpart(name, known)
     if counterpart:
         return f"unknown flag {flag}.{counterpart.hint(spell=_spelling)}"
@@ -203,11 +204,6 @@ def _see_help(prog: str) -> str:
     return f" See {prog} --help."
 
 
-def _as_flag(name: str) -> str:
-    """Return a name with underscores as a flag, with dashes and hyphens."""
-    return "--" + name.replace("_", "-")
-
-
 def _switched_off(name: str, known: Sequence[str]) -> str:
     """Return the setting that `no_section.key` or `section.no_key` switches off, or an empty text if there is none."""
     positive_names = (name.removeprefix("no_"), name.replace(".no_", ".", 1))
@@ -229,7 +225,7 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
             ending = f" {value}"
         else:
             ending = ""
-        return f"{word} lacks its dashes. Write {_as_flag(plain)}{ending}."
+        return f"{word} lacks its dashes. Write {flag_of(plain)}{ending}."
     if is_joined:
         hint = did_you_mean(plain, known, spell=_spelling)
         counterpart = find_counterpart(plain, known)
@@ -249,7 +245,7 @@ def _spelling(name: str, value: str = "") -> str:
 
     A setting whose name has underscores is also written as in a file.
     """
-    flag = _as_flag(name)
+    flag = flag_of(name)
     if value:
         return f"{flag} {value}"
     if "." in name and "_" in name:
@@ -294,7 +290,7 @@ def _unknown_words(
         )
     if name in known and not has_value and len(unknown) > 1:
         value = unknown[1]
-        return f"{word} {value} lacks its dashes. Write {_as_flag(name)} {value}."
+        return f"{word} {value} lacks its dashes. Write {flag_of(name)} {value}."
     flags_with_choice = [argument.names[0] for argument in arguments if argument.names and word in argument.choices]
     if len(flags_with_choice) == 1:
         return f"{prog} cannot use {word!r}: it takes no further words. Did you mean {flags_with_choice[0]} {word}?"

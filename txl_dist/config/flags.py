@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from txl_dist.console.formatting import flag_of
 from txl_dist.errors import ConfigError
 
 
@@ -21,11 +22,6 @@ class Rule(NamedTuple):
     """Description of an option's bounds for messages, such as "1 or more tokens"."""
 
     text: str
-
-
-def flag_of(name: str) -> str:
-    """Return the command-line flag of an option, such as --num-lanes for num_lanes."""
-    return f"--{name.replace('_', '-')}"
 
 
 def check_bounds(options: Any) -> None:

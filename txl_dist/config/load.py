@@ -39,7 +39,7 @@ from txl_dist.config.schema import (
     Section,
     TrainSection,
 )
-from txl_dist.console.formatting import counted
+from txl_dist.console.formatting import counted, flag_of
 from txl_dist.console.suggest import did_you_mean, nearest
 from txl_dist.errors import ConfigError, translate_errors
 from txl_dist.io.files import decode_text, parse_toml, path_of, read_bytes
@@ -442,7 +442,7 @@ def value_of(name: str, words: Sequence[str]) -> Any:
 
     Raises ConfigError, in one line, for impossible words.
     """
-    flag = "--" + name.replace("_", "-")
+    flag = flag_of(name)
     info = _field(name)
     is_many = get_origin(info.annotation) is tuple
     kind: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation

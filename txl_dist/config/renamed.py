@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from txl_dist.console.echo import echo
+from txl_dist.console.formatting import flag_of
 from txl_dist.console.suggest import nearest
 from txl_dist.errors import ConfigError
 
@@ -160,7 +161,7 @@ def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[
         if renamed.new in given:
             raise ConfigError(_both(renamed, "the command line"))
         _, is_joined, value = word.partition("=")
-        flag = _flag(renamed.new)
+        flag = flag_of(renamed.new)
         if is_joined:
             new_word = f"{flag}={_flag_value(renamed, value)}"
         else:
@@ -290,11 +291,6 @@ def _flags_by_old(command: str) -> dict[str, Renamed]:
         by_old[renamed.old] = renamed
         by_old[f"no_{renamed.old}"] = renamed._replace(old=f"no_{renamed.old}", new=f"no_{renamed.new}")
     return by_old
-
-
-def _flag(name: str) -> str:
-    """Return a name with underscores as a command-line flag."""
-    return f"--{name.replace('_', '-')}"
 
 
 def _setting(flag: str) -> str:

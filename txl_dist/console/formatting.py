@@ -125,3 +125,8 @@ def printable(text: str, *, keep: str = "") -> str:
         is_safe = character.isprintable() or character in keep
         characters.append(character if is_safe else "\ufffd")
     return "".join(characters)
+
+
+def flag_of(name: str) -> str:
+    """Return the command-line flag of an option, such as --num-lanes for num_lanes."""
+    return f"--{name.replace('_', '-')}"

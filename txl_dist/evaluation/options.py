@@ -10,7 +10,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from txl_dist.config.flags import Rule, check_bounds, flag_of
+from txl_dist.config.flags import Rule, check_bounds
+from txl_dist.console.formatting import flag_of
 from txl_dist.errors import ConfigError
 
 _MOST = 1 << 20

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict
 
 from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
-from txl_dist.console.formatting import bounded, cluster_starts, counted, format_bytes, format_count, printable
+from txl_dist.console.formatting import bounded, cluster_starts, counted, flag_of, format_bytes, format_count, printable
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 from txl_dist.io.files import read_bytes, write_bytes
@@ -165,7 +165,7 @@ class Stated:
     def check(self) -> None:
         """Raise ConfigError if a card cannot hold a fact, or if the base model or license is misspelt."""
         for key, value in vars(self).items():
-            flag = f"--{key.replace('_', '-')}"
+            flag = flag_of(key)
             if value and not value.strip():
                 raise ConfigError(f"{flag} is blank. Leave the flag out if there is nothing to state.")
             if len(value) > MAX_STATED:

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from txl_dist.config.foreign_names import find_counterpart
+from txl_dist.console.formatting import flag_of
 from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
@@ -176,4 +177,4 @@ def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:
     """Raise ConfigError for the first (setting, whether it holds, rule) that does not hold."""
     for name, holds, rule in rules:
         if not holds:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(settings, name)}: it must be {rule}.")
+            raise ConfigError(f"{flag_of(name)} {getattr(settings, name)}: it must be {rule}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from txl_dist.artifacts import ArtifactKind
+from txl_dist.console.formatting import flag_of
 from txl_dist.errors import ConfigError
 
 _FOR_CORPORA = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", "seed")
@@ -60,7 +61,7 @@ class InspectOptions:
         if kind is not ArtifactKind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
             raise ConfigError(
                 f"{path} is not a corpus but {kind.value}, which knows its lanes and seed itself: leave out "
-                f"{', '.join('--' + name.replace('_', '-') for name in _FOR_CORPORA)}, or inspect the corpus that it "
+                f"{', '.join(flag_of(name) for name in _FOR_CORPORA)}, or inspect the corpus that it "
                 "reads."
             )
         if kind is ArtifactKind.CHECKPOINT and self.lane >= 0:

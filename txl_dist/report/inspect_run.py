@@ -413,17 +413,14 @@ def _tokens_of_splits(folder: Path) -> dict[tuple[str, str], int]:
 
     Empty if a corpus is not on this machine.
     """
-    tokens: dict[tuple[str, str], int] = {}
     with suppress(TxlError, OSError):
         config = load_config(folder / SETTINGS)
         config = with_corpora_found(config, folder)
         if not all(Path(path).is_dir() for path in config.data.paths):
             return {}
         splits = [corpus.split(config.data.train_split) for corpus in open_all(config.data)]
-        for split in splits:
-            key = (split.corpus.fingerprint, split.name)
-            tokens[key] = split.tokens
-    return tokens
+        return {(split.corpus.fingerprint, split.name): split.tokens for split in splits}
+    return {}
 
 
 def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from txl_dist import __version__
 from txl_dist.config.registry import loaded_plugins
 from txl_dist.config.renamed import keywords_in_old_names
+from txl_dist.console.formatting import flag_of
 from txl_dist.data.prepare.documents import TEST, VALID, Cut, EncodingErrors, Reading
 from txl_dist.errors import ConfigError
 from txl_dist.tokenizers.learning import Learning
@@ -234,7 +235,7 @@ def _flags(names: Sequence[str]) -> str:
     flags = []
     for name in names:
         flag = other_names.get(name, name.removesuffix("_inputs"))
-        flags.append(f"--{flag.replace('_', '-')}")
+        flags.append(flag_of(flag))
     return ", ".join(flags)
 
 
