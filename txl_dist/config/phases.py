@@ -136,14 +136,15 @@ def _check_order(phases: list[Phase], given: Config) -> None:
         if not 0 < phase.until < following.until:
             raise ConfigError(
                 f"train.phases: a phase until {phase.until:g} cannot come before one until {following.until:g}. "
-                "Shares of the run lie between 0 and 1 and grow from phase to phase. After the last, [train] holds."
+                "Shares of the run lie between 0 and 1 and grow from phase to phase. After the last phase the settings "
+                "of [train] apply."
             )
         end = _end(phase, given)
         if end == end_before:
             steps = counted(given.train.max_steps, "step")
             raise ConfigError(
-                f"train.phases: a phase until {phase.until:g} of {steps} has none of its own. "
-                "Leave it out, or make it longer."
+                f"train.phases: a phase until {phase.until:g} of {steps} has no step. "
+                "Remove this phase, or give it a larger until."
             )
         end_before = end
 
@@ -155,8 +156,9 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
     if tokens != tokens_of_last:
         raise ConfigError(
             f'train.phases: "{text}" has steps of {phase.num_lanes} x {phase.segment_len} = {tokens:,} tokens, '
-            f"and [train] of {last.num_lanes} x {last.segment_len} = {tokens_of_last:,}. Steps of all phases have "
-            "equally many, so that one learning rate fits them. Segments a quarter as long need four times the lanes."
+            f"and [train] of {last.num_lanes} x {last.segment_len} = {tokens_of_last:,}. Steps of all phases must "
+            "have equally many tokens, so that one learning rate fits all phases. Segments a quarter as long need four "
+            "times as many lanes."
         )
     memory_lens = given.train.memory_lens and memory_of_layers(
         phase.memory_len, given.train.memory_lens, num_layers=given.model.num_layers
@@ -210,7 +212,7 @@ def _parsed(text: str, last: Phase) -> Phase:
         if lanes % last.num_lanes:
             raise ConfigError(
                 f'train.phases: "{text}": {values["num_lanes"]:g} lanes do not divide into micro-batches as the '
-                f"{last.num_lanes} of [train] do into {last.microbatch_lanes}. Give microbatch_lanes too."
+                f"{last.num_lanes} of [train] do into {last.microbatch_lanes}. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
     phase = last._replace(**values)

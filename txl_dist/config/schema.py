@@ -91,44 +91,48 @@ class RunSection(Section):
     seed: int = 1
     """Seed of initial weights, document order and dropout."""
     init: str = ""
-    """Bundle that gives a new run its initial weights. Empty draws random weights. `txl train --init BUNDLE` sets
-    it."""
+    """Bundle (exported model) that gives a new run its initial weights. Empty: random weights. `txl train --init
+    BUNDLE` sets it."""
     plugins: Annotated[tuple[str, ...], FREE] = ()
-    """Modules to import first, for example "my_package.my_module". Importing runs their code. Each may add positional
-    schemes, optimizers and metrics (docs/extending.md)."""
+    """Modules to import first, for example "my_package.my_module". Importing runs their code. Each module can register
+    positional schemes, optimizers and metrics (docs/extending.md)."""
 
 
 class DataSection(Section):
     """Settings for the corpora, which `txl prepare` wrote to folders or object stores."""
 
     path: Annotated[str, FREE] = "data/stdlib"
-    """Folder or URL (s3://, gs://, https://) of the corpus. On resume its content is checked, not its name."""
+    """Folder or URL (s3://, gs://, https://) of the corpus. A resume checks the corpus's content, not its name."""
     more_paths: Annotated[tuple[str, ...], FREE] = ()
-    """Further corpora with the same tokenizer. Each lane reads one corpus."""
+    """Further corpora, prepared with the same tokenizer. Each lane (batch row) reads one corpus."""
     weights: Annotated[tuple[Weight, ...], WARNED] = ()
-    """Share of the lanes per corpus, data.path first. Empty: in proportion to their tokens. 0 pauses a corpus."""
+    """Share of the lanes (batch rows) for each corpus, data.path first. Empty: shares in proportion to the corpora's
+    tokens. A weight of 0 pauses its corpus."""
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate, of each corpus that has it. Empty: no evaluation. The same holds if it is `valid` and no
-    corpus has it."""
+    """Split to evaluate, in each corpus that has this split. Empty: no evaluation. If it is `valid` and no corpus has a
+    split `valid`, training runs without evaluation."""
     document_mask: bool = False
-    """Tokens attend only within their document, plus the preceding end-of-text, so the document's first token is scored
-    too. Without it, memory crosses the borders of documents, as in the paper."""
+    """Whether tokens attend only within their document. A token also attends to the end-of-text token before its
+    document, which predicts the document's first token. If false, attention crosses the borders of documents, as in the
+    paper."""
     prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
-    """Steps that the reader thread may run ahead."""
+    """Number of steps whose tokens the reader thread prepares ahead of training."""
     on_corrupt: Annotated[Literal["raise", "skip"], WARNED] = "raise"
-    """raise: a damaged document ends the run. skip: its tokens are replaced, not scored, counted and logged."""
+    """raise: a damaged document ends the run. skip: the run replaces the document's tokens, does not score them, and
+    counts and logs the document."""
     max_skipped: Annotated[Count, FREE] = 10
-    """Damaged documents that a rank may skip. More than that end the run."""
+    """Damaged documents that a rank may skip. The run ends when a rank finds one more."""
     cache_dir: Annotated[str, FREE] = ""
-    """Folder on each node that caches whole shards of a corpus at a URL. Empty: no cache, only ranges are read."""
+    """Folder on each node that caches whole shards of a remote corpus. Empty: no cache, and only the needed byte ranges
+    are read."""
     cache_gib: Annotated[float, Field(gt=0, le=1e9), FREE] = 100.0
     """Largest size of the cache in GiB."""
     retries: Annotated[int, Field(ge=0, le=1000), FREE] = 5
-    """How often a failed read of a URL is tried again, with growing delays."""
+    """Number of retries of a failed read of a URL. The delay grows with each retry."""
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
-    """Additional URL schemes to allow, for example pipe, which runs a shell command."""
+    """URL schemes to allow in addition to the default ones, for example pipe, which runs a shell command."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -150,27 +154,32 @@ class ModelSection(Section):
     ff_width: Width = 512
     """Inner width of the feed-forward layer."""
     embed_width: OwnWidth = 0
-    """Embedding width E of the most frequent words. 0 means width."""
+    """Embedding width E of the most frequent words. 0 means model.width."""
     cutoffs: tuple[PositiveInt, ...] = ()
-    """First id of each tail cluster of adaptive softmax. Ids are in order of frequency. Empty: a plain softmax."""
+    """First token id of each tail cluster of adaptive softmax. Token ids are in order of frequency. Empty: a plain
+    softmax."""
     div_value: PositiveInt = 1
-    """Cluster i has embeddings of width embed_width // div_value**i. 1 means one table for all clusters."""
+    """Divisor of the embedding width per cluster: cluster i has embeddings of width embed_width // div_value**i. 1
+    means one table for all clusters."""
     tie_weights: bool = True
     """Use the input embeddings as output weights."""
     tie_projections: tuple[bool, ...] = ()
-    """Per cluster: use the input projection as output projection. Empty means none is tied."""
+    """For each cluster, whether its input projection is also its output projection. Empty means that no projection is
+    tied."""
     pre_norm: bool = False
     """Normalize before each sublayer instead of after its residual sum."""
     final_norm: bool = False
-    """Normalize the last hidden state. Only with pre_norm."""
+    """Normalize the last hidden state. This needs model.pre_norm."""
     share_biases: bool = True
-    """One pair of attention biases u, v for all layers (original PyTorch code). False: a pair per layer."""
+    """Use one pair of attention biases u, v for all layers, as the original PyTorch code does. False: each layer has
+    its own pair."""
     same_length: Literal["off", "memory", "memory_and_self"] = "off"
-    """Every query sees equally many keys, itself included. memory: memory_len keys (original PyTorch code, Hugging
-    Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: the memory and the segment up to the
-    query."""
+    """Let every query see equally many keys, itself included. memory: memory_len keys (original PyTorch code, Hugging
+    Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: a query sees the whole memory, and the
+    segment up to itself."""
     clamp_len: Count = 0
-    """Distances above this many tokens share one encoding. 0 means no clamping."""
+    """Largest distance, in tokens, that has an encoding of its own. All larger distances share the encoding of this
+    distance. 0 means no limit."""
     positions: Annotated[str, OneOf(SCHEMES)] = "relative"
     """relative: projected sinusoids of the distance (the paper, attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw, attn_type 1, labml). absolute: sinusoids of the position
@@ -179,35 +188,37 @@ class ModelSection(Section):
     """Allow a memory with absolute positions, to reproduce the problem of section 3.3 of the paper. Positions restart
     in each segment, so remembered and current positions look alike."""
     num_distances: Len = 0
-    """Rows of the table of learned_relative. Larger distances share the last row."""
+    """Rows of the table of learned_relative positions. Larger distances use the last row."""
     norm: Literal["layer", "rms"] = "layer"
     """layer: mean and variance, with gain and bias (the paper). rms: only the root mean square, without gain and
     bias."""
     activation: Literal["relu", "gelu", "relu2", "swiglu"] = "relu"
-    """Nonlinearity of the feed-forward layer. relu2: the square of relu. swiglu: a third matrix of ff_width columns,
-    whose silu multiplies the output of ff_in."""
+    """Nonlinearity of the feed-forward layer. relu2 is the square of relu. swiglu multiplies the output of ff_in by the
+    silu of a third matrix of ff_width columns."""
     zero_init: bool = False
-    """Initialize the last matrices of attention and feed-forward layer with 0, so a block adds nothing at first."""
+    """Initialize the last matrix of each attention layer and each feed-forward layer with 0. A block then adds nothing
+    at first."""
     query_key_norm: bool = False
     """Divide each head's queries, keys and distance encodings by their root mean square."""
     residual_scalars: bool = False
-    """Before each block x becomes lambda x + mu x0, where x0 is the input of the first block. Both are learned per
-    block."""
+    """Mix the input x of each block with the input x0 of the first block: x becomes lambda x + mu x0. Each block learns
+    its own lambda and mu."""
     value_residual: bool = False
-    """Mix the attention values with those of the first block. The shares are learned and start at one half."""
+    """Mix the attention values of each block with the attention values of the first block. Each block learns its share,
+    which starts at one half."""
     value_bias: bool = False
     """Add a bias to the attention values (labml)."""
     output_bias: bool = False
     """Add a bias to the output projection of attention (labml)."""
     scale_embedding: bool = True
-    """Multiply embeddings by sqrt(width). labml does not."""
+    """Multiply embeddings by sqrt(width). labml's code does not."""
     project_same_width: bool = True
-    """With div_value > 1: project embeddings that are as wide as the model, too. False: do not (TensorFlow code on
-    lm1b)."""
+    """Project also the embeddings that are as wide as the model. This setting matters only with div_value > 1. False:
+    do not project these embeddings (TensorFlow code on lm1b)."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Added to the variance in layer norm, and to the mean square in rms and query_key_norm."""
+    """Small number that norms add to the variance (layer) or to the mean square (rms, query_key_norm)."""
     dropout: Annotated[Probability, WARNED] = 0.1
-    """Dropout rate everywhere except on attention probabilities. The rates below override it in one place each."""
+    """Dropout rate everywhere except on attention probabilities. Each rate below replaces this rate in one place."""
     attention_dropout: Annotated[Probability, WARNED] = 0.0
     """Dropout on attention probabilities."""
     embed_dropout: Annotated[OwnProbability, WARNED] = -1.0
@@ -295,9 +306,9 @@ class OptimSection(Section):
     """Settings of the optimizer and of the learning-rate schedule."""
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's (no bias correction, weight norms capped at 10),
-    only with zero_stage 0. muon orthogonalizes the steps of block matrices, scaled to AdamW's size, and uses
-    AdamW elsewhere. Or a plugin's optimizer."""
+    """Optimizer. adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's (no bias correction, weight norms
+    capped at 10) and needs zero_stage 0. muon orthogonalizes the steps of block matrices, scaled to AdamW's size, and
+    uses AdamW elsewhere. A plugin can add optimizers."""
     lr: Annotated[float, Field(gt=0, le=1e30), WARNED] = 2.5e-4
     """Peak of the learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
@@ -305,26 +316,28 @@ class OptimSection(Section):
     momentum: Annotated[Probability, WARNED] = 0.0
     """Momentum factor of sgd."""
     muon_momentum: Annotated[Probability, WARNED] = 0.95
-    """Nesterov momentum of muon's matrices."""
+    """Nesterov momentum of the matrices that muon orthogonalizes."""
     eps: Annotated[float, Field(gt=0), WARNED] = 1e-8
-    """Added to the square root of the second moment."""
+    """Small number added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Weight decay of matrices. Biases, norms and the attention biases u, v are never decayed."""
+    """Weight decay of matrices. Biases, norms and the attention biases u, v have no weight decay."""
     clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
-    """Largest global gradient norm. 0 disables clipping."""
+    """Largest global gradient norm. Larger gradients are scaled down. 0 disables clipping."""
     schedule: Annotated[Schedule, WARNED] = "cosine"
-    """Learning rate after the warm-up. cosine starts where the warm-up ends (NVIDIA, TensorFlow), cosine_from_start at
-    step 0 (original PyTorch code). inverse_sqrt is Noam's. wsd (warm-up, stable, decay) stays at its peak, then cools
-    down."""
+    """Learning rate after the warm-up. The cosine of `cosine` begins where the warm-up ends (NVIDIA, TensorFlow). The
+    cosine of `cosine_from_start` begins at step 0 (original PyTorch code). inverse_sqrt is the schedule of Vaswani et
+    al. 2017. wsd (warm-up, stable, decay) stays at the peak, then decays."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1), WARNED] = 0.2
-    """Last share of train.max_steps, in which wsd falls linearly to min_lr."""
+    """Last share of train.max_steps, in which wsd decays linearly to min_lr."""
     warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Final rate of cosine, linear and wsd, reached one step after train.max_steps. Lower bound of inverse_sqrt."""
+    """Final learning rate of cosine, linear and wsd, reached one step after train.max_steps. For inverse_sqrt it is the
+    lower bound."""
     ema_decay: Annotated[Probability, WARNED] = 0.0
-    """Decay per step of an exponential moving average of the fp32 weights, saved in checkpoints. 0 keeps none. It
-    starts with the weights after the first update. `eval.use_ema` and `txl export --ema` use it."""
+    """Decay per step of an exponential moving average of the fp32 weights. The average starts with the weights after
+    the first update, and checkpoints contain it. 0 keeps no average. `eval.use_ema` and `txl export --ema` use the
+    average."""
 
     @property
     def kind(self) -> OptimizerKind:
@@ -348,29 +361,32 @@ class TrainSection(Section):
     """Settings for the batch size and the length of the run. All sizes are global."""
 
     num_lanes: Annotated[Lanes, WARNED] = 32
-    """Rows of the global batch. Each is one contiguous token stream. A run resumed with another number reads each
-    remaining token once, with empty memories."""
+    """Lanes (rows) of the global batch. Each lane reads one contiguous token stream. A run that resumes with another
+    number reads each remaining token once, and its memories start empty."""
     segment_len: Annotated[PositiveLen, WARNED] = 64
     """Tokens per lane and step (T)."""
     memory_len: Annotated[Len, WARNED] = 128
-    """Tokens of memory per lane and layer (M). 0 disables recurrence. If a resumed run has a longer memory, its older
-    part starts empty."""
+    """Tokens of memory per lane and layer (M). 0 disables recurrence. If a resumed run has a longer memory, the older
+    part of the memory starts empty."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
-    """Tokens of memory per layer, first layer first. The longest equals memory_len. Empty: memory_len in each. If a
-    phase or evaluation sets another memory_len, the longest layers have it, the others at most it."""
+    """Tokens of memory per layer, first layer first. The longest must equal memory_len. Empty: every layer has
+    memory_len tokens. If a phase or an evaluation sets another memory_len, the layers with the longest memory use it.
+    The other layers use at most that many tokens."""
     initial_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
-    """Memory before a lane's first token. empty: none, which is masked. zeros: hidden states of 0 that are attended to
-    (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
+    """Memory before a lane's first token. empty: no memory, and attention masks it. zeros: hidden states of 0, which
+    queries attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
     half_loss: Annotated[bool, WARNED] = False
-    """Train only on the last ceil(segment_len / 2) targets of each segment (the paper's ablations). Each then has at
-    least half a segment of context. The loss is per scored token. Evaluation scores all."""
+    """Train only on the last ceil(segment_len / 2) targets of each segment, as in the paper's ablations. Each scored
+    target then has at least half a segment of context. The loss is the mean over scored targets. Evaluation scores all
+    targets."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
-    """Lanes that a rank runs at once. Must divide num_lanes / ranks."""
+    """Lanes that a rank computes at once. This number must divide num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
-    """Optimizer steps of the whole run. The schedule ends here."""
+    """Optimizer steps of the whole run. The learning-rate schedule ends with the last step."""
     phases: Annotated[tuple[str, ...], WARNED] = ()
-    """Parts of the run with other lengths, in order, each as "until=0.5 num_lanes=128 segment_len=16 memory_len=32".
-    `until` is a share of the steps. After the last part the settings above hold. All steps have equally many tokens."""
+    """Parts of the run with other lengths, in order. Write a phase as "until=0.5 num_lanes=128 segment_len=16
+    memory_len=32". `until` is a share of the steps. After the last phase the settings above apply. Steps of all phases
+    must have equally many tokens."""
 
     @property
     def scored_len(self) -> int:
@@ -405,36 +421,39 @@ class EngineSection(Section):
     """Settings of DeepSpeed and of the hardware."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3), WARNED] = 1
-    """0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
     """Type of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with matrix products of
-    operands with 10 mantissa bits (Ampere or later). Its checkpoints are those of fp32."""
+    operands with 10 mantissa bits (Ampere or later). Checkpoints of tf32 are the same as checkpoints of fp32."""
     offload_optimizer: Annotated[bool, WARNED] = False
-    """Keep optimizer state in host memory (stages 1 to 3)."""
+    """Keep optimizer state in host memory. This needs ZeRO stage 1, 2 or 3."""
     offload_parameters: Annotated[bool, WARNED] = False
-    """Keep parameters in host memory (stage 3)."""
+    """Keep parameters in host memory. This needs ZeRO stage 3."""
     attention: Annotated[AttentionKernel, FREE] = "auto"
-    """Implementation of relative attention. plain: plain torch. fused: one function with a hand-written backward, on
-    any device. triton: GPU kernels in half precision, also for residual sums, norms, activations and dropout. auto: the
-    fastest that fits."""
+    """Implementation of relative attention. plain: separate torch operations. fused: one function with a hand-written
+    backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations and
+    dropout. auto: the fastest implementation that supports the model and the device."""
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
-    """Record forward, loss and backward of a micro-batch once per shape and replay them. It helps where the host is
-    slower than the GPU. It needs stages 0 to 2 without activation_checkpointing. auto: wherever possible, never on a
-    CPU. In a file, true and false mean on and off."""
+    """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
+    if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: wherever
+    possible, never on a CPU. In a file, true and false mean on and off."""
     activation_checkpointing: Annotated[bool, FREE] = False
-    """Recompute blocks in the backward pass: bit-identical, slower, less memory."""
+    """Recompute blocks in the backward pass. Results are bit-identical, steps take longer, and a rank needs less
+    memory."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
-    """With activation_checkpointing: recompute only every n-th block, and keep the activations of the others."""
+    """With activation_checkpointing: recompute only every n-th block, and keep the activations of all other blocks."""
     check_memory: Annotated[bool, FREE] = True
-    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that would. False starts
-    it."""
+    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. If false, such a
+    run starts."""
     num_threads: Annotated[int, Field(ge=0, le=1024), FREE] = 0
-    """CPU threads per rank. 0 means OMP_NUM_THREADS if set, else cores // local ranks."""
+    """CPU threads per rank. 0 means OMP_NUM_THREADS if it is set, else the number of cores divided by the local
+    ranks."""
     start_timeout_s: Annotated[Seconds, FREE] = 1800
-    """Seconds without progress, before the first finished step, after which ranks count as hung. They name the missing
-    rank, write their stacks and exit."""
+    """Seconds without progress after which ranks count as hung, before the first step is finished. The ranks then
+    report the missing rank, write their stacks and exit."""
     timeout_s: Annotated[Seconds, FREE] = 600
-    """The same after the first finished step. It must exceed the longest step and a segment of evaluation."""
+    """Seconds without progress after which ranks count as hung, after the first step is finished. This time must exceed
+    the longest step and one evaluation segment."""
 
     @property
     def is_replayable(self) -> bool:
@@ -461,20 +480,22 @@ class EvalSection(Section):
     """Settings for scoring the validation split, during and after training."""
 
     every_steps: Annotated[Count, FREE] = 0
-    """Steps between evaluations. 0 means at the end only."""
+    """Steps between evaluations. 0 means one evaluation, at the end."""
     num_lanes: Annotated[Lanes, FREE] = 8
-    """Stripes that the split is cut into, each starting with an empty memory. Fewer are more exact, more are faster."""
+    """Parts into which the split is cut, one per batch row. Each part starts with an empty memory. Fewer parts give a
+    more exact loss, and more parts run faster."""
     segment_len: Annotated[Len, FREE] = 0
     """Tokens per lane and forward pass. 0 means train.segment_len."""
     memory_len: Annotated[int, Field(ge=-1, le=LONGEST), FREE] = -1
-    """Tokens of memory. -1 means train.memory_len, 0 evaluates without memory."""
+    """Tokens of memory. -1 means train.memory_len. 0 evaluates without memory."""
     overlap_len: Annotated[Len, FREE] = 0
-    """Tokens before each segment that are run again as context, not scored (the original's ext_len). Only with a memory
-    of 0."""
+    """Tokens before each segment that are run again as context and not scored (`ext_len` of the original code). This
+    needs a memory of 0."""
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
-    """Score only this many first tokens of the split, without bits per byte. 0 means all."""
+    """Number of tokens to score, from the start of the split. The result then has no bits per byte. 0 scores the whole
+    split."""
     use_ema: Annotated[bool, FREE] = False
-    """While training, score the averaged weights instead. Needs optim.ema_decay."""
+    """During training, score the moving average of the weights instead of the weights. This needs optim.ema_decay."""
     accuracy: Annotated[bool, FREE] = False
     """Also report the share of targets that are the most probable token. This costs a second softmax."""
 
@@ -483,18 +504,19 @@ class CheckpointSection(Section):
     """Settings that say when checkpoints are saved, and which checkpoints are kept."""
 
     every_steps: Annotated[Count, FREE] = 500
-    """Steps between checkpoints. 0 means at the end only. The end is always saved."""
+    """Steps between checkpoints. A run also saves a checkpoint at its end. 0 means only at the end."""
     every_minutes: Annotated[float, Field(ge=0, le=10**6), FREE] = 0.0
-    """Minutes between checkpoints, by the clock of rank 0. 0 means by steps only. With every_steps both apply, and each
-    checkpoint restarts the minutes."""
+    """Minutes between checkpoints, by the clock of rank 0. 0 means that only every_steps applies. If both settings are
+    above 0, both apply, and each checkpoint restarts the minutes."""
     keep_last: Annotated[PositiveInt, FREE] = 3
-    """Committed checkpoints to keep. Older ones are removed after a new one is committed."""
+    """Number of newest checkpoints to keep. An older checkpoint is removed after a new one is complete on disk."""
     keep_every: Annotated[Count, FREE] = 0
-    """Also keep every checkpoint whose step is a multiple of this. 0 means none."""
+    """Also keep every checkpoint whose step is a multiple of this number. 0 means none."""
     keep_best: Annotated[bool, FREE] = False
-    """Also save after each evaluation that is the best so far, and keep that checkpoint."""
+    """Also save a checkpoint after each evaluation with the lowest loss so far, and keep this checkpoint."""
     asynchronous: Annotated[bool, FREE] = True
-    """Write during training. A step waits only for a copy into host memory, as large as the checkpoint."""
+    """Write checkpoints while training continues. A step waits only for the copy into host memory, which is as large as
+    the checkpoint."""
 
 
 class GuardSection(Section):
@@ -503,18 +525,20 @@ class GuardSection(Section):
     max_consecutive_skips: Annotated[PositiveInt, FREE] = 20
     """Consecutive steps with a non-finite loss or gradient after which the run stops. All ranks skip such a step."""
     max_skipped_per_1000: Annotated[PositiveInt, FREE] = 50
-    """The same for skipped steps among the last 1,000."""
+    """Skipped steps among the last 1,000 steps after which the run stops."""
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
     """A loss or gradient norm is a spike if its logarithm is this many robust standard deviations above the recent
     median. The deviation is at least 2 %. 0 disables detection."""
     spike_window: Annotated[int, Field(gt=0, le=10**6), FREE] = 128
-    """Steps of that median and deviation. Detection starts after half of them."""
+    """Steps from which spike detection computes the median and the deviation. Detection starts after half of these
+    steps."""
     on_spike: Annotated[Literal["report", "rewind"], FREE] = "report"
-    """report: log it and continue. rewind: return to the last checkpoint and skip the tokens of the spike."""
+    """report: log the spike and continue. rewind: return to the last checkpoint and skip the tokens of the spike."""
     spike_patience: Annotated[PositiveInt, FREE] = 3
     """Consecutive spikes that cause a rewind."""
     max_rewinds: Annotated[Count, FREE] = 5
-    """Most rewinds of a run. It stops when another one is needed."""
+    """Largest number of rewinds (returns to the last checkpoint) in a run. The run stops when it needs another
+    rewind."""
     check_replicas_every_steps: Annotated[Count, FREE] = 0
     """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means none."""
 
@@ -523,7 +547,8 @@ class MetricsSection(Section):
     """Settings that say which metrics are recorded, and how often."""
 
     log_every_steps: Annotated[PositiveInt, FREE] = 10
-    """Steps between log lines. Each metric is the mean over these steps. The device is synchronised only then."""
+    """Steps between log lines. Each metric is the mean over these steps. The device is synchronized only for a log
+    line."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard event files next to metrics.jsonl."""
     wandb: Annotated[str, FREE] = ""
@@ -538,22 +563,24 @@ class MetricsSection(Section):
     wandb_tags: Annotated[tuple[str, ...], FREE] = ()
     """Tags of the W&B run, of 1 to 64 characters each."""
     wandb_id: Annotated[str, FREE] = ""
-    """Id of the W&B run, to choose or resume one. Empty derives it from the path of the run directory, so a resumed run
-    keeps it."""
+    """Id of the W&B run, to choose or resume a W&B run. Empty derives the id from the path of the run directory, so a
+    resumed run keeps its id."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
-    """allow: resume the W&B run with this id, or start it. must: it has to exist. never: it must not exist."""
+    """allow: resume the W&B run with this id, or start one. must: the W&B run must exist. never: the W&B run must not
+    exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
-    """Steps between measurements of the share of scored targets that are the most probable token. Each costs one more
-    pass, without dropout. 0 means none. For the validation split see eval.accuracy."""
+    """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
+    measurement costs one more pass, without dropout. 0 means no measurement. For the validation split see
+    eval.accuracy."""
     norms_every_steps: Annotated[Count, FREE] = 0
     """Steps between records of each layer's gradient norm (before clipping), weight norm and output root mean square.
-    Each costs one more pass, without dropout. 0 means none."""
+    Each record costs one more pass, without dropout. 0 means no records."""
     sample_every_steps: Annotated[Count, FREE] = 0
-    """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means none."""
+    """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means no sample texts."""
     sample_prompt: Annotated[str, FREE] = ""
-    """Prompt of the sample texts. Empty begins a document."""
+    """Prompt of the sample texts. Empty: each sample text begins a document."""
     sample_len: Annotated[PositiveLen, FREE] = 64
     """Tokens per sample text."""
     peak_tflops: Annotated[float, Field(ge=0, le=1e9), FREE] = 0.0
-    """Peak of one device in 1e12 operations per second at engine.precision, for MFU. 0 takes it by the device's name.
-    For an unknown device or a CPU no MFU is reported."""
+    """Peak of one device in 1e12 operations per second at engine.precision, for MFU (model FLOPs utilization). 0 looks
+    the peak up by the device's name. For an unknown device or a CPU no MFU is reported."""
