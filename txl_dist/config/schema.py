@@ -130,7 +130,7 @@ class DataSection(Section):
     cache_gib: Annotated[float, Field(gt=0, le=1e9), FREE] = 100.0
     """Largest size of the cache in GiB."""
     retries: Annotated[int, Field(ge=0, le=1000), FREE] = 5
-    """Number of retries of a failed read of a URL. The delay grows with each retry."""
+    """How often a failed read of a URL is retried. The delay grows with each retry."""
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
     """URL schemes to allow in addition to the default ones, for example pipe, which runs a shell command."""
 
@@ -361,8 +361,8 @@ class TrainSection(Section):
     """Settings for the batch size and the length of the run. All sizes are global."""
 
     num_lanes: Annotated[Lanes, WARNED] = 32
-    """Lanes (rows) of the global batch. Each lane reads one contiguous token stream. A run that resumes with another
-    number reads each remaining token once, and its memories start empty."""
+    """Rows of the global batch, called lanes. Each lane reads one contiguous token stream. A run that resumes with
+    another number reads each remaining token once, and its memories start empty."""
     segment_len: Annotated[PositiveLen, WARNED] = 64
     """Tokens per lane and step (T)."""
     memory_len: Annotated[Len, WARNED] = 128

@@ -26,19 +26,19 @@ _STATES_KEY, _VALIDATED_KEY = "callbacks", "validated_step"
 
 
 class CallbackStates(NamedTuple):
-    """Content of the file `callbacks.safetensors`."""
+    """States of a run's callbacks, as the checkpoint file `callbacks.safetensors` stores them."""
 
     states: States
     """Result of each callback's `state_dict`, by its `state_key`."""
     validated_step: int = -1
-    """Step of the last validation that these states know of; -1 if there was none."""
+    """Step of the last validation before these states were taken. It is -1 if there was no validation."""
 
 
 NO_STATES = CallbackStates({})
 
 
 def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Return (copies of the tensors, metadata) for the file; None if no callback has a state.
+    """Return (copies of the tensors, metadata) for the file, or None if no callback has a state.
 
     Raises TrainingError for values that are neither JSON nor tensors, and if the states exceed a limit.
     """
@@ -75,9 +75,9 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
 
 
 def read_states(folder: Path) -> CallbackStates:
-    """Return the callbacks' states in a checkpoint, or none if it has no such file.
+    """Return the callbacks' states in a checkpoint.
 
-    Raises CheckpointError if the file cannot be read.
+    The result is empty if the checkpoint has no file of states. Raises CheckpointError if the file cannot be read.
     """
     path = folder / CALLBACKS
     if not path.is_file():
@@ -98,7 +98,7 @@ _DEEPEST = 20
 
 
 def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
-    """Check that a value survives JSON unchanged. Raises TrainingError if not."""
+    """Check that a value survives JSON unchanged. Raises TrainingError if it does not."""
     if depth > _DEEPEST:
         raise _unfit(name, where, value, f"nest it {_DEEPEST} levels deep at most")
     if value is None or type(value) in (bool, int, float, str):

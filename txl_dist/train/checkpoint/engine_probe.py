@@ -26,17 +26,18 @@ from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
 
 AVERAGE_LOSSES = "average_losses"
-"""Name of the tensor in the probe that has the losses by the averaged weights."""
+"""Name of the tensor in the probe that contains the losses of the averaged weights."""
 
 
 def make_probe(
     engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], tokens: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return a probe: `tokens` [1, 2 * PROBE_LEN + 1] and the engine's `losses` on them, [1, 2 * PROBE_LEN] in nats.
+    """Make a probe: fixed tokens, and the engine's losses on them.
 
-    `memory_lens` are the memory lengths of the layers, in tokens. `tokens` are by default those of `probe_tokens`. All
-    ranks call it together, since parameters may be sharded. It computes in fp32 even if training uses tf32, so that any
-    device can reproduce it.
+    Returns `tokens` [1, 2 * PROBE_LEN + 1] and `losses` [1, 2 * PROBE_LEN] in nats. `memory_lens` are the memory
+    lengths of the layers, in tokens. If `tokens` are not given, `probe_tokens` chooses them. All ranks call this
+    function together, because parameters may be sharded. It computes in fp32 even if training uses tf32, so that any
+    device can reproduce the losses.
     """
     if tokens is None:
         tokens = probe_tokens(engine.model.vocab_size)
@@ -59,9 +60,10 @@ def make_probe(
 def make_probes(
     engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], with_average: bool
 ) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint's probe: tokens and losses, with `with_average` also those by the average.
+    """Make the tensors of a checkpoint's probe: its tokens, and the losses of the weights on them.
 
-    `memory_lens` are the memory lengths of the layers, in tokens.
+    With `with_average` the probe also has the losses of the averaged weights. `memory_lens` are the memory lengths of
+    the layers, in tokens.
     """
     probe = make_probe(engine, maker, memory_lens=memory_lens)
     if with_average:
@@ -72,11 +74,11 @@ def make_probes(
 
 
 def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: str) -> str:
-    """Compare the engine's losses after a checkpoint was loaded with the losses that were saved in it.
+    """Compare the engine's losses after a checkpoint was loaded with the losses that were saved in the checkpoint.
 
-    It costs one pass over 64 tokens, with the memory length of the saved settings. All ranks call it. Returns the
-    outcome as text for the log. Raises CheckpointError on every rank if a loss differs by more than an export allows
-    for the two precisions (`probe_tolerance`).
+    The check costs one pass over 64 tokens, with the memory length of the saved settings. All ranks call it together.
+    Returns the outcome as text for the log. Raises CheckpointError on every rank if a loss differs by more than
+    `probe_tolerance` allows for the two precisions.
     """
     start_s = time.perf_counter()
     saved, config = run_on_all_ranks(

@@ -26,7 +26,10 @@ _DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
 
 @contextmanager
 def reading(what: str, path: Path) -> Iterator[Any]:
-    """Open a file of tensors for the block; `what` names its content. Raises CheckpointError if it cannot be read."""
+    """Open a file of tensors for the block. Raises CheckpointError if the file cannot be read.
+
+    `what` names the file's content in the error's message.
+    """
     damage = (OSError, RuntimeError, SafetensorError)
     with translate_errors(CheckpointError, f"cannot read {what} in {path}", "Use another checkpoint.", of=damage):
         yield open_tensors(path)
@@ -47,14 +50,15 @@ def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict
 
 
 class FragmentFiles:
-    """Reader of the fragments that all ranks wrote: a `Source` for an engine of any stage on any number of ranks.
+    """Reader of the fragments that all ranks wrote. It is a `Source` for an engine of any stage on any number of ranks.
 
-    A file is opened only when the files opened before lack a requested value. The first one is that of rank `near`. So
-    a rank that reads the fragments it saved itself opens one file only.
+    The reader first opens the file of rank `near`. It opens another file only if the open files lack a requested value.
+    So a rank that reads the fragments that it saved itself opens one file only.
     """
 
     def __init__(self, folder: Path, *, near: int = 0) -> None:
-        """Open the first file that holds weights. Raises CheckpointError if there is none, or it cannot be read."""
+        """Open the first file that contains weights. Raises CheckpointError if there is none, or if it cannot be
+        read."""
         self._folder = folder
         paths = sorted(folder.glob("*.safetensors"))
         near = min(near, max(len(paths) - 1, 0))
@@ -67,9 +71,9 @@ class FragmentFiles:
             raise CheckpointError(f"{folder} holds no weights. Use another checkpoint.")
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
-        """Return [length] values of the flattened parameter, from `start` on.
+        """Return [length] values of the flattened parameter, from the value `start` on.
 
-        Raises CheckpointError if the files together lack some of them.
+        Raises CheckpointError if the files together lack some of these values.
         """
         values = torch.empty(length)
         num_read = 0
@@ -86,11 +90,15 @@ class FragmentFiles:
         return values
 
     def kinds_of(self, parameter: str) -> list[str]:
-        """Return the kinds of values that a parameter has. Raises CheckpointError if no file holds it."""
+        """Return the kinds of values that a parameter has, for example `weight` and `exp_avg`.
+
+        Raises CheckpointError if no file contains the parameter.
+        """
         return self._file_of(parameter).kinds_of(parameter)
 
     def step_of(self, parameter: str) -> float:
-        """Return the optimizer's update count for a parameter. Raises CheckpointError if no file holds it."""
+        """Return the optimizer's update count for a parameter. Raises CheckpointError if no file contains the
+        parameter."""
         return self._file_of(parameter).steps[parameter]
 
     def _file_of(self, parameter: str) -> _FragmentFile:
@@ -129,9 +137,10 @@ class _FragmentFile:
         return [kind for kind in self.kinds if f"{kind}/{parameter}" in self._file.shapes]
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
-        """Copy the values that this file has of a parameter, from `start` on, into `values`.
+        """Copy the values that this file has of a parameter, from the value `start` on, into `values`.
 
-        Returns their number, 0 if the file lacks the value at `start`. Raises CheckpointError if it lacks the kind.
+        Returns the number of copied values, which is 0 if the file lacks the value at `start`. Raises CheckpointError
+        if the file lacks this kind of value.
         """
         if parameter not in self._starts:
             return 0

@@ -39,7 +39,11 @@ _POLL_S = 0.2
 
 
 class CheckpointManager:
-    """Manager of the checkpoints of one run."""
+    """Manager of the checkpoints of one run. The training loop uses it.
+
+    It decides after which steps to save, retries a failed save, and removes old checkpoints. All ranks call its methods
+    together.
+    """
 
     def __init__(
         self,
@@ -53,10 +57,10 @@ class CheckpointManager:
         callbacks: Callbacks,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take over the parts of the run that a save needs.
+        """Store the parts of the run that a save needs.
 
-        `newest` is the checkpoint that it resumed. `evaluated` has the validation loss by step, and grows during the
-        run. `clock_s` measures the minutes between checkpoints.
+        `newest` is the checkpoint that the run resumed, or None. `evaluated` maps a step to its validation loss, and
+        the run adds to it. `clock_s` measures the minutes between checkpoints.
         """
         self._saver = saver
         self._engine = engine
@@ -78,16 +82,19 @@ class CheckpointManager:
 
     @property
     def newest(self) -> Path | None:
-        """The newest checkpoint that is complete."""
+        """The newest complete checkpoint of the run, or None."""
         return self._newest
 
     @property
     def is_written(self) -> bool:
-        """Whether a save is in flight and this rank has written its part of it."""
+        """Whether a save is in progress and this rank has finished writing its part."""
         return self._saver.in_flight and self._saver.is_written
 
     def seconds(self) -> dict[str, float]:
-        """Return `save_s`, the seconds that steps waited for checkpoints committed since the last call, if any."""
+        """Return `save_s`: the seconds that steps have waited for checkpoints that were committed since the last call.
+
+        The result is empty if no checkpoint was committed.
+        """
         waited_s = self._waited_s
         self._waited_s = 0.0
         if waited_s:
@@ -95,18 +102,19 @@ class CheckpointManager:
         return {}
 
     def is_due(self, step: int) -> bool:
-        """Whether a save is due by the interval, or because one has failed."""
+        """Whether the state must be saved after this step, because the interval has passed or the last save failed."""
         every = self._context.config.checkpoint.every_steps
         return step == self._retry_at or (every > 0 and step % every == 0)
 
     @property
     def is_late(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last save began; False on ranks other than 0."""
+        """Whether `checkpoint.every_minutes` have passed since the last save began. Always False on ranks other than
+        0."""
         interval_s = 60 * self._context.config.checkpoint.every_minutes
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
     def begin(self, state: TrainState) -> None:
-        """Begin to save the state, unless it is saved already. The save before it is finished first."""
+        """Begin to save the state, unless the state is already saved. The previous save is finished first."""
         self.finish(state.step)
         self._retry_at, self._counts_from_s = 0, self._clock_s()
         if checkpoint_folder(self._run_dir, state.step) == self._newest:
@@ -130,7 +138,10 @@ class CheckpointManager:
             self.finish(state.step)
 
     def _check_buffers(self) -> None:
-        """Check that training has changed no buffer: a checkpoint holds parameters only. Raises TrainingError."""
+        """Check that training has changed no buffer of the model, because a checkpoint stores parameters only.
+
+        Raises TrainingError if a buffer has changed.
+        """
         for name, buffer in _buffers_of(self._engine):
             if not torch.equal(buffer, self._buffers[name]):
                 raise TrainingError(
@@ -139,9 +150,9 @@ class CheckpointManager:
                 )
 
     def finish(self, step: int) -> bool:
-        """Commit the save in flight, if there is one.
+        """Commit the save in progress, if there is one. Returns False if the save failed.
 
-        Returns False if that failed. It is logged, and another save is planned for after `step`.
+        A failed save is logged, and another save is planned for a step after `step`.
         """
         if not self._saver.in_flight:
             return True
@@ -167,7 +178,8 @@ class CheckpointManager:
         return True
 
     def _plan_retry(self, step: int) -> None:
-        """Plan another try after a tenth of the interval: in steps, or in minutes if only those are set."""
+        """Plan another save after a tenth of the interval. The interval is in steps, or in minutes if only minutes are
+        set."""
         checkpoint = self._context.config.checkpoint
         if checkpoint.every_minutes and not checkpoint.every_steps:
             self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
@@ -175,10 +187,11 @@ class CheckpointManager:
             self._retry_at = step + max(1, checkpoint.every_steps // 10)
 
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
-        """Save the state before the run ends. A save that fails is tried again for `patience_s` seconds.
+        """Save the state before the run ends, and retry a failed save for `patience_s` seconds.
 
-        A stop request in that time leads to one last try at once; if the run was `stopped` already, a second request
-        does. Raises CheckpointError on every rank if the state cannot be saved, or if the run directory is gone.
+        A stop request during these retries leads to one last attempt at once. If the run ends because it was `stopped`,
+        only a second request does so. Raises CheckpointError on every rank if the state cannot be saved, or if the run
+        directory no longer exists.
         """
         if stopped:
             self._obeyed_stops = None
@@ -217,14 +230,14 @@ class CheckpointManager:
         )
 
     def _save(self, state: TrainState) -> bool:
-        """Save the state and wait for it. Returns whether it is saved."""
+        """Save the state and wait until the save ends. Returns whether the state is saved."""
         run_on_rank0(lambda: _check_is_there(self._run_dir))
         self.begin(state)
         self.finish(state.step)
         return self._newest == checkpoint_folder(self._run_dir, state.step)
 
     def _announce(self, step: int, *, patience_s: float, stopped: bool) -> None:
-        """Log that the final save has failed, for how long it is retried, and how to leave earlier."""
+        """Log that the final save has failed, how long it is retried, and how to end the run earlier."""
         if patience_s >= 60:
             limit = f"{patience_s / 60:g} min"
         else:
@@ -243,13 +256,13 @@ class CheckpointManager:
         )
 
     def _resume_hint(self) -> str:
-        """Say from where the same command continues."""
+        """Return a sentence that says from which step the same command resumes."""
         if self._newest is not None:
             return f"continues from {self._newest.name}"
         return "starts from step 0"
 
     def _wait(self, seconds: float) -> bool:
-        """Wait equally long on all ranks. Returns whether any rank was asked to leave (`_is_asked_to_leave`)."""
+        """Wait equally long on all ranks. Returns whether any rank was asked to stop (`_is_asked_to_leave`)."""
         end_s = time.monotonic() + seconds
         is_over = is_asked = False
         while not is_over and not is_asked:
@@ -260,17 +273,18 @@ class CheckpointManager:
         return is_asked
 
     def set_newest(self, folder: Path) -> None:
-        """Set the newest checkpoint after a rewind. Steps that are made again are saved again."""
+        """Set the newest checkpoint after a rewind. Steps that are repeated after the rewind are saved again."""
         self._newest = folder
 
     def _is_asked_to_leave(self) -> bool:
-        """Whether this rank was asked to stop during the last save, by a request that did not lead to it."""
+        """Whether this rank received a stop request during the last save. The request that caused the save does not
+        count."""
         return self._obeyed_stops is not None and self._watch.stops.count > self._obeyed_stops
 
     def _wait_for_removal(self) -> bool:
-        """Wait for the removal of older checkpoints, on rank 0.
+        """Wait on rank 0 until older checkpoints are removed. Returns whether their removal is finished.
 
-        Returns whether it is done. A stop request in the last save ends the wait: the next start removes the rest.
+        A stop request during the last save ends the wait. The next start then removes the remaining folders.
         """
         while self._removal is not None and self._removal.is_alive():
             self._watch.beat("prune")
@@ -280,7 +294,7 @@ class CheckpointManager:
         return True
 
     def _prune(self, newest: Path) -> None:
-        """Remove older checkpoints, on rank 0. An error of the file system is logged, and does not end the run."""
+        """Remove older checkpoints, on rank 0. An error of the file system is logged and does not end the run."""
         checkpoint = self._context.config.checkpoint
         if not self._wait_for_removal():
             return
@@ -300,7 +314,10 @@ class CheckpointManager:
         self._removal.start()
 
     def _best_step(self, steps: list[int]) -> set[int]:
-        """Return the step, of these, with the lowest validation loss; an empty set if none was evaluated."""
+        """Return the step with the lowest validation loss among these steps, as a set.
+
+        The set is empty if no step was evaluated.
+        """
         losses = {step: loss for step, loss in self._evaluated.items() if step in steps}
         if losses:
             return {min(losses, key=losses.__getitem__)}
@@ -308,15 +325,15 @@ class CheckpointManager:
 
 
 def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers of the network by name. Layers of this package have none, layers of plugins may."""
+    """Yield the buffers of the network by name. Layers of this package have no buffers, but layers of plugins may."""
     return engine.model.named_buffers()
 
 
 def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
-    """Rename checkpoints that are not to be kept; never `newest`, which was just committed. Rank 0 only.
+    """Rename the checkpoints that are not to be kept, except `newest`, which was just committed. Only rank 0 calls it.
 
-    Returns the renamed folders, which are left to be removed. They are no checkpoints any more, and the next start
-    removes what a crash leaves of them. A checkpoint that a process reads (`kept`) stays until the next call.
+    Returns the renamed folders, which the caller removes. A renamed folder is no longer a checkpoint, so the next start
+    removes the folders that remain after a crash. A checkpoint that a process is reading stays until the next call.
     """
     leaving = []
     for path in list_checkpoints(run_dir):
@@ -337,7 +354,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
 
 
 def _may_be_taken(descriptor: int) -> bool:
-    """Whether no process reads the folder, by its lock."""
+    """Whether no process is reading the folder, according to the folder's lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -355,7 +372,7 @@ def _remove(folders: list[Path], step: int) -> None:
 
 
 def _retry_delays(patience_s: float) -> Iterator[float]:
-    """Yield the seconds between attempts, which grow and add up to the patience."""
+    """Yield the seconds between attempts. The delays grow, and their sum is the patience."""
     delay_s = _FIRST_RETRY_S
     while patience_s > 0:
         yield min(delay_s, patience_s)
@@ -363,7 +380,7 @@ def _retry_delays(patience_s: float) -> Iterator[float]:
 
 
 def _check_is_there(run_dir: Path) -> None:
-    """Check that the run directory still exists. Raises CheckpointError if not."""
+    """Check that the run directory still exists. Raises CheckpointError if it does not."""
     if was_removed(run_dir):
         raise CheckpointError(
             f"the run directory {run_dir} was removed or moved during the run, and is not created again: nothing more "

@@ -22,7 +22,7 @@ from txl_dist.train.engine.protocol import Engine
 
 
 def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial: str) -> tuple[Memory, ...]:
-    """Return the memories of this rank's lanes before their first token, per micro-batch.
+    """Return the memories of this rank's lanes before their first token, one memory per micro-batch.
 
     `memory_len` and `initial` are the settings `train.memory_len` and `train.initial_memory`.
     """
@@ -33,7 +33,7 @@ def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial:
 
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
-    """Return the tensors of a file: the lanes of these memories, in order."""
+    """Return the tensors of a file that stores these memories: their lanes, in order."""
     hidden_of_memories = [memory.hidden for memory in memories]
     hidden = [torch.cat(parts) for parts in zip(*hidden_of_memories, strict=True)]
     document_BM = torch.cat([memory.document_BM for memory in memories])
@@ -46,7 +46,10 @@ def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
 
 
 def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
-    """Return the memories of these lanes per micro-batch, with the lengths, type and device of `like`."""
+    """Read the memories of these lanes, one memory per micro-batch.
+
+    The results have the lengths, type and device of the memories `like`.
+    """
     memory_lens = [hidden_BMD.shape[1] for hidden_BMD in like.hidden]
     memory = resized(load_lane_memory(folder, lanes=lanes), memory_lens)
     microbatch_lanes = like.document_BM.shape[0]
@@ -62,7 +65,7 @@ def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, 
 
 
 def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
-    """Read the memory of any range of lanes of a checkpoint. Raises CheckpointError if a lane is missing."""
+    """Read the memory of any range of lanes from a checkpoint. Raises CheckpointError if a lane is missing."""
     hidden: list[list[Tensor]] = []
     document: list[Tensor] = []
     next_lane = lanes.start
@@ -86,9 +89,9 @@ def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
 
 
 def resized(memory: Memory, memory_lens: Sequence[int]) -> Memory:
-    """Return the newest positions of a memory, `memory_lens` per layer; missing ones are empty.
+    """Return the newest positions of a memory, `memory_lens` positions per layer. Missing positions are empty.
 
-    A position is empty in all layers or in none. So a position that one layer lacks is empty in all.
+    A position is empty in all layers or in none. So a position that one layer lacks becomes empty in all layers.
     """
     num_known = memory.memory_len
     hidden = []
@@ -102,7 +105,8 @@ def resized(memory: Memory, memory_lens: Sequence[int]) -> Memory:
 
 
 def _newest(positions: Tensor, length: int, *, missing: float = 0.0) -> Tensor:
-    """Return the last `length` positions along the second axis, with `missing` in front if there are fewer."""
+    """Return the last `length` positions along the second axis. If there are fewer, the value `missing` fills the
+    front."""
     num_kept = min(length, positions.shape[1])
     num_missing = length - num_kept
     newest = positions[:, positions.shape[1] - num_kept :]

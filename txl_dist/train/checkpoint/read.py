@@ -48,10 +48,11 @@ from txl_dist.train.state import RunContext, TrainState
 
 @contextmanager
 def keep_while_reading(folder: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned during the block, by a lock that ends with this process at the latest.
+    """Keep a checkpoint from being pruned during the block, by a lock that is released at the latest when this process
+    ends.
 
-    The checkpoint may be removed before the block begins, or during it if the file system has no such locks. So a
-    caller that cannot read it must check whether it still exists.
+    The checkpoint can still disappear before the block begins. On a file system without such locks it can also
+    disappear during the block. So a caller that cannot read the checkpoint must check whether it still exists.
     """
     descriptor = -1
     with suppress(OSError):
@@ -69,27 +70,28 @@ Examine = Callable[[Path], Examination]
 
 
 class Newest(NamedTuple):
-    """The newest whole checkpoint of a run."""
+    """Result of the search for the newest complete checkpoint of a run."""
 
     folder: Path | None
-    """Folder of the checkpoint; None if none is whole."""
+    """Folder of the checkpoint, or None if no checkpoint is complete."""
     saved: SavedState | None
-    """State of the checkpoint; None if none is whole, or if it has another format version."""
+    """State of the checkpoint. It is None if no checkpoint is complete, or if the checkpoint has another format
+    version."""
     rejected: list[str]
     """Reasons why newer checkpoints were skipped, one sentence each."""
 
 
 class Choice(NamedTuple):
-    """Decision on how a run starts."""
+    """Decision whether a run resumes a checkpoint or starts with new weights."""
 
     saved: SavedState | None
     """State of the checkpoint to resume; None for a new run."""
     remarks: list[str]
-    """Sentences for the log, one per warning."""
+    """Warnings for the log, one sentence each."""
 
 
 def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
-    """Find the newest checkpoint of a run in which `look` finds no problem."""
+    """Find the newest checkpoint of a run in which the function `look` finds no problem."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
         problems, saved = look(path)
@@ -153,9 +155,10 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
 
 
 def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
-    """Choose the checkpoint on rank 0 (`choose_checkpoint`), while all ranks share the hashing. All ranks call it.
+    """Choose the checkpoint on rank 0 by `choose_checkpoint`, with all ranks sharing the hashing of files.
 
-    Only rank 0 lists folders. On a network file system another node's cache may show an older listing.
+    All ranks call it together. Only rank 0 lists folders, because on a network file system the cache of another node
+    may show an older listing.
     """
     if not ranks.is_rank0:
         nothing: Path | None = None
@@ -174,9 +177,9 @@ def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
 
 
 def examine_together(folder: Path, ranks: RankInfo) -> Examination:
-    """Check a checkpoint (`examine`), each rank hashing a share of the files. All ranks call it together.
+    """Check a checkpoint by `examine`, where each rank hashes a share of the files.
 
-    Every rank gets all problems. Only rank 0 gets the state.
+    All ranks call it together. Every rank gets all problems, and only rank 0 gets the state.
     """
     problems, saved = examine(folder, part=ranks.rank, num_parts=ranks.world_size)
     all_problems = [problem for part in gather_objects(problems) for problem in part]
@@ -219,9 +222,9 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
 
 
 def scores_first_tokens(config: Config, saved: SavedState) -> bool:
-    """Whether the program that wrote a checkpoint scored the first token of a document after an end-of-text.
+    """Whether the program that wrote a checkpoint scored the first token of a document after an end-of-text token.
 
-    Older programs did not score it with document masks. `config` are the checkpoint's settings.
+    Older programs did not score this token with document masks. `config` contains the checkpoint's settings.
     """
     return not config.data.document_mask or bool(saved.values.get("scores_first_tokens"))
 
@@ -229,8 +232,8 @@ def scores_first_tokens(config: Config, saved: SavedState) -> bool:
 def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
     """Return (position at which the stream continues, warnings for the log).
 
-    `wanted` is the first state of a new run with the present settings. Raises CheckpointError if the checkpoint has
-    other data or another seed.
+    `wanted` is the first state of a new run with the present settings. Raises CheckpointError if the checkpoint was
+    trained on other data or with another seed.
     """
     state = continued(saved.stream, wanted, splits)
     if state.has_lanes_of(saved.stream):
@@ -239,10 +242,11 @@ def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Sp
 
 
 def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, stream: StreamState) -> TrainState:
-    """Load a checkpoint into the engine, and return the state of this rank. All ranks call it together.
+    """Load a checkpoint into the engine, and return the state of this rank.
 
-    `choose_checkpoint` and `check_checkpoint` have accepted it. `stream` is the result of `continued_stream`. If its
-    lanes were cut again, the memories are those of a new run.
+    All ranks call it together, with a checkpoint that `choose_checkpoint` and `check_checkpoint` have accepted.
+    `stream` is the result of `continued_stream`. If the stream's lanes were cut again, the memories are those of a new
+    run.
     """
     folder = saved.folder
     state = saved.values
@@ -260,10 +264,10 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
 
 
 def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Rows]:
-    """Return the model's fp32 weights, or with `use_ema` their averages, by name; a tied weight once.
+    """Return the model's fp32 weights by name, or with `use_ema` their averages. A tied weight has one name.
 
-    The values are read from the files when they are used. It needs neither ranks nor DeepSpeed. Raises CheckpointError,
-    as may reading the values.
+    The values are read from the files when they are used. The function needs neither ranks nor DeepSpeed. It raises
+    CheckpointError, and so may the later reading of values.
     """
     files = FragmentFiles(folder / "engine")
     kind = AVERAGE if use_ema else WEIGHT
@@ -284,7 +288,7 @@ def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Ro
 
 
 def absolute_paths(corpora: Sequence[str]) -> list[str]:
-    """Return the paths of corpora as absolute paths; URLs stay as they are."""
+    """Return the paths of corpora as absolute paths. URLs are returned unchanged."""
     return [path if is_url(path) else os.path.abspath(path) for path in corpora]
 
 
@@ -312,7 +316,7 @@ def with_corpora_found(config: Config, checkpoint: Path) -> Config:
 def require_corpus(checkpoint: Path, config: Config) -> str:
     """Return the path of the corpus that a checkpoint was trained on.
 
-    Raises DataError, which names the places that were tried, if it is at none of them.
+    Raises DataError if the corpus is at none of its known paths. The message lists these paths.
     """
     path = with_corpora_found(config, checkpoint).data.path
     if detect_artifact(path) is ArtifactKind.CORPUS:

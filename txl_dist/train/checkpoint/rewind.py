@@ -15,20 +15,20 @@ from txl_dist.train.state import RunContext, TrainState
 
 
 class Rewind(NamedTuple):
-    """Checkpoint and position in the text from which a run continues after a spike."""
+    """Checkpoint and position in the text from which a run continues after a spike of its loss or gradient norm."""
 
     saved: SavedState
     stream: StreamState
-    """Stream of the checkpoint, without the text that is left out."""
+    """Stream of the checkpoint, without the text that is skipped."""
 
 
 def find_rewind(
     context: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]
 ) -> Rewind | None:
-    """Find the newest whole checkpoint from before the step `first_bad`. All ranks call it together.
+    """Find the newest complete checkpoint from before the step `first_bad`. All ranks call it together.
 
-    The stream of the result leaves out the text read since that step. `began` has the step and the stream with which
-    this process began. Returns None if there is no such checkpoint.
+    The stream of the result skips the text that was read since that step. `began` contains the step and the stream with
+    which this process began. Returns None if there is no such checkpoint.
     """
     before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
     whole = (path for path in reversed(before) if not examine_together(path, context.ranks).problems)
@@ -46,9 +46,10 @@ def find_rewind(
 def stream_of(
     saved: SavedState, context: RunContext, *, began: tuple[int, StreamState], now: StreamState
 ) -> StreamState | None:
-    """Return the stream of a checkpoint to rewind to, without the text that earlier rewinds left out.
+    """Return the stream of a checkpoint to rewind to, without the text that earlier rewinds skipped.
 
-    Returns None if its lanes or segments were cut differently. Raises CheckpointError.
+    Returns None if the stream's lanes or segments were cut differently. Raises CheckpointError if the checkpoint cannot
+    be read.
     """
     step, stream = began
     if saved.step != step:

@@ -40,13 +40,13 @@ from txl_dist.train.engine.partitions import WEIGHT
 from txl_dist.train.stability import Health
 
 STATE_KEY = "state"
-"""Metadata key of every file of tensors: sha256 of the state.json of its save."""
+"""Metadata key of every file of tensors. Its value is the sha256 of the state.json that was saved with the file."""
 
 CALLBACKS = "callbacks.safetensors"
-"""File of the callbacks' states; only in checkpoints of runs whose callbacks have a state (`callback_states`)."""
+"""Name of the file of the callbacks' states. Only runs whose callbacks have a state write it (`callback_states`)."""
 
 LANES_KEY = "lanes"
-"""Metadata key of a file of memories: its name without the suffix."""
+"""Metadata key of a file of memories. Its value is the file's name without the suffix."""
 
 _LANES = re.compile(r"(\d{5,9})-(\d{5,9})\.safetensors")
 _Count = Annotated[int, Field(ge=0, lt=2**62)]
@@ -70,7 +70,7 @@ class _Corpus(_Section):
     @model_validator(mode="before")
     @classmethod
     def _in_new_names(cls, values: Any) -> Any:
-        """Rename the keys of an earlier version."""
+        """Rename the keys of a file that an earlier version wrote."""
         if isinstance(values, dict):
             return keys_in_new_names(values, of="stream")
         return values
@@ -112,7 +112,7 @@ class _State(_Section):
 
 
 class SavedState(NamedTuple):
-    """Content of a checkpoint's state.json, read once per start and passed on."""
+    """Content of a checkpoint's state.json. A start reads it once and passes it on."""
 
     folder: Path
     """Folder of the checkpoint."""
@@ -120,13 +120,13 @@ class SavedState(NamedTuple):
     stream: StreamState
     health: Health
     values: dict[str, Any]
-    """All values of state.json, by name."""
+    """All values of state.json, by their names."""
 
 
 def read_state(folder: Path) -> SavedState:
     """Return the state of a checkpoint.
 
-    Raises CheckpointError if its state.json cannot be read, or has another form or format version.
+    Raises CheckpointError if the checkpoint's state.json cannot be read, or has another form or format version.
     """
     path = folder / STATE
     with translate_errors(
@@ -154,23 +154,26 @@ def read_state(folder: Path) -> SavedState:
 
 
 class _OtherVersionError(CheckpointError):
-    """Error for a checkpoint of another format version, which is not damaged: another program can read it."""
+    """Error for a checkpoint of another format version. The checkpoint is not damaged: another version can read it."""
 
 
 class Examination(NamedTuple):
     """Result of checking a checkpoint folder."""
 
     problems: list[str]
-    """Reasons why the folder is not a sound checkpoint, one line each; empty if it is one."""
+    """Reasons why the folder is not a valid checkpoint, one line each. The list is empty for a valid checkpoint."""
     saved: SavedState | None
-    """State of a sound checkpoint; None if there are problems, in parts other than the first, and for another format
-    version. A checkpoint of another version is not damaged, and has no problems here. `read_state` refuses it."""
+    """State of a valid checkpoint. It is None if there are problems, in parts other than the first, and for another
+    format version.
+
+    A checkpoint of another format version is not damaged, so it has no problems here. `read_state` refuses it.
+    """
 
 
 def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
-    """Check whether a folder is a sound checkpoint, and read its state if it is.
+    """Check whether a folder is a valid checkpoint, and read the checkpoint's state if it is.
 
-    Several processes may share the hashing, as in `problems_of`. Part 0 alone makes the other checks.
+    Several processes can share the hashing, as in `problems_of`. Only the process of part 0 makes the other checks.
     """
     problems = problems_of(folder, part=part, num_parts=num_parts)
     if problems or part:
@@ -186,14 +189,17 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
 
 
 def checkpoint_problems(folder: Path) -> list[str]:
-    """Return the reasons why a folder is not a sound checkpoint, one line each; an empty list if it is one."""
+    """Return the reasons why a folder is not a valid checkpoint, one line each.
+
+    The list is empty for a valid checkpoint.
+    """
     return examine(folder).problems
 
 
 def run_problems(run_dir: Path) -> Iterator[str]:
-    """Yield the problems of all checkpoints of a run, each after the name of its folder.
+    """Yield the problems of all checkpoints of a run. Each line begins with the name of the checkpoint's folder.
 
-    A run without checkpoints has a problem too.
+    A run without checkpoints counts as one problem.
     """
     checkpoints = list_checkpoints(run_dir)
     if not checkpoints:
@@ -237,7 +243,7 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
 
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
-    """Yield the problems of the files of memories, which together must hold each of the lanes once."""
+    """Yield the problems of the files of memories. Together these files must contain each lane exactly once."""
     next_lane = 0
     forms = set()
     for header in headers:
@@ -264,9 +270,9 @@ class _Header(NamedTuple):
 
     path: Path
     state: str
-    """sha256 of the state.json that the file was saved with; empty if the file has none."""
+    """The sha256 of the state.json that was saved with the file, or an empty text if the file names none."""
     lanes: str
-    """Lanes that the file was saved with, as in its name; empty if the file names none."""
+    """Lanes of the file according to its metadata, in the form of its name. Empty if the metadata name no lanes."""
     shapes: dict[str, list[int]]
 
 
@@ -280,7 +286,7 @@ class MemoryForm(NamedTuple):
 
 
 def memory_form(shapes: Mapping[str, Sequence[int]]) -> MemoryForm | None:
-    """Return the sizes of a file of memories from the shapes of its tensors; None for another kind of file."""
+    """Return the sizes of a file of memories from the shapes of its tensors, or None for another kind of file."""
     names = hidden_names(shapes)
     if shapes.keys() == {"hidden", "document"} and len(shapes["hidden"]) == 4:
         layers, num_lanes, memory_len, width = shapes["hidden"]
@@ -295,21 +301,24 @@ def memory_form(shapes: Mapping[str, Sequence[int]]) -> MemoryForm | None:
 
 
 def hidden_names(names: Iterable[str]) -> list[str]:
-    """Return the names `hidden.0`, `hidden.1` and so on among the names of a file's tensors, by layer.
+    """Return the names `hidden.0`, `hidden.1` and so on that occur among the names of a file's tensors, by layer.
 
-    The list is empty if all layers have the same memory length: such a file has one tensor `hidden`.
+    The list is empty if all layers have the same memory length, because such a file has one tensor `hidden`.
     """
     num_layers = sum(name.startswith("hidden.") for name in names)
     return [f"hidden.{layer}" for layer in range(num_layers)]
 
 
 def lane_files(folder: Path) -> list[Path]:
-    """Return the files in a checkpoint's lanes/, sorted by their first lane. From lane 100,000 on names are longer."""
+    """Return the files in a checkpoint's folder lanes/, sorted by their first lane.
+
+    From lane 100,000 on file names are longer, so the order of names is not the order of lanes.
+    """
     return sorted((folder / "lanes").glob("*"), key=lambda path: lanes_of(path).start)
 
 
 def lanes_of(path: Path) -> range:
-    """Return the global lanes of a file of memories by its name; an empty range for another name."""
+    """Return the global lanes of a file of memories according to its name. For any other name the range is empty."""
     match = _LANES.fullmatch(path.name)
     if match:
         return range(int(match[1]), int(match[2]) + 1)
@@ -317,9 +326,10 @@ def lanes_of(path: Path) -> range:
 
 
 def settings_hash(data: bytes) -> str:
-    """Return the sha256 of the settings in a config.toml, without `run.dir`, so that equal runs have equal states.
+    """Return the sha256 of the settings in a config.toml, without `run.dir`.
 
-    Raises ValueError or TypeError if the data hold no settings.
+    So runs that differ only in their directory have equal states. Raises ValueError or TypeError if the data contain no
+    settings.
     """
     values = parse_toml(data)
     run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}

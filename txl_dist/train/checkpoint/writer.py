@@ -52,17 +52,23 @@ _POLL_S = 0.05
 
 
 class SaveResult(NamedTuple):
-    """Result of a save; the same on every rank."""
+    """Result of writing one checkpoint. All fields are the same on every rank.
+
+    `step` is the step that was saved, `folder` the checkpoint's folder, and `gib` its size in GiB.
+    """
 
     step: int
     folder: Path
     gib: float
     error: str
-    """Reason why there is no checkpoint; empty if there is one."""
+    """Reason why the checkpoint could not be written. It is empty if the checkpoint is complete on disk."""
 
 
 class AsyncWriter:
-    """Writer of one run's checkpoints, one at a time. All ranks call its methods together, except `is_written`."""
+    """Writer of one run's checkpoints in the background, one checkpoint at a time.
+
+    All ranks call its methods together, except `is_written`.
+    """
 
     def __init__(self, context: RunContext, watch: Watch) -> None:
         self.context = context
@@ -81,18 +87,21 @@ class AsyncWriter:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was begun and not finished; the same on every rank."""
+        """Whether a save has begun and is not finished. The value is the same on every rank."""
         return self._step >= 0
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has nothing left to write of the save in flight."""
+        """Whether this rank has finished writing its files of the save in progress."""
         return self._thread is None or not self._thread.is_alive()
 
     def begin(
         self, state: TrainState, engine: Engine, *, probe: dict[str, Tensor], callbacks: Content | None = None
     ) -> None:
-        """Copy the state and start to write it; `callbacks` are their states, on rank 0. No save may be in flight."""
+        """Copy the state and start to write it. No other save may be in progress.
+
+        `callbacks` contains the callbacks' states, on rank 0.
+        """
         assert not self.in_flight
         failpoint("save-begin", step=state.step)
         self._step = state.step
@@ -128,7 +137,10 @@ class AsyncWriter:
         self._thread.start()
 
     def finish(self) -> SaveResult:
-        """Wait until all ranks have written, and commit. A failure of the file system is returned, not raised."""
+        """Wait until all ranks have written their files, and commit the checkpoint.
+
+        An error of the file system is returned in the result, not raised.
+        """
         self._wait()
         step = self._step
         self._step = -1
@@ -164,10 +176,10 @@ class AsyncWriter:
         return SaveResult(step, final, self._needed / 2**30, "")
 
     def _wait(self) -> None:
-        """Wait until all ranks have written.
+        """Wait until all ranks have written their files.
 
-        The collectives are short, so a rank with a slow disk does not count as hanging. This rank sends a beat while
-        its part grows or is done, so the watchdog names the rank whose disk stands still.
+        The collectives are short, so a rank with a slow disk does not count as hanging. This rank sends a heartbeat
+        while its files grow or are finished. So the watchdog reports the rank whose disk makes no progress.
         """
         last_num_bytes = -1
         while not all(gather_objects(self.is_written)):
@@ -198,7 +210,8 @@ class AsyncWriter:
         return files
 
     def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
-        """Copy tensors to host memory, unless they are on the host and are written before the next step."""
+        """Copy tensors to host memory. Tensors that are on the host and are written before the next step are not
+        copied."""
         if self._host is not None:
             return self._host.copy(files)
         on_host: dict[str, Content] = {}
@@ -207,7 +220,7 @@ class AsyncWriter:
         return on_host
 
     def _local_files(self, state: TrainState, engine: Engine) -> dict[str, bytes]:
-        """Return the content of the files that rank 0 writes in addition to tensors."""
+        """Return the content of the files that rank 0 writes in addition to its tensors."""
         config = self.context.config
         corpus = self.context.corpora.first
         settings = self.context.saved_settings.toml.encode()
@@ -240,7 +253,10 @@ class AsyncWriter:
         }
 
     def _check_space(self) -> None:
-        """Check that the checkpoint fits on the disk. Raises CheckpointError, or OSError."""
+        """Check that the checkpoint fits on the disk.
+
+        Raises CheckpointError if it does not, or OSError if the file system cannot say.
+        """
         folder = self.context.run_dir / CHECKPOINTS
         if not folder.is_dir():
             folder.mkdir()  # not the run directory: if that is gone, it must not be made again
@@ -280,7 +296,10 @@ class AsyncWriter:
 
 
 class HostCopy:
-    """Host memory to which a rank's tensors are copied. It is kept from save to save, so only the first allocates."""
+    """Host memory to which a rank's tensors are copied for a save.
+
+    The memory is kept from save to save, so only the first save allocates memory.
+    """
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
@@ -296,7 +315,7 @@ class HostCopy:
         return copies
 
     def _copy(self, key: tuple[str, str], tensor: Tensor) -> Tensor:
-        """Copy a tensor into its buffer, which is made if it is missing or has another shape or type."""
+        """Copy a tensor into its buffer. The buffer is allocated if it is missing or has another shape or type."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin)
@@ -323,7 +342,7 @@ def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> N
 
 
 def _explained(error: Exception, path: Path, *, needed: int) -> str:
-    """Describe an error with its place and its remedy. `needed` are the bytes of the checkpoint."""
+    """Return an error's text with its file and a remedy. `needed` is the size of the checkpoint in bytes."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):

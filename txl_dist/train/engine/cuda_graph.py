@@ -31,25 +31,29 @@ WARM_UPS = 3
 """Number of runs before a recording, in which libraries choose kernels and allocate workspaces."""
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], None]]
-"""Function that records the kernels that its argument launches, and returns a function that launches them again."""
+"""Function that records the kernels that its argument launches. It returns a function that launches these kernels
+again."""
 
 
 class _Graph(NamedTuple):
-    """A recorded micro-step of one shape."""
+    """Recorded forward and backward pass of one micro-batch, for one shape."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    """Loss, tensors of the memory, then one gradient per parameter."""
+    """Loss, then the tensors of the memory, then one gradient per parameter."""
     spec: Any
     """Nesting of loss and memory (torch's pytree specification)."""
     replay: Callable[[], None]
 
 
 class GraphedModule(nn.Module):
-    """Module whose training calls are replayed. It returns a scalar loss first, then tensors without gradient."""
+    """Wrapper of a module whose training calls are recorded once per shape and then replayed.
+
+    The module must return a scalar loss first, then tensors that need no gradient.
+    """
 
     def __init__(self, module: nn.Module, *, scale: Callable[[], float], record: Recorder | None = None) -> None:
-        """`scale` returns the factor by which the loss will be multiplied before the backward pass."""
+        """Wrap a module. `scale` returns the factor by which the loss will be multiplied before the backward pass."""
         super().__init__()
         self.module = module
         # One pool of memory is enough: recordings run one after the other, and their results are kept.
@@ -66,7 +70,7 @@ class GraphedModule(nn.Module):
         """Results and gradients that all graphs share, by position, shape and type."""
 
     def forward(self, *arguments: Any) -> Any:
-        """Return the module's result: by a replay in training, by a call of the module otherwise."""
+        """Return the module's result. Training replays a recording, and evaluation calls the module."""
         values, spec = tree_flatten(arguments)
         key = (spec, *(_signature(value) for value in values))
         is_known = key in self._graphs
@@ -103,7 +107,7 @@ class GraphedModule(nn.Module):
         return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
 
     def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
-        """Record a micro-step with these inputs. Raises RuntimeError if memory runs out."""
+        """Record forward and backward pass for these inputs. Raises RuntimeError if memory runs out."""
         for place, value in zip(_places(inputs), inputs, strict=True):
             if place not in self._inputs:
                 self._inputs[place] = torch.empty_like(value)
@@ -157,19 +161,19 @@ def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out, also if CUDA then raised another error while it ended the recording."""
+    """Whether memory ran out. CUDA may raise another error while it ends the recording, which counts too."""
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or _ran_out_of_memory(error.__context__))
 
 
 def _signature(value: Any) -> Any:
-    """Return (shape, type) of a tensor, or another value itself: graphs are looked up by it."""
+    """Return the key by which graphs are looked up: (shape, type) of a tensor, or a value that is no tensor itself."""
     if isinstance(value, Tensor):
         return (value.shape, value.dtype)
     return value
 
 
 def _places(values: Sequence[Tensor]) -> list[Any]:
-    """Return the key of each tensor among the shared ones: its position, shape and type."""
+    """Return the key of each tensor among the shared tensors: its position, shape and type."""
     return [(index, _signature(value)) for index, value in enumerate(values)]
 
 

@@ -10,14 +10,17 @@ from txl_dist.config.schema import EngineSection
 BUCKET_LEN = 1 << 25
 """Number of gradient values that are exchanged at once during the backward pass, and of weights gathered at once."""
 PERSISTENT_LEN = 1 << 14
-"""Largest number of values of a parameter that every rank keeps at stage 3. Gathering biases and norms costs more."""
+"""Largest number of values of a parameter that every rank keeps at stage 3.
+
+It includes biases and norms, because gathering them would cost more than keeping them.
+"""
 
 
 def deepspeed_config(engine: EngineSection, *, plan: BatchPlan, block_len: int, on_gpu: bool) -> dict[str, Any]:
     """Return DeepSpeed's configuration dictionary, as a pure function of the settings.
 
     `block_len` is the number of parameter values in one block of the model. DeepSpeed silently ignores misspelt
-    top-level keys, so a test compares the keys here with those that it reads.
+    top-level keys. So a test compares the keys here with the keys that DeepSpeed reads.
     """
     precision = engine.precision
     # On a CPU there is no stream to overlap on; a rank alone has nothing to exchange.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def count_devices() -> int:
-    """Return the GPUs of this machine; without any, the NUMA nodes of its CPUs."""
+    """Return the number of GPUs of this machine. Without GPUs, return the number of NUMA nodes of its CPUs."""
     from deepspeed.accelerator import get_accelerator
 
     return int(get_accelerator().device_count())

@@ -27,12 +27,14 @@ from torch import Tensor, nn
 from txl_dist.train.engine.optimizer import is_decayed
 
 ALIGNMENT = 128
-"""Alignment of each parameter in a flat one, in values. Half-precision products need operands at multiples of 16 bytes,
-and caches prefer 128."""
+"""Alignment of each parameter in a flat parameter, in values.
+
+Half-precision products need operands at multiples of 16 bytes, and caches work best with multiples of 128 bytes.
+"""
 
 
 class Slot(NamedTuple):
-    """Place of a model parameter in a parameter of the engine."""
+    """Place of one parameter of the model inside a flat parameter of the engine."""
 
     name: str
     start: int
@@ -40,32 +42,33 @@ class Slot(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Place after the last value."""
+        """Place after the last value of the parameter."""
         return self.start + math.prod(self.shape)
 
 
 class Stored(NamedTuple):
-    """A parameter of the engine, and the model's parameters in it, in order."""
+    """Parameter of the engine, with the parameters of the model that it contains, in order."""
 
     tensor: nn.Parameter
     slots: tuple[Slot, ...]
 
 
 class Owner(NamedTuple):
-    """A module that uses a parameter, and the parameter's name there. A tied parameter has several owners."""
+    """Module that uses a parameter, and the parameter's name in this module. A tied parameter has several owners."""
 
     module: nn.Module
     leaf: str
 
 
 class FlatModule(nn.Module):
-    """Wrapper that puts a module's small parameters into flat ones. Calls go to `module` with the same arguments."""
+    """Wrapper that stores a module's small parameters in flat parameters. It passes calls on to the module."""
 
     def __init__(self, module: nn.Module, *, prefix: str, matrices: Collection[str] = ()) -> None:
-        """Move the module's parameters into flat ones, in place.
+        """Move the module's parameters into flat parameters, in place.
 
-        `prefix` is removed from the names of parameters. `matrices` are names, without the prefix, of parameters that
-        the optimizer treats differently. They get a flat parameter of their own in each block.
+        `prefix` is removed from the names of parameters. `matrices` contains the names, without the prefix, of
+        parameters that the optimizer treats differently. These parameters get a flat parameter of their own in each
+        block.
         """
         super().__init__()
         self.module = module
@@ -84,7 +87,7 @@ class FlatModule(nn.Module):
         self.stored += stored_whole(module, prefix=prefix)
 
     def forward(self, *arguments: Any) -> Any:
-        """Return the module's result."""
+        """Call the module with the same arguments and return the module's result."""
         self._install()
         return self.module(*arguments)
 
@@ -98,7 +101,7 @@ class FlatModule(nn.Module):
 
 
 def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
-    """Return the parameters of a module as they are, one in each `Stored`. `prefix` is removed from their names."""
+    """Return the parameters of a module unchanged, one in each `Stored`. `prefix` is removed from their names."""
     return [
         Stored(parameter, (Slot(name.removeprefix(prefix), 0, parameter.shape),))
         for name, parameter in module.named_parameters()
@@ -106,7 +109,7 @@ def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
 
 
 def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of every parameter of the model, as views; empty values at stage 3."""
+    """Yield (name, values) of every parameter of the model, as views. At stage 3 the values are empty."""
     for tensor, slots in stored:
         if not tensor.numel():  # ZeRO-3 has partitioned it
             yield from ((slot.name, tensor.detach()) for slot in slots)
@@ -116,9 +119,10 @@ def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _groups(names: Iterable[str], *, prefix: str, matrices: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of parameters that share a flat tensor: the matrices of each block, and all without decay.
+    """Return groups of names of parameters that share a flat tensor.
 
-    Other parameters, such as embeddings, are in no group.
+    The matrices of each block are a group, and all parameters without weight decay are a group. Other parameters, such
+    as embeddings, are in no group.
     """
     groups: dict[str, list[str]] = {}
     for name in names:
@@ -146,7 +150,7 @@ def _owners(module: nn.Module) -> dict[int, list[Owner]]:
 
 
 def _flattened(members: list[nn.Parameter], names: list[str]) -> tuple[nn.Parameter, tuple[Slot, ...]]:
-    """Copy parameters into a new flat one. Returns it, and the place of each in it."""
+    """Copy parameters into a new flat parameter. Returns the flat parameter and the place of each parameter in it."""
     slots = []
     size = 0
     for name, member in zip(names, members, strict=True):
@@ -159,7 +163,8 @@ def _flattened(members: list[nn.Parameter], names: list[str]) -> tuple[nn.Parame
 
 
 class _Unflatten(torch.autograd.Function):
-    """Function that turns a flat tensor into views, and in backward the views' gradients into one flat gradient."""
+    """Autograd function that returns views of a flat tensor. Its backward pass joins the views' gradients in one flat
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, slots: tuple[Slot, ...]) -> tuple[Tensor, ...]:

@@ -30,39 +30,40 @@ from torch.optim.adamw import adamw
 
 NUM_ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients a, b, c above: they raise small singular values fast, and leave all of them between 0.7 and 1.2."""
+"""Coefficients a, b, c of the module's formula. They raise small singular values fast, and leave all singular values
+between 0.7 and 1.2."""
 STACKED = {"key_value": 2}
-"""Number of matrices, one below the other, in the weight of such layers; 1 for all others."""
+"""Number of matrices that are stacked in the weight of a layer with this name. Other layers have one matrix."""
 
 
 class Matrix(NamedTuple):
-    """Consecutive rows of a parameter."""
+    """Matrix that Muon orthogonalizes by itself: consecutive rows of a parameter."""
 
     parameter: str
     start: int
-    """Place of the first value in the flattened parameter."""
+    """Place of the matrix's first value in the flattened parameter."""
     rows: int
     columns: int
 
     @property
     def length(self) -> int:
-        """Number of values in it."""
+        """Number of values in the matrix."""
         return self.rows * self.columns
 
     @property
     def multiplications(self) -> int:
-        """Number of multiplications in one Newton-Schulz iteration."""
+        """Number of multiplications in one Newton-Schulz iteration on this matrix."""
         short, long = sorted((self.rows, self.columns))
         return 2 * short * short * long + short**3
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether a parameter of the model is orthogonalized: the weights of the linear layers of its blocks."""
+    """Whether Muon orthogonalizes a parameter of the model. It does for the weights of the linear layers of blocks."""
     return name.startswith("blocks.") and name.endswith(".weight") and "norm." not in name and len(shape) == 2
 
 
 def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
-    """List the matrices of a parameter that are orthogonalized, each by itself; none for most parameters."""
+    """List the matrices of a parameter that Muon orthogonalizes separately. Most parameters have none."""
     if not is_matrix(name, shape):
         return []
     layer = name.split(".")[-2]
@@ -73,14 +74,14 @@ def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
 
 
 class Range(NamedTuple):
-    """Consecutive values of a matrix, and the place where a rank holds them."""
+    """Consecutive values of a matrix, and the place where a rank stores them."""
 
     matrix: int
     """Index of the matrix."""
     start: int
     """Place of the first value in the flattened matrix."""
     length: int
-    """Number of values in it."""
+    """Number of values in the range."""
     tensor: int
     """Index of the tensor, among those that are updated together."""
     offset: int
@@ -88,21 +89,22 @@ class Range(NamedTuple):
 
 
 RankPieces = list[list[tuple[str, int, int, int]]]
-"""Pieces that one rank holds, per tensor: the fields of each `partitions.PartitionPiece`."""
+"""Pieces of parameters that one rank holds, per tensor. Each piece has the fields of `partitions.PartitionPiece`."""
 
 
 class MatrixAssignment:
-    """Assignment of matrices to ranks, for tensors that are updated together, and what the ranks exchange for it.
+    """Assignment of matrices to ranks, and the values that ranks exchange because of it. `Muon` uses it.
 
-    Each list of ranges below has one entry per rank.
+    It covers the tensors that are updated together. Each list of ranges below has one entry per rank.
     """
 
     def __init__(
         self, matrices: list[Matrix], rank_pieces: list[RankPieces], *, rank: int, is_replicated: bool
     ) -> None:
-        """Assign the matrices. `rank_pieces` has one entry per rank; `rank` is this one.
+        """Assign each matrix to a rank.
 
-        `is_replicated`: all ranks hold the same values, so an owner needs no values of other ranks.
+        `rank_pieces` has one entry per rank, and `rank` is the rank of this process. If `is_replicated`, all ranks hold
+        the same values, so the owner of a matrix needs no values of other ranks.
         """
         num_ranks = len(rank_pieces)
         ranges_by_rank = [list(_ranges(matrices, pieces)) for pieces in rank_pieces]
@@ -147,7 +149,7 @@ class MatrixAssignment:
         return list(zip(_flat(self.result_recv_ranges), values, strict=True))
 
     def _orthogonalize_local(self, updates: dict[int, Tensor], *, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Compute X, flat, of each matrix that this rank owns. Matrices of one shape are computed at once."""
+        """Compute X, flat, of each matrix that this rank owns. Matrices of the same shape are computed at once."""
         shapes: dict[tuple[int, int], list[int]] = {}
         for index in updates:
             matrix = self.matrices[index]
@@ -172,7 +174,7 @@ class MatrixAssignment:
 
 
 def newton_schulz(update_BMN: Tensor) -> Tensor:
-    """Return, for each matrix, about the nearest one with orthonormal rows. M must not exceed N."""
+    """Return for each matrix [M, N] approximately the nearest matrix with orthonormal rows. M must not exceed N."""
     a, b, c = COEFFICIENTS
     x: Tensor = update_BMN / (torch.linalg.matrix_norm(update_BMN, keepdim=True) + 1e-7)
     for _ in range(NUM_ITERATIONS):
@@ -182,7 +184,7 @@ def newton_schulz(update_BMN: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups with `is_orthogonal` get Muon's step, the others AdamW's."""
+    """Optimizer that makes Muon's step for parameter groups with `is_orthogonal`, and AdamW's step for other groups."""
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float) -> None:
         super().__init__(groups, {"lr": lr})
@@ -191,10 +193,9 @@ class Muon(torch.optim.Optimizer):
         self._device = torch.device("cpu")
 
     def assign(self, assignments: dict[int, MatrixAssignment], *, dtype: torch.dtype, device: torch.device) -> None:
-        """Set which rank computes which matrix, before the first update.
+        """Set which rank computes which matrix, before the first update. X is computed in `dtype` on `device`.
 
-        `assignments` are by the id of the first of the tensors that are updated together. X is computed in `dtype` on
-        `device`.
+        `assignments` maps the id of the first of the tensors that are updated together to their assignment.
         """
         self._assignments = assignments
         self._dtype = dtype
@@ -202,7 +203,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters. If any of them is a matrix, all ranks call it together."""
+        """Update all parameters. If any parameter is a matrix, all ranks call it together."""
         del closure
         for group in self.param_groups:
             tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -318,9 +319,9 @@ def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
 
 
 def _exchange(send_values: list[list[Tensor]], recv_ranges: list[list[Range]], *, like: Tensor) -> list[Tensor]:
-    """Send every rank its values, flat and of the type of `like`. All ranks call it together.
+    """Send every rank its values, flat and in the type of `like`. All ranks call it together.
 
-    Returns the values received, one tensor per range of `recv_ranges`, in order of ranks.
+    Returns the received values, one tensor per range of `recv_ranges`, in order of ranks.
     """
     if len(send_values) == 1:
         return send_values[0]

@@ -27,7 +27,7 @@ from txl_dist.train.engine.muon import Muon
 
 
 def is_decayed(name: str) -> bool:
-    """Whether a parameter of the model gets weight decay: matrices do; biases, norms and scalars do not."""
+    """Whether a parameter of the model gets weight decay. Matrices get it. Biases, norms and scalars do not."""
     leaf = name.rpartition(".")[2]
     return "bias" not in leaf and "norm." not in name and leaf not in ("scales", "value_share")
 
@@ -35,10 +35,12 @@ def is_decayed(name: str) -> bool:
 def build_optimizer(
     parameters: Iterable[tuple[str, nn.Parameter]], optim: OptimSection, *, matrices: Collection[str] = ()
 ) -> torch.optim.Optimizer:
-    """Return the optimizer, with parameter groups: first those named in `matrices`, if any, then decayed, then others.
+    """Build the optimizer with its parameter groups.
 
-    `parameters` are (name, tensor) pairs. A flat parameter may have the name of any parameter in it. `matrices` are the
-    names of those that muon orthogonalizes. Raises ConfigError for an optimizer of a plugin that cannot be used.
+    The first group contains the parameters named in `matrices`, if there are any. The next group contains the other
+    parameters with weight decay, and the last group the parameters without. `parameters` are (name, tensor) pairs. A
+    flat parameter may have the name of any parameter in it. `matrices` are the names of the parameters that muon
+    orthogonalizes. Raises ConfigError for an optimizer of a plugin that cannot be used.
     """
     orthogonal: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
@@ -59,7 +61,10 @@ def build_optimizer(
 
 
 def _check_built(optimizer: object, name: str) -> None:
-    """Raise ConfigError on all ranks if an object is not an optimizer, or has state already, which ZeRO would lose."""
+    """Raise ConfigError on all ranks if an object cannot serve as optimizer.
+
+    It must be a torch optimizer, and it must have no state yet, because ZeRO would lose that state.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise raised_everywhere(
             ConfigError(
@@ -77,7 +82,7 @@ def _check_built(optimizer: object, name: str) -> None:
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
-    """Write the optimizer's settings into parameter groups; weight decay only into groups that decay."""
+    """Write the optimizer's settings into parameter groups. Weight decay is written only into groups that decay."""
     settings = {name: getattr(optim, name) for name in optim.kind.settings}
     for group in groups:
         group |= settings | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}
@@ -99,5 +104,7 @@ BUILDERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "muon": Muon,
     "sgd": partial(torch.optim.SGD, fused=True),
 }
-"""Functions that build an optimizer from groups and a learning rate, by `optim.name`. `schema.OPTIMIZERS` has the other
-facts on each."""
+"""Functions that build an optimizer from groups and a learning rate, by `optim.name`.
+
+`schema.OPTIMIZERS` has the other properties of each optimizer.
+"""

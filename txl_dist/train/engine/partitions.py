@@ -41,15 +41,18 @@ class PartitionPiece(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """An fp32 tensor that the optimizer updates."""
+    """Flat fp32 tensor that the optimizer updates on this rank, and the pieces of parameters that it contains."""
 
     tensor: Tensor
-    """Tensor by which the optimizer keeps its state; flat, except at stage 0."""
+    """Tensor by which the optimizer looks up its state. It is flat, except at stage 0."""
     pieces: list[PartitionPiece]
 
 
 class Fragment(NamedTuple):
-    """One piece with its values by kind, `weight` and the optimizer's, such as `exp_avg`: 1-D fp32 views."""
+    """Piece of a parameter with its weights and optimizer state, as a checkpoint stores it.
+
+    `values` maps a kind (`weight`, or a name of the optimizer's such as `exp_avg`) to a 1-D fp32 view.
+    """
 
     parameter: str
     start: int
@@ -59,7 +62,10 @@ class Fragment(NamedTuple):
 
 
 def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[Partition]:
-    """Return the partitions of this rank. `optimizer` is the one that `deepspeed.initialize` made for `stored`."""
+    """Return the partitions of this rank.
+
+    `optimizer` is the optimizer that `deepspeed.initialize` made for the parameters `stored`.
+    """
     slots = {id(parameter.tensor): parameter.slots for parameter in stored}
     if stage == 0:
         pairs: Iterable[tuple[Tensor, Tensor]]
@@ -112,7 +118,7 @@ def _slices(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[Pa
 
 
 def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """Yield the pieces of the partitions with their values, as views. `optimizer` is torch's."""
+    """Yield the pieces of the partitions with their values, as views. `optimizer` is the torch optimizer."""
     for tensor, pieces in partitions:
         state = optimizer.state.get(tensor, {})
         values = {WEIGHT: tensor}
@@ -128,7 +134,7 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
 
 
 def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of a value of the optimizer's state that a checkpoint would lose; empty if there is none."""
+    """Return the name of a value of the optimizer's state that a checkpoint would lose, or an empty text."""
     for tensor, _ in partitions:
         state = optimizer.state.get(tensor, {})
         for name, value in state.items():
@@ -144,7 +150,8 @@ def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) 
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers and texts of the parameter groups, without the learning rate, which every step changes."""
+    """Return the numbers and texts of the parameter groups. The learning rate is not included, because every step
+    changes it."""
     plain = (bool, int, float, str, tuple)
     settings = []
     for group in optimizer.param_groups:
@@ -167,13 +174,13 @@ def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
 
 
 class Source(Protocol):
-    """Source of saved values, by parameter."""
+    """Interface of an object that returns saved values by parameter, for example the files of a checkpoint."""
 
     def kinds_of(self, parameter: str) -> list[str]:
-        """Return the kinds of values that a parameter has, `weight` among them."""
+        """Return the kinds of values that a parameter has. `weight` is one of them."""
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
-        """Return [length] fp32 values of the flattened parameter, from `start` on, on the host."""
+        """Return [length] fp32 values of the flattened parameter, from the value `start` on, in host memory."""
 
     def step_of(self, parameter: str) -> float:
         """Return the number of updates that the optimizer had counted for a parameter."""
@@ -182,7 +189,7 @@ class Source(Protocol):
 def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: Source, *, with_average: bool) -> None:
     """Copy saved values into the partitions, and create the optimizer's state, which a new optimizer lacks.
 
-    `with_average` says whether the run averages weights, so that a saved average is loaded too.
+    `with_average` says whether the run averages its weights, so that a saved average is loaded too.
     """
     counts_per_tensor = not type(optimizer).__module__.startswith("pytorch_optimizer.")
     unwanted = {WEIGHT}
@@ -209,10 +216,10 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
 
 
 def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], names: Iterable[str]) -> Tensor:
-    """Return [2, names] in fp64: sums of squares of each parameter's gradient, then of its weights, on this rank.
+    """Return the sums of squares of each parameter's gradient and weights on this rank, [2, names] in fp64.
 
-    `gradients` has for each partition flat tensors that together have the partition's layout. It allocates nothing of
-    the size of a gradient.
+    The first row is for gradients, the second for weights. `gradients` has for each partition flat tensors that
+    together have the partition's layout. The function allocates nothing of the size of a gradient.
     """
     index = {name: i for i, name in enumerate(names)}
     sums = torch.zeros(2, len(index), dtype=torch.float64, device=partitions[0].tensor.device)
@@ -227,10 +234,11 @@ def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], na
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of each tensor in fp32, [tensors], whatever their type: squares of fp16 gradients overflow.
+    """Return the norm of each tensor in fp32, [tensors]. The tensors may have any type.
 
-    On a CPU torch adds all squares of a tensor one after the other in fp32. The norm of 20 million values is then 1e-3
-    to 7e-3 too small. Here the squares are added in rows, which is right to 1e-6 at the same speed.
+    Squares of fp16 gradients would overflow in fp16. On a CPU torch adds all squares of a tensor one after the other in
+    fp32, and the norm of 20 million values is then 1e-3 to 7e-3 too small. Here the squares are added in rows, which
+    gives an error of 1e-6 at the same speed.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, torch.float32))
@@ -238,7 +246,7 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
 
 
 _ROW = 1_024
-"""Number of values that are added one after the other."""
+"""Number of values that a norm adds one after the other."""
 
 
 def _norm_in_rows(values: Tensor) -> Tensor:
@@ -265,7 +273,10 @@ def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tup
 
 
 def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer, *, decay: float) -> None:
-    """Set each average to decay * average + (1 - decay) * weight, after an update; at first to the weight."""
+    """Set each average to decay * average + (1 - decay) * weight, after an update.
+
+    After the first update the average is the weight itself.
+    """
     for tensor, _ in partitions:
         weight = tensor.detach()
         state = optimizer.state[tensor]
@@ -276,7 +287,7 @@ def update_averages(partitions: list[Partition], optimizer: torch.optim.Optimize
 
 
 def swap_averages(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> None:
-    """Exchange weights and averages, in place. A partition without an average stays as it is."""
+    """Exchange weights and averages, in place. A partition without an average is not changed."""
     for tensor, _ in partitions:
         average = optimizer.state.get(tensor, {}).get(AVERAGE)
         if average is None:

@@ -65,7 +65,7 @@ from txl_dist.train.engine.zero3_saved_tensors import saves_no_weights
 
 
 class ZeroEngine(Engine):
-    """`Engine` by DeepSpeed ZeRO."""
+    """Implementation of `Engine` with DeepSpeed's ZeRO stages 0 to 3."""
 
     def __init__(
         self,
@@ -78,7 +78,8 @@ class ZeroEngine(Engine):
     ) -> None:
         """Build the model, DeepSpeed's engine and the optimizer. All ranks call it together.
 
-        `weights` to begin with are the same on every rank; None draws them. Raises TxlError.
+        `weights` are the initial weights, the same on every rank. If they are None, random weights are drawn. Raises
+        TxlError if the settings do not fit together.
         """
         deepspeed = import_deepspeed()
         on_gpu = ranks.device.type == "cuda"
@@ -141,7 +142,7 @@ class ZeroEngine(Engine):
     def _assign_matrices(self, optimizer: Muon, matrices: list[Matrix], ranks: RankInfo, *, in_half: bool) -> None:
         """Exchange which rank holds which values of the matrices, and give the optimizer the assignment.
 
-        At stage 0 all partitions are updated together, at other stages each by itself.
+        At stage 0 all partitions are updated together. At other stages each partition is updated by itself.
         """
         local_pieces: RankPieces = []
         for partition in self._partitions:
@@ -482,7 +483,8 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] | None) -> TransformerXL:
-    """Build the model on the host. Every rank draws the same weights; at stage 3 each keeps its part of them."""
+    """Build the model in host memory. Every rank draws the same weights. At stage 3 each rank keeps its part of
+    them."""
     torch.manual_seed(derive_seed(config.run.seed, "init"))
     model = TransformerXL(
         config.model,
@@ -497,7 +499,7 @@ def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] 
 
 
 def _changed_value(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """Return the name of a value of the parameter groups that has changed; empty if there is none."""
+    """Return the name of a value of the parameter groups that has changed, or an empty text."""
     for old, new in zip(before, after, strict=True):
         for key in new:
             if old.get(key) != new[key]:
@@ -512,7 +514,10 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _loss_scaler(optimizer: Any) -> Any:
-    """Return the object that adapts the loss scale in fp16, else None. ZeRO and stage 0 name it differently."""
+    """Return the object that adapts the loss scale in fp16, else None.
+
+    DeepSpeed has different names for it with ZeRO and at stage 0.
+    """
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
     if is_dynamic:
@@ -549,22 +554,23 @@ def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blo
 
 
 def norm_over_ranks(parts: list[Tensor]) -> Tensor:
-    """Return the norm, in fp32, of values that are spread over the ranks: each on one rank alone, or padding of 0.
+    """Return the norm, in fp32, of values that are spread over the ranks. Each value is on one rank, or padding of 0.
 
-    It takes one reduction. Nothing waits, and nothing of the size of a gradient is made. Infinite from 1.8e19 on.
+    The computation takes one reduction. It does not wait for the device, and allocates nothing of the size of a
+    gradient. The norm is infinite from 1.8e19 on.
     """
     norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32))
     return all_reduce_sum(norms.square().sum()).sqrt()
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
-    """Return the norm over all groups; infinite if DeepSpeed wrote -1 for one of them."""
+    """Return the norm over all groups. It is infinite if DeepSpeed wrote -1 for one of the groups."""
     stacked = torch.stack(norms)
     return torch.where((stacked < 0).any(), torch.inf, torch.linalg.vector_norm(stacked))
 
 
 def import_deepspeed() -> Any:
-    """Import DeepSpeed on first use, which takes seconds, for the right accelerator and with a quiet log."""
+    """Import DeepSpeed on first use, for the right accelerator and with a quiet log. The import takes seconds."""
     if not uses_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # DeepSpeed would start a program in every step to count the node's ranks, unless a launcher names the number.

@@ -28,13 +28,16 @@ class _View(NamedTuple):
 
 @contextmanager
 def saves_no_weights() -> Iterator[None]:
-    """Save no values of weights in the block: a forward pass whose weights are gathered again in the backward pass."""
+    """Save no values of weights in the block, which is a forward pass at ZeRO stage 3.
+
+    The backward pass gathers the weights again.
+    """
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         yield
 
 
 def _pack(tensor: Tensor) -> Tensor | _View:
-    """Return a reference for a view of a parameter, and any other tensor itself."""
+    """Return a reference for a view of a parameter. Any other tensor is returned itself."""
     parameter = tensor._base
     if not isinstance(parameter, nn.Parameter):  # a parameter itself is saved as such
         return tensor
@@ -43,7 +46,7 @@ def _pack(tensor: Tensor) -> Tensor | _View:
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:
-    """Return the tensor that `_pack` was given, from the present values of its parameter."""
+    """Return the tensor that `_pack` received, made from the present values of its parameter."""
     if isinstance(saved, Tensor):
         return saved
     values = saved.parameter.detach()

@@ -19,11 +19,11 @@ from txl_dist.train.engine.muon import is_matrix
 
 _FP32 = 4
 _DOCUMENT = 8
-"""Bytes of a position's document: a 64-bit number."""
+"""Bytes of the document number of one position, which is a 64-bit integer."""
 
 
 class CheckpointSize(NamedTuple):
-    """Bytes of a checkpoint, by what they hold."""
+    """Predicted size of a checkpoint in bytes: weights, optimizer state and memories separately."""
 
     weights: int
     optimizer: int
@@ -31,7 +31,7 @@ class CheckpointSize(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the whole checkpoint."""
         return sum(self)
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class CheckpointSize(NamedTuple):
 
 
 def checkpoint_size(config: Config, *, vocab_size: int) -> CheckpointSize:
-    """Count the bytes of a checkpoint of this run."""
+    """Count the bytes that a checkpoint of a run with these settings has on the disk."""
     model = config.model
     train = config.train
     optim = config.optim

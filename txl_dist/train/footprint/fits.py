@@ -32,14 +32,18 @@ from txl_dist.train.footprint.room import room_bytes
 Change = dict[str, Any]
 """Changed settings: values by `section.key`."""
 SURE = {"cpu": 0.95, "cuda": 0.9}
-"""Share of the prediction that is surely needed. On CPUs the prediction was at most 3.2 % too high
-(tools/experiments/notebook/benchmarks.md); on GPUs it was never measured."""
+"""Share of the predicted bytes that a run needs for certain.
+
+On CPUs the prediction was at most 3.2 % too high (tools/experiments/notebook/benchmarks.md). On GPUs its error was
+never measured.
+"""
 
 
 def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, device: torch.device) -> None:
-    """Refuse a run that surely does not fit. Raises ConfigError with settings that would, if there are any.
+    """Refuse a run that certainly does not fit into memory.
 
-    `num_parameters` are those of the model.
+    Raises ConfigError, which lists settings with which the run fits, if there are any. `num_parameters` is the number
+    of the model's parameters.
     """
     on_gpu = device.type == "cuda"
     room = room_bytes(device)
@@ -92,7 +96,8 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
 def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, on_gpu: bool) -> float:
     """Return an upper bound on the bytes of a rank.
 
-    It assumes no sharding and no recomputation, keeps every score and activation, and adds the heap's waste.
+    The bound assumes no sharding and no recomputation, keeps every score and activation, and adds the waste of the
+    heap.
     """
     model = config.model
     train = config.train
@@ -127,9 +132,10 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
 
 
 def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, on_gpu: bool) -> list[Change]:
-    """List changes with which the run surely fits: of each kind the mildest that suffices alone.
+    """List changes of settings with which the run certainly fits.
 
-    If no kind does, several kinds are combined, and the first combination that fits is listed.
+    The list has the mildest sufficient change of each kind. If no kind suffices alone, several kinds are combined, and
+    the list has the first combination that fits.
     """
     engine = config.engine
     without_graphs: Change = {"engine.cuda_graph": "off"} if engine.replays(on_gpu=on_gpu) else {}
@@ -163,7 +169,8 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
 
 
 def _offloading_changes(engine: EngineSection, sharded: list[Change]) -> list[Change]:
-    """List the changes that offload the optimizer: with the least sharding that allows it, and with the most."""
+    """List the changes that offload the optimizer: one with the least sharding that allows offloading, one with the
+    most."""
     if engine.offload_optimizer:
         return []
     least: Change = {"engine.zero_stage": 1} if engine.zero_stage == 0 else {}
@@ -172,7 +179,7 @@ def _offloading_changes(engine: EngineSection, sharded: list[Change]) -> list[Ch
 
 
 def _first_that_fits(changes: Iterable[Change], fits: Callable[..., bool]) -> Change:
-    """Return the first change with which the run fits; an empty one if there is none."""
+    """Return the first change with which the run fits, or an empty change if there is none."""
     return next(filter(fits, changes), {})
 
 
@@ -182,7 +189,10 @@ def _as_flags(change: Change) -> str:
 
 
 def _ranks_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, machines: str) -> list[str]:
-    """Say in words with how many more ranks the run fits, the fewest; an empty list if with no number."""
+    """Return a text with the smallest number of additional ranks with which the run fits.
+
+    The result is an empty list if the run fits with no number of ranks.
+    """
     lanes = config.train.num_lanes
     for ranks in range(2 * plan.world_size, lanes + 1, plan.world_size):
         if lanes % ranks:

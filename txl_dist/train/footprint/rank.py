@@ -28,20 +28,20 @@ from txl_dist.vocabulary_clusters import typical_shares
 
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
-"""Host memory of the reader, and of what torch and DeepSpeed import and start only when an optimizer is built."""
+"""Host memory of the reader thread, and of the parts of torch and DeepSpeed that start only with an optimizer."""
 
 HEAP_FACTOR = 2.0
-"""Size of the C library's heap, relative to the most bytes of small storages alive at once in it."""
+"""Size of the C library's heap, divided by the largest number of bytes of small storages that are alive at once."""
 
 
 def bytes_per_rank(
     config: Config, *, plan: BatchPlan, vocab_size: int, on_gpu: bool, cluster_shares: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Return the most bytes of the fullest rank, by what holds them; the sum is the peak.
+    """Return the largest number of bytes that any rank uses at once, by kind. The sum over the kinds is the peak.
 
-    `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary; without them `typical_shares`.
-    With offload the optimizer is left out. Temporary copies of gradients and weights are counted as activations. So is
-    the start, if it is fuller than any step.
+    `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary. Without them `typical_shares` are
+    used. With offloading the optimizer is not included. Temporary copies of gradients and weights count as activations.
+    So does the start, if it needs more than any step.
     """
     engine = config.engine
     stage = config.engine.zero_stage
@@ -113,9 +113,10 @@ def bytes_per_rank(
 
 
 def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
-    """Return how many values DeepSpeed's buckets hold.
+    """Return the number of values that DeepSpeed's buckets contain.
 
-    A GPU's are allocated whole, one more for the exchange during the backward pass. A CPU's hold only what is touched.
+    On a GPU buckets are allocated whole, and there is one more bucket for the exchange during the backward pass. On a
+    CPU only the part of a bucket that is used takes memory.
     """
     if not on_gpu:
         return min(BUCKET_LEN, parameters)
@@ -125,7 +126,7 @@ def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
 
 
 def sums_in_fp32(engine: EngineSection) -> bool:
-    """Whether gradients of micro-batches are summed in a wider type than their own; see `deepspeed_config`."""
+    """Whether gradients of micro-batches are summed in a wider type than their own (see `deepspeed_config`)."""
     return engine.precision == "bf16" and engine.zero_stage >= 2
 
 
@@ -146,9 +147,9 @@ def _fullest_phase(
     in_update: float,
     on_gpu: bool,
 ) -> float:
-    """Return the bytes of gradients, buckets and temporary tensors, in the fullest phase of a step.
+    """Return the bytes of gradients, buckets and temporary tensors in the phase of a step that needs most memory.
 
-    `in_update` are the bytes that the optimizer takes for itself.
+    `in_update` are the bytes that the optimizer allocates during the update.
     """
     stage = engine.zero_stage
     size = DTYPES[engine.dtype].itemsize
@@ -209,7 +210,7 @@ def _fullest_phase(
 def _micro_step_peak(
     config: Config, *, plan: BatchPlan, vocab_size: int, cluster_shares: Sequence[float], on_gpu: bool
 ) -> Peak:
-    """Return the peak of forward and backward of one micro-batch, with the gradients that its stage keeps."""
+    """Return the peak of forward and backward pass of one micro-batch, with the gradients that the ZeRO stage keeps."""
     train = config.train
     engine = config.engine
     stage = config.engine.zero_stage
@@ -233,7 +234,7 @@ def _micro_step_peak(
 
 
 def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exchange:
-    """Return what becomes of a complete gradient."""
+    """Return how this ZeRO stage uses a complete gradient."""
     if engine.replays(on_gpu=on_gpu):
         return "stays"
     if engine.zero_stage == 3:
@@ -248,10 +249,10 @@ def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exc
 
 
 def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
-    """Return the bytes that `muon` takes for so many values of matrices.
+    """Return the bytes that `muon` uses for this number of values of matrices.
 
-    A rank joins its share of them, multiplies it and converts it to fp32. With other ranks it sends values around
-    before and after.
+    A rank joins its share of the values, multiplies matrices, and converts the result to fp32. With other ranks it
+    exchanges values before and after.
     """
     if world == 1:
         exchanged = 0.0

@@ -13,14 +13,14 @@ OF_PROCESS = Path("/proc/self/cgroup")
 
 
 def room_bytes(device: torch.device) -> float:
-    """Return the bytes of a GPU's memory, or for a CPU the bytes of host memory that are left."""
+    """Return the bytes of memory available to a run: all of a GPU, or the host memory that is left for a CPU."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return host_room_bytes()
 
 
 def host_room_bytes() -> float:
-    """Return the bytes that processes may still take: memory and swap, or what the control groups leave of them."""
+    """Return the bytes that processes can still allocate: memory and swap, limited by control groups."""
     room = float(psutil.virtual_memory().available + psutil.swap_memory().free)
     for group, is_v2 in control_groups("memory"):
         room = min(room, _left_bytes(group, is_v2=is_v2))
@@ -28,7 +28,7 @@ def host_room_bytes() -> float:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it is of version 2) for each control group of this process and each one above it."""
+    """Yield (folder, whether it has version 2) for each control group of this process and each parent group."""
     try:
         lines = OF_PROCESS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -47,7 +47,8 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _left_bytes(group: Path, *, is_v2: bool) -> float:
-    """Return the bytes that a control group leaves, cached files counted as free; infinite if it sets no limit."""
+    """Return the bytes that a control group leaves. Cached files count as free. The result is infinite without a
+    limit."""
     if is_v2:
         names = ("memory.max", "memory.current")
     else:

@@ -42,12 +42,15 @@ from txl_dist.train.engine.flat import FlatModule
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
-"""Use of a complete gradient. dropped: it is added to others, which the caller counts. added: the same, after the
-exchange of its bucket."""
+"""Use of a complete gradient. dropped: it is added to other gradients, which the caller counts. added: the same happens
+after the gradient's bucket is exchanged."""
 
 
 class MicroStep(NamedTuple):
-    """Everything that the bytes of a micro-batch depend on. Stages and plans that share it are followed once."""
+    """Settings that determine the memory of forward and backward pass of one micro-batch.
+
+    It is the key of a cache, so ZeRO stages and plans with equal settings are traced once.
+    """
 
     model: ModelSection
     vocab_size: int
@@ -59,27 +62,33 @@ class MicroStep(NamedTuple):
     attention: AttentionKernel
     recompute_every: int
     is_flat: bool
-    """Whether blocks lie in flat parameters (`FlatModule`)."""
+    """Whether the parameters of blocks are stored in flat parameters (`FlatModule`)."""
     on_gpu: bool
     for_graphs: bool = False
-    """Whether batches have few different shapes (`vocabulary_clusters.size_ladder`)."""
+    """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs need."""
     memory_lens: tuple[int, ...] = ()
 
 
 class Peak(NamedTuple):
-    """Most bytes alive at once, without parameters, buckets and the memory given."""
+    """Largest number of bytes alive at once in a step.
+
+    Parameters, buckets and the memory that the step receives are not included.
+    """
 
     alive: float
     scores: float
-    """Bytes that attention keeps for the backward pass at that time, mostly scores."""
+    """Bytes at that time that attention keeps for the backward pass. Most of them are scores."""
     large: float
-    """Most bytes of large storages alone."""
+    """Largest number of bytes of large storages alone."""
     small: float
-    """Most bytes of small storages alone."""
+    """Largest number of bytes of small storages alone."""
 
 
 class Made(NamedTuple):
-    """Event: a storage is made. `key` is unique among all events."""
+    """Event of a trace: an operation allocates a storage of `size` bytes. `key` is unique among all events.
+
+    `is_score` says whether attention keeps the storage for its backward pass.
+    """
 
     key: int
     size: int
@@ -87,13 +96,14 @@ class Made(NamedTuple):
 
 
 class Freed(NamedTuple):
-    """Event: a storage made before is freed."""
+    """Event of a trace: the storage with this key is freed."""
 
     key: int
 
 
 class Complete(NamedTuple):
-    """Event: the gradient of a parameter is complete. Its storage is freed afterwards."""
+    """Event of a trace: the gradient of a parameter is complete. It has `length` values, and its storage is freed
+    afterwards."""
 
     key: int
     length: int
@@ -103,20 +113,23 @@ Event = Made | Freed | Complete
 
 
 class Trace(NamedTuple):
-    """Record of a step that was followed."""
+    """Record of the allocations of one forward and backward pass. `replay` computes the peak from it."""
 
     events: tuple[Event, ...]
     num_values: int
-    """Number of values of all parameters, alignment included."""
+    """Number of values of all parameters, including padding for alignment."""
     gathered_bytes: float
-    """Bytes of the weights that a rank has whole at stage 3."""
+    """Bytes of the weights that a rank has gathered at once at stage 3."""
     value_bytes: int
     on_gpu: bool
 
 
 @lru_cache(maxsize=16)
 def follow(step: MicroStep) -> Trace:
-    """Run a step, without storage, and drop each gradient when it is complete. Allocates nothing."""
+    """Trace a forward and backward pass on tensors without storage. Nothing is allocated.
+
+    Each gradient is dropped when it is complete.
+    """
     with ExitStack() as stack:
         stack.enter_context(_without_storage(step.model))
         stack.enter_context(_default_dtype(step.dtype))
@@ -160,7 +173,10 @@ def _uses_kernels(step: MicroStep) -> bool:
 
 
 def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> None:
-    """Count what an attention layer makes as scores. `with_kernels` replaces it by what the Triton kernels make."""
+    """Count the storages that an attention layer allocates as scores.
+
+    `with_kernels` replaces the layer's function by one that allocates what the Triton kernels allocate.
+    """
     if not with_kernels:
         attention.attend = events.as_scores(attention.attend)
         return
@@ -171,10 +187,10 @@ def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> Non
 
 
 def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
-    """Add the bytes up. Gradients are divided among `num_owners` ranks if they are sharded.
+    """Compute the peak of a trace.
 
-    A rank keeps its part of the gradients, at worst those exchanged first. At stage 3 that is a buffer that exists from
-    the start, so it is not counted.
+    Sharded gradients are divided among `num_owners` ranks. A rank keeps its part of them, in the worst case the part
+    that is exchanged first. At stage 3 that part is a buffer that exists from the start, so it is not counted.
     """
     live = _Sum()
     alive: dict[int, Made] = {}
@@ -224,14 +240,14 @@ def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
 
 
 class _Sum:
-    """Bytes alive now, and the most of them so far."""
+    """Number of bytes that are alive now, and the largest number so far."""
 
     def __init__(self) -> None:
         self.large = self.small = self.scores = 0.0
         self.peak = Peak(0.0, 0.0, 0.0, 0.0)
 
     def add(self, size: float, *, is_large: bool = True, is_score: bool = False) -> None:
-        """Add bytes that are made; a negative size means that they are freed."""
+        """Add bytes that are allocated. A negative size means that they are freed."""
         if is_large:
             self.large += size
         else:
@@ -247,7 +263,7 @@ class _Sum:
 
 
 class _Events(TorchDispatchMode):
-    """Recorder of the storages that operations make."""
+    """Recorder of the storages that operations allocate."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -380,11 +396,11 @@ def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> It
 
 
 class _KernelLike(torch.autograd.Function):
-    """Substitute for the Triton kernels: makes what they make, and keeps what they keep for the backward pass."""
+    """Substitute for the Triton kernels. It allocates and keeps the same storages as the kernels."""
 
     @staticmethod
     def attend(terms: Terms, *, visible: AttentionMask) -> Tensor:
-        """Compute attention's result; called as `Attention.attend`."""
+        """Compute the result of attention. It is called in place of `Attention.attend`."""
         key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
@@ -393,7 +409,7 @@ class _KernelLike(torch.autograd.Function):
 
     @staticmethod
     def attend_fused_qkv(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: AttentionMask) -> Tensor:
-        """Compute attention's result; called as `Attention.attend_fused_qkv`."""
+        """Compute the result of attention. It is called in place of `Attention.attend_fused_qkv`."""
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, segment, past, distance_KNH
         )

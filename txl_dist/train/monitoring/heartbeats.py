@@ -27,7 +27,7 @@ from txl_dist.io.files import parse_object, typed
 
 EXCHANGE_EVERY_S = 1.0
 TICK_S = 0.25
-"""Seconds between two looks of the hub at its connections."""
+"""Seconds between two checks of the hub (rank 0's end) for new messages."""
 CONNECT_S = 5.0
 MAX_LINE_BYTES = 1 << 16
 
@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class Beat(NamedTuple):
-    """Report of a rank about itself. JSON keeps it as a list."""
+    """Report of a rank about its own progress, which it sends once a second. In JSON it is a list."""
 
     process: ProcessId
     step: int
@@ -47,25 +47,25 @@ class Beat(NamedTuple):
     is_stalled: bool
     """Whether the main thread made no progress for longer than the limit."""
     asks: bool
-    """Whether the main thread met an error that another rank may have caused."""
+    """Whether the main thread had an error that another rank may have caused."""
     is_idle: bool = False
     """Whether the main thread made no progress for longer than half the limit."""
 
 
 @dataclass
 class Seen:
-    """Last news of a rank. Times are in seconds, on the monotonic clock of the rank that received it."""
+    """Latest report of a rank. Times are in seconds, on the monotonic clock of the rank that received the report."""
 
     beat: Beat
     heard_s: float
     closed_s: float | None = None
-    """Time at which its connection broke; None while it is open."""
+    """Time at which the rank's connection broke, or None while the connection is open."""
     has_left: bool = False
-    """Whether the rank announced that it leaves, or reported an error of its own."""
+    """Whether the rank announced that it ends, or reported an error of its own."""
 
 
 class Connection:
-    """Connection that exchanges JSON lines over a socket, and never waits."""
+    """Connection that exchanges JSON lines over a socket and never blocks."""
 
     def __init__(self, peer: socket.socket) -> None:
         peer.setblocking(False)
@@ -77,7 +77,10 @@ class Connection:
         self.peer.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived. Raises OSError if the peer is gone, ValueError for malformed lines."""
+        """Return the messages that have arrived.
+
+        Raises OSError if the peer is gone, and ValueError for malformed lines.
+        """
         try:
             data = self.peer.recv(MAX_LINE_BYTES)
         except BlockingIOError:
@@ -91,7 +94,7 @@ class Connection:
 
 
 class Hub:
-    """Rank 0's end of the heartbeats: receives the beats of all ranks, and sends notices to all."""
+    """Rank 0's end of the heartbeats. It receives the reports of all other ranks, and sends notices to all of them."""
 
     def __init__(self) -> None:
         self.key = secrets.token_hex(8)
@@ -106,7 +109,10 @@ class Hub:
         self._connections: dict[Connection, int] = {}
 
     def exchange(self, own: Beat) -> list[Message]:
-        """Receive what has arrived since the last call, or arrives within a tick. Returns notices of other ranks."""
+        """Receive the messages that have arrived since the last call, or arrive within a tick.
+
+        Returns the notices of other ranks.
+        """
         self.seen[0] = Seen(own, time.monotonic())
         notices: list[Message] = []
         for key, _ in self._selector.select(TICK_S):
@@ -129,7 +135,10 @@ class Hub:
                 self._drop(connection)
 
     def _hear(self, connection: Connection, own: Beat) -> list[Message]:
-        """Receive the beats of one connection and answer each. Returns the notices; drops a connection that fails."""
+        """Receive the reports of one connection and answer each report. Returns the notices.
+
+        A connection that fails is dropped.
+        """
         notices = []
         try:
             for message in connection.receive():
@@ -145,7 +154,7 @@ class Hub:
         return notices
 
     def _drop(self, connection: Connection) -> None:
-        """Close a connection, and note when that was."""
+        """Close a connection and record the time."""
         self._selector.unregister(connection.peer)
         connection.peer.close()
         seen = self.seen.get(self._connections.pop(connection))
@@ -154,7 +163,10 @@ class Hub:
 
 
 class Spoke:
-    """The end of any other rank: exchanges beats with the hub alone, so it knows only rank 0 and itself."""
+    """End of the heartbeats on every rank other than 0.
+
+    It exchanges reports with rank 0 only, so it has reports of rank 0 and of itself.
+    """
 
     def __init__(self, *, rank: int, key: str, port: int) -> None:
         self.seen: dict[int, Seen] = {}
@@ -166,7 +178,7 @@ class Spoke:
         self._is_answered = True
 
     def exchange(self, own: Beat) -> list[Message]:
-        """Send this rank's beat, and receive from the hub for about a second. Returns the hub's notices."""
+        """Send this rank's report, and receive messages of rank 0 for about a second. Returns the notices of rank 0."""
         end_s = time.monotonic() + EXCHANGE_EVERY_S
         self._say({"beat": own})
         notices: list[Message] = []
@@ -179,13 +191,13 @@ class Spoke:
         return notices
 
     def tell(self, notice: Message) -> None:
-        """Send a notice to the hub, which passes it on to all ranks."""
+        """Send a notice to rank 0, which passes it on to all ranks."""
         own = self.seen[self._rank].beat
         self._is_answered = True  # even if the last beat was not answered: this is the last chance
         self._say({"beat": own, "notice": notice, "left": True})
 
     def _say(self, message: Message) -> None:
-        """Send a message to the hub, unless it has not answered the last one: unread messages would pile up."""
+        """Send a message to rank 0, unless rank 0 has not answered the last one. Unread messages would pile up."""
         try:
             if self._connection is None:
                 peer = socket.create_connection(self._address, timeout=CONNECT_S)
@@ -199,7 +211,7 @@ class Spoke:
             self._drop()
 
     def _hear(self) -> list[Message]:
-        """Receive the hub's beats and notices. Returns the notices; drops the connection if it fails."""
+        """Receive reports and notices of rank 0. Returns the notices. A connection that fails is dropped."""
         notices = []
         try:
             assert self._connection is not None
@@ -214,7 +226,7 @@ class Spoke:
         return notices
 
     def _drop(self) -> None:
-        """Close the connection, and note when that was."""
+        """Close the connection and record the time."""
         if self._connection is not None:
             self._selector.unregister(self._connection.peer)
             self._connection.peer.close()

@@ -37,10 +37,10 @@ MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 
 
 class PreemptionRequests:
-    """Watcher for requests to stop. The main thread makes and reads it.
+    """Watcher for requests to stop this process. The main thread makes it and reads it.
 
-    `stop_file`, in the run directory, and `max_time_s`, the largest age of this process in seconds (0 means no limit),
-    are for rank 0 only.
+    `stop_file` is a file in the run directory. `max_time_s` is the largest age of this process in seconds, and 0 means
+    no limit. Only rank 0 uses these two.
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
@@ -62,18 +62,18 @@ class PreemptionRequests:
 
     @property
     def reason(self) -> str:
-        """The first reason to stop, for instance "SIGTERM"; empty if there was no request."""
+        """The first reason to stop, for instance "SIGTERM". It is empty if there was no request."""
         self._update()
         return self._reason
 
     @property
     def count(self) -> int:
-        """Number of requests so far, each signal counted. A caller that waits can see whether it grows."""
+        """Number of requests so far. Each signal counts, so a waiting caller can see new requests."""
         self._update()
         return len(self._signals) + len(self._others)
 
     def clear(self) -> None:
-        """Remove the stop file after the run has obeyed it, so that it does not stop the next start."""
+        """Remove the stop file after the run has stopped because of it, so that it does not stop the next start."""
         if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
             self._stop_file.rmdir()  # somebody's mkdir
         elif self._stop_file is not None:
@@ -84,7 +84,7 @@ class PreemptionRequests:
         self._restore.close()
 
     def _update(self) -> None:
-        """Take in new signals, and once a second the other reasons."""
+        """Read new signals, and once a second check the other reasons."""
         if self._signals and not self._reason:
             self._reason = signal.Signals(self._signals[0]).name
         if time.monotonic() < self._next_poll_s:
@@ -100,7 +100,7 @@ class PreemptionRequests:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
     def _other_reasons(self) -> Iterator[str]:
-        """Yield the reasons to stop, apart from signals, that hold now."""
+        """Yield the present reasons to stop, apart from signals."""
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
         if self._stop_file is not None and was_removed(self._stop_file.parent):
@@ -123,7 +123,7 @@ class _Acknowledgement:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, after it has logged what has arrived."""
+        """End the thread after it has logged the signals that have arrived."""
         signal.set_wakeup_fd(self._before)
         self._sender.shutdown(socket.SHUT_RDWR)  # closing is not enough if a child process holds a copy
         self._thread.join()
@@ -131,7 +131,8 @@ class _Acknowledgement:
         self._receiver.close()
 
     def _log_signals(self) -> None:
-        """Log each signal, in the thread, but only the first repeat: a launcher may repeat what the terminal sent."""
+        """Log each signal, in the thread. Of repeated signals only the first repeat is logged, because a launcher may
+        repeat a signal of the terminal."""
         num_logged = 0
         while numbers := self._receiver.recv(64):
             for name in [signal.Signals(number).name for number in numbers if number in SIGNALS]:
@@ -191,7 +192,7 @@ def _is_launcher(command: list[str]) -> bool:
 
 
 def _age_s() -> float:
-    """Return the seconds since this process started; 0 if that cannot be known."""
+    """Return the seconds since this process started, or 0 if the start time is unknown."""
     start_ticks = process_id().start_ticks
     if start_ticks:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / os.sysconf("SC_CLK_TCK")

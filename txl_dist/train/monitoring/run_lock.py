@@ -42,7 +42,7 @@ _MAX_BYTES, _MAX_NONCE = 1 << 16, 64
 
 
 class Holder(NamedTuple):
-    """Content of a lock file, and the time of its last heartbeat."""
+    """Process that has locked a run directory, as a lock file describes it, with the time of its last heartbeat."""
 
     process: ProcessId
     nonce: str
@@ -51,7 +51,7 @@ class Holder(NamedTuple):
 
 
 class RunLock:
-    """Lock that holds a run directory for this job. Rank 0 acquires it; a thread sends heartbeats until `release`."""
+    """Lock of a run directory for this job. Rank 0 acquires it. A thread sends heartbeats until `release`."""
 
     def __init__(self, path: Path, *, nonce: str, content: bytes) -> None:
         self.nonce = nonce
@@ -90,9 +90,9 @@ class RunLock:
         return lock
 
     def beat(self) -> None:
-        """Send a heartbeat, and check that this job still has the lock. Needs no disk space.
+        """Send a heartbeat, and check that this job still has the lock.
 
-        If the file system fails, the lock still counts as held.
+        This needs no disk space. If the file system fails, the lock counts as held.
         """
         with suppress(OSError):
             holder, _ = _end_of_chain(self._path)
@@ -110,11 +110,11 @@ class RunLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another job has taken over the directory, so that this one must stop and write nothing more."""
+        """Whether another job has taken over the directory. This job must then stop and write nothing more."""
         return self._is_lost
 
     def release(self) -> None:
-        """Release the directory. If the file system fails, the next start takes over the files that are left."""
+        """Release the directory. If the file system fails, the next start takes over the remaining files."""
         self._done.set()
         self._thread.join()
         with suppress(OSError):
@@ -129,10 +129,10 @@ class RunLock:
 
 
 def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: float = SEEN_WITHIN_S) -> None:
-    """Check that all nodes share the run directory: each can write there, and sees what rank 0 writes there.
+    """Check that all nodes share the run directory: each node can write there and sees the files of rank 0.
 
-    All ranks call it together. `nonce` is that of rank 0's lock; on other ranks the argument is ignored. Raises
-    ConfigError on all ranks, which names the host with another folder.
+    All ranks call it together. `nonce` is the random word of rank 0's lock. Other ranks' argument is ignored. Raises
+    ConfigError on all ranks. The message contains the host that has another folder.
     """
     nonce = broadcast_object(nonce)
     speaks_for_node = ranks.is_rank0 or ranks.local_rank == 0
@@ -205,10 +205,10 @@ def _holds(head: Path, nonce: str) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Return the holder that a lock file names; None if there is no such file.
+    """Return the holder that a lock file names, or None if there is no such file.
 
-    A file without valid content gets an unknown holder: a job has just created it, or died right then. Only the file's
-    time shows which.
+    A file without valid content gets an unknown holder, because a job has just created it, or died at that moment. Only
+    the file's time tells these cases apart.
     """
     try:
         with open_regular(path) as stream:
@@ -228,13 +228,13 @@ def _read(path: Path) -> Holder | None:
 
 
 def _nobody(facts: os.stat_result) -> Holder:
-    """Return an unknown holder for a lock file without valid content, from the file's inode and time."""
+    """Return an unknown holder for a lock file without valid content, identified by the file's inode and time."""
     nonce = f"unknown{facts.st_ino}x{abs(facts.st_mtime_ns)}"
     return Holder(ProcessId("an unknown host", "", 0, 0), nonce, "an unknown time", facts.st_mtime_ns)
 
 
 def _create(path: Path, content: bytes) -> bool:
-    """Create a file with this content. Returns False if the file exists already."""
+    """Create a file with this content. Returns False if the file already exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError:
@@ -250,7 +250,7 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _lives(holder: Holder, head: Path, *, stale_after_s: float) -> bool:
-    """Whether the lock's holder lives. For a holder on another machine this waits for a heartbeat."""
+    """Whether the lock's holder is alive. For a holder on another machine this waits for a heartbeat."""
     lives = holder.process.lives()
     if lives is not None:
         return lives

@@ -22,20 +22,23 @@ from txl_dist.distributed.collectives import gather_objects
 from txl_dist.distributed.rank_environment import format_ranks
 
 CHUNK_LEN = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements hashed at once, by kind of device: as many as a cache holds, or as keep a GPU busy in little memory."""
+"""Number of elements that are hashed at once, by kind of device.
+
+On a CPU they fit a cache. On a GPU they keep it busy with little memory.
+"""
 GOLDEN = 0x9E3779B97F4A7C15
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Deviation(NamedTuple):
-    """Finding that ranks hold different parameters."""
+    """Result of a check that found different parameters on different ranks."""
 
     ranks: tuple[int, ...]
-    """Ranks that differ from the majority; without a majority, all of them."""
+    """Ranks that differ from the majority. Without a majority these are all ranks."""
     parameter: str
     """First parameter that is not the same on all ranks."""
     has_majority: bool
-    """Whether more than half of the ranks agree, so that the others must be wrong."""
+    """Whether more than half of the ranks agree. The other ranks must then be wrong."""
 
     def sentence(self) -> str:
         """Describe the deviation for people, without the remedy."""
@@ -46,10 +49,10 @@ class Deviation(NamedTuple):
 
 
 def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | None:
-    """Compare (name, values) pairs over all ranks; None if they are bitwise the same.
+    """Compare the parameters of all ranks. Returns None if they are bitwise the same.
 
-    All ranks call it, with the same names in the same order, and get the same answer. Values are of any floating type
-    and device.
+    `parameters` are (name, values) pairs of any floating type and device. All ranks call it together, with the same
+    names in the same order, and get the same result.
     """
     named = list(parameters)
     hashes = hash_parameters([values for _, values in named])
@@ -71,7 +74,7 @@ def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | Non
 
 
 def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit number for the bits of each parameter. Waits for the device, once."""
+    """Return a 64-bit number for the bits of each parameter. It waits for the device once."""
     with torch.no_grad():
         hashes = [_hash(values) for values in parameters]
         if hashes:
@@ -80,7 +83,7 @@ def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:
 
 
 def _hash(values: Tensor) -> Tensor:
-    """Hash the bits of a tensor, on its device: a scalar of int64."""
+    """Hash the bits of a tensor on its device. Returns a scalar of int64."""
     bits = values.detach().reshape(-1).view(INTEGERS[values.element_size()])
     chunk_len = CHUNK_LEN[bits.device.type]
     weights = _weights(min(chunk_len, len(bits)), device=bits.device)

@@ -25,11 +25,14 @@ from txl_dist.train.report.loggers import MetricReporter, Record
 SLOWER_THAN = 4 / 3
 """Ratio to the median of the other ranks above which a rank is a straggler (a relative speed of 0.75)."""
 NUM_REPORTS = 3
-"""Number of slow reports in a row after which a rank is named. One alone may come from another job on its host."""
+"""Number of consecutive slow reports after which a rank is reported as a straggler.
+
+A single slow report may come from another job on the rank's host.
+"""
 
 
 class StepClock:
-    """Clock for the local part of each step of this rank."""
+    """Clock for the part of each step that a rank spends without waiting for other ranks."""
 
     def __init__(self, device: torch.device, *, sees_forward: bool) -> None:
         """`sees_forward`: whether the forward pass waits for no other rank, so that it can be timed."""
@@ -49,17 +52,17 @@ class StepClock:
         return time.perf_counter() - self._begin_s
 
     def mark_prepared(self) -> None:
-        """Count the time so far as local, before this rank's first collective."""
+        """Count the time so far as local time. Call it before this rank's first collective."""
         self._local_s = self.elapsed_s()
 
     def start_forward(self) -> None:
-        """Start to time the forward pass of the first micro-batch."""
+        """Start timing the forward pass of the first micro-batch."""
         self._begin_s = time.perf_counter()
         if self._events:
             self._events[0].record()
 
     def forward_ends(self) -> None:
-        """Stop to time the forward pass of the first micro-batch. Its backward pass may have collectives."""
+        """Stop timing the forward pass of the first micro-batch, because its backward pass may have collectives."""
         if self._events:
             self._events[1].record()
         elif self._sees_forward:
@@ -75,9 +78,9 @@ class StepClock:
 
 
 def slowest(rank_ms: Sequence[float]) -> tuple[int, float]:
-    """Return (the slowest rank, by how many percent it takes longer than the median of the others).
+    """Return (the slowest rank, by how many percent it is slower than the median of the other ranks).
 
-    `rank_ms` are the milliseconds of two ranks or more.
+    `rank_ms` contains the milliseconds of at least two ranks.
     """
     rank = max(range(len(rank_ms)), key=rank_ms.__getitem__)
     others = statistics.median([*rank_ms[:rank], *rank_ms[rank + 1 :]])
@@ -85,7 +88,7 @@ def slowest(rank_ms: Sequence[float]) -> tuple[int, float]:
 
 
 def straggler(reports: Sequence[Sequence[float]]) -> int | None:
-    """Return the rank that was a straggler in each of the last `NUM_REPORTS` reports; None if there is none."""
+    """Return the rank that was slow in each of the last `NUM_REPORTS` reports, or None."""
     last = [slowest(rank_ms) for rank_ms in reports[-NUM_REPORTS:] if len(rank_ms) > 1]
     if len(last) < NUM_REPORTS or len({rank for rank, _ in last}) > 1:
         return None
@@ -95,7 +98,7 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
 
 
 class StragglerWatch:
-    """Watcher that names the straggler in the log and in an event, once each time that it is another rank."""
+    """Watcher that logs the straggler, and records an event, whenever the straggler is a different rank than before."""
 
     def __init__(self, reporter: MetricReporter) -> None:
         """Gather the host names of all ranks, which make and call this object together."""

@@ -11,12 +11,15 @@ from txl_dist.train.monitoring.watchdog import Watchdog
 
 
 class Watch(NamedTuple):
-    """Monitors of one run on one rank."""
+    """The monitors of a run on one rank, in one value: stop requests, watchdog and run lock.
+
+    The loop, the checkpoints and the validation share it.
+    """
 
     stops: PreemptionRequests
     watchdog: Watchdog
     lock: RunLock | None
-    """Lock of the run directory, on rank 0; None on other ranks."""
+    """Lock of the run directory on rank 0. It is None on other ranks."""
     nonce: str
     """Random word of this job, the same on every rank. It is part of the names of temporary folders."""
 
@@ -25,7 +28,10 @@ class Watch(NamedTuple):
         self.watchdog.beat(phase)
 
     def check_lock(self) -> None:
-        """Raise CheckpointError if another job has taken the run over, as the lock's thread found within seconds."""
+        """Raise CheckpointError if another job has taken over the run directory.
+
+        The lock's thread notices this within seconds.
+        """
         if self.lock is not None and self.lock.is_lost:
             raise CheckpointError(
                 f"another job has taken {self.lock.run_dir} over while this one sent no heartbeat. The run is left to "
@@ -33,7 +39,7 @@ class Watch(NamedTuple):
             )
 
     def confirm_lock(self) -> None:
-        """Check the lock now. Raises CheckpointError if another job has taken the run over."""
+        """Check the lock's file now. Raises CheckpointError if another job has taken over the run directory."""
         if self.lock is not None:
             self.lock.beat()
         self.check_lock()

@@ -42,36 +42,37 @@ SILENT_AFTER_S = 3.0
 LOST_AFTER_S = 2.0
 """Seconds within which a rank of another node must connect again."""
 DEAD_AFTER_S = 0.3
-"""Seconds to wait after a process is seen to be dead, so that other ranks reach the place where they wait for it."""
+"""Seconds to wait after a process is found dead, so that other ranks reach the place where they wait for it."""
 NET_S = 4.0
 """Seconds after the limit at which the safety net in C takes effect."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
-"""Seconds, by the kind of verdict, that the main thread has to ask for the first cause and leave by itself."""
+"""Seconds, by the kind of verdict, in which the main thread can ask for the first cause and end by itself."""
 WRITES_S = 2.0
 """Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
-"""Seconds to wait for a verdict after an error. Without one, no other rank has caused the error."""
+"""Seconds to wait for a verdict after an error. If none arrives, no other rank has caused the error."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
-"""Modules whose functions are collectives, or wait for one. Other code that waits for ranks marks it by `waiting`."""
+"""Modules whose functions are collectives or wait for one. Other code that waits for ranks uses `waiting`."""
 STDERR = 2
 
 
 class Verdict(NamedTuple):
-    """Ranks at fault, and what they did. JSON keeps it as a list."""
+    """Decision of the watchdog: which ranks are at fault, and how they failed. In JSON it is a list."""
 
     kind: str
     """Kind of the failure: hang, lost or failed."""
     ranks: list[int]
     line: str
-    """Message for people; empty if the rank itself has printed it."""
+    """Message for people. It is empty if the rank at fault has printed the message itself."""
     frozen: list[ProcessId]
-    """Processes that cannot end by themselves, and are killed by a rank of the same node."""
+    """Processes that cannot end by themselves. A rank of the same node kills them."""
 
 
 class Watchdog:
-    """Watcher of this rank's main thread and, together with the other ranks, of all. Every rank makes one, together.
+    """Watcher of this rank's main thread, and together with other ranks of the whole job.
 
-    `limit_s`: seconds without a beat after which a rank hangs. `stacks`: folder for files of stacks.
+    All ranks make one together. `limit_s` are the seconds without a beat after which a rank counts as hung. `stacks` is
+    the folder for files of stack traces.
     """
 
     def __init__(self, ranks: RankInfo, *, limit_s: float, stacks: Path | None = None) -> None:
@@ -99,17 +100,18 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, phase: str, *, step: int | None = None) -> None:
-        """Note that the main thread has begun a phase, of the same step as before without `step`. Costs nothing."""
+        """Record that the main thread has begun a phase. Without `step` the step is the same as before. It takes no
+        time."""
         _, last_step, _ = self._last
         self._last = (time.monotonic(), last_step if step is None else step, phase)
 
     def limit(self, limit_s: float) -> None:
-        """Change the limit, in seconds: long for the start, shorter after the first step."""
+        """Change the limit, in seconds. It is long for the start, and shorter after the first step."""
         self._limit_s = limit_s
         self._arm()
 
     def write_stacks_to(self, folder: Path | None) -> None:
-        """Write stacks to files in this folder, which is made, instead of standard error."""
+        """Write stack traces to files in this folder instead of standard error. The folder is created."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
@@ -119,10 +121,10 @@ class Watchdog:
         faulthandler.enable(file=self._stacks_fd, all_threads=True)
 
     def first_cause(self, error: BaseException) -> str | None:
-        """Find out whether another rank has caused an error of this one.
+        """Find out whether another rank has caused an error of this rank. This can take a few seconds.
 
-        Waits a few seconds if that is possible. Returns None if the error is this rank's own. Otherwise returns what
-        came first, in one line, which is empty if another rank prints it.
+        Returns None if this rank's error is its own. Otherwise returns the first cause in one line. The line is empty
+        if another rank prints it.
         """
         may_be_caused = isinstance(error, RuntimeError) and not isinstance(error, TxlError)
         if not may_be_caused or self._ranks.world_size == 1:
@@ -135,12 +137,13 @@ class Watchdog:
         return self._line
 
     def report(self, error: BaseException) -> None:
-        """Announce that this rank leaves because of its own error, which it prints. The others then leave silently."""
+        """Announce that this rank ends because of its own error, which it prints. The other ranks then end without a
+        message."""
         self._notices.put({"failed": self._ranks.rank})
         self._leave()
 
     def close(self) -> None:
-        """Announce that this rank leaves because all ranks do, and end the thread."""
+        """Announce that this rank ends together with all ranks, and end the thread."""
         self._notices.put({"left": True})
         self._leave()
         if self._stacks is not None:
@@ -223,12 +226,12 @@ class Watchdog:
         return None
 
     def _lost_verdict(self, lost: list[int], seen: dict[int, Seen]) -> Verdict:
-        """Name ranks whose connection broke."""
+        """Return the verdict for ranks whose connection broke, or None."""
         line = f"{self._name(lost)} was lost at {self._position(seen[lost[0]].beat)}: killed, crashed or cut off."
         return Verdict("lost", lost, f"{line} The same command continues from the last checkpoint.", [])
 
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
-        """Name ranks that do not answer, the first of them for `silence_s`."""
+        """Return the verdict for ranks that do not answer, the first of them for `silence_s`."""
         if len(silent) > 1:
             have = "have"
         else:
@@ -238,7 +241,7 @@ class Watchdog:
         return Verdict("hang", silent, line, [seen[rank].beat.process for rank in silent])
 
     def _stalled_verdict(self, seen: dict[int, Seen]) -> Verdict:
-        """Name the ranks that the others wait for, of those that answer and make no progress."""
+        """Return the verdict for ranks that answer but make no progress, and for which other ranks wait."""
         idle_beats = {rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle}
         culprits = ranks_waited_for(idle_beats)
         first = seen[culprits[0]].beat
@@ -282,9 +285,9 @@ class Watchdog:
         return f"step {step}, in phase `{phase}`"
 
     def _pass_on(self, verdict: Verdict) -> None:
-        """Send this rank's verdict to the others, or print it, and carry it out.
+        """Send this rank's verdict to the other ranks, or print it, and carry it out.
 
-        Without rank 0 no rank knows which others are left, so one per node prints it.
+        Without rank 0 no rank knows which ranks are left, so one rank per node prints it.
         """
         if isinstance(self._link, Hub):
             self._link.tell({"verdict": verdict})
@@ -324,7 +327,10 @@ class Watchdog:
 
 
 def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
-    """Return the ranks that the others wait for: at the lowest step, those in no collective, or else all."""
+    """Return the ranks for which the other ranks wait.
+
+    Among the ranks at the lowest step these are the ranks in no collective, or else all of them.
+    """
     lowest = min(beat.step for beat in beats.values())
     late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
     not_waiting = sorted(rank for rank, beat in late.items() if not beat.is_waiting)
@@ -332,7 +338,7 @@ def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
 
 
 def _is_lost(seen: Seen, now_s: float) -> bool:
-    """Whether a rank's connection broke so long ago that it will not come back."""
+    """Whether a rank's connection broke so long ago that the rank will not connect again."""
     if seen.closed_s is None:
         return False
     is_dead = seen.beat.process.lives() is False
@@ -351,7 +357,8 @@ def _line(frame: FrameType | None) -> str:
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread is in a collective, or waits for one, also one that DeepSpeed calls within a pass."""
+    """Whether a thread is in a collective or waits for one. A collective that DeepSpeed calls within a pass counts
+    too."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
             return True
@@ -374,7 +381,7 @@ def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
 
 
 def _send(number: int, processes: list[ProcessId]) -> None:
-    """Send a signal to those processes that live."""
+    """Send a signal to those of the processes that are alive."""
     for process in processes:
         if process.lives():
             with suppress(OSError):
