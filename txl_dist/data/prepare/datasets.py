@@ -1,23 +1,23 @@
-"""Corpora that papers name: their sources, their checksums, and how the original scripts cut and clean them.
+"""Public benchmark corpora, such as enwik8: download addresses, checksums, and rules for splitting and cleaning.
 
-    enwik8            100 MB of Wikipedia's XML; 90 / 5 / 5 million bytes, then newlines removed; 204 bytes occur
-    text8             100 MB of letters; 90 / 5 / 5 million, outer blanks removed, the others become `_`; 27 characters
-    wikitext-103, -2  words; the archive's own splits; 267,735 and 33,278 words with `<eos>` and `<unk>`
-    lm1b              shuffled sentences; 99 files; held-out file 0 of 50 is both the validation and the test split
-    tinyshakespeare   one file; its first 90 % and the rest, as nanoGPT has it; 65 characters
+    enwik8            100 MB of Wikipedia's XML; splits of 90 / 5 / 5 million bytes without newlines; 204 distinct bytes
+    text8             100 MB of letters; splits of 90 / 5 / 5 million bytes; blanks become `_`; 27 distinct characters
+    wikitext-103, -2  words; the splits of the archive; 267,735 and 33,278 words, including `<eos>` and `<unk>`
+    lm1b              shuffled sentences; 99 train files; held-out file 0 of 50 is the validation and the test split
+    tinyshakespeare   one file; 90 % train split and 10 % validation split, as in nanoGPT; 65 distinct characters
 
-The rules are those of kimiyoung/transformer-xl (getdata.sh, prep_text8.py, data_utils.py), awd-lstm-lm's
-prep_enwik8.py and nanoGPT. Their enwik8 loses its newlines: the files keep them, but the reader joins lines without a
-mark. Published numbers and V = 204 depend on that.
+The rules come from kimiyoung/transformer-xl (getdata.sh, prep_text8.py, data_utils.py), from awd-lstm-lm's
+prep_enwik8.py and from nanoGPT. In transformer-xl, the text files of enwik8 contain newlines, but data_utils.py joins
+the lines without a separator. The published results and the vocabulary of 204 bytes depend on these missing newlines.
 
-Archives are verified by their sha256, files out of an archive by their own. The checksums of the archives, and of the
-files enwik8 and text8, agree in several independent public projects. Those of WikiText's files and of tinyshakespeare
-were measured on copies whose token counts are the published ones. Archives are read member by member, by exact names,
-and only regular files: no path from an archive is ever used for writing.
+Each archive is verified by its sha256. A file that the user has unpacked is verified by the sha256 of the file. The
+checksums of the archives, and of the files enwik8 and text8, are equal in several independent public projects. The
+checksums of WikiText's files and of tinyshakespeare were computed from copies that have the published token counts.
+Only regular files with the expected names are read from an archive. No path from an archive is used for writing.
 
-Limitations: lm1b comes as its archive only, since its files have no published checksums. Its vocabulary is counted
-here (words that occur three times), while the original downloads a file. Whether both have the same 793,471 words was
-not checked.
+Limitations: lm1b can be prepared only from its archive, because no checksums of its unpacked files are published. The
+vocabulary of lm1b is counted here (words that occur at least three times), but the original scripts download a
+vocabulary file. Whether the two vocabularies contain the same 793,471 words was not checked.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from txl_dist.errors import ConfigError, DataError, translate_errors
 from txl_dist.io.files import open_new, sha256_of_file, write_bytes
 
 Progress = Callable[[int, int], None]
-"""Function that is called with the bytes done and the bytes in total, 0 if the total is unknown."""
+"""Function that is called during a download with (bytes received so far, total bytes). The total is 0 if it is
+unknown."""
 
 BLOCK_LEN = 1 << 20
 TIMEOUT_S = 60
@@ -45,37 +46,40 @@ TIMEOUT_S = 60
 
 @dataclass(frozen=True)
 class Member:
-    """File in the archive, or the one file at the URLs."""
+    """One file of a named corpus: a file in the corpus's archive, or the single file that is downloaded."""
 
     name: str
-    """Exact path in the archive."""
+    """Exact path of the file in the archive."""
     splits: tuple[str, ...]
-    """Splits that the whole file belongs to; empty if the file is cut (see `NamedCorpus.ends`)."""
+    """Splits that consist of the whole file. Empty if the file is cut into splits at `NamedCorpus.ends`."""
     sha256: str = ""
-    """Checksum of the file; empty if none is known."""
+    """Hexadecimal sha256 of the file. Empty if it is unknown."""
     num_tokens: int = 0
-    """Published number of words and line ends, which verifies a file without a known checksum; 0 if unknown."""
+    """Published number of words and line ends. It verifies a file whose `sha256` is unknown. 0 if this number is
+    unknown too."""
 
 
 @dataclass(frozen=True)
 class NamedCorpus:
-    """Corpus that papers name: sources, checksums, files, and the papers' settings."""
+    """Description of a public benchmark corpus: download addresses, checksums, files, and the papers' settings."""
 
     urls: tuple[str, ...]
-    """Addresses of the archive or file, tried in turn."""
+    """Download addresses of the archive or file, tried one after the other."""
     sha256: str
-    """Checksum of the file at the URLs."""
+    """Hexadecimal sha256 of the archive or file at the URLs."""
     members: tuple[Member, ...]
     tokenizer: dict[str, Any]
     """Settings of the papers: arguments of `train_tokenizer` (`kind` and so on), and the settings `documents`,
     `encoding_errors` and `tokenizer_all_splits` of `txl prepare`."""
     ends: tuple[tuple[str, int], ...] = ()
-    """(split, its end in bytes), if one file holds all splits; else empty."""
+    """(split, byte offset at which the split ends) in order, if one file contains all splits. Otherwise empty."""
     clean: Callable[[bytes], bytes] = field(default=bytes)
-    """Function that cleans the bytes of each split that is cut by `ends`."""
+    """Function from the raw bytes of one split to the bytes to write. It is used only for splits that are cut at
+    `ends`."""
 
     def file_names(self) -> dict[tuple[str, str], str]:
-        """Return the name of the text file that is made of each (member, split), in order."""
+        """Return the name of the text file to write for each pair (name of a member, split), in the order of the
+        members."""
         pairs = [(member.name, split) for member in self.members for split in member.splits]
         if not pairs:
             only_member = self.members[0].name
@@ -97,12 +101,13 @@ def materialise(
 ) -> dict[str, list[Path]]:
     """Write the plain text files of a named corpus to `folder/name`, and return their paths by split.
 
-    Existing files are kept. `source` replaces the download: a copy of the archive, the one file in it, or a folder of
-    its files. Downloads stay in `folder`. Raises ConfigError for an unknown name. Raises DataError if the source is
-    another file, damaged, or cannot be reached.
+    If the folder `folder/name` exists, its files are kept and nothing is downloaded. `source` is a local path to use
+    instead of a download: the corpus's archive, its single file, or a folder with its files. A downloaded archive stays
+    in `folder`. Raises ConfigError for an unknown name. Raises DataError if the source has the wrong checksum, is
+    damaged or cannot be read, or if the download fails.
     """
     if name not in NAMED:
-        raise ConfigError(f"there is no corpus named {name!r}; the named corpora are {', '.join(NAMED)}.")
+        raise ConfigError(f"there is no corpus named {name!r}. Choose one of {', '.join(NAMED)}.")
     corpus = NAMED[name]
     target = folder / name
     if not target.is_dir():
@@ -124,7 +129,7 @@ def materialise(
 
 
 def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path) -> None:
-    """Write the text files of the splits that a member holds."""
+    """Write the text files of all splits that a member contains. `stream` gives the bytes of the member."""
     names = corpus.file_names()
     if corpus.ends:
         content = stream.read()
@@ -142,7 +147,11 @@ def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path)
 
 
 def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tuple[Member, IO[bytes]]]:
-    """Yield each member with its bytes, once its checksum is verified. Raises DataError if a checksum differs."""
+    """Yield (member, open stream of its bytes) for each file of the corpus.
+
+    `origin` is the archive, a single file or a folder of files. The sha256 of the archive or of the file is verified
+    first. Raises DataError if a checksum differs.
+    """
     if origin.is_dir():
         for member in corpus.members:
             path = _find(name, member, origin)
@@ -165,19 +174,21 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
             yield only, stream
     else:
         if only is not None and only.sha256 != corpus.sha256:
-            unpacked = f", of the file in it {only.sha256}"
+            unpacked = f" (unpacked: {only.sha256})"
         else:
             unpacked = ""
         raise DataError(
-            f"{origin} is not {name}: its sha256 is {sha256}, that of {corpus.urls[0]} is {corpus.sha256}{unpacked}. "
-            "Fetch it again, or name the file in place of the corpus if it is another text."
+            f"{origin} is not the corpus {name}: its sha256 is {sha256}, but {corpus.urls[0]} has the sha256 "
+            f"{corpus.sha256}{unpacked}. Download the file again. If the file is another text, give its path as the "
+            f"input instead of {name}."
         )
 
 
 def _find(name: str, member: Member, folder: Path) -> Path:
-    """Find the file of a member in a folder. Raises DataError if it is absent.
+    """Return the path of a member in a folder of unpacked files. Raises DataError if the file is absent.
 
-    It may have its path in the archive, its name there, or the name of its split, as the original's script renames it.
+    The file can have the member's full path in the archive, only its last component, or the name of its split
+    (`train.txt`), to which the original scripts rename it.
     """
     name_in_archive = Path(member.name)
     candidates = [folder / name_in_archive, folder / name_in_archive.name]
@@ -185,17 +196,20 @@ def _find(name: str, member: Member, folder: Path) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise DataError(f"{folder} holds no {name_in_archive.name}, so it is not all of {name}. Give the archive instead.")
+    raise DataError(
+        f"{folder} does not contain {name_in_archive.name}, so it is not the whole corpus {name}. Give the archive of "
+        f"{name} instead of the folder."
+    )
 
 
 def _prove(name: str, member: Member, path: Path) -> None:
-    """Raise DataError unless a file is the member of this corpus, by its checksum or its number of tokens."""
+    """Raise DataError unless a file has the sha256 of the member, or its number of tokens if the sha256 is unknown."""
     if member.sha256:
         sha256 = sha256_of_file(path)
         if sha256 != member.sha256:
             raise DataError(
                 f"{path} is not the file of {name}: its sha256 is {sha256}, not {member.sha256}. Give the archive "
-                "instead, or name the files in place of the corpus if it is another text."
+                f"of {name} instead. If the file is another text, give its path as the input instead of {name}."
             )
     elif member.num_tokens:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -203,11 +217,12 @@ def _prove(name: str, member: Member, path: Path) -> None:
         if num_tokens != member.num_tokens:
             raise DataError(
                 f"{path} is not the file of {name}: it has {num_tokens:,} words and line ends, not "
-                f"{member.num_tokens:,}. Give the archive instead."
+                f"{member.num_tokens:,}. Give the archive of {name} instead."
             )
     else:
         raise DataError(
-            f"{path} cannot be verified as a file of {name}: no checksum is known. Give the archive instead."
+            f"{path} cannot be verified as a file of {name}, because the checksum of the file is unknown. Give the "
+            f"archive of {name} instead."
         )
 
 
@@ -237,11 +252,18 @@ def _tar_members(corpus: NamedCorpus, path: Path) -> Iterator[tuple[Member, IO[b
 
 
 def _missing(path: Path, names: list[str]) -> DataError:
-    return DataError(f"{path} lacks {names[0]} as a regular file, and {len(names) - 1} more. Download the file again.")
+    return DataError(
+        f"{path} does not contain all files of the corpus ({len(names)} missing, first {names[0]}). Download the "
+        "archive again."
+    )
 
 
 def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress | None) -> Path:
-    """Download from the first URL whose bytes have the right checksum. Returns the path of the file, which stays."""
+    """Download the archive or file of a corpus from the first URL that gives the right sha256.
+
+    Returns the path of the file in `folder`. If the file is already there, nothing is downloaded. Raises DataError if
+    every URL fails.
+    """
     path = folder / corpus.urls[0].rpartition("/")[2]
     part = path.with_name(path.name + ".part")
     reasons = []
@@ -259,8 +281,8 @@ def _download(name: str, corpus: NamedCorpus, folder: Path, progress: Progress |
         reasons.append(f"{url}: the download has the sha256 {sha256}, not {corpus.sha256}")
     if reasons:
         raise DataError(
-            f"cannot download {name} ({'; '.join(reasons)}). Try later, or fetch it on another machine and name the "
-            "file with --archive."
+            f"cannot download {name} ({'; '.join(reasons)}). Try again later, or download the file on another "
+            "machine and give its path with --archive."
         )
     return path
 
@@ -287,7 +309,11 @@ _CHARACTERS = {"end_of_text": False, "observed_symbols": True, "documents": "fil
 
 
 def _wikitext(name: str, sha256: str, *, train: str = "", num_tokens: int = 0, valid: str, test: str) -> NamedCorpus:
-    """Describe a WikiText corpus. `num_tokens` verifies the train file if its sha256 is not known."""
+    """Return the description of a WikiText corpus.
+
+    `train`, `valid` and `test` are the sha256 of the splits' files. `num_tokens` verifies the train file if its sha256
+    is unknown.
+    """
     proofs = {"train": (train, num_tokens), "valid": (valid, 0), "test": (test, 0)}
     return NamedCorpus(
         urls=(f"https://wikitext.smerity.com/{name}-v1.zip",),

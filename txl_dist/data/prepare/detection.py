@@ -2,12 +2,13 @@
 
     detect_content(head, name=...)     compressed, parquet, an array, text, JSON lines, or an unreadable format
 
-The content decides the kind of file. The name decides the kind of text: `.jsonl` holds records, `.txt` holds text.
-Bytes that are valid UTF-8 without NUL are text, even if they begin like another format, unless the name has the suffix
-of that format. For an unreadable format the result has its name, and the command that makes it readable.
+The content decides whether a file is text or another format. For text, the suffix of the name decides how the text is
+read: `.jsonl` as JSON records, `.txt` as plain text. Bytes that are valid UTF-8 without NUL are text, even if they
+begin like another format, unless the name has the suffix of that format. If a format cannot be read, the result
+contains the name of the format and a command that converts the file.
 
 Limitations: a format that begins with neither a signature nor NUL bytes is distinguished from text by its control
-characters only, and nothing after the first 4 KiB is read.
+characters only. Nothing after the first 4 KiB is examined.
 """
 
 from __future__ import annotations
@@ -22,40 +23,44 @@ from typing import Literal, NamedTuple
 from txl_dist.io.files import UTF8, text_encoding
 
 HEAD_BYTES = 1 << 12
-"""Number of bytes of an input that are examined."""
+"""Number of bytes at the beginning of an input that are examined."""
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
-"""Suffixes of JSON lines. `.json` is one too if the file is given by itself, not by its folder."""
+"""Suffixes of files of JSON lines. A `.json` file is also read as JSON lines, but a folder of text does not give its
+`.json` files."""
 PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
 """Suffixes of plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
 _MOST_CONTROLS = 0.05
-"""Share of control characters from which on bytes that are not UTF-8 are no text in any encoding. Random bytes have
-0.1, and the 8-bit encodings of text nearly none."""
+"""Maximum share of control characters in bytes that are not UTF-8 but count as text in another encoding. Random bytes
+have a share of 0.1, and text in 8-bit encodings has nearly none."""
 _MOST_ODD = 0.02
-"""Share of unassigned and control characters up to which decoded bytes are text."""
+"""Maximum share of unassigned and control characters in decoded bytes that count as text."""
 _MOST_SCRIPTS = 12
-"""Blocks of 256 characters in which text lies, each large script counted as one."""
+"""Maximum number of scripts in decoded bytes that count as text. A script is a block of 256 characters, or one of
+`_LARGE_SCRIPTS`."""
 _LARGE_SCRIPTS = (range(0x2E80, 0xA000), range(0xAC00, 0xD7B0))
-"""Characters of Chinese and Japanese, and of Korean."""
+"""Code points of Chinese and Japanese, and of Korean. Each range counts as one script."""
 _FEWEST_LETTERS = 0.5
-"""Share of letters among the characters of words."""
+"""Share of letters among the non-blank characters that bytes must exceed to count as words."""
 _MOST_STRAY_NULS = 0.1
-"""Share of NUL up to which UTF-8 with NUL bytes is taken for that, and not for a wide encoding."""
+"""Maximum share of NUL bytes in UTF-8 text that contains stray NUL bytes. Bytes with a larger share are tested as
+UTF-16 and UTF-32."""
 
 Kind = Literal["text", "jsonl", "json", "parquet", "npy", "gzip", "bzip2", "xz", "zstd", "binary", "refused"]
 
 
 class Content(NamedTuple):
-    """The format of an input, and what to do if it cannot be read."""
+    """Format of an input as `detect_content` found it, and advice for the user if the format cannot be read."""
 
     kind: Kind
-    """json: JSON without an object on each line, which is refused as JSON lines. binary: no text, read only with
-    --encoding-errors keep. refused: never read; it must be unpacked or fetched first."""
+    """json: JSON that does not have one object per line, which cannot be read as JSON lines. binary: bytes that are not
+    text. They are read only with --encoding-errors keep. refused: a format that is never read. The user must unpack or
+    fetch the file first."""
     what: str = ""
-    """Name of a format that cannot be read, for the message."""
+    """Name of the format in an error message. Empty if the format can be read."""
     remedy: str = ""
-    """Advice to the user. Placeholders: {file} the file, after decompression if it is compressed; {stored} the file
-    as it is stored; {out} a new file with the same suffix."""
+    """Advice to the user, with placeholders. {stored}: the file as it is stored. {file}: the file after decompression,
+    if it is compressed. {out}: a new file with the same suffix."""
 
 
 class _Signature(NamedTuple):
@@ -63,43 +68,43 @@ class _Signature(NamedTuple):
     """Regular expression for the first bytes."""
     content: Content
     suffixes: frozenset[str] = frozenset()
-    """Own suffixes of the format: with these even bytes that could be text are of the format."""
+    """File suffixes of the format. A file with such a suffix can have this format even if its bytes are valid UTF-8."""
 
 
 def _archive(what: str, command: str) -> Content:
-    return Content("refused", what, f"Unpack it (`{command}`) and give the files that it holds.")
+    return Content("refused", what, f"Unpack the archive (`{command}`) and give the files in it.")
 
 
 def _convert(command: str) -> str:
-    return f"Convert it (`{command}`) and give the result."
+    return f"Convert the file (`{command}`) and give the result."
 
 
 def _packed(what: str, command: str) -> Content:
-    return Content("refused", what, f"Decompress it (`{command}`) and give the result.")
+    return Content("refused", what, f"Decompress the file (`{command}`) and give the result.")
 
 
 def _document(what: str, command: str) -> Content:
-    return Content("binary", what, f"Extract its text (`{command}`) and give that.")
+    return Content("binary", what, f"Extract the text (`{command}`) and give the extracted text.")
 
 
 def _pointer(store: str, command: str) -> Content:
-    return Content("refused", f"a pointer of {store}, and not the file that it names", f"Fetch it: `{command}`.")
+    return Content("refused", f"a {store} pointer, not the file itself", f"Fetch the file: `{command}`.")
 
 
 _TAR = Content(
     "refused",
     "a tar archive",
-    "Unpack it (`tar -xf {stored}`) and give the files that it holds; tars of token ids take --reindex.",
+    "Unpack the archive (`tar -xf {stored}`) and give the files in it. For tars of token ids use --reindex.",
 )
-_RECORDS = "Write its texts as JSON lines or parquet, and give that file."
+_RECORDS = "Write the texts as JSON lines or parquet, and give the new file."
 _ARROW = Content(
     "binary",
     "an Arrow file",
-    "Convert it (`python -c \"import datasets; datasets.Dataset.from_file('{file}').to_parquet('out.parquet')\"`) and "
-    "give the result.",
+    "Convert the file (`python -c \"import datasets; datasets.Dataset.from_file('{file}').to_parquet('out.parquet')\"`)"
+    " and give the result.",
 )
-_MEDIA = Content("binary", "an image, sound or video", "Leave it out.")
-_PROGRAM = Content("binary", "a program", "Leave it out.")
+_MEDIA = Content("binary", "an image, sound or video", "Remove the file from the inputs.")
+_PROGRAM = Content("binary", "a program", "Remove the file from the inputs.")
 _SIGNATURES = (
     _Signature(rb"\x1f\x8b\x08", Content("gzip")),
     _Signature(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", Content("bzip2")),
@@ -107,7 +112,9 @@ _SIGNATURES = (
     _Signature(rb"\x5d\x00\x00..(\xff{8}|.{5}\x00{3})\x00", Content("xz")),  # the older .lzma
     _Signature(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", Content("zstd")),
     _Signature(rb"PAR1", Content("parquet"), frozenset({".parquet"})),
-    _Signature(rb"PARE", Content("binary", "an encrypted parquet file", "Decrypt it first."), frozenset({".parquet"})),
+    _Signature(
+        rb"PARE", Content("binary", "an encrypted parquet file", "Decrypt the file first."), frozenset({".parquet"})
+    ),
     _Signature(rb"\x93NUMPY", Content("npy")),
     _Signature(
         rb"PK\x03\x04.{26}(\[Content_Types\]\.xml|_rels/|docProps/|(word|xl|ppt)/|mimetypeapplication/)",
@@ -140,7 +147,9 @@ _SIGNATURES = (
     _Signature(rb"\x89HDF\r\n\x1a\n", Content("binary", "an HDF5 file", _RECORDS)),
     _Signature(rb"SQLite format 3\x00", Content("binary", "an SQLite database", _RECORDS)),
     _Signature(rb"\x80[\x02-\x05][\x28-\x8f\x95]", Content("binary", "a Python pickle", _RECORDS), frozenset({".pkl"})),
-    _Signature(rb".{6}\x00\x00\{\"", Content("binary", "a safetensors file", "It holds weights: leave it out.")),
+    _Signature(
+        rb".{6}\x00\x00\{\"", Content("binary", "a safetensors file", "Remove this file of weights from the inputs.")
+    ),
     _Signature(rb"\s*%PDF-\d", _document("a PDF", "pdftotext {file} out.txt"), frozenset({".pdf"})),
     _Signature(rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", _document("an old office document", "catdoc {file} > out.txt")),
     _Signature(
@@ -155,11 +164,11 @@ _SIGNATURES = (
         Content(
             "refused",
             "macOS metadata of another file (AppleDouble)",
-            "Leave it out; the text is in the file itself.",
+            "Remove the metadata file from the inputs. The text is in the other file.",
         ),
     ),
 )
-"""Signatures in order: the first that matches counts."""
+"""Signatures of file formats. The first signature that matches decides the format."""
 
 _WHOLE_FILES = (
     (
@@ -178,15 +187,16 @@ _WHOLE_FILES = (
         rb"\{\"(error|message|detail)\": ?\"[^\"\n]*\"(, ?\"(documentation_url|status|code)\": ?[^\n]*)?\})\s*",
         Content(
             "refused",
-            "the error message of a server, and not a file",
+            "the error message of a server, not the file itself",
             "Check the address and your access, and download the file again.",
         ),
     ),
 )
-"""Patterns of small texts that stand in for a file stored elsewhere. They must match the whole file."""
+"""(pattern, content) of small texts that replace a file stored elsewhere, such as git-lfs pointers. A pattern must
+match the whole file."""
 _PAGE = Content(
     "refused",
-    "a web page (HTML), and not the file that its name promises",
+    "a web page (HTML), not a file of the format that its name says",
     "Sign in, or use the address of the file itself: on GitHub `raw.githubusercontent.com`, on Hugging Face "
     "`/resolve/` in place of `/blob/`.",
 )
@@ -197,12 +207,12 @@ _CONTROLS = frozenset({*range(32), 127} - {*b"\t\n\v\f\r\b\x1b"})
 
 
 def has_scheme(given: str) -> bool:
-    """Return whether an input is a URL."""
+    """Return whether an input is a URL: whether it contains `://`."""
     return "://" in given
 
 
 def path_of_name(location: str) -> PurePosixPath:
-    """Return the path in a URL, without its query, or a local path."""
+    """Return a URL without its query and fragment, or a local path unchanged."""
     if has_scheme(location):
         without_query = location.partition("?")[0]
         location = without_query.partition("#")[0]
@@ -210,7 +220,8 @@ def path_of_name(location: str) -> PurePosixPath:
 
 
 def text_suffix(location: str) -> str:
-    """Return the suffix without that of a compression: `.jsonl` for x.jsonl, X.JSONL and x.jsonl.gz."""
+    """Return the suffix of a name in lower case, without suffixes of compression: `.jsonl` for x.jsonl, X.JSONL and
+    x.jsonl.gz."""
     path = path_of_name(location)
     while path.suffix.lower() in COMPRESSED_SUFFIXES:
         path = path.with_suffix("")
@@ -218,14 +229,15 @@ def text_suffix(location: str) -> str:
 
 
 def is_named_compressed(location: str) -> bool:
-    """Return whether the name ends like that of a compressed file."""
+    """Return whether a name has the suffix of a compressed file, such as `.gz`."""
     return path_of_name(location).suffix.lower() in COMPRESSED_SUFFIXES
 
 
 def detect_content(head: bytes, *, name: str) -> Content:
-    """Detect the format of an input by its first bytes: the whole input where they are fewer than HEAD_BYTES.
+    """Detect the format of an input from its first bytes and its name.
 
-    `name` is its path or URL, or empty where it has none.
+    `head` is the first HEAD_BYTES bytes of the input, or the whole input if it is shorter. `name` is the path or URL of
+    the input, or empty for a stream without a name.
     """
     is_text = b"\0" not in head and _is_utf8(head)
     if name:
@@ -246,7 +258,7 @@ def detect_content(head: bytes, *, name: str) -> Content:
 def _detect_text(head: bytes, suffix: str, name: str) -> Content:
     is_whole = len(head) < HEAD_BYTES
     if not head and suffix == ".parquet":
-        return Content("binary", "an empty file, and not a parquet file", "Write it again.")
+        return Content("binary", "an empty file, not a parquet file", "Write the parquet file again.")
     head = head.removeprefix(codecs.BOM_UTF8)
     if is_whole:
         for pattern, content in _WHOLE_FILES:
@@ -261,18 +273,20 @@ def _detect_text(head: bytes, suffix: str, name: str) -> Content:
         return _PAGE
     text = head.decode("utf-8", errors="ignore").lstrip("\ufeff \t\r\n")
     if text.startswith("["):
-        return Content(
-            "json", "a JSON array, and not an object on each line", _convert("jq -c '.[]' {file} > out.jsonl")
-        )
+        return Content("json", "a JSON array, not one object per line", _convert("jq -c '.[]' {file} > out.jsonl"))
     if re.match(r"\{\s*\n", text):
         return Content(
-            "json", "JSON over many lines, and not an object on each", _convert("jq -c . {file} > out.jsonl")
+            "json", "a JSON object over several lines, not one object per line", _convert("jq -c . {file} > out.jsonl")
         )
     return Content("jsonl" if _begins_with_record(text, is_whole=is_whole) else "text")
 
 
 def _begins_with_record(text: str, *, is_whole: bool) -> bool:
-    """Return whether the first line is a JSON object, as far as the text goes."""
+    """Return whether the first line of a text is a JSON object.
+
+    `is_whole` says whether `text` is the whole input. If `text` ends inside the first line, only the beginning of the
+    object is checked.
+    """
     line, end, _ = text.partition("\n")
     if not end and not is_whole:
         return bool(_FIRST_KEY.match(line))
@@ -283,7 +297,7 @@ def _begins_with_record(text: str, *, is_whole: bool) -> bool:
 
 
 def _detect_bytes(head: bytes, suffix: str) -> Content:
-    """Detect the format of bytes that are not UTF-8, or that hold NUL."""
+    """Detect the format of bytes that are not UTF-8 or that contain NUL."""
     marked = text_encoding(head)
     if marked != UTF8:
         return _in_encoding(marked.upper())
@@ -292,31 +306,35 @@ def _detect_bytes(head: bytes, suffix: str) -> Content:
         wide = _wide_encoding(head)
         if wide:
             return _in_encoding(wide)
-        remedy = "Leave it out, or convert it to text."
+        remedy = "Remove the file from the inputs, or convert it to text."
         if _has_words(head.replace(b"\0", b"")):
-            remedy = "Remove these bytes (`tr -d '\\000' < {file} > {out}`) and give the result, or leave it out."
-        return Content("binary", f"no text: byte {at:,} is NUL", remedy)
+            remedy = "Remove the NUL bytes (`tr -d '\\000' < {file} > {out}`) and give the result."
+        return Content("binary", f"not text: byte {at:,} is NUL", remedy)
     if suffix == ".br":
         return _packed("compressed (brotli)", "brotli -d {file}")
     num_controls = sum(byte in _CONTROLS for byte in head)
     if num_controls > _MOST_CONTROLS * len(head):
-        return Content("binary", "no text, but bytes of an unknown format", "Leave it out, or convert it to text.")
+        return Content(
+            "binary",
+            "not text, but bytes of an unknown format",
+            "Remove the file from the inputs, or convert it to text.",
+        )
     return Content("text")
 
 
 def _in_encoding(encoding: str) -> Content:
     return Content(
         "binary",
-        f"text in {encoding}, and not in UTF-8",
+        f"text in {encoding}, not in UTF-8",
         _convert(f"iconv -f {encoding} -t UTF-8 {{file}} > {{out}}"),
     )
 
 
 def _wide_encoding(head: bytes) -> str:
-    """Detect UTF-16 or UTF-32 without a byte order mark. Returns the name of the encoding, or an empty text.
+    """Detect UTF-16 or UTF-32 without a byte order mark. Returns the name of the encoding, or an empty string.
 
-    Bytes of one order often decode in the other as well, to characters that hardly occur together. The order with the
-    larger share of ASCII (blanks, line ends) is taken.
+    Bytes in little-endian order can often be decoded in big-endian order too, but to unlikely characters. The encoding
+    that gives the largest share of ASCII characters (blanks, line ends) is returned.
     """
     has_few_nuls = head.count(0) <= _MOST_STRAY_NULS * len(head)
     if has_few_nuls and _has_words(head.replace(b"\0", b"")):
@@ -337,7 +355,10 @@ def _wide_encoding(head: bytes) -> str:
 
 
 def _has_words(head: bytes) -> bool:
-    """Return whether bytes are UTF-8 and mostly letters. The bytes of other encodings may be ASCII of any kind."""
+    """Return whether bytes are valid UTF-8 and mostly letters.
+
+    Valid UTF-8 alone is not enough, because the bytes of other encodings can happen to be ASCII characters.
+    """
     if not _is_utf8(head):
         return False
     words = head.decode("utf-8", errors="ignore").split()
@@ -347,9 +368,9 @@ def _has_words(head: bytes) -> bool:
 
 
 def _is_plausible(text: str) -> bool:
-    """Return whether decoded characters are text: nearly all of them assigned, and of a few scripts.
+    """Return whether decoded characters are plausible text: nearly all assigned in Unicode, and of few scripts.
 
-    Decoded numbers have characters of many scripts.
+    Binary numbers that are decoded as text give characters of many scripts.
     """
     num_odd = 0
     for character in text:
@@ -372,7 +393,8 @@ def _script_of(character: str) -> int:
 
 
 def _is_utf8(head: bytes) -> bool:
-    """Return whether the bytes are valid UTF-8. A character that is cut at the end counts as valid."""
+    """Return whether the bytes are valid UTF-8. A character that is cut at the end of the examined bytes counts as
+    valid."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(head, final=len(head) < HEAD_BYTES)
     except UnicodeDecodeError:
@@ -381,7 +403,10 @@ def _is_utf8(head: bytes) -> bool:
 
 
 def _is_tar(head: bytes) -> bool:
-    """Return whether the first 512 bytes are a tar header. Old headers have no signature, but all have a checksum."""
+    """Return whether the first 512 bytes are a tar header.
+
+    The checksum in the header decides, because old tar headers have no signature.
+    """
     header = head[:512]
     if len(header) < 512 or not any(header):
         return False

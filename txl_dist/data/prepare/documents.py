@@ -1,14 +1,14 @@
-"""Raw bytes to documents: cut, decode, parse, and choose the split. This code runs in the workers of `txl prepare`.
+"""Conversion of raw bytes to documents: decode, parse and choose the split. The workers of `txl prepare` run this code.
 
-A `TextBlock` is a run of consecutive raw records of one input. A record is a line, a paragraph, a row or a whole file.
+A `TextBlock` contains consecutive raw records of one input. A record is a line, a paragraph, a parquet row or a file.
 
-- Text is UTF-8 and taken as it is, without newline or Unicode normalisation. Byte order marks are removed at the
-  beginning of a file and of a document.
-- Text that is not UTF-8 is refused. By option it is replaced (U+FFFD), skipped, or kept as bytes for byte tokenizers
-  (`keep`: surrogate escapes).
-- A frozen function of a document's content chooses its split. So equal documents are never in two splits, and added
-  documents never move others. The exception is an input of few documents, whose ends are held out
-  (validation_split.py).
+- Text must be UTF-8. Newlines and Unicode characters are not normalised. Byte order marks are removed at the beginning
+  of a file and of a document.
+- Text that is not UTF-8 is refused by default. An option replaces invalid bytes with U+FFFD, skips the document, or
+  keeps the bytes for byte tokenizers (as surrogate escapes).
+- A hash of a document's content chooses the split of the document. So equal documents are never in two splits, and
+  added documents never move other documents to another split. If an input has only few documents, the ends of the
+  documents are held out instead (validation_split.py).
 """
 
 from __future__ import annotations
@@ -25,41 +25,43 @@ from txl_dist.io.files import Record, parse_record
 
 EncodingErrors = Literal["refuse", "replace", "skip", "keep"]
 Cut = Literal["file", "line", "blank_line", "jsonl"]
-"""Unit of text that becomes a document: a file, a line, a run of lines between blank ones, or a line of JSON."""
+"""Unit of plain text that becomes a document: a file, a line, the lines between two blank lines, or a line of JSON."""
 Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
-"""Form of an input. `ids`: a JSON list of token ids per line. `npy`: an array of token ids, one document per row."""
+"""Form in which an input is read. `ids`: a JSON list of token ids per line. `npy`: an array of token ids, one document
+per row."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
-"""Number of bytes from which on a document is too long. For token ids it is the bytes of their names."""
+"""Size in bytes from which a document is refused as too long. For token ids, the names of the ids are counted."""
 _MARK = "\ufeff"
 """Byte order mark, decoded."""
-_SKIP_INVALID = "Correct or remove it, or leave such records out with --skip-invalid."
+_SKIP_INVALID = "Correct or remove the record, or leave out such records with --skip-invalid."
 _SHOWN_KEYS = 8
 _IDS_AT_ONCE = 1 << 12
-"""Number of ids that are joined to text at once."""
+"""Number of token ids that are converted to text at once."""
 _LOOKED_AT = 1 << 16
-"""Number of bytes of a damaged document that are searched for signs of another encoding."""
+"""Number of bytes at the beginning of an invalid document that are searched for signs of another encoding."""
 _MANY_DAMAGED = 3
-"""Number of damaged characters from which on another encoding is likely."""
+"""Minimum number of invalid characters from which the text is probably in another encoding."""
 SHORTEST_TAIL = 100
-"""Minimum characters of an end that is held out. With a share of 0.05 the text needs 2,000 characters."""
+"""Minimum number of characters in an end that is held out. With a share of 0.05 the document needs 2,000 characters."""
 
 
 class Document(NamedTuple):
-    """One text, and its place in the inputs. A skipped document has no text; it is passed on to be counted."""
+    """Text of one document, and its place in the inputs. A skipped document has an empty text and is only counted."""
 
     where: str
-    """File and line, for messages."""
+    """File and line of the document, for messages."""
     ordinal: int
-    """Number of its raw record, counted over all inputs. Later documents have larger numbers."""
+    """Number of the document's raw record, counted over all inputs. Later documents have larger numbers."""
     text: str
     damage: Literal["", "replaced", "skipped", "invalid"] = ""
-    """Empty for a sound document. replaced: invalid bytes became U+FFFD. skipped: not UTF-8. invalid: no text field."""
+    """Empty for a valid document. replaced: invalid bytes became U+FFFD. skipped: the bytes are not UTF-8. invalid: the
+    record has no text."""
 
 
 class TextBlock(NamedTuple):
-    """Consecutive raw records of one input, not decoded yet."""
+    """Consecutive raw records of one input as undecoded bytes, which a worker converts to documents."""
 
     where: str
     """Path or URL of the input, for messages."""
@@ -67,54 +69,55 @@ class TextBlock(NamedTuple):
     split: str
     """Split that the input was given for."""
     unit: int
-    """Number of the first record's line or row in the file, from 0."""
+    """Index of the first record's line or row in the file, from 0."""
     ordinal: int
     """Number of the first record, counted over all inputs."""
     data: bytes
 
 
 class Reading(NamedTuple):
-    """Options for turning blocks into documents."""
+    """Options for converting blocks to documents and for holding documents out of train."""
 
     jsonl_field: str = "text"
-    """Field of a JSON line, or column of a parquet file, that holds the text."""
+    """Field of a JSON line, or column of a parquet file, that contains the text."""
     names: tuple[str, ...] = ()
-    """Names of the ids in order, if the inputs are token ids."""
+    """Names of the token ids, in the order of the ids, if the inputs are token ids. Empty for text."""
     encoding_errors: EncodingErrors = "refuse"
     valid_fraction: float = 0.0
     """Share of the train documents to hold out for the validation split."""
     test_fraction: float = 0.0
     """Share of the train documents to hold out for the test split."""
     skip_invalid: bool = False
-    """Whether records without a text are left out. Otherwise they are refused."""
+    """Whether records without a text are left out. If False, such a record raises InvalidRecordError."""
     tails: Mapping[bytes, str] | None = None
-    """Split of each end that is held out, by the digest of the end. A text equal to such an end goes to the same split.
-    None if whole documents are held out."""
+    """Split of each held-out end of a document, by the `content_digest` of the end. Any other text that is equal to
+    such an end goes to the same split. None if whole documents are held out instead of ends."""
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each split that is held out of train; a split with the share 0 is absent."""
+        """Share of the train documents that is held out for each other split. A split with the share 0 is absent."""
         shares = {VALID: self.valid_fraction, TEST: self.test_fraction}
         return {split: share for split, share in shares.items() if share}
 
 
 class DocumentPiece(NamedTuple):
-    """Document, or a part of one, with its split."""
+    """A whole document, or one part of a document whose end is held out, with its split."""
 
     document: Document
     split: str
     digest: bytes
-    """`content_digest` of its text."""
+    """`content_digest` of the piece's text."""
     num_bytes: int
-    """Bytes of its text in UTF-8."""
+    """Size of the piece's text in UTF-8, in bytes."""
 
 
 class InvalidRecordError(DataError):
-    """Record without a text. With `Reading.skip_invalid` the record is left out instead."""
+    """Error for a record without a text. If `Reading.skip_invalid` is set, such a record is left out instead."""
 
 
 def documents_of(block: TextBlock, reading: Reading) -> Iterator[Document]:
-    """Yield the documents of a block, empty and skipped ones included. Raises DataError for an unreadable record."""
+    """Yield the documents of a block, including empty and skipped documents. Raises DataError for an unreadable
+    record."""
     for document in _documents_of(block, reading):
         if document.text.startswith(_MARK):
             document = document._replace(text=document.text.lstrip(_MARK))
@@ -158,7 +161,7 @@ def _documents_of_rows(block: TextBlock, reading: Reading) -> Iterator[Document]
 
 
 def _document_of_line(raw: bytes, where: str, ordinal: int, reading: Reading, form: Form) -> Document | None:
-    """Return the document of a line of JSON; None for a blank line. Raises DataError for an invalid line."""
+    """Return the document of a line of JSON. Returns None for a blank line. Raises DataError for an invalid line."""
     if not raw.strip():
         return None
     try:
@@ -179,22 +182,22 @@ def _document_of_line(raw: bytes, where: str, ordinal: int, reading: Reading, fo
 
 
 def check_length(num_bytes: int, where: str) -> None:
-    """Raise DataError with the remedy for a document of 2 GiB or more."""
+    """Raise DataError if a document has 2 GiB or more. `where` is the document's place, for the message."""
     if num_bytes >= LONGEST_RECORD:
         raise DataError(
-            f"{where} holds a document of 2 GiB or more (for ids: the size of their names). Cut it up: text "
-            "with `--documents line` or `--documents blank_line`, ids as rows of a two-dimensional array or as JSON "
-            "lines, other inputs in the program that writes them."
+            f"{where} contains a document of 2 GiB or more (the names of token ids are counted). Cut plain text with "
+            "`--documents line` or `--documents blank_line`. Write token ids as rows of a two-dimensional array or as "
+            "JSON lines. Write other inputs with shorter documents."
         )
 
 
 def text_bytes_of(text: str) -> bytes:
-    """Return the bytes that a text was read from, those that are not UTF-8 (`keep`) included."""
+    """Return the bytes that a text was decoded from, including bytes that are not UTF-8 and were kept (`keep`)."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def count_characters(raw: bytes) -> int:
-    """Count the characters of a text in UTF-8: its bytes that begin a character."""
+    """Return the number of characters in a text in UTF-8. Counts the bytes that begin a character."""
     import numpy as np  # imported here: the command line reads this file, and --help should not wait for numpy
 
     data = np.frombuffer(raw, dtype=np.uint8)
@@ -203,12 +206,16 @@ def count_characters(raw: bytes) -> int:
 
 
 def content_digest(data: bytes) -> bytes:
-    """Return 16 bytes that are equal for documents of equal content."""
+    """Return the first 16 bytes of the sha256 of a document's bytes. Equal documents have equal digests."""
     return hashlib.sha256(data).digest()[:16]
 
 
 def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
-    """Return the split of a document: that of its input, except for the share of train that the digest holds out."""
+    """Return the split of a document.
+
+    A train document goes to the validation or test split if its digest falls into the share that is held out for that
+    split. Any other document goes to `given_for`, the split of its input.
+    """
     if given_for != TRAIN:
         return given_for
     place = int.from_bytes(digest[:8], "big") / 2.0**64
@@ -220,7 +227,11 @@ def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
 
 
 def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[DocumentPiece]:
-    """Return the whole document with its split. If ends are held out, return its pieces, each with its own ordinal."""
+    """Return a document as a list of pieces, each with its split.
+
+    If whole documents are held out, the only piece is the whole document. If ends are held out, the pieces are the
+    beginning and the ends, and each piece has its own ordinal.
+    """
     if given_for != TRAIN or reading.tails is None:
         raw = text_bytes_of(document.text)
         digest = content_digest(raw)
@@ -239,12 +250,13 @@ def pieces_of(document: Document, *, given_for: str, reading: Reading) -> list[D
 
 
 def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = False) -> list[tuple[str, str]]:
-    """Cut a text into its beginning, for train, and one end for each of the `shares`.
+    """Cut a text into a beginning for train and one end for each split in `shares`.
 
-    Returns (split, piece) in the order of the text. Joined, the pieces are the text. A text too short to be cut stays
-    whole. A cut lies after the paragraph that ends nearest to the wanted place, within a quarter of the smallest share.
-    If no paragraph ends there, it lies after a line, or else after a word, or else between two characters. With
-    `whole_words` it never lies inside a word, however far the nearest border is.
+    Returns (split, piece) in the order of the text. The pieces joined together are the text. A text that is too short
+    to be cut stays whole. Each cut is placed after the paragraph end nearest to the position that the shares give, at
+    most a quarter of the smallest share away. If there is no paragraph end, the cut is after a line end, or else after
+    a word, or else between two characters. With `whole_words` the cut is never inside a word, however far away the
+    nearest word border is.
     """
     length = len(text)
     smallest = min(shares.values(), default=0.0)
@@ -272,7 +284,10 @@ def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = Fal
 
 
 def _nearest_border(text: str, wanted: int, slack: int) -> int:
-    """Return the index after the separator nearest to `wanted`, at most `slack` away; `wanted` if there is none."""
+    """Return the index after the separator that is nearest to the index `wanted`, at most `slack` characters away.
+
+    The separator is a blank line, or else a line end, or else a blank. Returns `wanted` if there is no separator.
+    """
     for separator in ("\n\n", "\r\n\r\n", "\n", " "):
         first_before = max(wanted - slack, 0)
         first_after = max(wanted - len(separator), 0)
@@ -285,13 +300,17 @@ def _nearest_border(text: str, wanted: int, slack: int) -> int:
 
 
 def is_learnt_from(digest: bytes, *, fraction: float) -> bool:
-    """Return whether the tokenizer is trained on a document: a share by its digest, independent of the split."""
+    """Return whether the tokenizer is trained on a document.
+
+    The last 8 bytes of `digest` choose the share `fraction` of the documents, independently of their splits.
+    """
     place = int.from_bytes(digest[8:], "big")
     return place < fraction * 2.0**64
 
 
 def end_of_records(data: bytes, form: Form) -> int:
-    """Return the number of bytes up to the end of the last record that is certainly complete; 0 if there is none."""
+    """Return the length in bytes of the records in `data` that are certainly complete. Returns 0 if no record is
+    complete."""
     if form != "blank_line":
         return data.rfind(b"\n") + 1
     end = data.rfind(b"\n")
@@ -304,7 +323,7 @@ def end_of_records(data: bytes, form: Form) -> int:
 
 
 def _records_of(block: TextBlock) -> Iterator[tuple[int, bytes]]:
-    """Yield (number of the first line in the block, raw record). A record has no line end."""
+    """Yield (index of the record's first line in the block, raw record without its line end)."""
     data = block.data
     while block.unit == 0 and data.startswith(codecs.BOM_UTF8):
         data = data.removeprefix(codecs.BOM_UTF8)
@@ -342,25 +361,25 @@ def _parse_ids(line: bytes, *, field: str, where: str) -> list[Any]:
         ids = parse_record(line.decode("utf-8-sig"))
     except ValueError as error:
         raise InvalidRecordError(
-            f"{where}: not valid JSON ({error}), a list of ids on each line. {_SKIP_INVALID}"
+            f"{where}: not valid JSON ({error}). Each line must be a list of ids. {_SKIP_INVALID}"
         ) from error
     if isinstance(ids, Record):
         ids = _value_of(ids, field, where=where)
     if not isinstance(ids, list):
         raise InvalidRecordError(
-            f"{where}: {_type_of(ids)}, not a list of ids. Give one list per line, as [5, 17], or name its field with "
-            "--jsonl-field."
+            f"{where}: found {_type_of(ids)}, not a list of ids. Write one list per line, for instance [5, 17], or "
+            "name the field of the list with --jsonl-field."
         )
     if not ids:
-        raise InvalidRecordError(f"{where}: no ids. {_SKIP_INVALID}")
+        raise InvalidRecordError(f"{where}: the list of ids is empty. {_SKIP_INVALID}")
     return ids
 
 
 def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
-    """Return the text of a document of ids, a list or an array: the name of each id with a blank after it.
+    """Return the text of a document of token ids: the name of each id, followed by a blank.
 
-    Works on a few ids at a time, since an array takes many times its memory as a list. Raises DataError with the index
-    of an invalid id, or if the text is too long.
+    `ids` is a list or an array. Only a few ids are converted at once, because a list takes many times the memory of an
+    array. Raises DataError with the index of an invalid id, or if the text is too long.
     """
     texts = []
     num_bytes = 0
@@ -371,9 +390,9 @@ def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
         for index, value in enumerate(some_ids, start=first):
             if type(value) is not int or not 0 <= value < len(names):
                 raise DataError(
-                    f"{where}, index {index}: {value!r:.40} is not an id of the vocabulary list, which names the "
-                    f"{len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give the list that they were "
-                    "made with."
+                    f"{where}, index {index}: {value!r:.40} is not an id of the vocabulary list, which has names for "
+                    f"the {len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give their own vocabulary "
+                    "list with --vocab-list."
                 )
         texts.append("".join([f"{names[i]} " for i in some_ids]))
         num_bytes += len(texts[-1].encode())
@@ -396,7 +415,10 @@ def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingError
 
 
 def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> Document:
-    """Apply the policy for text that is not UTF-8 to a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    """Return a document in which lone surrogates are handled as `encoding_errors` says.
+
+    JSON can contain a lone surrogate as an escape, but UTF-8 cannot encode it.
+    """
     try:
         document.text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -410,7 +432,7 @@ def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> 
 
 
 def _is_mostly_damaged(raw: bytes) -> bool:
-    """Return whether most characters outside ASCII are damaged, which means that the text is in another encoding."""
+    """Return whether most characters outside ASCII are invalid. If so, the text is in another encoding."""
     beginning = raw[:_LOOKED_AT]
     num_damaged = beginning.decode("utf-8", errors="replace").count("\ufffd")
     sound_text = beginning.decode("utf-8", errors="ignore")
@@ -421,12 +443,12 @@ def _is_mostly_damaged(raw: bytes) -> bool:
 def _not_utf8(where: str, what: str, *, is_mostly_damaged: bool = False) -> DataError:
     if is_mostly_damaged:
         return DataError(
-            f"{where}: {what} is not valid UTF-8, nor are most others outside ASCII. The text is in another encoding: "
-            "convert the file with `iconv -f ENCODING -t UTF-8`, for instance from WINDOWS-1252, GB18030 or SHIFT-JIS."
+            f"{where}: {what} and most other bytes outside ASCII are not valid UTF-8. The text is in another encoding. "
+            "Convert the file with `iconv -f ENCODING -t UTF-8`, for instance from WINDOWS-1252, GB18030 or SHIFT-JIS."
         )
     return DataError(
-        f"{where}: {what} is not valid UTF-8. Convert the file, or prepare with `--encoding-errors replace` "
-        "(U+FFFD in its place) or `--encoding-errors skip` (leave the document out)."
+        f"{where}: {what} is not valid UTF-8. Convert the file to UTF-8, or use `--encoding-errors replace` (read "
+        "invalid bytes as U+FFFD) or `--encoding-errors skip` (leave out the document)."
     )
 
 
@@ -435,25 +457,25 @@ def _parse_record(line: str, *, field: str, where: str) -> str:
         record = parse_record(line)
     except ValueError as error:
         raise InvalidRecordError(
-            f"{where}: not valid JSON ({error}), an object on each line. {_SKIP_INVALID}"
+            f"{where}: not valid JSON ({error}). Each line must be an object. {_SKIP_INVALID}"
         ) from error
     if not isinstance(record, Record):
         raise InvalidRecordError(
-            f"{where}: {_type_of(record)}, not an object with the field {field!r}. {_SKIP_INVALID}"
+            f"{where}: found {_type_of(record)}, not an object with the field {field!r}. {_SKIP_INVALID}"
         )
     text = _value_of(record, field, where=where)
     if text is None:
         raise InvalidRecordError(f"{where}: the field {field!r} is null. {_SKIP_INVALID}")
     if type(text) is not str:  # a long number is read as its digits, which are no text
         raise InvalidRecordError(
-            f"{where}: the field {field!r} holds {_type_of(text)}, not text. Convert it, or name another field with "
-            "--jsonl-field; --skip-invalid leaves such records out."
+            f"{where}: the field {field!r} contains {_type_of(text)}, not text. Convert the value to a string, or name "
+            "another field with --jsonl-field, or leave out such records with --skip-invalid."
         )
     return text
 
 
 def _value_of(record: Record, field: str, *, where: str) -> Any:
-    """Return the value of a field. Raises InvalidRecordError if the field is missing, or occurs twice in the record."""
+    """Return the value of a field. Raises InvalidRecordError if the field is missing or occurs twice in the record."""
     if field in record.repeated:
         raise InvalidRecordError(f"{where}: the field {field!r} occurs twice in the record. {_SKIP_INVALID}")
     if field not in record:
@@ -463,14 +485,14 @@ def _value_of(record: Record, field: str, *, where: str) -> Any:
         else:
             more = ""
         raise InvalidRecordError(
-            f"{where}: no field {field!r} (found: {shown or 'none'}{more}). Name the field with --jsonl-field, or "
-            "leave such records out with --skip-invalid."
+            f"{where}: no field {field!r} (found: {shown or 'none'}{more}). Name the field of the text with "
+            "--jsonl-field, or leave out such records with --skip-invalid."
         )
     return record[field]
 
 
 def _type_of(value: Any) -> str:
-    """Return JSON's word for the type of a value, for messages."""
+    """Return JSON's name for the type of a value, for messages."""
     if value is None:
         return "null"
     names = {bool: "true or false", str: "a string", list: "a list", Record: "an object", int: "a number"}

@@ -1,24 +1,26 @@
-"""Equal and nearly equal documents over all parts of a preparation.
+"""Search for exact and near duplicates among all documents of a preparation.
 
-Exact: two documents are equal if 128 bits of the sha256 of their texts are equal. One of several equal documents stays.
-A document of the validation or test split comes before one of train, since train must not contain the text of an
-evaluation. Otherwise the first of the input stays.
+Exact: two documents are equal if the first 128 bits of the sha256 of their texts are equal. One document of each group
+of equal documents is kept. A document of the validation or test split is kept rather than a train document, because
+train must not contain evaluation text. Otherwise the document that comes first in the inputs is kept.
 
-Near: one-permutation MinHash (Li, Owen, Zhang 2012) over runs of token ids. The hashes of a document's runs fall into
-64 bins, and the smallest hash of each bin is kept. An empty bin borrows from the next one (Shrivastava, Li 2014). Eight
-bands of eight bins become one number each. Two documents whose runs overlap by the share J (Jaccard) agree in a bin
-with probability J, and share a band with probability 1 - (1 - J^8)^8:
+Near: one-permutation MinHash (Li, Owen, Zhang 2012) over runs, which are sequences of consecutive token ids. The hashes
+of a document's runs fall into 64 bins, and the smallest hash of each bin is kept. An empty bin takes a value from the
+next bin (Shrivastava, Li 2014). The bins form eight bands of eight bins, and each band is hashed into one number. Two
+documents whose runs overlap by the share J (Jaccard) agree in a bin with probability J. They agree in at least one band
+with probability p = 1 - (1 - J^8)^8:
 
     J     0.5    0.6    0.7    0.8    0.9    0.95
     p     0.03   0.13   0.38   0.77   0.99   1.00
 
-The number of near duplicates is the number of documents that share a band with an earlier one that is not equal.
+A near duplicate is a document that agrees in a band with an earlier document and is not an exact duplicate.
 
-Limitations: this number is an estimate. It misses about a quarter of the pairs at J = 0.8, texts below
-`FEWEST_RUNS` runs, and a short text inside a long one. It includes some pairs of J around 0.5, more of them where the
-texts are short. Near duplicates are never dropped.
+Limitations: the number of near duplicates is an estimate. It misses about a quarter of the pairs at J = 0.8, texts with
+fewer than `FEWEST_RUNS` runs, and a short text inside a long text. It includes some pairs at J around 0.5, mostly short
+texts. Near duplicates are counted but never dropped.
 
-Memory is bounded by `_SLICE` entries. More entries are first spread over files by value, and each file is read alone.
+Host memory holds about `_SLICE` entries at once. If there are more entries, they are first divided into files by value,
+and then one file is read at a time.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ NUM_BANDS = 8
 NUM_ROWS = 8
 """Number of bins in a band."""
 FEWEST_RUNS = 16
-"""Minimum number of runs of tokens that a document needs to be compared."""
+"""Minimum number of runs in a document. A shorter document is not compared with others for near duplicates."""
 _NUM_BINS = NUM_BANDS * NUM_ROWS
 _RUN_LEN = {"byte": 24, "char": 24}
-"""Number of tokens in a run, by the kind of tokenizer, where tokens are shorter than words."""
+"""Number of tokens in a run, by the kind of tokenizer, for tokenizers whose tokens are shorter than words."""
 _DEFAULT_RUN_LEN = 5
 """Number of tokens in a run with other tokenizers."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
@@ -61,31 +63,33 @@ _HALF_BITS = np.uint64(32)
 _CHUNK = 1 << 15
 """Number of runs that are hashed at once."""
 _SLICE = 1 << 23
-"""Number of entries that are sorted in memory at once."""
+"""Approximate number of entries that are sorted in host memory at once."""
 _MAX_FILES = 256
 """Maximum number of temporary files."""
 _EMPTY = np.uint64(2**64 - 1)
 """Value of a bin without a hash."""
 _EXACT = np.dtype([("value", "<u8"), ("rest", "<u8"), ("ordinal", "<u8"), ("is_train", "<u8")])
-"""Entry of a document: the two halves of its hash, its number in the preparation, and whether it is of train."""
+"""Entry of one document in the search for exact duplicates: the two halves of its digest, its ordinal, and whether it
+is a train document."""
 _BAND = np.dtype([("value", "<u8"), ("ordinal", "<u8")])
-"""Entry of one band of a document."""
+"""Entry of one band of a document in the search for near duplicates: the hash of the band, and the document's
+ordinal."""
 
 
 class Equals(NamedTuple):
-    """Documents that are equal to another document, which stays."""
+    """Result of `find_equal`: the documents that are equal to another document, which is kept."""
 
     ordinals: UInt64s
-    """Ordinals of these documents, ascending."""
+    """Ordinals of the equal documents, ascending. The documents that are kept are not included."""
     num_held_out: int
-    """Number of them that are train documents and equal to a document of another split."""
+    """Number of the documents in `ordinals` that are train documents equal to a validation or test document."""
 
 
 def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
-    """Hash each document's ids into bands.
+    """Return the numbers by which near duplicates are found, one for each of the eight bands of each document.
 
-    Returns [documents, 8]: one number per band, 0 for a document that is too short to compare. `kind` is the kind of
-    tokenizer, which sets the length of a run.
+    Shape [documents, 8]. A document that is too short to compare has zeros. `kind` is the kind of tokenizer, which sets
+    the length of a run.
     """
     run_len = _RUN_LEN.get(kind, _DEFAULT_RUN_LEN)
     lengths = np.array([len(document) for document in documents], dtype=np.int64)
@@ -93,7 +97,7 @@ def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
     _fill_empty_bins(smallest)
     bands = np.zeros((len(documents), NUM_BANDS), dtype=np.uint64)
     for row in range(NUM_ROWS):
-        # The bins of a band are far apart, so that one borrowed value seldom fills several of its rows.
+        # The bins of a band are far apart, so that one value seldom fills several empty bins of the same band.
         first_bin = row * NUM_BANDS
         bins = smallest[:, first_bin : first_bin + NUM_BANDS]
         bands = hash64(bands ^ bins)
@@ -106,7 +110,10 @@ def band_keys(documents: Sequence[npt.NDArray[Any]], *, kind: str) -> UInt64s:
 
 
 def _smallest_hashes(documents: Sequence[npt.NDArray[Any]], lengths: npt.NDArray[np.int64], *, run_len: int) -> UInt64s:
-    """Return [documents, bins]: the smallest hash of each document's runs in each bin, `_EMPTY` without one."""
+    """Return the smallest hash of each document's runs in each bin, or `_EMPTY` for a bin without a run.
+
+    `lengths` are the documents' lengths in tokens. Shape [documents, bins].
+    """
     no_ids = np.empty(0, np.int32)
     ids = np.concatenate([*documents, no_ids])
     document_numbers = np.arange(len(documents), dtype=np.int32)
@@ -131,7 +138,8 @@ def _smallest_hashes(documents: Sequence[npt.NDArray[Any]], lengths: npt.NDArray
 
 
 def _hash_runs(ids: npt.NDArray[Any], *, run_len: int) -> UInt64s:
-    """Hash each run of `run_len` ids: a polynomial in the ids plus 1 modulo 2^64, then mixed."""
+    """Return the hash of each run of `run_len` consecutive ids: a polynomial in (id + 1) modulo 2^64, with mixed
+    bits."""
     digits = ids.astype(np.uint64) + np.uint64(1)
     count = len(ids) - run_len + 1
     runs = np.zeros(count, dtype=np.uint64)
@@ -145,7 +153,10 @@ def _hash_runs(ids: npt.NDArray[Any], *, run_len: int) -> UInt64s:
 
 
 def _fill_empty_bins(smallest: UInt64s) -> None:
-    """Let each empty bin borrow from the next one, in place. The bins are a circle, so two rounds fill them all."""
+    """Fill each empty bin in place with a hash of the value of the next bin.
+
+    The first bin follows the last bin, so two passes fill all bins of a document that has any run.
+    """
     num_bins = smallest.shape[1]
     for _ in range(2):
         for column in reversed(range(num_bins)):
@@ -158,10 +169,10 @@ def _fill_empty_bins(smallest: UInt64s) -> None:
 
 
 def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, folder: Path) -> Equals:
-    """Find the documents that are equal to another one, which stays.
+    """Find the documents that are equal to another document, which is kept.
 
-    `tables` yields (records of a part, whether they are of train), `count` records in all. `folder` is for temporary
-    files.
+    `tables` yields (records of a part, whether these are train documents). `count` is the number of records in all
+    tables. Temporary files are written to `folder`.
     """
     ordinals = [np.empty(0, np.uint64)]
     num_held_out = 0
@@ -176,7 +187,7 @@ def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, f
         is_equal = has_equal_value & has_equal_rest
         stays = ~is_equal
         is_train = table["is_train"] == 1
-        # Each group of equal documents begins with the one that stays.
+        # Each group of equal documents begins with the document that is kept.
         group_of_row = np.cumsum(stays) - 1
         first_rows = np.flatnonzero(stays)
         stays_in_train = is_train[first_rows]
@@ -188,7 +199,7 @@ def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, f
 
 
 def _exact_entries(tables: Iterable[tuple[npt.NDArray[Any], bool]]) -> Iterator[npt.NDArray[Any]]:
-    """Yield a table of `_EXACT` for each table of records."""
+    """Yield a table of `_EXACT` entries for each table of document records."""
     for records, is_train in tables:
         table = np.empty(len(records), dtype=_EXACT)
         table["value"] = records["digest"][:, 0]
@@ -199,16 +210,17 @@ def _exact_entries(tables: Iterable[tuple[npt.NDArray[Any], bool]]) -> Iterator[
 
 
 def _equals_previous(values: UInt64s) -> npt.NDArray[np.bool_]:
-    """Return for each value whether it equals the value before it; False for the first."""
+    """Return for each value whether it is equal to the value before it. The result for the first value is False."""
     is_equal = np.zeros(len(values), dtype=bool)
     is_equal[1:] = values[1:] == values[:-1]
     return is_equal
 
 
 def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals, *, count: int, folder: Path) -> int:
-    """Count the documents that share a band with an earlier one, without those in `equal`.
+    """Count the documents that agree in a band with an earlier document. Exact duplicates in `equal` are left out.
 
-    `tables` yields (records of a part, their bands), `count` records in all. `folder` is for temporary files.
+    `tables` yields (records of a part, bands of these documents). `count` is the number of records in all tables.
+    Temporary files are written to `folder`.
     """
     near = np.empty(0, np.uint64)
     entries = _band_entries(tables, equal)
@@ -221,7 +233,8 @@ def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals
 
 
 def _band_entries(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals) -> Iterator[npt.NDArray[Any]]:
-    """Yield a table of `_BAND` for each table of records: one entry per band of each document that is compared."""
+    """Yield a table of `_BAND` entries for each table of document records: one entry per band of each compared
+    document."""
     for records, bands in tables:
         is_long_enough = bands[:, 0] != 0
         is_dropped = contains(equal.ordinals, records["ordinal"])
@@ -234,7 +247,7 @@ def _band_entries(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equ
 
 
 def contains(ordinals: UInt64s, wanted: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return for each of `wanted` whether it is among the ascending `ordinals`."""
+    """Return for each ordinal in `wanted` whether it is in `ordinals`, which are ascending."""
     if not len(ordinals):
         return np.zeros(len(wanted), dtype=bool)
     last = len(ordinals) - 1
@@ -245,7 +258,10 @@ def contains(ordinals: UInt64s, wanted: npt.NDArray[Any]) -> npt.NDArray[np.bool
 
 
 def _sliced(entries: Iterable[npt.NDArray[Any]], *, count: int, folder: Path) -> Iterator[npt.NDArray[Any]]:
-    """Yield all `count` entries in a few arrays. Entries of equal `value` are in one array."""
+    """Yield all `count` entries in arrays that are small enough to be sorted in host memory.
+
+    Entries with equal `value` are in the same array. Temporary files are written to `folder`.
+    """
     num_files = min(math.ceil(count / _SLICE), _MAX_FILES)
     if num_files <= 1:
         yield np.concatenate(list(entries))

@@ -1,12 +1,11 @@
-"""Reader of the inputs of `txl prepare`: reads them once, front to back, and cuts them into parts for the workers.
+"""Reader of the inputs of `txl prepare`: reads each input once, front to back, and cuts it into parts for the workers.
 
-A part is a list of blocks of whole raw records. The borders of parts are a pure function of the files and of
-`part_bytes`, from any cursor on. So a preparation that is continued after a kill makes the same parts, and starts after
-those that exist. Nothing is decoded or parsed here. Memory holds one part.
+A part is a list of blocks of whole raw records, such as lines or parquet rows. The borders of parts depend only on the
+files and on `part_bytes`. So a preparation that continues after a kill makes the same parts, and starts after the last
+finished part. The workers decode and parse the records later. Host memory holds one part at a time.
 
-Limitations: inputs must not change while they are read. An array has to fit in memory. So does a plain text
-file unless its documents are lines or paragraphs, and a parquet file that is compressed as a whole or comes from a
-pipe.
+Limitations: inputs must not change while they are read. Three kinds of files must fit in host memory: arrays, plain
+text files that are one document, and parquet files that are compressed as a whole or read from a pipe.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from txl_dist.data.prepare.sources import SourceFile
 from txl_dist.errors import DataError, translate_errors
 
 MOST_RECORDS = 1 << 18
-"""Approximate maximum of raw records or lines in a block or a part. A worker needs some hundred bytes for each."""
+"""Approximate maximum number of raw records or lines in a block or a part. A worker needs some hundred bytes of host
+memory for each record."""
 _BLOCK_BYTES = 1 << 22
 _ROWS = 1024
 _MIB = 1 << 20
@@ -39,20 +39,21 @@ _TEXT_TYPES = frozenset(
         "fixed_size_binary",
     }
 )
-"""Types of parquet columns that can be read, by pyarrow's names."""
+"""Types of parquet columns that can be read as text, by pyarrow's names."""
 _NO_PARQUET = (ValueError, TypeError, KeyError, OverflowError, MemoryError, RuntimeError)
-"""Exceptions of pyarrow for a damaged file, in addition to its own types and OSError."""
+"""Exceptions that pyarrow raises for a damaged file, in addition to its own types and OSError."""
 _NO_ARRAY = (ValueError, SyntaxError, TypeError, OverflowError, MemoryError, RecursionError, tokenize.TokenError)
-"""Exceptions of numpy for a damaged header or content."""
+"""Exceptions that numpy raises for a damaged header or content."""
 
 
 class Cursor(NamedTuple):
-    """Position in the inputs where a part begins or ends."""
+    """Position in the inputs where a part begins or ends. A continued preparation starts from a cursor."""
 
     file: int = 0
-    """Index of the file."""
+    """Index of the file in the list of input files."""
     offset: int = 0
-    """Number of the file's decompressed bytes, or rows of a parquet file, before the position."""
+    """Number of decompressed bytes of the file before the position. For parquet files and arrays, the number of
+    rows."""
     unit: int = 0
     """Number of the file's lines or rows before the position."""
     ordinal: int = 0
@@ -60,17 +61,18 @@ class Cursor(NamedTuple):
 
 
 class InputPart(NamedTuple):
-    """Piece of the input that one worker encodes."""
+    """Consecutive blocks of the inputs that one worker encodes as one task."""
 
     blocks: list[TextBlock]
     begin: Cursor
     end: Cursor
     """Position where the next part begins."""
     stored_bytes: int
-    """Bytes of all input up to the end of the part, for progress. They are stored bytes, or decompressed ones for a
-    file of unknown size."""
+    """Number of bytes of all inputs up to the end of the part, for the progress display. Stored bytes are counted, or
+    decompressed bytes for a file of unknown size."""
     notes: tuple[tuple[str, str], ...] = ()
-    """(path, sentence on how the file is read) of files that begin in the part."""
+    """(path, sentence for the user on how the file is read) for files that begin in the part and need such a
+    sentence."""
 
 
 def read_parts(
@@ -81,9 +83,9 @@ def read_parts(
     allow_protocols: Sequence[str] = (),
     jsonl_field: str = "text",
 ) -> Iterator[InputPart]:
-    """Yield parts of about `part_bytes` bytes of raw records, from a cursor on.
+    """Yield the inputs as parts of about `part_bytes` bytes of raw records, starting at the cursor `begin`.
 
-    Raises DataError if a file cannot be read, ends too early, or holds a document of 2 GiB or more.
+    Raises DataError if a file cannot be read, ends too early, or contains a document of 2 GiB or more.
     """
     blocks: list[TextBlock] = []
     notes: list[tuple[str, str]] = []
@@ -127,7 +129,7 @@ def read_parts(
 def _records(
     path: str, form: Form, stream: IO[bytes], offset: int, block_bytes: int, field: str
 ) -> Iterator[tuple[bytes, int, int]]:
-    """Yield (data, how far it moves the offset, number of raw records or lines) of each block of a file."""
+    """Yield (data, increase of the cursor's offset, number of raw records or lines) for each block of a file."""
     if form in ("parquet", "npy"):
         if form == "npy":
             batches = _array_rows(stream, offset, path)
@@ -177,9 +179,10 @@ def _records(
 
 
 def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (.npy file of up to 1,024 rows of an array of ids, number of rows). An array of one dimension is one row.
+    """Yield (bytes of a .npy file with up to 1,024 rows of an array of ids, number of rows).
 
-    Raises DataError if the array is damaged or no array of ids.
+    `stream` is the .npy file of the whole array. A one-dimensional array is one row. Raises DataError if the array is
+    damaged or does not contain ids.
     """
     try:  # numpy.load would open archives too
         array = np.lib.format.read_array(io.BytesIO(stream.read()), allow_pickle=False)
@@ -188,11 +191,11 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
         raise DataError(f"{path} is not a .npy file of numbers: {reason}. Save the array with numpy.save.") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
-            f"{path}: an array of {array.dtype}, shape {list(array.shape)}. Give whole numbers: one document as [ids], "
-            "or documents of one length as [documents, ids]."
+            f"{path} contains an array of {array.dtype} with shape {list(array.shape)}. Token ids must be whole "
+            "numbers of shape [ids] (one document) or [documents, ids]."
         )
     if not array.size:
-        raise DataError(f"{path}: no ids, shape {list(array.shape)}. Leave empty documents out.")
+        raise DataError(f"{path} contains no ids: its shape is {list(array.shape)}. Remove empty documents.")
     if array.ndim == 1:
         num_rows = 1
     else:
@@ -208,9 +211,9 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
 
 
 def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> Iterator[tuple[bytes, int]]:
-    """Yield (up to 1,024 rows of a column as an Arrow stream, number of rows), with one row group in memory.
+    """Yield (up to 1,024 rows of the column `field` as an Arrow stream, number of rows) of a parquet file.
 
-    Raises DataError if the file is damaged or has no such column of text.
+    Host memory holds one row group at a time. Raises DataError if the file is damaged or has no text column `field`.
     """
     remedy = "Run `pip install 'txl_dist[parquet]'`."
     with translate_errors(DataError, f"reading {path} needs the package pyarrow", remedy, of=(ImportError,)):
@@ -245,7 +248,7 @@ def _row_batches(stream: IO[bytes], first_row: int, field: str, path: str) -> It
 
 
 def _check_column(schema: Any, field: str, path: str) -> None:
-    """Raise DataError unless exactly one column has this name, and it holds text, or bytes that may be text."""
+    """Raise DataError unless exactly one column has the name `field` and contains text, or bytes that can be text."""
     kinds = [column.type for column in schema if column.name == field]
     if len(kinds) == 1 and _is_text(kinds[0]):
         return
@@ -253,20 +256,23 @@ def _check_column(schema: Any, field: str, path: str) -> None:
         raise DataError(f"{path}: {len(kinds)} columns are named {field!r}. Rename them, then prepare again.")
     columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
     raise DataError(
-        f"{path}: no text in the column {field!r} (found: {columns}). Name a column of strings with --jsonl-field."
+        f"{path} has no text column {field!r} (found: {columns}). Name a column of strings with --jsonl-field."
     )
 
 
 def _is_text(kind: Any) -> bool:
-    """Return whether a type of pyarrow is text or bytes, in any layout."""
-    inner = getattr(kind, "storage_type", kind)  # of an extension type
+    """Return whether a pyarrow type is text or bytes, in any memory layout."""
+    inner = getattr(kind, "storage_type", kind)  # the type below an extension type
     if str(inner).startswith("dictionary"):
         inner = getattr(inner, "value_type", inner)
     return str(inner).partition("[")[0] in _TEXT_TYPES
 
 
 def _as_stream(column: Any) -> bytes:
-    """Return a column as an Arrow stream of bytes. The bytes may not be UTF-8, even if the column's type says so."""
+    """Return a column as an Arrow stream of byte strings.
+
+    The text stays undecoded, because it can be invalid UTF-8 even if the type of the column is string.
+    """
     import pyarrow
 
     if hasattr(column.type, "storage_type"):

@@ -1,12 +1,13 @@
 """Third step of `txl prepare`: the documents of all parts become shards.
 
-    duplicates   found over all parts; the ordinals of dropped documents are one sorted array
-    plan         tokens per cell of the key space, summed over all parts, are cut into shards of equal size
-    write        in workers: each shard gathers its keys from every part, sorts them, and is written in one rename
+    duplicates   find duplicates over all parts; the ordinals of dropped documents become one sorted array
+    plan         divide the range of keys into cells, sum the tokens per cell, and join cells to shards of equal size
+    write        in workers: gather the documents of a shard from all parts, sort them, and write the shard
 
-No step holds more than one shard, or one slice of the digests, in memory. The array of dropped documents (8 bytes each)
-is mapped. Each finished shard has a JSON next to the parts, with the hash of its plan. After a kill the same command
-keeps the shards of the same plan, and writes the others again. Before a shard is written again, its JSON is removed.
+Each process holds at most one shard, or one slice of the digests, in host memory. Workers memory-map the array of
+dropped documents (8 bytes per document). Each finished shard has a JSON file next to the parts, with the hash of its
+plan. After a kill, the same command keeps the finished shards of the same plan and writes all other shards again. The
+JSON file of a shard is removed before the shard is written again.
 """
 
 from __future__ import annotations
@@ -31,35 +32,37 @@ from txl_dist.data.prepare.workdir import CORPUS
 from txl_dist.io.files import atomic_replace, read_json, sha256_of_file, typed
 
 _CELL_BITS = 20
-"""Number of bits of a key that choose its cell in the plan."""
+"""Number of bits of a document's key that choose its cell. Documents are sorted by key, and a shard consists of whole
+cells."""
 _MOST_DOCUMENTS = 1 << 20
-"""Approximate maximum of documents in a shard. Its worker needs some hundred bytes for each, however short."""
+"""Approximate maximum number of documents in a shard. The worker that writes the shard needs some hundred bytes of host
+memory for each document."""
 DROPPED = "dropped.u64"
-"""File of the ordinals of dropped documents."""
+"""Name of the file with the ordinals of dropped documents."""
 
 
 class Duplicated(NamedTuple):
-    """Duplicates that were found, and the documents to leave out."""
+    """Result of `find_duplicates`: counts of duplicates, and the documents to leave out of the corpus."""
 
     statistics: dict[str, int]
-    """Counts for the index; empty if duplicates are ignored."""
+    """Counts for the corpus's index. Empty if duplicates are ignored."""
     dropped: npt.NDArray[np.uint64]
     """Ordinals of the documents to leave out, ascending."""
 
 
 class ShardTask(NamedTuple):
-    """Task of a worker: one shard to write."""
+    """Task of a worker: write one shard."""
 
     scratch: str
-    """Folder of the parts."""
+    """Work folder, which contains the parts."""
     plan: str
-    """Hash of everything that the shards depend on."""
+    """Hash of everything that the shards depend on (`hash_of_plan`)."""
     split: str
     name: str
     keys: tuple[int, int]
-    """First and last key of its documents."""
+    """First and last key of the shard's documents. Keys give the order of the documents in a split (tokenize.py)."""
     first_document: int
-    """Number of its first document in the split, dropped documents not counted."""
+    """Number of the shard's first document in the split. Dropped documents are not counted."""
     parts: tuple[int, ...]
     """Numbers of the parts that have documents of this split."""
     dtype: str
@@ -69,7 +72,11 @@ class ShardTask(NamedTuple):
 def find_duplicates(
     folder: Path, parts: Sequence[PartInfo], *, policy: Literal["report", "drop", "ignore"]
 ) -> Duplicated:
-    """Find exact and near duplicates over all parts and splits."""
+    """Find exact and near duplicates over all parts and splits.
+
+    `folder` is the work folder, which contains the parts. With the policy `ignore` nothing is searched. Only with
+    `drop` are exact duplicates left out of the corpus.
+    """
     splits_of_parts = [(part.number, split) for part in parts for split in part.documents]
     count = sum(sum(part.documents.values()) for part in parts)
     none = np.empty(0, np.uint64)
@@ -101,7 +108,7 @@ def plan_split(
     plan: str,
     is_lossless: bool,
 ) -> tuple[SplitInfo, list[ShardTask]]:
-    """Plan the shards of a split. Their sizes in tokens differ by about one document.
+    """Divide the documents of a split into shards whose sizes in tokens differ by about one document.
 
     Returns (the split's entry in the index without its shards, the tasks that write the shards).
     """
@@ -150,7 +157,7 @@ def plan_split(
 
 
 def _cell_shift(scratch: Path, split: str, numbers: Sequence[int]) -> int:
-    """Return the number of low bits of a key that do not matter for its cell."""
+    """Return the number of low bits that are removed from a key to get the number of its cell."""
     if split == TRAIN:  # keys are hashes of 64 bits
         return 64 - _CELL_BITS
     largest = 0  # keys are ordinals
@@ -161,7 +168,7 @@ def _cell_shift(scratch: Path, split: str, numbers: Sequence[int]) -> int:
 
 
 def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, shard_len: int) -> str:
-    """Return the hash of everything that the shards depend on."""
+    """Return a hash of everything that the shards depend on: the parts, the dropped documents and the shard length."""
     described_parts = [part._asdict() for part in parts]
     described = json.dumps([shard_len, described_parts], sort_keys=True)
     content = described.encode() + dropped.tobytes()
@@ -169,7 +176,7 @@ def hash_of_plan(parts: Sequence[PartInfo], dropped: npt.NDArray[np.uint64], *, 
 
 
 def write_planned(task: ShardTask) -> WrittenShard:
-    """Write the shard of a task, and then its JSON, which marks it as finished."""
+    """Write the shard of a task, and then its JSON file, which marks the shard as finished."""
     scratch = Path(task.scratch)
     dtype = np.dtype(task.dtype)
     info_path = _info_path(task)
@@ -195,7 +202,10 @@ def write_planned(task: ShardTask) -> WrittenShard:
 
 
 def is_written(task: ShardTask) -> bool:
-    """Return whether the shard of a task is finished: its JSON has the task's plan, and its files are there."""
+    """Return whether the shard of a task is finished.
+
+    A finished shard has a JSON file with the hash of the task's plan, and the files of the shard match this JSON file.
+    """
     tar = Path(task.scratch) / CORPUS / task.name
     try:
         content = read_json(_info_path(task))
@@ -209,7 +219,7 @@ def is_written(task: ShardTask) -> bool:
 
 
 def read_written(task: ShardTask) -> WrittenShard:
-    """Return the shard of a task that is finished."""
+    """Read the description and the token counts of a finished shard."""
     info_path = _info_path(task)
     info = typed(ShardInfo, read_json(info_path)["info"])
     counts = np.fromfile(info_path.with_suffix(".counts"), dtype=np.int64)
@@ -221,7 +231,10 @@ def _info_path(task: ShardTask) -> Path:
 
 
 def _cut(tokens_of_cell: npt.NDArray[np.int64], count: int) -> Iterator[tuple[int, int]]:
-    """Yield (first cell, one past its last cell) of up to `count` shards of equal size, none without tokens."""
+    """Yield (first cell, one past the last cell) for up to `count` shards with about the same number of tokens.
+
+    Every shard has at least one token.
+    """
     # [cells + 1] tokens before each cell, and in all cells
     tokens_before = np.concatenate([[0], np.cumsum(tokens_of_cell)])
     total = int(tokens_before[-1])

@@ -1,6 +1,6 @@
-"""Settings of `txl prepare`: their checks, and the defaults that a named corpus brings.
+"""Settings of `txl prepare`: their checks, and the defaults of named corpora such as enwik8.
 
-Light to import, because the command line makes its flags from them.
+This module is light to import, because the command line builds its flags from these settings.
 """
 
 from __future__ import annotations
@@ -25,61 +25,72 @@ _OF_SPLITS = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
 @dataclass(frozen=True)
 class PrepareSettings(Learning):
-    """Settings of one preparation. Sizes of shards are in tokens, fractions are shares of the documents."""
+    """Settings of `txl prepare` and `prepare_corpus`. Shard sizes are in tokens. Fractions are shares of the
+    documents."""
 
     inputs: Sequence[str | Path]
-    """Files, folders, globs, URLs, `-`, `pipe:COMMAND`, `stdlib`; or the name of one corpus of datasets.py."""
+    """Files, folders, patterns, URLs, `-` (stdin), `pipe:COMMAND` or `stdlib` (built-in text). A public corpus such as
+    enwik8 is named alone."""
     valid_inputs: Sequence[str | Path] = ()
-    """Inputs of the validation split. Default: files named valid, or a share of the documents."""
+    """Inputs of the validation split. Default: input files named valid, or else a share of the documents."""
     test_inputs: Sequence[str | Path] = ()
-    """Inputs of the test split, as for --valid."""
+    """Inputs of the test split. Default: input files named test, or else a share of the documents."""
     valid_fraction: float = 0.05
-    """Share of the documents, or of the text of a few, for the validation split. 0: no split."""
+    """Share of the train documents to hold out for the validation split. If there are too few documents, the ends of
+    the documents are held out instead. 0: no validation split."""
     test_fraction: float = 0.0
-    """Share for the test split, as for --valid-fraction."""
+    """Share of the train documents to hold out for the test split, in the same way as --valid-fraction. 0: no test
+    split."""
     ignore_split_names: bool = False
-    """Train on all inputs. Default: files and folders named train, valid, dev, val or test keep these splits."""
+    """Train on all inputs, whatever their names. Default: files and folders named valid, dev, val or test go to the
+    validation or test split."""
     archive: str = ""
-    """Local archive, file or folder of a named corpus, instead of a download."""
+    """Local copy of a named corpus to use instead of a download: its archive, its file, or a folder of its files."""
     kind: str = "auto"
-    """Kind of tokenizer to train on the train split. auto: that of the named corpus, else bpe."""
+    """Kind of tokenizer to train on the train split. auto: the kind of the named corpus, otherwise bpe."""
     tokenizer_all_splits: bool = False
-    """Train the tokenizer on all splits, as papers do for closed vocabularies."""
+    """Train the tokenizer on the text of all splits, as papers with closed vocabularies do."""
     tokenizer_fraction: float = 1.0
-    """Share of the train documents for training the tokenizer, chosen by a hash."""
+    """Share of the train documents that the tokenizer is trained on. A hash of each document decides."""
     tokenizer_path: str | Path | None = None
-    """Existing tokenizer to use instead of training one. See `import_tokenizer`."""
+    """Existing tokenizer file to use instead of training a tokenizer: Hugging Face's tokenizer.json, a sentencepiece
+    model, or a tokenizer.json of this package."""
     vocab_list: str | Path | None = None
-    """The inputs are token ids instead of text: .npy (a document, or one per row) or JSON lines (a list each). This
-    file names the ids, one per line, id 0 first. End-of-text is added last."""
+    """File with the names of the token ids, one name per line, id 0 first. With it the inputs are token ids instead of
+    text: .npy arrays (one document, or one document per row) or JSON lines (one list per line). The end-of-text token
+    is added as the last id."""
     documents: Cut = "file"
-    """How plain text is cut into documents. JSON lines and rows of parquet are one each. jsonl: whatever the suffix."""
+    """Unit of plain text that becomes a document. A line of JSON lines and a row of parquet is always one document.
+    jsonl: read text files as JSON lines, whatever their suffix."""
     jsonl_field: str = "text"
-    """JSON field or parquet column that holds the text."""
+    """JSON field or parquet column that contains the text."""
     stdin_format: Literal["auto", "text", "jsonl"] = "auto"
-    """Format of `-` and `pipe:`. auto: JSON lines if the first line is an object, else text."""
+    """Format of stdin (`-`) and of `pipe:` commands. auto: JSON lines if the first line is a JSON object, otherwise
+    text."""
     encoding_errors: EncodingErrors = "refuse"
-    """Handling of text that is not UTF-8. keep: leave the bytes as they are, for byte tokenizers."""
+    """Handling of text that is not UTF-8. refuse: stop with an error. replace: read invalid bytes as U+FFFD. skip:
+    leave out the document. keep: keep the bytes, for byte tokenizers only."""
     skip_invalid: bool = False
-    """Skip and count records without a text: invalid JSON, or a missing, null, repeated or non-text field. Default:
-    refuse them."""
+    """Leave out and count records without a text: invalid JSON, or a missing, null, repeated or non-text field.
+    Default: stop with an error."""
     allow_protocols: Sequence[str] = ()
-    """Additional URL schemes to allow. `pipe` runs a shell."""
+    """URL schemes to allow in addition to the defaults. `pipe` allows inputs that run shell commands."""
     duplicates: Literal["report", "drop", "ignore"] = "report"
-    """report: count exact and near duplicates. drop: also remove the exact ones. ignore: neither."""
+    """Handling of duplicate documents. report: count exact and near duplicates. drop: count them, and remove exact
+    duplicates. ignore: do not search for duplicates."""
     seed: int = 0
-    """Seed of the order of the train documents."""
+    """Seed of the shuffled order of the train documents."""
     shard_len: int = 1 << 25
-    """Approximate tokens per shard. A shard holds at most a million documents."""
+    """Approximate number of tokens per shard. A shard contains at most about a million documents."""
     num_workers: int = 0
-    """Number of processes. 0: one per core, or only this one below 16 MiB of input."""
+    """Number of worker processes. 0: one per CPU core, or only the main process if the input is below 16 MiB."""
     block_bytes: int = 0
-    """Bytes of input per worker task. 0: by the size of the input. Does not change the output."""
+    """Bytes of input per worker task. 0: chosen from the size of the input. The value does not change the corpus."""
     overwrite: bool = False
-    """Replace another corpus in --out."""
+    """Replace a different corpus in the output folder (--out)."""
 
     def check(self) -> None:
-        """Raise ConfigError for settings that are impossible, or would have no effect."""
+        """Raise ConfigError for settings that are impossible or would have no effect."""
         for name in ("valid_fraction", "test_fraction"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(
@@ -87,46 +98,48 @@ class PrepareSettings(Learning):
                     "the split, for instance 0.05, or 0 for no such split."
                 )
         if self.valid_fraction + self.test_fraction >= 1:
-            raise ConfigError("valid_fraction and test_fraction leave nothing to train on: keep their sum below 1.")
+            raise ConfigError("valid_fraction and test_fraction leave no text to train on. Keep their sum below 1.")
         self.check_given([split for split in (VALID, TEST) if getattr(self, f"{split}_inputs")])
         if not 0 < self.tokenizer_fraction <= 1:
             raise ConfigError(f"tokenizer_fraction={self.tokenizer_fraction} must be above 0 and at most 1.")
         if self.shard_len < 1:
             raise ConfigError(f"shard_len={self.shard_len} must be 1 or more: it is the number of tokens in a shard.")
         if min(self.num_workers, self.block_bytes) < 0:
-            raise ConfigError("num_workers and block_bytes must be 0 or more; 0 lets the program choose.")
+            raise ConfigError("num_workers and block_bytes must be 0 or more. Give 0 for an automatic choice.")
         learning = self._changed("kind", *self.learning(), "tokenizer_all_splits")
         if self.tokenizer_path is not None and learning:
             raise ConfigError(
-                f"{_flags(learning)} have no meaning with an existing tokenizer file ({self.tokenizer_path}). "
-                "Leave them out, or leave the file out to train a tokenizer."
+                f"{_flags(learning)} cannot be used with an existing tokenizer file ({self.tokenizer_path}). "
+                f"Remove {_flags(learning)}, or remove {_flags(['tokenizer_path'])} to train a tokenizer."
             )
         of_text = {*learning, "tokenizer_path", "tokenizer_fraction", "documents", "encoding_errors", "archive"}
         unused = self._changed(*sorted(of_text - {"end_of_text"}))
         if self.vocab_list is not None and (unused or self.name is not None):
             raise ConfigError(
-                f"{_flags(unused) or self.name} has no meaning with token ids, whose vocabulary is a list "
-                f"({self.vocab_list}). Leave it out, or leave the list out to prepare text."
+                f"{_flags(unused) or self.name} cannot be used with token ids, whose vocabulary is the list "
+                f"{self.vocab_list}. Remove {_flags(unused) or self.name}, or remove --vocab-list to prepare text."
             )
         split_settings = self._changed(*_OF_SPLITS)
         if self.name is not None and split_settings:
             raise ConfigError(
-                f"the named corpus {self.name} has its own splits. Leave out {_flags(split_settings)}, or give the "
-                "paths of its files."
+                f"the named corpus {self.name} has its own splits. Remove {_flags(split_settings)}, or give the "
+                "paths of the corpus's files as inputs."
             )
         if self.archive and self.name is None:
-            raise ConfigError("--archive replaces the download of a named corpus. Give the corpus's name as the input.")
+            raise ConfigError(
+                "--archive replaces the download of a named corpus. Give the name of the corpus as the input."
+            )
 
     @property
     def learns(self) -> bool:
-        """Whether a tokenizer is trained, because none is given."""
+        """Whether a tokenizer is trained, because neither a tokenizer file nor a vocabulary list is given."""
         return self.tokenizer_path is None and self.vocab_list is None
 
     @property
     def name(self) -> str | None:
-        """Name of the named corpus that is the input; None for other inputs.
+        """Name of the named corpus, such as enwik8, if it is the input. None for other inputs.
 
-        Raises ConfigError if there are other inputs too.
+        Raises ConfigError if a named corpus is given together with other inputs.
         """
         from txl_dist.data.prepare.datasets import NAMED
 
@@ -136,14 +149,16 @@ class PrepareSettings(Learning):
         mixed = set(given) & NAMED.keys()
         if mixed:
             raise ConfigError(
-                f"the named corpus {mixed.pop()} is prepared alone. For a file of that name give its path."
+                f"the named corpus {mixed.pop()} must be the only input. Remove the other inputs. If a file with this "
+                "name is meant, write its path with a folder, as in ./NAME."
             )
         return None
 
     def completed(self) -> PrepareSettings:
-        """Check the settings, and return them with the defaults of the named corpus, or with the tokenizer bpe.
+        """Check the settings, and return a copy with the defaults of the named corpus.
 
-        Settings that the caller changed stay. Raises ConfigError as `check` does.
+        Without a named corpus, only the tokenizer kind `auto` becomes `bpe`. Settings that the caller changed are kept.
+        Raises ConfigError as `check` does.
         """
         from txl_dist.data.prepare.datasets import NAMED
 
@@ -163,9 +178,10 @@ class PrepareSettings(Learning):
         return dataclasses.replace(self, **defaults)
 
     def reading(self, *, given: Collection[str]) -> Reading:
-        """Return the options for reading documents. `given` are the splits that have files; train gives them nothing.
+        """Return the options for reading documents.
 
-        Raises DataError for an invalid vocabulary list.
+        `given` are the splits that have their own files. No train documents are held out for these splits. Raises
+        DataError for an invalid vocabulary list.
         """
         from txl_dist.tokenizers.listed import read_names
 
@@ -179,19 +195,20 @@ class PrepareSettings(Learning):
         )
 
     def check_given(self, given: Collection[str]) -> None:
-        """Raise ConfigError if a fraction is set for one of the splits `given`, which have files."""
+        """Raise ConfigError if a fraction is set for a split in `given`, the splits that have their own files."""
         for split in (VALID, TEST):
             name = f"{split}_fraction"
             if split in given and getattr(self, name) and self._changed(name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} has no meaning when the split {split} has files. Leave it out. "
-                    "If the split comes from the names of files, train on all of them with `--ignore-split-names`."
+                    f"{name}={getattr(self, name)} has no effect, because the split {split} has files. Remove {name}. "
+                    "If the names of files chose this split, train on all files with `--ignore-split-names`."
                 )
 
     def content_hash(self) -> str:
         """Return a hash of all settings that change the corpus, except the inputs.
 
-        It uses the names that settings had in version 0.2, so that a corpus prepared by 0.2 is recognized.
+        The hash uses the names that settings had in version 0.2, so that a corpus prepared by version 0.2 is
+        recognized.
         """
         of_inputs = {"inputs", "valid_inputs", "test_inputs", "archive", "stdin_format", "allow_protocols"}
         kept = self._facts(of_inputs | {"num_workers", "block_bytes", "overwrite"})
@@ -199,7 +216,11 @@ class PrepareSettings(Learning):
         return hashlib.sha256(repr(dict(by_old_name)).encode()).hexdigest()
 
     def stamp(self) -> str:
-        """Return a hash of all settings that change the parts of a preparation, except the content of the inputs."""
+        """Return a hash of the settings that change the parts of a preparation, which are its tokenized pieces of
+        input.
+
+        The hash includes the paths of the inputs, but not their content.
+        """
         kept = self._facts({"shard_len", "num_workers", "overwrite", "duplicates", "allow_protocols"})
         inputs = [_as_texts(self.inputs), _as_texts(self.valid_inputs), _as_texts(self.test_inputs)]
         kept["inputs"] = repr(inputs)
@@ -211,7 +232,10 @@ class PrepareSettings(Learning):
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def _facts(self, left_out: Collection[str]) -> dict[str, str]:
-        """Return the settings by name, as text. Files are given by the hash of their content."""
+        """Return the settings except `left_out` as text, by name.
+
+        A tokenizer file or a vocabulary list is represented by the hash of its content.
+        """
         names = {field.name for field in dataclasses.fields(self)} - set(left_out)
         kept = {name: str(getattr(self, name)) for name in names}
         if self.tokenizer_path is not None:
@@ -225,12 +249,12 @@ class PrepareSettings(Learning):
         return dict(sorted(kept.items()))
 
     def _changed(self, *names: str) -> list[str]:
-        """Return those of the names whose settings are not at their defaults."""
+        """Return the names in `names` whose settings differ from their defaults."""
         return [name for name in names if getattr(self, name) != getattr(PrepareSettings, name)]
 
 
 def _flags(names: Sequence[str]) -> str:
-    """Return the flags of settings, joined by commas."""
+    """Return the command-line flags of settings, joined by commas."""
     other_names = {"kind": "tokenizer", "tokenizer_path": "tokenizer-file"}
     flags = []
     for name in names:

@@ -1,4 +1,5 @@
-"""State of one preparation: its files, the choice of its validation and test splits, and its tokenizer."""
+"""State of one run of `txl prepare`, and its first steps: list the files, choose the held-out text, make the
+tokenizer."""
 
 from __future__ import annotations
 
@@ -45,28 +46,28 @@ from txl_dist.tokenizers.training import DEFAULT_SUBWORDS, train_tokenizer
 
 _MIB = 1 << 20
 _SMALL = 16 * _MIB
-"""Bytes of input below which the start of worker processes costs more time than they save."""
+"""Bytes of input below which the start of worker processes takes more time than the processes save."""
 MOST_BEGUN = 64 * _MIB
-"""Bytes of a stream that are copied to see whether it has only a few documents, whose ends are held out. A longer
-stream nearly always has enough documents for the hash: a book has 1 MiB. The disk has room for it, since it holds the
-corpus."""
+"""Maximum number of bytes of a stream that are copied to disk to see whether it has only few documents. If so, the ends
+of the documents are held out. A longer stream nearly always has enough documents to hold out whole documents: a book
+has 1 MiB. The disk has room for the copy, because it will also hold the corpus."""
 
 
 @dataclass
 class Preparation:
-    """Preparation that is running."""
+    """State of one run of `txl prepare`, which the functions of this module and of run.py read and change."""
 
     settings: PrepareSettings
     scratch: Path
     """Work folder of the preparation (workdir.py)."""
     files: list[SourceFile]
-    """Input files in reading order, those of train first."""
+    """Input files in reading order, train files first."""
     remarks: list[str] = field(default_factory=list)
-    """Sentences for the user, on splits and vocabulary."""
+    """Sentences for the user about splits and the vocabulary."""
     kept: Counter[str] = field(default_factory=Counter)
-    """Number of finished parts and shards of an interrupted preparation that are reused."""
+    """Number of finished `parts` and `shards` that are reused from an interrupted preparation."""
     reading: Reading = field(init=False)
-    """Options for reading documents, and for holding text out of train."""
+    """Options for reading documents and for holding text out of train."""
 
     def __post_init__(self) -> None:
         self.reading = self.settings.reading(given={file.split for file in self.files})
@@ -78,12 +79,13 @@ class Preparation:
 
     @property
     def splits(self) -> list[str]:
-        """Splits that the corpus will have."""
+        """Names of the splits that the corpus will have: train, valid and test, as far as present."""
         given = {file.split for file in self.files}
         return [split for split in SPLITS if split in given or split in self.reading.shares]
 
     def parts(self, files: Sequence[SourceFile], begin: Cursor = Cursor()) -> Iterator[InputPart]:  # noqa: B008  immutable
-        """Yield the parts of some files, from a cursor on. Raises DataError as `read_parts` does."""
+        """Return an iterator over the parts of `files`, starting at the cursor `begin`. Raises DataError as
+        `read_parts` does."""
         settings = self.settings
         part_bytes = settings.block_bytes or _choose_part_bytes(_total_bytes(files))
         return read_parts(
@@ -105,10 +107,11 @@ class Preparation:
 
 
 def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
-    """List all files, those of train first, and the sentences for the user on splits chosen by names.
+    """Return the listing of all input files, train files first, and sentences for the user on splits that names
+    decided.
 
-    Raises DataError if there are no files, or none to train on, if one is missing, or if one is given twice. Raises
-    ConfigError if a fraction is set for a split that has files.
+    Raises DataError if there are no files or no train files, or if a file is missing or given twice. Raises ConfigError
+    if a fraction is set for a split that has its own files.
     """
     if not settings.inputs:
         raise DataError("there are no inputs. Give files, folders, globs, URLs, or stdlib for the built-in text.")
@@ -131,8 +134,7 @@ def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
     files = sorted(chain.from_iterable(files_of_inputs), key=lambda file: SPLITS.index(file.split))
     if files[0].split != TRAIN:
         raise DataError(
-            "the inputs hold no text for the train split: by their names all files belong to the "
-            "validation or test split. "
+            "the inputs contain no text for the train split, because the names of all files say validation or test. "
             "Add the files of the train split, or train on all files with `--ignore-split-names`."
         )
     settings.check_given({file.split for file in files})
@@ -145,7 +147,10 @@ def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
 
 
 def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]:
-    """Return the files of a named corpus, downloaded if needed. Their identity is its name: checksums verify them."""
+    """Return the files of a named corpus, and download them if needed.
+
+    The `identity` of each file is the name of the corpus, because checksums have verified the content.
+    """
     name = settings.name
     assert name is not None
     with Progress(f"getting {name}", total=0) as progress:
@@ -159,10 +164,10 @@ def files_of_named(settings: PrepareSettings, scratch: Path) -> list[SourceFile]
 
 
 def check_in_the_way(job: Preparation, target: Path) -> None:
-    """Raise DataError early, before the work, if the corpus in `target` is certainly another one.
+    """Raise DataError before the long work if `target` contains a corpus that certainly differs from the new corpus.
 
-    Another corpus has other splits, another kind of tokenizer, or another first document in its validation or test
-    split. All of it is compared only at the end.
+    The corpus certainly differs if it has other splits, another kind of tokenizer, or another first document in its
+    validation or test split. The whole corpora are compared only at the end.
     """
     if job.settings.overwrite or not (target / INDEX_NAME).exists():
         return
@@ -178,7 +183,7 @@ def check_in_the_way(job: Preparation, target: Path) -> None:
 
 
 def _is_like(tokenizer: Tokenizer, job: Preparation) -> bool:
-    """Return whether these settings could have made a tokenizer."""
+    """Return whether the settings of the preparation could have produced this tokenizer."""
     settings = job.settings
     if settings.tokenizer_path is not None:
         return True
@@ -190,9 +195,10 @@ def _is_like(tokenizer: Tokenizer, job: Preparation) -> bool:
 
 
 def _begins_alike(job: Preparation, corpus: Corpus, tokenizer: Tokenizer, split: str) -> bool:
-    """Return whether the first document of a split may be that of these inputs.
+    """Return whether a split of `corpus` and the same split of the new corpus can have the same first document.
 
-    Only validation and test splits are compared, because they keep the order of the input.
+    Returns True if this cannot be checked. Only validation and test splits are compared, because the documents of train
+    are shuffled.
     """
     if split == TRAIN or job.settings.duplicates == "drop":
         return True
@@ -216,9 +222,10 @@ def _begins_alike(job: Preparation, corpus: Corpus, tokenizer: Tokenizer, split:
 
 
 def make_tokenizer(job: Preparation) -> Tokenizer:
-    """Return the given tokenizer, or one trained on the train documents. It is kept in the work folder.
+    """Return the tokenizer that the settings name, or a tokenizer trained on the train documents.
 
-    Raises DataError if the tokenizer's file or the text cannot be read. Raises ConfigError as `check_learning` does.
+    The tokenizer is also written to the work folder, so that a continued preparation does not train it again. Raises
+    DataError if the tokenizer's file or the text cannot be read. Raises ConfigError as `check_learning` does.
     """
     settings = job.settings
     path = job.scratch / TOKENIZER_NAME
@@ -243,32 +250,36 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
 
 
 def check_learning(settings: PrepareSettings) -> None:
-    """Raise ConfigError for settings that no tokenizer can be trained with, before any text is read."""
+    """Raise ConfigError if no tokenizer can be trained with these settings. It is called before any text is read."""
     if settings.learns:
         _check_keeps(settings, settings.kind)
         settings.check_kind(settings.kind)
 
 
 def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str]:
-    """Return a sentence for the user if the text gives fewer ids than requested; else an empty list."""
+    """Return a sentence for the user if the trained vocabulary is smaller than the requested or default size.
+
+    Returns an empty list otherwise.
+    """
     wanted = settings.vocab_size or DEFAULT_SUBWORDS
     if not settings.learns or settings.kind not in ("bpe", "unigram"):
         return []
     if tokenizer.vocab_size >= wanted:
         return []
-    return [f"the text gives no more than {tokenizer.vocab_size:,} of the {wanted:,} ids that the vocabulary may have"]
+    return [f"the vocabulary has {tokenizer.vocab_size:,} ids instead of {wanted:,}, because the text contains no more"]
 
 
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:
     if settings.encoding_errors == "keep" and kind != "byte":
         raise ConfigError(
-            f"encoding_errors=keep works only with byte tokenizers; a {kind} tokenizer needs characters. Use a "
-            "byte tokenizer, or `replace`, or `skip`."
+            f"encoding_errors=keep works only with byte tokenizers, not with a {kind} tokenizer. Use a byte "
+            "tokenizer, or set encoding_errors to `replace` or `skip`."
         )
 
 
 def _train_texts(job: Preparation) -> Iterator[str]:
-    """Yield the texts that the tokenizer is trained on. Raises DataError naming the inputs if there are none."""
+    """Yield the texts that the tokenizer is trained on. Raises DataError with the names of the inputs if they contain
+    no text."""
     _spool(job)
     fraction = job.settings.tokenizer_fraction
     has_text = False
@@ -288,10 +299,11 @@ def _train_texts(job: Preparation) -> Iterator[str]:
 
 
 def choose_held_out(job: Preparation, streams: ExitStack) -> None:
-    """Choose the text that is held out of the train files. Raises DataError if a split would get no text.
+    """Choose the text that is held out of the train files, and store the choice in `job.reading`.
 
-    Inputs that can be read only once are copied: whole if a tokenizer is trained on them, else their beginning. The
-    rest of such an input stays open until `streams` ends. Documents of inputs longer than that are split by their hash.
+    Inputs that can be read only once are copied to disk: the whole input if a tokenizer is trained on it, otherwise its
+    first 64 MiB. The rest of a longer input stays open until `streams` is closed, and a hash chooses the split of each
+    document. Raises DataError if a split would get no text.
     """
     if not job.reading.shares:
         return
@@ -321,22 +333,28 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
 
 
 def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
-    """Raise DataError if files, one of them too long to be cut, certainly have too few documents for the splits."""
+    """Raise DataError if the files certainly have too few documents for the `wanted` splits.
+
+    It is called if one of the files is a stream that is too long to hold out its end.
+    """
     if len(files) <= len(wanted) and all(file.form == "file" for file in files):
         path = next(file.path for file in files if file.rest)
         given = " and ".join(f"`--{split} PATH`" for split in wanted)
         none = " ".join(f"--{split}-fraction 0" for split in wanted)
         raise DataError(
-            f"{path} gives one document of {MOST_BEGUN // _MIB} MiB or more. That is too long to hold out its end "
-            f"in one reading. Give other text with {given}, hold nothing out with `{none}`, cut it with "
-            "`--documents line` or `--documents blank_line`, or give a file."
+            f"{path} is one document of {MOST_BEGUN // _MIB} MiB or more that can be read only once, so its end cannot "
+            f"be held out. Give other text with {given}, or hold nothing out with `{none}`, or cut the document with "
+            "`--documents line` or `--documents blank_line`, or give a file instead."
         )
 
 
 def _each_document(
     job: Preparation, files: Sequence[SourceFile], what: str, splits: Collection[str]
 ) -> Iterator[tuple[str, Document]]:
-    """Yield (split of the file, document) of the files given for these splits. Shows its progress as `what`."""
+    """Yield (split of the file, document) for the documents of `files` whose split is in `splits`.
+
+    A progress display with the label `what` shows the bytes read.
+    """
     with Progress(what, total=_total_bytes(files)) as progress:
         for part in job.parts(files):
             for block in part.blocks:
@@ -348,7 +366,8 @@ def _each_document(
 
 
 def _spool(job: Preparation) -> None:
-    """Copy stdin and the output of commands to files, because they are read twice: for the tokenizer, and to encode."""
+    """Copy stdin and the output of commands to files, because they are read twice: to train the tokenizer, and to
+    encode."""
     for number, file in enumerate(job.files):
         if file.is_stream and (not file.spooled or file.rest):
             path = job.scratch / f"spooled-{number}"
@@ -368,9 +387,9 @@ def _total_bytes(files: Sequence[SourceFile]) -> int:
 
 
 def _choose_part_bytes(total_bytes: int) -> int:
-    """Return the size of parts in bytes: about two thousand parts of 4 to 256 MiB; 32 MiB if the total is unknown.
+    """Return the size in bytes for about two thousand parts of 4 to 256 MiB. Returns 32 MiB if the total is unknown.
 
-    It is a power of 2, so that a repaired file seldom moves the borders of parts.
+    The size is a power of 2, so that a repaired file seldom changes the borders of parts.
     """
     if not total_bytes:
         return 32 * _MIB

@@ -1,10 +1,11 @@
-"""Readers of input files: the bytes of a file from any store and in any compression, or an error that names it.
+"""Readers of input files: return the decompressed bytes of an input from any store, or an error that names the input.
 
-The first 4 KiB of each file, and of its decompressed content, decide how the file is read (detection.py). They are the
-beginning of what is read anyway, so nothing is read twice, and no URL is requested twice.
+The first 4 KiB of each input, before and after decompression, decide how the input is read (detection.py). These bytes
+are buffered and used again, so nothing is read twice, and no URL is requested twice.
 
-An incomplete stream is always an error: a compressed file whose end is missing, a URL that gives fewer bytes than it
-announced, a command with any exit status but 0. That includes 141, a broken pipe, which webdataset takes for success.
+An incomplete input is always an error: a compressed file without its end, a URL that returns fewer bytes than
+announced, or a command with an exit status other than 0. The exit status 141 (a broken pipe) is an error too, although
+webdataset accepts it as success.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ _MIB = 1 << 20
 _LONGEST_WINDOW = 1 << 31
 _RETRIES = 5
 _MOST_LAYERS = 4
-"""Maximum number of nested compressions. A server that compresses a compressed file makes two."""
-_READ_AS_TEXT = "begins like JSON lines and is read as text; to read its records: --documents jsonl"
+"""Maximum number of nested compressions. A compressed file that a server compresses again has two."""
+_READ_AS_TEXT = "begins like JSON lines but is read as plain text. To read its records, use --documents jsonl"
 
 _SEPARATORS = {".csv": "','", ".tsv": "'\\t'", ".tab": "'\\t'"}
-"""Separator of columns by the suffix of a table, as a Python literal."""
+"""Separator of columns as a Python literal, by the suffix of a table's file."""
 _TABLE = (
     "is a table and is read as text, with its header and separators. To train on one column: "
     'python -c "import csv, json, sys; [print(json.dumps(row)) for row in csv.DictReader(sys.stdin, '
@@ -58,12 +59,12 @@ _TABLE = (
 
 
 class Opened(NamedTuple):
-    """Input that is open at its beginning."""
+    """Open input, positioned at its first decompressed byte."""
 
     stream: IO[bytes]
     """The decompressed bytes of the input."""
     form: Form
-    """Form of the input, by its name, the settings and its content."""
+    """Form in which the input is read. Its name, the settings and its content decide the form."""
     stored_bytes: Callable[[], int]
     """Function that returns the number of stored bytes read so far. It works only for files of known size."""
     note: str = ""
@@ -74,7 +75,7 @@ class Opened(NamedTuple):
 def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Opened]:
     """Open a file and detect its form by its first bytes.
 
-    Raises DataError naming the file, also for a file that is not text.
+    Raises DataError with the name of the file if the file cannot be read or is not text.
     """
     with _naming(file), _open_stored(file, allow_protocols) as raw:
         stream, content, num_layers = _decompressed(raw, file)
@@ -83,7 +84,10 @@ def open_source(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[Op
 
 
 def _note_on(file: SourceFile, content: Content, form: Form) -> str:
-    """Return a hint for text that looks like records, or like a table, but is read as text; empty for other text."""
+    """Return a hint for the user if a file looks like JSON records or like a table, but is read as plain text.
+
+    Returns an empty string for other files.
+    """
     if form in ("jsonl", "ids", "parquet"):
         return ""
     if content.kind == "jsonl":
@@ -95,7 +99,7 @@ def _note_on(file: SourceFile, content: Content, form: Form) -> str:
 
 
 def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[bytes]:
-    """Yield a file's decompressed bytes, a MiB at a time. Raises DataError naming the file."""
+    """Yield a file's decompressed bytes, a MiB at a time. Raises DataError with the name of the file."""
     with open_source(file, allow_protocols) as opened:
         while chunk := opened.stream.read(_MIB):
             yield chunk
@@ -104,10 +108,11 @@ def chunks_of(file: SourceFile, allow_protocols: Sequence[str]) -> Iterator[byte
 def begin(
     file: SourceFile, copy: Path, *, at_most: int, allow_protocols: Sequence[str], streams: ExitStack
 ) -> SourceFile:
-    """Copy the first `at_most` bytes of an input that can be read only once to `copy`.
+    """Copy the first `at_most` bytes of an input that can be read only once to the file `copy`.
 
-    Returns the input with its copy. If it is shorter than `at_most`, it can then be read any number of times. Otherwise
-    it can be read once, and its remaining bytes stay open until `streams` ends. Raises DataError naming the input.
+    Returns the input together with its copy. If the input is shorter than `at_most`, it can then be read any number of
+    times. Otherwise it can be read only once: first the copy, and then the rest of the stream, which stays open until
+    `streams` is closed. Raises DataError with the name of the input.
     """
     raw = streams.enter_context(_open_stored(file, allow_protocols))
     with open_new(copy) as copied:
@@ -128,13 +133,15 @@ def begin(
 
 
 def _read(stream: IO[bytes], count: int, file: SourceFile) -> bytes:
-    with _naming(file):  # only errors of the input: a full disk under the copy is not its fault
+    with _naming(
+        file
+    ):  # translate only errors of the input: an error of the copy, such as a full disk, has another cause
         return stream.read(count)
 
 
 @contextmanager
 def _naming(file: SourceFile) -> Iterator[None]:
-    """Raise DataError naming the file in place of an error of reading."""
+    """Replace an error of reading by a DataError that names the file."""
     try:
         yield
     except _read_errors() as error:
@@ -142,7 +149,7 @@ def _naming(file: SourceFile) -> Iterator[None]:
 
 
 def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.BufferedReader:
-    """Open a file for its bytes as they are stored."""
+    """Open an input, and return a stream of its stored bytes without decompression."""
     if file.rest is not None:
         return io.BufferedReader(_JoinedStream(open(file.spooled, "rb"), file.rest), buffer_size=_MIB)
     if file.spooled:
@@ -160,7 +167,7 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
 
 
 def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], Content, int]:
-    """Remove all compressions. Returns (decompressed stream, its content, number of compressions)."""
+    """Decompress a stream as often as needed. Returns (decompressed stream, its content, number of compressions)."""
     stream: IO[bytes] = raw
     if raw.seekable() and (file.spooled or not file.is_stream):
         head = raw.peek(HEAD_BYTES)[:HEAD_BYTES]  # seeking back could request a URL again
@@ -168,13 +175,15 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], 
         head = raw.read(HEAD_BYTES)
         stream = _put_back(head, raw)
     if not head and file.name and is_named_compressed(file.name):
-        raise EOFError("it is empty, which no compressed file is")
+        raise EOFError("the file is empty, but its name is that of a compressed file")
     content = detect_content(head, name=file.name)
     num_layers = 0
     while content.kind in ("gzip", "bzip2", "xz", "zstd"):
         num_layers += 1
         if num_layers > _MOST_LAYERS:
-            raise DataError(f"{file.path} is compressed more than {_MOST_LAYERS} times. Decompress it, then try again.")
+            raise DataError(
+                f"{file.path} is compressed more than {_MOST_LAYERS} times. Decompress the file, then try again."
+            )
         decompressed = _decompress(stream, content, file)
         head = decompressed.read(HEAD_BYTES)
         content = detect_content(head, name=file.name)
@@ -183,7 +192,7 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], 
 
 
 def _put_back(head: bytes, stream: IO[bytes]) -> io.BufferedReader:
-    """Return a stream of bytes that were read already, followed by the rest of their stream."""
+    """Return a stream that begins with `head`, which was already read from `stream`, and continues with `stream`."""
     return io.BufferedReader(_JoinedStream(io.BytesIO(head), stream), buffer_size=_MIB)
 
 
@@ -203,15 +212,16 @@ def _decompress(stream: IO[bytes], content: Content, file: SourceFile) -> IO[byt
 
 
 def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form:
-    """Return the form in which to read a file of this content. Raises DataError with a remedy if it cannot be read."""
+    """Return the form in which to read a file of this content. Raises DataError with advice if the file cannot be
+    read."""
     is_ids = file.form in ("ids", "npy")
     if content.kind == "npy":
         if is_ids:
             return "npy"
-        raise DataError(f"{file.path} holds token ids. Name their vocabulary with --vocab-list FILE, one name a line.")
+        raise DataError(f"{file.path} contains token ids. Name the ids with --vocab-list FILE, one name per line.")
     if content.kind == "parquet":
         if is_ids:
-            raise DataError(f"{file.path} is parquet. Token ids (--vocab-list) must be .npy or JSON lines.")
+            raise DataError(f"{file.path} is parquet. Token ids (--vocab-list) must be .npy files or JSON lines.")
         return "parquet"
     is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
     is_no_record = content.kind == "json" and file.form == "jsonl"
@@ -222,14 +232,16 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
             name = file.path
         raise DataError(f"{name} is {content.what}. {_remedy(file, content, is_compressed=is_compressed)}")
     if file.form == "parquet":
-        raise DataError(f"{file.path} is text, not a parquet file. Rename it: .jsonl for JSON lines, .txt for text.")
+        raise DataError(
+            f"{file.path} is text, not a parquet file. Rename the file: .jsonl for JSON lines, .txt for text."
+        )
     if content.kind == "jsonl" and file.is_form_open and not is_ids:
         return "jsonl"
     return file.form
 
 
 def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
-    """Return the remedy for a format, with the file's name in its commands."""
+    """Return the advice for a format that cannot be read, with the name of the file in its commands."""
     name = file.path
     if file.is_stream:
         name = "FILE"
@@ -245,15 +257,18 @@ def _remedy(file: SourceFile, content: Content, *, is_compressed: bool) -> str:
     remedy = content.remedy.replace("{stored}", shlex.quote(name)).replace("{file}", shlex.quote(inner))
     remedy = remedy.replace("{out}", shlex.quote(f"out{suffix or '.txt'}"))
     if inner != name:
-        remedy = f"Decompress it to {inner}. {remedy}"
+        remedy = f"Decompress {name} to {inner}. {remedy}"
     is_remote = file.is_stream or has_scheme(file.path)
     if is_remote and name in remedy:
-        return f"Save it as a file. {remedy}"
+        return f"Save the input as a file. {remedy}"
     return remedy
 
 
 class _Stream(io.RawIOBase):
-    """Base of readable streams. A read returns HEAD_BYTES or more, unless the stream ends before."""
+    """Base class of the input streams in this module. A subclass implements `take`.
+
+    A read returns at least HEAD_BYTES bytes, unless fewer bytes are requested or the stream ends.
+    """
 
     def readable(self) -> bool:
         return True
@@ -270,12 +285,15 @@ class _Stream(io.RawIOBase):
         return filled
 
     def take(self, count: int) -> bytes | memoryview:
-        """Return up to `count` bytes; none at the end of the stream."""
+        """Return up to `count` bytes. Returns no bytes only at the end of the stream."""
         raise NotImplementedError
 
 
 class _FrameStream(_Stream):
-    """Stream of the content of zstd frames. Unlike the library's reader it raises EOFError for a cut frame."""
+    """Stream of the decompressed content of zstd frames.
+
+    It raises EOFError if the last frame is incomplete, which zstandard's own reader does not.
+    """
 
     def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
         self._raw = raw
@@ -295,7 +313,7 @@ class _FrameStream(_Stream):
             if not data and is_between:
                 return self._unread
             if not data:
-                raise EOFError("the compressed data ends within a frame: it was cut")
+                raise EOFError("the compressed data is incomplete: it ends inside a frame")
             if is_between:
                 self._frame = self._new_frame()
             self._unread = memoryview(self._frame.decompress(data))
@@ -305,7 +323,7 @@ class _FrameStream(_Stream):
 
 
 class _JoinedStream(_Stream):
-    """Streams joined one after another."""
+    """Stream that returns the bytes of several streams, one stream after the other."""
 
     def __init__(self, *streams: IO[bytes]) -> None:
         self._streams = streams
@@ -325,7 +343,7 @@ class _JoinedStream(_Stream):
 
 
 class _CommandStream(_Stream):
-    """Output of a shell command. The end raises DataError if the command fails."""
+    """Stream of the output of a shell command. At the end of the output it raises DataError if the command failed."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -337,8 +355,8 @@ class _CommandStream(_Stream):
         data = self._process.stdout.read(count)
         if not data and (status := self._process.wait()):
             raise DataError(
-                f"the command {self._command!r} ended with exit status {status}, so its output may be cut. Correct the "
-                "command, then prepare again."
+                f"the command {self._command!r} ended with exit status {status}, so its output can be incomplete. "
+                "Correct the command, then prepare again."
             )
         return data
 
@@ -350,7 +368,7 @@ class _CommandStream(_Stream):
 
 
 class _DocumentStream(_Stream):
-    """Documents of a plugin's source, as JSON lines."""
+    """Stream of the documents of a plugin's text source, as JSON lines."""
 
     def __init__(self, source: TextSource, file: SourceFile) -> None:
         self._file = file
@@ -389,7 +407,10 @@ class _DocumentStream(_Stream):
 
 
 class _UrlStream(_Stream):
-    """File at a URL. Failed reads are retried from where the last one ended. Too few bytes are an error."""
+    """Stream of the file at a URL. A failed read is retried from the position where the last successful read ended.
+
+    It raises an error if the file has fewer bytes than announced.
+    """
 
     def __init__(self, file: SourceFile, allow_protocols: Sequence[str]) -> None:
         self._url = file.path
@@ -425,10 +446,10 @@ class _UrlStream(_Stream):
         except ValueError:
             if not self._block_size:
                 raise
-            self._block_size = 0  # a server without ranges: read one response from front to back
+            self._block_size = 0  # the server does not support ranges: read one response from front to back
             return self._read(count)
         if not data and self._size is not None and self._position < self._size:
-            raise OSError(f"it ended after {self._position:,} of {self._size:,} bytes")
+            raise OSError(f"the file ended after {self._position:,} of {self._size:,} bytes")
         self._file = file
         return data
 
@@ -436,13 +457,16 @@ class _UrlStream(_Stream):
         file = self._filesystem.open(self._path, "rb", block_size=self._block_size, cache_type="readahead")
         try:
             file.seek(self._position)
-        except ValueError:  # it can only be read from front to back
+        except ValueError:  # the file can only be read from front to back
             _discard(file, self._position)
         return file
 
 
 def _read_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that reading a file may raise, that of zstandard only if the package is imported."""
+    """Return the exceptions that reading a file can raise.
+
+    The exception of zstandard is included only if the package is imported.
+    """
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     library = sys.modules.get("zstandard")
     if library is None:
@@ -451,7 +475,7 @@ def _read_errors() -> tuple[type[Exception], ...]:
 
 
 def skip(stream: IO[bytes], offset: int) -> None:
-    """Move a stream that is at its beginning to an offset."""
+    """Advance a stream from its beginning to an offset in bytes."""
     if stream.seekable():
         stream.seek(offset)
     else:

@@ -1,17 +1,18 @@
-"""Corpus from existing tars of tokens, which stay where they are: `txl prepare --reindex`.
+"""Creation of a corpus from existing tars of token ids, which stay where they are: `txl prepare --reindex`.
 
-The missing files are written next to the tars: records (.tar.idx), counts, tokenizer.json and, last, index.json. The
-tars are read once from front to back, all of them before any file of an older index is replaced. They are not changed.
+The other files of the corpus are written next to the tars: records (.tar.idx), counts, tokenizer.json and, last,
+index.json. Each tar is read once from front to back and is not changed. All tars are read before any file of an older
+index is replaced.
 
-- The tars are those of webdataset: `KEY.npy` holds ids, and `KEY.docs.npy` the starts of documents that share a sample.
-  Other members are ignored. tars.py says which tars are refused.
-- A tar's name decides its split, as a text file's name does (split_names.py): `valid.tar`, `test_000.tar`. All other
-  tars are train. Inside a split the tars are in the order of the numbers in their names.
-- The ids must be those of the tokenizer. It may be this package's, or a foreign one, which keeps its ids. Each id is
-  checked against the vocabulary.
+- The tars have webdataset's layout: `KEY.npy` contains ids, and `KEY.docs.npy` contains the starts of documents that
+  share a sample. Other members are ignored. The module verify/tars.py says which tars are refused.
+- The name of a tar decides the split of the tar, as for text files (split_names.py): `valid.tar`, `test_000.tar`. All
+  other tars belong to train. Inside a split, the tars are ordered by the numbers in their names.
+- The ids must be ids of the given tokenizer. A tokenizer from another library keeps its own ids. Each id is checked
+  against the vocabulary.
 
-Limitations: ids keep their order, so cutoffs save time only if the tars' ids are in order of frequency. After a kill
-the next call starts from the beginning.
+Limitations: ids are not renumbered. So the cutoffs of an adaptive softmax save time only if frequent tokens have small
+ids in the tars. After a kill, the next call reads all tars again.
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ MAX_SAMPLE_LEN = (1 << 32) - 1
 """Maximum number of tokens in a sample, since a record counts them in 32 bits."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 _TEMPORARY = ".idx.reindexed"
-"""Suffix of records until all tars have been read."""
+"""Suffix of the record files until all tars have been read. Then the files are renamed."""
 _PIECE_LEN = 1 << 22
 """Number of tokens that are counted at once."""
 
 
 @dataclass(frozen=True)
 class ReindexSummary:
-    """Corpus that `reindex_corpus` made, and what it left out."""
+    """Result of `reindex_corpus`: the corpus, and counts of what the tars contain but the corpus does not."""
 
     corpus: Corpus
     ignored: dict[str, int]
@@ -71,21 +72,19 @@ class ReindexSummary:
     num_unended: int
     """Number of documents whose last id is not end-of-text, so that nothing separates them from the next document."""
     num_without_tokens: int
-    """Number of tars that hold no tokens and are left out."""
+    """Number of tars that contain no tokens and are left out."""
     remarks: tuple[str, ...] = ()
-    """Sentences for the user on splits chosen by names."""
+    """Sentences for the user about splits that the names of tars decided."""
 
     def lines(self) -> list[str]:
-        """Return the summary for the user: the corpus, then the parts of the tars that were left out."""
+        """Return the lines of the summary for the user: the corpus, then the parts of the tars that were left out."""
         lines = [*corpus_lines(corpus_facts(self.corpus)), *self.remarks]
         for suffix, count in sorted(self.ignored.items()):
             lines.append(f"members ignored: {count:,} {suffix}")
         if self.num_without_tokens:
             lines.append(f"tars without tokens, left out: {self.num_without_tokens:,}")
         if self.num_unended:
-            lines.append(
-                f"documents that do not end in end-of-text: {self.num_unended:,}; the next one follows unmarked"
-            )
+            lines.append(f"documents without an end-of-text token at the end: {self.num_unended:,}")
         return lines
 
 
@@ -98,26 +97,27 @@ def reindex_corpus(
     overwrite: bool = False,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> ReindexSummary:
-    """Make a corpus of the tars in a folder, or of some of them.
+    """Make a corpus of the tars in a folder, or of some of these tars.
 
-    `inputs` are tars in this folder, or the folder itself; without inputs it is all tars. With `ignore_split_names` all
-    of them are train. `on_bytes` is called with the number of bytes after each read.
+    `inputs` are tars in `folder`, or `folder` itself. Without inputs, all tars in `folder` are used. With
+    `ignore_split_names`, all tars belong to train. After each read, `on_bytes` is called with the number of bytes read.
 
-    Raises DataError if a tar is damaged or holds anything but ids of the tokenizer's vocabulary, or if an index exists
-    that may not be overwritten. The folder is then unchanged.
+    Raises DataError if a tar is damaged or contains ids outside the tokenizer's vocabulary, or if an index exists and
+    `overwrite` is not set. The folder is then unchanged.
     """
     target = Path(folder)
     splits, remarks = split_tars(find_tars(target, inputs), ignore_names=ignore_split_names)
     if (target / INDEX_NAME).exists() and not overwrite:
         raise DataError(
-            f"a corpus is in {target} already. Replace its {INDEX_NAME} and records with `--overwrite`; the tars stay."
+            f"{target} already contains a corpus. Replace its {INDEX_NAME} and records with `--overwrite`. The tars "
+            "are not changed."
         )
     tokenizer = _open_tokenizer(tokenizer_path)
     scan = _Scan(tokenizer, on_bytes)
     with _temporaries(target):
         infos = {name: scan.split(name, paths) for name, paths in splits.items()}
         if scan.dtype is None:
-            raise DataError(f"the tars in {target} hold no tokens: no member is named KEY.npy. Check the folder.")
+            raise DataError(f"the tars in {target} contain no tokens: no member is named KEY.npy. Check the folder.")
         statistics = {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended}
         filled = {name: info for name, info in infos.items() if info.shards}
         index = index_of(tokenizer, dtype=scan.dtype, splits=filled, statistics=statistics)
@@ -137,9 +137,9 @@ def bytes_of_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> int:
 
 
 def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
-    """List the tars, in the order of the numbers in their names.
+    """Return the paths of the tars in `folder` (of `inputs`, if given), ordered by the numbers in their names.
 
-    Raises DataError if there is none, or if one is in another folder or compressed.
+    Raises DataError if there is no tar, or if a tar is in another folder or compressed.
     """
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder. Name the folder of the tars.")
@@ -151,16 +151,16 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
     for path in paths:
         if path.resolve().parent != folder.resolve():
             raise DataError(
-                f"{path} is not in {folder}. The index is written next to its tars, which are not copied: name the "
-                "folder of the tars as the output."
+                f"{path} is not in {folder}. The index is written next to the tars. Give the folder of the tars as "
+                "the output."
             )
         if _suffix(path) != ".tar":
-            remedy = "name .tar files"
+            remedy = "give .tar files"
             if _suffix(path) in _COMPRESSED:
-                remedy = f"unpack it first, for instance `gunzip {path}`"
-            raise DataError(f"{path} is not a plain tar, which records need: {remedy}.")
+                remedy = f"decompress the tar first, for instance with `gunzip {path}`"
+            raise DataError(f"{path} is not an uncompressed .tar file, which --reindex needs: {remedy}.")
         if not path.is_file():
-            raise DataError(f"cannot read {path}: it does not exist, or is not a file. Check the path.")
+            raise DataError(f"cannot read {path}: the path does not exist, or is not a file. Check the path.")
         tars.add(folder / path.name)
     if not tars:
         raise DataError(f"{folder} has no .tar file. Name the folder of the tars.")
@@ -168,7 +168,7 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
 
 
 def _is_named_tar(path: Path) -> bool:
-    """Return whether a visible file has the name of a tar, compressed or not."""
+    """Return whether a file that is not hidden has the name of a tar, compressed or not."""
     if path.name.startswith("."):
         return False
     has_tar_name = re.search(r"\.(tar|tgz)", path.name, re.IGNORECASE) is not None
@@ -176,7 +176,7 @@ def _is_named_tar(path: Path) -> bool:
 
 
 def split_tars(tars: Sequence[Path], *, ignore_names: bool = False) -> tuple[dict[str, list[Path]], list[str]]:
-    """Put the tars of one folder into splits by their names.
+    """Assign the tars of one folder to splits by the tars' names.
 
     Returns (the tars of each split in order, sentences on the splits for the user).
     """
@@ -195,7 +195,7 @@ def _suffix(path: Path) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts names by the numbers in them: x-9 before x-10."""
+    """Return a sort key that compares the numbers in names by value, so that x-9 comes before x-10."""
     key: list[tuple[int, str]] = []
     for part in re.split(r"([0-9]+)", name):
         if part.isdecimal():
@@ -206,7 +206,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _open_tokenizer(path: str | Path) -> Tokenizer:
-    """Open one of our tokenizers, or a foreign one with its own ids. Raises DataError if it has unused ids."""
+    """Open a tokenizer of this package, or a foreign tokenizer with its own ids.
+
+    Raises DataError if the ids of a foreign tokenizer have gaps.
+    """
     tokenizer = open_tokenizer(path)
     if isinstance(tokenizer, ForeignTokenizer):
         ids = tokenizer.foreign_ids[tokenizer.foreign_ids != ADDED]
@@ -214,23 +217,25 @@ def _open_tokenizer(path: str | Path) -> Tokenizer:
         has_own_ids = (np.diff(ids) > 0).all()
         if has_own_ids and ids[-1] != len(ids) - 1:
             raise DataError(
-                f"{path} has ids that are not used: its {len(ids)} do not run from 0 to {len(ids) - 1}. Prepare the "
-                "text again with it, which renumbers the ids."
+                f"the ids of the tokenizer {path} have gaps: its {len(ids)} ids do not run from 0 to {len(ids) - 1}. "
+                "Run `txl prepare` on the text with this tokenizer, which renumbers the ids."
             )
     return tokenizer
 
 
 @contextmanager
 def _temporaries(folder: Path) -> Iterator[None]:
-    """Remove temporary records, those of an earlier call too, before and after the block.
+    """Remove temporary record files before and after the block, including those of an earlier call.
 
-    Raises DataError in place of an OSError.
+    An OSError inside the block becomes a DataError.
     """
     _remove_temporaries(folder)
     try:
         yield
     except OSError as error:
-        raise DataError(f"cannot index {folder}: {error}. Free some space, or make the folder writable.") from error
+        raise DataError(
+            f"cannot index {folder}: {error}. Free some disk space, or make the folder writable."
+        ) from error
     finally:
         _remove_temporaries(folder)
 
@@ -242,7 +247,7 @@ def _remove_temporaries(folder: Path) -> None:
 
 
 def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any]) -> None:
-    """Replace all files of the corpus except its tars, the index last."""
+    """Replace all files of the corpus except the tars. The index is written last."""
     # Without its old index the folder is not a corpus until the new index is complete.
     (folder / INDEX_NAME).unlink(missing_ok=True)
     (folder / PREPARED_NAME).unlink(missing_ok=True)
@@ -262,14 +267,14 @@ def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any
 
 @dataclass
 class _Scan:
-    """Reader of all tars, and the results so far."""
+    """Reader of the tars for `reindex_corpus`. The fields collect the results of all tars that were read so far."""
 
     tokenizer: Tokenizer
     on_bytes: Callable[[int], object]
     dtype: np.dtype[Any] | None = None
     """Type of the ids in all tars; None before the first sample."""
     first: str = ""
-    """Description of the first sample, which has this type, for messages."""
+    """File and key of the first sample, whose ids have the type `dtype`, for messages."""
     num_empty: int = 0
     num_unended: int = 0
     num_without_tokens: int = 0
@@ -301,7 +306,10 @@ class _Scan:
     def _tar(
         self, path: Path, counts: npt.NDArray[np.int64], info: SplitInfo
     ) -> tuple[npt.NDArray[np.void], ShardInfo]:
-        """Read a tar, add its ids to `counts`, and write its records. Returns (records, the shard's entry)."""
+        """Read a tar, add the occurrences of its ids to `counts`, and write its temporary record file.
+
+        Returns (records, the shard's entry in the index). The sizes of decoded text are added to `info`.
+        """
         num_bytes = path.stat().st_size
         if not num_bytes:
             raise DataError(f"{path} is empty. Restore the file from a copy, or remove it from the folder.")
@@ -332,32 +340,34 @@ class _Scan:
         )
 
     def _count_ignored(self, name: str) -> None:
-        """Count a member that is no part of a sample, by its suffix."""
+        """Count a member that does not belong to a sample, by the suffix of its name."""
         suffix = Path(name).suffix or name
         self.ignored[suffix] += 1
 
     def _check(self, sample: TarSample, path: str) -> None:
-        """Raise DataError if the ids have another type than those before, or are outside the vocabulary."""
+        """Raise DataError if the ids of a sample have another type than earlier ids, or are outside the vocabulary."""
         where = f"{path}, sample {sample.key}"
         if self.dtype is None:
             self.dtype = sample.tokens.dtype
             self.first = where
         if sample.tokens.dtype != self.dtype:
             raise DataError(
-                f"{where} holds {sample.tokens.dtype.name}, but {self.first} {self.dtype.name}. A corpus has one type "
-                "of ids: write all of them as the larger type."
+                f"{where} contains ids of type {sample.tokens.dtype.name}, but {self.first} contains ids of type "
+                f"{self.dtype.name}. Write all ids of the corpus with the larger type."
             )
         if len(sample.tokens) > MAX_SAMPLE_LEN:
-            raise DataError(f"{where} holds {len(sample.tokens)} tokens, more than {MAX_SAMPLE_LEN}. Cut it in two.")
+            raise DataError(
+                f"{where} holds {len(sample.tokens)} tokens, more than {MAX_SAMPLE_LEN}. Cut the sample in two."
+            )
         largest = int(sample.tokens.max())
         if largest >= self.tokenizer.vocab_size:
             raise DataError(
-                f"{where}: id {largest} is outside the vocabulary of {self.tokenizer.vocab_size}. Name the tokenizer "
-                "that made these tars with `--tokenizer-file`."
+                f"{where}: id {largest} is outside the vocabulary of {self.tokenizer.vocab_size} ids. Give the "
+                "tokenizer that made these tars with `--tokenizer-file`."
             )
 
     def _records(self, sample: TarSample) -> npt.NDArray[np.void]:
-        """Return the records of a sample's documents. Counts those without end-of-text."""
+        """Return the records of a sample's documents. Documents that do not end in end-of-text are counted."""
         ends = np.append(sample.starts[1:], len(sample.tokens))
         raw = sample.tokens.view(np.uint8).data
         size = sample.tokens.itemsize
@@ -374,7 +384,10 @@ class _Scan:
         return records
 
     def _add_decoded(self, sample: TarSample, info: SplitInfo) -> None:
-        """Add the sizes of the decoded text, for a tokenizer whose ids have no fixed bytes."""
+        """Add the bytes and characters of a sample's decoded text to `info`.
+
+        It is used for a tokenizer whose ids do not always decode to the same bytes.
+        """
         for ids in np.split(sample.tokens, sample.starts[1:]):
             text_ids = ids[ids != self.tokenizer.end_of_text]
             text = self.tokenizer.decode(text_ids.tolist())
@@ -384,7 +397,10 @@ class _Scan:
 
 
 def text_sizes(spellings: Sequence[bytes], counts: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Return (bytes in UTF-8, characters) of a text in which each id occurs as often as `counts` says."""
+    """Return (bytes in UTF-8, characters) of a text in which each id occurs as often as `counts` says.
+
+    `spellings` are the bytes that each id decodes to.
+    """
     num_bytes = np.array([len(spelling) for spelling in spellings], dtype=np.int64)
     num_characters = np.array([count_characters(spelling) for spelling in spellings], dtype=np.int64)
     return int(num_bytes @ counts), int(num_characters @ counts)

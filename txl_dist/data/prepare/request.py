@@ -1,11 +1,13 @@
-"""Record of the settings and inputs of a corpus, so that a different command is refused before it does any work.
+"""Record of the settings and inputs that a corpus was made from. It lets `txl prepare` refuse other inputs before any
+work.
 
 A finished corpus has a file prepared.json with three hashes: of its index, of the settings that change its content, and
-of its inputs. A command with the same settings and inputs continues: it makes the same corpus, or repairs a damaged
-one. Inputs are compared by the sizes and both ends of their files, in order, not by their paths or times.
+of its inputs. A command with the same settings and inputs is accepted: it makes the same corpus again, or repairs a
+damaged corpus. Inputs are compared by the sizes and both ends of their files, in order. The paths and times of the
+files are not compared.
 
-Limitations: a file that was changed only in its middle, with the same size, is noticed only at the end. The same
-holds for any difference from a corpus of a version that wrote no such file.
+Limitations: a change in the middle of a file that does not change its size is noticed only at the end. If the corpus
+has no prepared.json, because an older version made it, any difference is noticed only at the end.
 """
 
 from __future__ import annotations
@@ -28,16 +30,20 @@ _END_BYTES = 1 << 16
 
 
 class RequestHashes(NamedTuple):
-    """Settings and inputs of a preparation, as hashes."""
+    """Hashes of the settings and inputs of a preparation, which prepared.json contains."""
 
     settings: str
-    """Hash of all settings that change the content, except the inputs."""
+    """Hash of all settings that change the corpus, except the inputs."""
     inputs: str
-    """Hash of the inputs; empty if they can be read only once."""
+    """Hash of the inputs. Empty if they can be read only once."""
 
 
 def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> RequestHashes:
-    """Hash the settings and both ends of each file; of a named corpus only its name. Raises DataError."""
+    """Return the hashes of the settings and of the inputs.
+
+    The hash of the inputs includes the size and both ends of each file. For a named corpus it includes only the name.
+    Raises DataError if a file cannot be read.
+    """
     if any(file.is_stream for file in files):
         return RequestHashes(settings.content_hash(), "")
     state = hashlib.sha256((settings.name or "").encode())
@@ -49,30 +55,35 @@ def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> Reques
 def check_request(request: RequestHashes, target: Path) -> None:
     """Raise DataError if the corpus in `target` was prepared from other inputs or settings.
 
-    Raises DataError also if its index cannot be read, because no new corpus could be compared with it.
+    Also raises DataError if the index of that corpus cannot be read, because no new corpus could be compared with it.
     """
     if not os.path.exists(target / INDEX_NAME):  # os.path does not raise for a name that is too long
         return
-    remedy = "Choose another output folder, or replace it with `--overwrite`."
+    remedy = "Choose another output folder, or replace the corpus with `--overwrite`."
     with translate_errors(DataError, f"the corpus in {target} is damaged", remedy, of=(OSError, ValueError)):
         index = read_json(target / INDEX_NAME)
         if not isinstance(index, dict) or canonical_hash(index) != index.get("self_sha256"):
-            raise ValueError(f"{INDEX_NAME} differs from what was written")
+            raise ValueError(f"the content of {INDEX_NAME} does not match its hash")
     if "documents_read" not in index.get("statistics", {}):
-        raise another_corpus(target, "made of tars by --reindex")
+        raise another_corpus(target, "it was made of tars by --reindex")
     if not request.inputs:
-        raise another_corpus(target, "inputs that can be read only once are not comparable before they are read")
+        raise another_corpus(
+            target, "the inputs can be read only once, so they cannot be compared with it before the work"
+        )
     earlier = read_request(target)
     if earlier is None:
         return
     if earlier.inputs != request.inputs:
-        raise another_corpus(target, "of other inputs")
+        raise another_corpus(target, "it was prepared from other inputs")
     if earlier.settings != request.settings:
-        raise another_corpus(target, "prepared with other settings")
+        raise another_corpus(target, "it was prepared with other settings")
 
 
 def read_request(folder: Path) -> RequestHashes | None:
-    """Read what the corpus in a folder was prepared from; None if it is not recorded, or the record is damaged."""
+    """Read the hashes of the settings and inputs that the corpus in a folder was prepared from.
+
+    Returns None if prepared.json is absent or damaged, or does not belong to the corpus's index.
+    """
     try:
         record = read_json(folder / PREPARED_NAME)
         if record["index_sha256"] != sha256_of_file(folder / INDEX_NAME):
@@ -83,14 +94,14 @@ def read_request(folder: Path) -> RequestHashes | None:
 
 
 def write_request(folder: Path, request: RequestHashes) -> None:
-    """Write the request next to the index of its corpus."""
+    """Write prepared.json, which contains the hashes and the hash of the index, next to the index of the corpus."""
     write_hashed_json(
         folder / PREPARED_NAME, {"index_sha256": sha256_of_file(folder / INDEX_NAME), **request._asdict()}
     )
 
 
 def _ends(file: SourceFile) -> str:
-    """Return a hash of the first and last bytes of a local file; for a URL its identity."""
+    """Return a hash of the first and last 64 KiB of a local file. For a URL, return the `identity` of the file."""
     if has_scheme(file.path):
         return file.identity
     unreadable = translate_errors(DataError, f"cannot read {file.path}", "Repair or remove the file.")

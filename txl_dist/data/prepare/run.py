@@ -1,17 +1,18 @@
 """Preparation of a corpus from text of any size, in worker processes: a small MapReduce.
 
-    read      this process cuts the inputs into parts of whole raw records              input_splits.py
+    read      the main process cuts the inputs into parts of whole raw records          input_splits.py
     encode    workers decode, parse, split and tokenize; each part is sorted by key     documents.py  tokenize.py
-    assemble  duplicates, plan; workers gather, sort and write one shard each           duplicates.py  merge.py
-    commit    counts, tokenizer.json, index.json, and one rename
+    assemble  find duplicates and plan the shards; workers write one shard each         duplicates.py  merge.py
+    commit    write the counts, tokenizer.json and index.json; rename the folder
 
 A seeded hash shuffles the train documents over the whole corpus. The other splits keep the order of the input. The
-result depends on the inputs, the tokenizer, the seed, the shard length and the policies. It does not depend on the
-number of workers, the size of the parts, or kills: finished parts and shards are kept, and the same command continues
-(workdir.py). Empty documents are dropped and counted. Each other document ends in end-of-text if the tokenizer has it.
+result depends on the inputs, the tokenizer, the seed, the shard length, and the settings for invalid text and
+duplicates. The result does not depend on the number of workers or the size of the parts. After a kill, the same command
+continues from the finished parts and shards (workdir.py). Empty documents are dropped and counted. Every other document
+ends in the end-of-text token if the tokenizer has one.
 
-Limitations: for a while the disk holds the tokens twice, in parts and in shards. Training a tokenizer reads the
-inputs once or twice more, in this process.
+Limitations: for a while the disk holds the tokens twice, in parts and in shards. To train a tokenizer, the main process
+reads the inputs once or twice more.
 """
 
 from __future__ import annotations
@@ -73,28 +74,29 @@ from txl_dist.io.files import flush_folder, write_bytes, write_hashed_json
 from txl_dist.tokenizers.base import Tokenizer
 
 _PARTS_VERSION = 3
-"""Version of the records of parts. Parts of another version are made again."""
+"""Version of the records of parts. Parts of another version are discarded and made again."""
 _COUNTS = {
     "held_out_duplicates": "train documents that are also in the validation or test split",
-    "documents_cut": "documents cut, their ends held out",
+    "documents_cut": "documents cut to hold out their ends",
     "invalid_records_skipped": "invalid records left out (no JSON, or a field missing, null, of another type or twice)",
 }
-"""Texts of the summary for statistics whose names do not explain them."""
+"""Labels in the summary for statistics whose names do not explain themselves."""
 
 
 @dataclass(frozen=True)
 class PrepareSummary:
-    """Corpus that `prepare_corpus` made, and how it was made."""
+    """Result of `prepare_corpus`: the corpus, and facts for the user about how it was made."""
 
     corpus: Corpus
     is_unchanged: bool
     """Whether an identical corpus existed and was not replaced."""
     files_left_out: int
-    """Number of files in the given folders without a suffix of text. The index does not have it."""
+    """Number of files in the input folders that were left out because they have no suffix of text. The index does not
+    contain this number."""
     hidden_files: tuple[str, ...] = ()
-    """Hidden files in the given folders, patterns and URLs that were left out."""
+    """Paths of hidden files in the input folders, patterns and URLs that were left out."""
     remarks: tuple[str, ...] = ()
-    """Sentences for the user, on splits and vocabulary."""
+    """Sentences for the user about splits and the vocabulary."""
     parts_kept: int = 0
     """Number of parts that were reused from an interrupted preparation."""
     shards_kept: int = 0
@@ -154,15 +156,16 @@ class PrepareSummary:
 
 
 def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
-    """Write the corpus `output`. The keywords are the fields of `PrepareSettings`; `inputs` has no default.
+    """Prepare a corpus and write it to the folder `output`.
 
-    Raises ConfigError for settings that are impossible or would have no effect. Raises DataError if there is no text, a
-    file is given twice or cannot be read, the output cannot be written, another corpus or folder is in its place,
-    another process prepares it, or a worker dies.
+    The keyword arguments are the fields of `PrepareSettings`, of which only `inputs` is required. Raises ConfigError
+    for settings that are impossible or would have no effect. Raises DataError if there is no text, if a file is given
+    twice or cannot be read, if the output cannot be written or contains another corpus or other files, if another
+    process prepares it, or if a worker process dies.
     """
     job_settings = PrepareSettings(**settings).completed()
     if "://" in str(output):
-        raise ConfigError(f"the output {output} is a URL. Prepare into a folder, and copy that.")
+        raise ConfigError(f"the output {output} is a URL. Give a local folder, and copy the finished corpus.")
     target = Path(output).resolve()  # the target of a link is replaced, not the link
     check_target(target)
     check_learning(job_settings)
@@ -204,7 +207,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
 
 
 def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
-    """Encode the parts that are not finished yet, and return all parts. Raises DataError."""
+    """Tokenize the parts that are not finished yet, and return the descriptions of all parts. Raises DataError."""
     settings = job.settings
     hashes = identities(job.files)
     facts = f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}"
@@ -260,7 +263,10 @@ def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: 
 
 
 def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: Sequence[PartInfo]) -> None:
-    """Write the corpus into its folder in the work folder, the index last. Raises DataError if a split has no text."""
+    """Write all files of the corpus into the folder `corpus` of the work folder, the index last.
+
+    Raises DataError if a split has no text.
+    """
     settings = job.settings
     scratch = job.scratch
     folder = scratch / CORPUS
@@ -320,7 +326,7 @@ def _assemble(job: Preparation, tokenizer: Tokenizer, workers: Workers, parts: S
 def _write_shards(
     job: Preparation, workers: Workers, planned: dict[str, tuple[SplitInfo, list[ShardTask]]], folder: Path
 ) -> None:
-    """Write the shards that are not finished yet, and fill in the entries of all shards in the index."""
+    """Write the shards that are not finished yet, and add the entries of all shards to the splits in `planned`."""
     tasks = [task for _, tasks_of_split in planned.values() for task in tasks_of_split]
     finished = {task.name for task in tasks if is_written(task)}
     folder.mkdir(exist_ok=True)
@@ -353,8 +359,8 @@ def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
         if not info.documents:
             files = [file.path for file in job.files if file.split == split]
             if files:
-                raise DataError(f"no text for the split {split} in {named_few(files)}. Give other files for it.")
+                raise DataError(f"no text for the split {split} in {named_few(files)}. Give other files for the split.")
             raise DataError(
-                f"no document fell into the split {split} ({infos[TRAIN].documents} in train). Give text for it with "
-                f"`--{split} PATH`, or have no such split with `--{split}-fraction 0`."
+                f"the split {split} got no document ({infos[TRAIN].documents} in train). Give text for the split with "
+                f"`--{split} PATH`, or prepare without the split with `--{split}-fraction 0`."
             )

@@ -1,4 +1,5 @@
-"""Writer of shards: the documents of one shard become a tar and its records. data/format.py describes these files."""
+"""Writer of shards: the documents of one shard become a tar and a file of records. data/format.py describes both
+files."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ from txl_dist.data.format import NPY_HEADER_BYTES, RECORD, ShardInfo, Tokens, np
 from txl_dist.io.files import atomic_replace, atomic_write
 
 SHORT_DOCUMENT_LEN = 4096
-"""Number of tokens below which a document shares a sample with others."""
+"""Number of tokens below which a document shares a sample (one array in the tar) with other documents."""
 PACKED_SAMPLE_LEN = 1 << 16
 """Maximum number of tokens in a sample of several documents."""
 
 
 class WrittenShard(NamedTuple):
-    """Shard that `write_shard` wrote."""
+    """Result of `write_shard`: the shard's entry in the index, and the counts of its token ids."""
 
     info: ShardInfo
     counts: npt.NDArray[np.int64]
@@ -32,10 +33,10 @@ class WrittenShard(NamedTuple):
 def write_shard(
     folder: Path, name: str, documents: Sequence[Tokens], *, first_document: int, dtype: np.dtype[Any], vocab_size: int
 ) -> WrittenShard:
-    """Write documents, end-of-text included, as the tar `name` and its records `name`.idx, each in one rename.
+    """Write documents as the tar `name` and its file of records `name`.idx, each in one rename.
 
-    `first_document` is the number of the first document in its split. Samples are named by the number of their first
-    document, so that shards can be written independently of each other.
+    The documents already contain end-of-text. `first_document` is the number of the first document in its split.
+    Samples are named by the number of their first document, so that shards can be written independently of each other.
     """
     counts: npt.NDArray[np.int64] = np.zeros(vocab_size, dtype=np.int64)
     table = np.empty(len(documents), dtype=RECORD)
@@ -74,7 +75,7 @@ def write_shard(
 
 
 def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
-    """Yield the documents of each sample: one long document, or short ones of up to 65,536 tokens together."""
+    """Yield the documents of each sample: one long document, or short documents of together at most 65,536 tokens."""
     sample: list[Tokens] = []
     sample_len = 0
     for document in documents:
@@ -93,7 +94,10 @@ def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
 
 
 class _TarStream:
-    """Writer of a tar that hashes what it writes. Its headers are those of webdataset's writer, which imports torch."""
+    """Writer of a tar that computes the sha256 of the written bytes.
+
+    Mode and owner in the headers are those of webdataset's writer, which is not used because it imports torch.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -114,7 +118,7 @@ class _TarStream:
         return offset
 
     def close(self) -> None:
-        """Write the end of the archive. The stream stays open."""
+        """Write the end of the archive. The underlying stream stays open."""
         self._write(bytes(2 * tarfile.BLOCKSIZE))
         self._pad(tarfile.RECORDSIZE)
 

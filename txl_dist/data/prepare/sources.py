@@ -1,8 +1,8 @@
 """Inputs of `txl prepare` as lists of files: files, folders, globs, URLs, stdin, commands and the built-in text.
 
-    a.txt  B.JSONL.zst  c.parquet     the file itself; its name says how text is read, its content whether it is text
-                                      (detection.py); if the name says nothing, the content decides both
-    folder/                           its files of the known suffixes, sorted; links to folders are not followed
+    a.txt  B.JSONL.zst  c.parquet     the file itself; the content decides whether it is text, and the suffix decides
+                                      how text is read (detection.py); for an unknown suffix the content decides both
+    folder/                           its files with known suffixes, sorted; links to folders are not followed
     'data/**/*.jsonl.gz'              a pattern, sorted; quoted, so that the shell does not expand it
     https://...  s3://bucket/x/*.zst  through fsspec; patterns and folders where the store can list
     -                                 stdin
@@ -10,8 +10,9 @@
     pipe:COMMAND                      output of a shell command; only if the protocol `pipe` is allowed by name
     stdlib                            the built-in corpus: the standard library of the running Python
 
-Folders, patterns and URLs leave hidden files out (`is_hidden`). No file is opened here. The order of the list is the
-order of the documents. Each file's `identity` shows whether the file is unchanged when a preparation is continued.
+Hidden files (`is_hidden`) in folders, patterns and URLs are left out. Files are listed but not opened here. The order
+of the list is the order of the documents. When a preparation continues, each file's `identity` shows whether the file
+has changed.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ STDIN = "-"
 PIPE = "pipe:"
 """Prefix of an input that is a shell command."""
 TEXT_SUFFIXES = PLAIN_SUFFIXES | JSONL_SUFFIXES | {".parquet"}
-"""Suffixes of the files that are taken from a folder, compressed or not. A file named by itself may have any suffix."""
+"""Suffixes of the files that are read from a folder, compressed or not. A file that is itself an input can have any
+suffix."""
 ID_SUFFIXES = JSONL_SUFFIXES | {".npy", ".json"}
-"""The same suffixes where the inputs are token ids."""
+"""Suffixes of the files that are read from a folder if the inputs are token ids."""
 _NAMES_SAY = TEXT_SUFFIXES | ID_SUFFIXES
-"""Suffixes that decide how text is read."""
+"""Suffixes that decide how text is read. For other suffixes the content decides."""
 _STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _HIDDEN_NAMES = frozenset(
     {
@@ -65,7 +67,7 @@ _HIDDEN_NAMES = frozenset(
         "#recycle",
     }
 )
-"""Names, in lower case, of files and folders that systems, caches and unfinished jobs write, without a leading dot."""
+"""Names in lower case, without a leading dot, of files and folders that systems, caches and unfinished jobs write."""
 _MAGIC = re.compile(r"[*?[]")
 _URL_MARKS = (
     "ETag",
@@ -80,40 +82,44 @@ _URL_MARKS = (
     "updated",
     "created",
 )
-"""Keys under which file systems give the version of a file. An equal size alone proves nothing."""
+"""Keys under which file systems give the version of a file. The size alone does not prove that a file is unchanged."""
 
 
 class TextSource(NamedTuple):
-    """Text source of a plugin."""
+    """Text source that a plugin registers. It gives the documents of inputs of the form `NAME:REST`."""
 
     read: Callable[[str], Iterable[str]]
-    """Function that yields the documents of an input `NAME:REST`, given REST."""
+    """Function that takes REST and yields the text of each document."""
 
 
 TEXT_SOURCES: dict[str, TextSource] = {}
-"""Text sources by NAME. Only plugins add rows (`plugins.register_source`)."""
+"""Registered text sources by NAME. Only plugins add entries (`plugins.register_source`)."""
 
 
 class SourceFile(NamedTuple):
-    """Input file, or a stream, with the way to read it."""
+    """Input file or stream, with its split and the way to read it."""
 
     path: str
-    """Local path, URL, `-`, or `pipe:COMMAND`."""
+    """Local path, URL, `-`, `pipe:COMMAND`, or `NAME:REST` of a plugin's source."""
     split: str
     form: Form
-    """Form by the name and the settings."""
+    """Form by the name and the settings. The content can change it when the file is opened."""
     size: int | None
-    """Bytes of the stored file; None if unknown."""
+    """Size of the stored file in bytes. None if unknown."""
     identity: str
-    """Text that changes when the content does. Empty if a change cannot be noticed."""
+    """Text that changes when the content of the file changes, such as a modification time. Empty if a change cannot be
+    noticed."""
     spooled: str = ""
-    """Path of a local copy to read instead, of an input that can be read only once."""
+    """Path of a local copy of an input that can be read only once. The copy is read instead of the input. Empty without
+    a copy."""
     rest: IO[bytes] | None = None
-    """Stream of the bytes after the copy, if the copy is only the beginning. They can be read only once."""
+    """Open stream of the bytes after the copy, if the copy contains only the beginning of the input. These bytes can be
+    read only once."""
     is_form_open: bool = False
-    """Whether neither the name nor a setting decides the form. Then text that looks like JSON lines is read as such."""
+    """Whether neither the name nor a setting decides the form. If so, text that looks like JSON lines is read as JSON
+    lines."""
     keeps_bytes: bool = False
-    """Whether files that are not text are read too, as raw bytes."""
+    """Whether a file that is not text is read as raw bytes. If False, such a file is refused."""
     jsonl_field: str = "text"
     """Field of the JSON lines in which a plugin's source gives each document."""
 
@@ -124,23 +130,24 @@ class SourceFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Path or URL of the file; empty for a stream."""
+        """Path or URL of the file. Empty for a stream."""
         if self.is_stream:
             return ""
         return self.path
 
 
 class Listing(NamedTuple):
-    """Files of some inputs, and the files of their folders, patterns and URLs that were left out."""
+    """Files that the inputs give, and the files in folders, patterns and URLs that were left out."""
 
     files: list[SourceFile]
     num_other: int = 0
-    """Number of files in folders whose suffix is not one of text. Those of the built-in corpus are not counted."""
+    """Number of files in folders that were left out because they have no suffix of text. Files of the built-in corpus
+    are not counted."""
     hidden: tuple[str, ...] = ()
     """Paths of hidden files that were left out (`is_hidden`)."""
 
     def joined(self, other: Listing) -> Listing:
-        """Return the listing of both, the files of this one first."""
+        """Return a listing of the files of this listing, followed by the files of `other`."""
         return Listing(
             files=self.files + other.files,
             num_other=self.num_other + other.num_other,
@@ -149,17 +156,20 @@ class Listing(NamedTuple):
 
 
 def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, split: str) -> Listing:
-    """List the files of the inputs in reading order, and the files that were left out. `split` is that of all inputs.
+    """List the files of the inputs in reading order, and the files that were left out.
 
-    Raises DataError if an input does not exist, holds no text, is not allowed, or cannot be listed.
+    All files get the split `split`. Raises DataError if an input does not exist, contains no text, is not allowed, or
+    cannot be listed.
     """
     listing = Listing([])
     keeps_bytes = settings.encoding_errors == "keep"
     for given in map(str, inputs):
         if given == STDIN and sys.stdin is None:
-            raise DataError("stdin is closed. Pipe text into it, or give files.")
+            raise DataError("stdin is closed. Pipe text into stdin, or give files.")
         if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
-            raise DataError(f"{given} would run a program. If you trust it, allow it with `--allow-protocols pipe`.")
+            raise DataError(
+                f"{given} would run a shell command. If you trust the command, add `--allow-protocols pipe`."
+            )
         if is_stream(given):
             form = _stream_form(given, settings)
             is_open = settings.stdin_format == "auto"
@@ -173,10 +183,10 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
         if not found.files:
             suffixes = " ".join(sorted(suffixes_of(settings)))
             raise DataError(
-                f"{given} holds no text: of a folder, files named {suffixes} are taken, compressed or not, "
-                f"{counted(found.num_other, 'other file')} and {counted(len(found.hidden), 'hidden file')} left out. "
-                "Name those that are text, or quote a pattern: '**/*.json.gz' takes all such files below the folder "
-                "where you are."
+                f"{given} contains no text files: {counted(found.num_other, 'other file')} and "
+                f"{counted(len(found.hidden), 'hidden file')} were left out. From a folder, files named {suffixes} are "
+                "read, compressed or not. Give the paths of files with other names, or a quoted pattern: "
+                "'**/*.json.gz' selects all such files below the current folder."
             )
         files = []
         for path, size, mark in found.files:
@@ -188,7 +198,7 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
 
 
 def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
-    """Raise DataError if two inputs of any split share a file. `inputs` are pairs of an input and its files."""
+    """Raise DataError if two inputs of any splits contain the same file. `inputs` are pairs (input, its files)."""
     first_input: dict[str, int] = {}
     for number, (given, files) in enumerate(inputs):
         for file in files:
@@ -214,19 +224,22 @@ def suffixes_of(settings: PrepareSettings) -> frozenset[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a name is that of a hidden file or folder, or of one that a system, editor or cache writes."""
+    """Return whether a name marks a hidden file or folder, or one that a system, an editor or a cache writes."""
     if name in (".", ".."):
         return False
     return name.startswith((".", "~$")) or name.lower() in _HIDDEN_NAMES
 
 
 def is_repeatable(files: Iterable[SourceFile]) -> bool:
-    """Return whether all files can be read again, and a change of any of them would be noticed."""
+    """Return whether all files can be read again, and a change of any file would be noticed."""
     return all(file.identity for file in files)
 
 
 def identities(files: Sequence[SourceFile]) -> list[str]:
-    """Return for each file a hash of all files up to it. Equal hashes mean equal input so far."""
+    """Return for each file a hash of all files up to and including this file.
+
+    If the hash of a file is unchanged in a later run, the inputs up to this file are unchanged.
+    """
     state = hashlib.sha256()
     hashes = []
     for file in files:
@@ -241,7 +254,7 @@ def is_stream(given: str) -> bool:
 
 
 def plugin_source(given: str) -> TextSource | None:
-    """Return the plugin's source that an input `NAME:REST` names; None for any other input."""
+    """Return the plugin's text source for an input `NAME:REST`. Returns None for any other input."""
     name, colon, rest = given.partition(":")
     if colon and not rest.startswith("//"):
         return TEXT_SOURCES.get(name)
@@ -252,7 +265,7 @@ def _stream_form(given: str, settings: PrepareSettings) -> Form:
     """Return the form of stdin, a command or a plugin's source. Raises ConfigError for token ids not in JSON lines."""
     if plugin_source(given) is not None:
         if settings.vocab_list is not None:
-            raise ConfigError(f"{given} gives text, not token ids. Leave --vocab-list out.")
+            raise ConfigError(f"{given} gives text, not token ids. Remove --vocab-list.")
         return "jsonl"
     if settings.vocab_list is None:
         if settings.stdin_format == "jsonl":
@@ -272,14 +285,14 @@ def _form(path: str, settings: PrepareSettings) -> Form:
     if settings.vocab_list is not None:
         if suffix not in ID_SUFFIXES:
             raise ConfigError(
-                f"{path}: token ids (--vocab-list) are files named {' '.join(sorted(ID_SUFFIXES))}, as they are or "
-                "compressed. Leave the list out to prepare text."
+                f"{path} is not a file of token ids. With --vocab-list, give files named "
+                f"{' '.join(sorted(ID_SUFFIXES))}, compressed or not. Remove --vocab-list to prepare text."
             )
         if suffix == ".npy":
             return "npy"
         return "ids"
     if suffix == ".npy":
-        raise ConfigError(f"{path} holds token ids. Name their vocabulary with --vocab-list FILE, one name a line.")
+        raise ConfigError(f"{path} contains token ids. Name the ids with --vocab-list FILE, one name per line.")
     if suffix == ".parquet":
         return "parquet"
     if suffix in JSONL_SUFFIXES or suffix == ".json":
@@ -288,7 +301,7 @@ def _form(path: str, settings: PrepareSettings) -> Form:
 
 
 class _Found(NamedTuple):
-    """Files of one input, which are not opened yet."""
+    """Files that one input gives. The files are not opened yet."""
 
     files: list[tuple[str, int | None, str]]
     """(path or URL, size in bytes, identity) of each file."""
@@ -303,7 +316,7 @@ def _of_paths(given: str, settings: PrepareSettings) -> _Found:
     for path in taken:
         if path.is_symlink() and not path.exists():
             raise DataError(
-                f"{path} is a link to {os.readlink(path)}, which is not there. Fetch that file (with "
+                f"{path} is a link to {os.readlink(path)}, which does not exist. Fetch that file (with "
                 "git-annex: `git annex get FILE`), or remove the link."
             )
         with translate_errors(DataError, f"cannot read {path}", "Repair or remove the file."):
@@ -328,7 +341,9 @@ def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, l
     if path.is_file() or (path.is_symlink() and not path.exists()):
         return [path], 0, []
     if os.path.exists(given):
-        raise DataError(f"{given} is a pipe or a device, not a file. Give its output as `... | txl prepare -`.")
+        raise DataError(
+            f"{given} is a pipe or a device, not a file. Pipe its content into stdin: `... | txl prepare -`."
+        )
     if glob.has_magic(given):
         matches = sorted(glob.glob(given, recursive=True, include_hidden=True))
         matches = [match for match in matches if os.path.isfile(match) or not os.path.exists(match)]
@@ -336,10 +351,10 @@ def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, l
         taken = [Path(match) for match in matches if not _is_hidden_match(match, given)]
         if not taken:
             if hidden:
-                but = f", only {len(hidden)} hidden ones: name them if you mean them"
+                but = f" except hidden files ({len(hidden)}), which are read only if you give their paths"
             else:
                 but = ""
-            raise DataError(f"no file matches {given}{but}. Check the pattern; `**` stands for folders at any depth.")
+            raise DataError(f"no file matches {given}{but}. Check the pattern. `**` matches folders at any depth.")
         return taken, 0, hidden
     raise DataError(
         f"input {given} does not exist.{did_you_mean(given, [STDLIB, *NAMED])} Give a file, a folder, or {STDLIB} "
@@ -348,7 +363,7 @@ def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, l
 
 
 def _has_hidden(relative: str) -> bool:
-    """Return whether a part of a relative path is hidden."""
+    """Return whether any part of a relative path is hidden."""
     return any(is_hidden(part) for part in relative.split("/"))
 
 
@@ -358,14 +373,21 @@ def fixed_folder(pattern: str) -> str:
 
 
 def _is_hidden_match(match: str, pattern: str) -> bool:
-    """Return whether a match is hidden below the fixed part of its pattern. A pattern may name hidden files."""
+    """Return whether a path that matches a pattern is hidden.
+
+    Only the parts below the pattern's fixed folder count. If the pattern itself names hidden files, the path does not
+    count as hidden.
+    """
     fixed = fixed_folder(pattern)
     wants_hidden = _has_hidden(pattern.removeprefix(fixed))
     return not wants_hidden and _has_hidden(match.removeprefix(fixed))
 
 
 def _of_url(given: str, settings: PrepareSettings) -> _Found:
-    """List the files of one URL. Patterns and folders need a store that can list. Raises DataError."""
+    """List the files that one URL gives.
+
+    A URL can be a pattern or a folder only if its store can list files, which web servers cannot. Raises DataError.
+    """
     filesystem, path = filesystem_of(given, allow=settings.allow_protocols)
     can_list = not given.startswith(("http://", "https://"))
     is_pattern = can_list and glob.has_magic(path)
@@ -417,7 +439,7 @@ def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
                     relative_paths.append(path.relative_to(folder).as_posix())
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename}: {error.strerror}. Correct its permissions, or give inputs without it."
+            f"cannot read {error.filename}: {error.strerror}. Correct its permissions, or give other inputs."
         ) from error
     return sorted(relative_paths)
 

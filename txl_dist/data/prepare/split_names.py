@@ -1,7 +1,8 @@
 """Choice of a file's split by its name, because data sets come as folders of train, valid and test files.
 
-The same rule applies to text, parquet, token ids, tars, folders, patterns and URLs. The last three columns say what
-happens to a file alone, next to its counterpart of train, and below a folder that has another name of train.
+The same rule applies to text, parquet, token ids, tars, folders, patterns and URLs. The last three columns show the
+result for a file alone, for a file next to its train counterpart, and for a file in or below a folder that contains any
+file or folder named train.
 
     name                                                              alone      next to it   below train
     test.txt  DEV.jsonl  eval_00.txt  held-out/a.txt  split=test/     held out   held out     held out
@@ -13,9 +14,10 @@ happens to a file alone, next to its counterpart of train, and below a folder th
     latest.txt  contest.txt  developer.txt                            train      train        train
 
 The counterpart of `test_clean.txt` is `train_clean.txt` in the same folder. Words such as set and data, numbers,
-versions and hashes make no difference. The name of an input itself is doubtful, because its user named it for training.
-So are the folders in which several inputs differ (`data/train/a.txt data/test/a.txt`). Doubtful text is trained on, and
-the summary says so. Doubtful tars are held out: programs name tars, so a name such as `my-valid-000.tar` is intended.
+versions and hashes make no difference. The name of an input itself is doubtful, because the user gave this input for
+training. The folders in which several inputs differ (`data/train/a.txt data/test/a.txt`) are doubtful too. Doubtful
+text is trained on, and the summary says so. Doubtful tars are held out, because programs name tars, and a name such as
+`my-valid-000.tar` is intended.
 """
 
 from __future__ import annotations
@@ -41,60 +43,63 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "tests", "testing", "tst", "devtest", "newstest", "testb"), TEST),
 }
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})
-"""Words that are common in code bases too. Alone they do not hold a file out."""
+"""Names of splits that are also common in code bases. Alone they do not hold out a file."""
 _QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout", "validation"}
-"""Words that alone do not hold out a file of source code, or a page that describes it."""
+"""Names of splits that alone do not hold out a file of source code or a Markdown page."""
 _CODE, _PAGE = ".py", ".md"
-"""Suffixes of source code, and of pages that describe it, among the suffixes of text."""
+"""Suffixes of Python source code and of Markdown pages, which are among the suffixes of text."""
 _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chunks", "batch", "rank", "v", "k", "m"})
 """Words that only number a file."""
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
-"""Words that do not say which text a file holds: `test_data` is the counterpart of `train`."""
+"""Words that do not say which text a file contains: `test_data` is the counterpart of `train`."""
 _HELD_OUT = re.compile(r"(held|hold)[\W_]+(?=out)")
 """Pattern of `held-out`, which becomes the word `heldout`."""
 _COMPOUND = re.compile(rf"({'|'.join(SPLIT_WORDS)})(sets?|data|splits?)")
-"""Pattern of a word such as `testset`, which is read as two."""
+"""Pattern of a word such as `testset`, which is read as the two words `test` and `set`."""
 _COUNTED = re.compile(r"\d+[-_ ]?of[-_ ]?\d+", re.IGNORECASE)
-"""Pattern of a number such as `00000-of-00032`, which data hubs write after the name of a split."""
+"""Pattern of shard numbering such as `00000-of-00032`, which Hugging Face writes after the name of a split."""
 _HASH = re.compile(r"(?<![a-z0-9])(?=[a-f]*\d)[0-9a-f]{8,}(-[0-9a-f]{4,})*(?![a-z0-9])")
-"""Pattern of a hash such as `6fbcb5959cd8d5bf`, or a UUID, which data hubs and Spark write after the number."""
+"""Pattern of a hash such as `6fbcb5959cd8d5bf`, or a UUID, which Hugging Face and Spark write after the shard
+number."""
 _PARTITION = re.compile(r"(split|subset|partition|set)=", re.IGNORECASE)
-"""Pattern of the folders of partitioned tables: `split=test`."""
+"""Pattern of the prefix of folders of partitioned tables, as in `split=test`."""
 
 
 class _Name(NamedTuple):
-    """Name of a split in one part of a path."""
+    """Split that one part of a path (a file or folder name) mentions, and how certain this is."""
 
     split: str
     word: str
-    """Word in the part that names the split."""
+    """Word in the part that is the name of the split."""
     folder: PurePosixPath
-    """Folder that holds the part."""
+    """Folder that contains the part."""
     family: str
-    """Text that is equal for parts of one folder that differ only in the word, in fillers and in numbers."""
+    """Key that finds counterparts. Parts in one folder have the same key if they differ only in the split's word,
+    fillers and numbers."""
     is_sure: bool
-    """Whether the part is only the word, or ends in the word before a hub's numbering. False for the name of an input
-    itself, unless it says train."""
+    """Whether the part certainly names the split: it is only the word, or it ends in the word before shard numbering.
+    False for the name of an input itself, unless the name says train."""
     is_mixed: bool
-    """Whether the part names train and another split."""
+    """Whether the part mentions train and another split."""
     is_quiet: bool
-    """Whether the words of splits are only those that code bases have too."""
+    """Whether the part mentions splits only by words that are common in code bases too."""
     is_code: bool
-    """Whether it is a Python file. `test_model.py` next to `train.py` is a unit test, `evaluation.py` is a program."""
+    """Whether the part is a Python file. `test_model.py` next to `train.py` is a unit test, and `evaluation.py` is a
+    program."""
     is_input: bool
     """Whether the part belongs to the path of the input itself."""
 
 
 class Named(NamedTuple):
-    """Files with their splits, and sentences on the splits for the user."""
+    """Result of `split_by_name`: the files with their splits, and sentences about the splits for the user."""
 
     files: list[list[SourceFile]]
-    """Files of each input, without those that were given for another split."""
+    """Files of each input, without files that the user also gave for another split."""
     remarks: list[str]
 
 
 class NamedPaths(NamedTuple):
-    """Splits of paths, and sentences on the splits for the user."""
+    """Result of `splits_of_paths`: the splits of paths, and sentences about the splits for the user."""
 
     splits: list[list[str]]
     """Splits of each input, in the order of its paths."""
@@ -102,10 +107,10 @@ class NamedPaths(NamedTuple):
 
 
 def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: Collection[str] = ()) -> Named:
-    """Put files into the splits that their names say. `inputs` are pairs of an input for train and its files.
+    """Assign the train files to the splits that their names say. `inputs` are pairs (input for train, its files).
 
-    `given` are the real paths of files that were given for the validation or test split. If their names hold them out
-    of train too, they are left out of the result.
+    `given` are the real paths of files that the user gave for the validation or test split. Such a file is left out of
+    the result if its name also holds it out of train.
     """
     paths_of_inputs = []
     for train_input, files in inputs:
@@ -124,10 +129,11 @@ def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: 
 def splits_of_paths(
     inputs: Sequence[tuple[str, Sequence[str]]], *, holds_out_doubtful: bool = False, given: Collection[str] = ()
 ) -> NamedPaths:
-    """Return the split of each path. `inputs` are pairs of an input for train and its paths.
+    """Return the split of each path. `inputs` are pairs (input for train, its paths).
 
-    With `holds_out_doubtful` every name of another split below an input counts. `given` are the real paths of files
-    that were given for the validation or test split; the remarks leave them out.
+    With `holds_out_doubtful`, every mention of another split below an input holds the file out. `given` are the real
+    paths of files that the user gave for the validation or test split. The sentences for the user do not mention these
+    files.
     """
     roots = [_root_of(train_input, paths) for train_input, paths in inputs]
     top = _common_folder([root for root in roots if root is not None])
@@ -178,24 +184,24 @@ def splits_of_paths(
     remarks = _remarks(held_out)
     if doubtful:
         remarks.append(
-            f"trained on, though named like validation or test text: {_listed(doubtful)}. To hold it out: "
-            "--valid PATH, --test PATH"
+            f"used for training, although named like validation or test text: {_listed(doubtful)}. To hold text out, "
+            "give its path with --valid PATH or --test PATH"
         )
     return NamedPaths(splits, remarks)
 
 
 def _is_given(path: str, split: str, given: Collection[str]) -> bool:
-    """Return whether a path with a name of another split than train was given for such a split too."""
+    """Return whether a path that its name puts into another split than train was also given for such a split."""
     return split != TRAIN and os.path.realpath(path) in given
 
 
 def _is_only_train(name: _Name) -> bool:
-    """Return whether a part of a path is a name of train and nothing else. It may be the name of an input itself."""
+    """Return whether a part of a path certainly names train. The part can be the name of an input itself."""
     return name.split == TRAIN and name.is_sure
 
 
 def _is_doubtful(names: Sequence[_Name]) -> bool:
-    """Return whether a file that is trained on looks like one of another split.
+    """Return whether a train file has a name that looks like validation or test.
 
     The name of an input itself does not count if another part of the path certainly says train.
     """
@@ -209,14 +215,15 @@ def _is_doubtful(names: Sequence[_Name]) -> bool:
 
 
 def _plain(path: str) -> PurePosixPath:
-    """Return an absolute path, or a URL without its query and with %20 as a blank."""
+    """Return an absolute path. Returns a URL without its query, and with %20 as a blank."""
     if has_scheme(path):
         return PurePosixPath(unquote(str(path_of_name(path))))
     return PurePosixPath(os.path.abspath(path))
 
 
 def _root_of(given: str, paths: Sequence[str]) -> PurePosixPath | None:
-    """Return the file or folder that an input names, for a pattern the folder above its first `*`.
+    """Return the path of the file or folder that an input names. For a pattern, return the folder above the first
+    wildcard.
 
     Returns None for an input without a name, such as stdin.
     """
@@ -239,7 +246,7 @@ def _common_folder(roots: Sequence[PurePosixPath]) -> PurePosixPath:
 
 
 def _names_of(path: str, root: PurePosixPath | None, top: PurePosixPath) -> list[_Name]:
-    """Return the split names in the parts of a path below `top`, from the last part up."""
+    """Return the splits that the parts of a path below `top` mention, from the last part up."""
     if root is None:
         return []
     plain = _plain(path)
@@ -256,7 +263,7 @@ def _names_of(path: str, root: PurePosixPath | None, top: PurePosixPath) -> list
 
 
 def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | None:
-    """Return the split name in the last part of a path; None if it names no split."""
+    """Return the split that the last part of a path mentions. Returns None if it mentions no split."""
     part = _PARTITION.sub("", path.name)
     is_counted = _COUNTED.search(part) is not None
     part = _COUNTED.sub(" ", part)
@@ -301,7 +308,7 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
 
 
 def _family(pieces: Sequence[Sequence[str]]) -> str:
-    """Return a name with `*` for its split: `*.en` for test.en and for train_set.en."""
+    """Return a name with `*` in place of its split: `*.en` for test.en and for train_set.en."""
     parts = []
     for words in pieces:
         kept = [word for word in words if word not in _FILLERS]
@@ -329,7 +336,10 @@ def _words(name: str) -> list[str]:
 
 
 def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
-    """Return the sentences for the user on held-out files: (word in the name, path) by split."""
+    """Return the sentences for the user about files that are held out because of their names.
+
+    `held_out` contains pairs (word in the name, path), by split.
+    """
     remarks = []
     for split in sorted(held_out, key=SPLITS.index):
         words = sorted({word for word, _ in held_out[split]})
@@ -338,12 +348,14 @@ def _remarks(held_out: dict[str, list[tuple[str, str]]]) -> list[str]:
         else:
             both = ""
         paths = _listed([path for _, path in held_out[split]])
-        remarks.append(f"{split} by name{both}, not trained on: {paths}. To train on all: --ignore-split-names")
+        remarks.append(
+            f"{split} split chosen by name{both}: {paths}. To train on these files too, use --ignore-split-names"
+        )
     return remarks
 
 
 def _listed(paths: Sequence[str]) -> str:
-    """Return the first three paths, and the number of the others."""
+    """Return the first three paths and the number of the remaining paths, as text."""
     shown = ", ".join(paths[:3])
     num_others = len(paths) - 3
     if num_others > 0:

@@ -1,15 +1,15 @@
 """Second step of `txl prepare`: tokenize parts of the input, each sorted by the key that orders the corpus.
 
-A part gives two files per split, three if near duplicates are looked for. A small JSON comes last:
+For each split, a part has two files, or three if near duplicates are counted. A small JSON file is written last:
 
     part-000007-train.ids         ids of its documents, end-of-text included, sorted by (key, ordinal)
     part-000007-train.records     one `PART_RECORD` per document in that order: key, digest, ordinal, sizes
     part-000007-train.bands       [documents, 8] uint64, see duplicates.py
     part-000007.json              range of the input and counts; without this file the part does not exist
 
-The key of a train document is a frozen hash of (seed, ordinal), so that sorting shuffles. In other splits the key is
-the ordinal, which keeps the order of the input. In both cases a shard is "all documents with first <= key <= last,
-sorted". One contiguous read of each part gives them.
+The key of a train document is a fixed hash of (seed, ordinal), so that sorting by key shuffles the documents. In other
+splits the key is the ordinal, which keeps the order of the input. In every split, a shard consists of all documents
+with first <= key <= last, sorted by key. These documents are contiguous in each part.
 """
 
 from __future__ import annotations
@@ -58,17 +58,18 @@ PART_RECORD = np.dtype(
         ("is_changed", "<u4"),
     ]
 )
-"""Record of one document. `start`: index of its first token in the file of ids. `digest`: 128 bits of a hash of its
-text. `text_bytes`, `characters`: size of the text that the tokens spell. `is_changed`: whether that text differs from
-the document's."""
+"""Record of one document in a part. `start`: index of the document's first token in the file of ids. `digest`: 128 bits
+of a hash of the document's text. `text_bytes`, `characters`: size of the text that the tokens decode to. `is_changed`:
+whether that text differs from the document's text."""
 _BATCH_LEN = 1 << 20
 """Number of characters that are encoded at once."""
 _BATCH_DOCUMENTS = 1 << 12
-"""Maximum number of documents that are encoded at once. `band_keys` takes a kilobyte for each, however short."""
+"""Maximum number of documents that are encoded at once. `band_keys` needs a kilobyte of host memory for each
+document."""
 
 
 class Encoding(NamedTuple):
-    """Settings that all parts share."""
+    """Settings for encoding that are the same for all parts of a preparation."""
 
     folder: str
     """Folder that the parts are written to."""
@@ -80,13 +81,13 @@ class Encoding(NamedTuple):
     seed: int
     """Seed of the order of the train documents."""
     has_bands: bool
-    """Whether near duplicates are looked for."""
+    """Whether near duplicates are counted, so that parts contain bands (see duplicates.py)."""
     stamp: str
     """Hash of all settings that change a part."""
 
 
 class PartTask(NamedTuple):
-    """Task of a worker: one part to encode."""
+    """Task of a worker: encode one part."""
 
     encoding: Encoding
     number: int
@@ -110,13 +111,14 @@ class PartInfo(NamedTuple):
     documents: dict[str, int]
     """Number of documents of each split. A split without documents has no files."""
     counts: dict[str, int]
-    """Number of documents by what happened: read, empty, replaced, skipped, invalid, cut (its ends held out)."""
+    """Number of documents by outcome: read (all documents), empty, replaced, skipped, invalid, cut (its end is held
+    out)."""
 
 
 def encode_part(task: PartTask) -> PartInfo:
-    """Write the files of a part, unless an earlier run has finished it. Returns the content of its JSON.
+    """Tokenize the documents of a part and write its files, unless an earlier run has finished the part.
 
-    Raises DataError if a document cannot be read or encoded.
+    Returns the content of the part's JSON file. Raises DataError if a document cannot be read or encoded.
     """
     encoding = task.encoding
     part = task.part
@@ -157,7 +159,7 @@ def encode_part(task: PartTask) -> PartInfo:
 
 
 def read_part_info(folder: Path, number: int) -> PartInfo | None:
-    """Read the JSON of a finished part; None if it is absent or unreadable."""
+    """Read the JSON file of a finished part. Returns None if the file is absent or unreadable."""
     try:
         values = read_json(folder / f"{name_of_part(number)}.json")
         begin = typed(Cursor, values["begin"])
@@ -168,17 +170,17 @@ def read_part_info(folder: Path, number: int) -> PartInfo | None:
 
 
 def name_of_part(number: int, split: str = "") -> str:
-    """Return the name of a part, or of its files of one split: `part-000007-train`."""
+    """Return the name of a part, or the beginning of the names of its files of one split: `part-000007-train`."""
     return f"part-{number:06d}" + (f"-{split}" if split else "")
 
 
 def records_of(folder: Path, number: int, split: str) -> npt.NDArray[Any]:
-    """Map the records of a part's split: [documents] of `PART_RECORD`, sorted by (key, ordinal)."""
+    """Memory-map the records of one split of a part: [documents] of `PART_RECORD`, sorted by (key, ordinal)."""
     return np.memmap(folder / f"{name_of_part(number, split)}.records", dtype=PART_RECORD, mode="r")
 
 
 def bands_of(folder: Path, number: int, split: str) -> npt.NDArray[np.uint64]:
-    """Map the bands of a part's split: [documents, bands], in the order of its records."""
+    """Memory-map the bands of one split of a part: [documents, bands], in the order of the split's records."""
     path = folder / f"{name_of_part(number, split)}.bands"
     return np.memmap(path, dtype=np.uint64, mode="r").reshape(-1, NUM_BANDS)
 
@@ -186,7 +188,7 @@ def bands_of(folder: Path, number: int, split: str) -> npt.NDArray[np.uint64]:
 def gather(
     folder: Path, numbers: Sequence[int], split: str, *, keys: tuple[int, int], dtype: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], list[Tokens]]:
-    """Read the documents of some parts' split with keys[0] <= key <= keys[1].
+    """Read the documents of one split with keys[0] <= key <= keys[1] from the parts `numbers`.
 
     Returns ([documents] records, the tokens of each document), sorted by (key, ordinal).
     """
@@ -213,14 +215,15 @@ def gather(
 
 
 class _SplitOfPart:
-    """Documents of one split in one part, in the order of the input."""
+    """Encoded documents of one split of one part. `_encode_batch` adds them in input order, and `write` writes their
+    files."""
 
     def __init__(self) -> None:
         self.records: list[tuple[Any, ...]] = []
-        """Fields of each document's `PART_RECORD`. `write` fills in key and start."""
+        """Fields of each document's `PART_RECORD`. The fields key and start are 0 until `write` computes them."""
         self.documents: list[Tokens] = []
         self.bands: list[npt.NDArray[np.uint64]] = []
-        """[1, bands] of each document; empty unless near duplicates are looked for."""
+        """[1, bands] of each document. Empty unless near duplicates are counted."""
 
     def write(self, folder: Path, name: str, split: str, encoding: Encoding) -> None:
         """Sort the documents by (key, ordinal) and write their files, which begin with `name`."""
@@ -248,7 +251,7 @@ def _tokenizer(path: str, fingerprint: str) -> Tokenizer:
 
 
 def _pieces(block: TextBlock, reading: Reading, counts: Counter[str]) -> Iterator[DocumentPiece]:
-    """Yield the pieces of the documents that have text. Updates the counts of all documents."""
+    """Yield the pieces of all documents of a block that have text. Adds every document to `counts`."""
     for document in documents_of(block, reading):
         counts["read"] += 1
         if document.damage:
@@ -278,7 +281,7 @@ def _encode_batch(
     ends = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
     for number, (piece, ids) in enumerate(zip(batch, encoded, strict=True)):
         tokens = np.concatenate([ids.astype(dtype), ends])
-        if not len(tokens):  # only blanks, and a tokenizer of words
+        if not len(tokens):  # a tokenizer of words gives no tokens for a text of blanks
             counts["empty"] += 1
             continue
         document = piece.document

@@ -1,14 +1,14 @@
-"""The choice of a validation and a test split where the user gives none: whole documents, or the ends of documents.
+"""Choice of the validation and test splits if the user gives none: hold out whole documents, or the ends of documents.
 
 Normally a hash of a document's content decides its split (documents.py). That needs many documents. If the hash leaves
 a split without a document, as with a single text file, the end of each document that is long enough is held out
-instead. Text that equals such an end goes to the same split, so that equal text is never in two splits. The content of
-the inputs alone decides between the two ways, before a tokenizer is trained.
+instead. Any other text that is equal to such an end goes to the same split, so that equal text is never in two splits.
+Only the content of the inputs decides between the two ways, before a tokenizer is trained.
 
-Limitations: adding documents may turn ends into whole documents, which changes the validation split. An input
-that can be read only once (stdin, a command) is treated like a file in two cases: it is shorter than 64 MiB, or a
-tokenizer is trained on it, so that it is stored. A longer one is split by the hash alone (tokenize.py). If that leaves
-a split empty, the error comes at the end. An input that is one single document is refused after 64 MiB.
+Limitations: with added documents, whole documents can be held out instead of ends, which changes the validation split.
+The end of an input that can be read only once (stdin, a command) is held out in two cases only: the input is shorter
+than 64 MiB, or a tokenizer is trained on the input, so that it is stored. For a longer input the hash alone decides. If
+a split is then empty, the error is raised at the end. An input that is one document of 64 MiB or more is refused.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from txl_dist.data.prepare.documents import SHORTEST_TAIL, SPLITS, TEST, TRAIN, 
 from txl_dist.errors import DataError
 
 Documents = Callable[[], Iterator[Document]]
-"""Starts a pass over the documents that are given for train."""
+"""Function that starts a pass over the documents that are given for train."""
 
 
 class ValidationSplit(NamedTuple):
-    """The chosen split of the documents given for train."""
+    """Result of `hold_out`: how text is held out of the documents that are given for train."""
 
     reading: Reading
-    """How documents are read, with the digests of the ends that are held out."""
+    """Options for reading documents. If ends are held out, `tails` contains the digests of the ends."""
     remark: str = ""
-    """A sentence for the user about ends that are held out; empty if whole documents are."""
+    """Sentence for the user about ends that are held out. Empty if whole documents are held out."""
 
 
 def no_text(inputs: Sequence[object], reading: Reading) -> DataError:
-    """Return the error for inputs that leave nothing to train on."""
+    """Return the error for inputs that contain no text or no ids for the train split."""
     if reading.names:
         what = "ids"
     else:
         what = "text"
-    return DataError(f"no {what} for the train split in {named_few(inputs)}. Check the paths and the valid fraction.")
+    return DataError(f"no {what} for the train split in {named_few(inputs)}. Check the paths and valid_fraction.")
 
 
 def named_few(inputs: Sequence[object]) -> str:
@@ -52,10 +52,10 @@ def named_few(inputs: Sequence[object]) -> str:
 
 
 def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> ValidationSplit:
-    """Hold out whole documents if that gives every split one, otherwise the ends of documents.
+    """Hold out whole documents if every split then gets a document, otherwise the ends of documents.
 
-    Makes one pass over the documents, which ends as soon as every split has a document. Makes a second pass, over few
-    documents, if ends are held out. Raises DataError if neither way gives every split a text.
+    Makes one pass over the documents, which ends as soon as every split has a document. If ends are held out, makes a
+    second pass over the documents, which are then few. Raises DataError if neither way gives every split a text.
     """
     shares = reading.shares
     missing = {TRAIN, *shares}
@@ -97,20 +97,20 @@ def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]
 
 
 def _remark_on_ends(places_of_cuts: Sequence[str], shares: Mapping[str, float], *, count: int) -> str:
-    """Return the sentence for the user about `count` documents, some of which lose their ends to other splits."""
+    """Return the sentence for the user if only the ends of some of `count` documents are held out."""
     few = "1 document is" if count == 1 else f"{count:,} documents are"
     whose = f"each of {len(places_of_cuts):,} documents"
     if len(places_of_cuts) == 1:
         whose = places_of_cuts[0]
     parts = ", ".join(f"{split} {share:.4g}" for split, share in shares.items())
     return (
-        f"{few} too few to hold out whole ones: the end of {whose} is held out ({parts}), cut after a paragraph, line "
-        "or word. Give a validation split of your own with `--valid PATH`."
+        f"{few} too few to hold out whole documents: the end of {whose} is held out ({parts}), cut after a paragraph, "
+        "line or word. Give your own validation split with `--valid PATH`."
     )
 
 
 def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> DataError:
-    """Return the error for a `split` that gets no text, neither by whole documents nor by ends."""
+    """Return the error for a split that gets no text, either from whole documents or from ends."""
     shares = reading.shares.values()
     train_share = 1 - sum(shares)
     smallest_share = min(*shares, train_share)
@@ -128,7 +128,7 @@ def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> Da
     else:
         flag = split
     return DataError(
-        f"no document fell into the split {split} ({count:,} in all), and the longest has {has}: its end is held out "
-        f"only from {least}. Give that split a text with `--{flag} PATH`, or give another `--{flag}-fraction`, or have "
-        f"no such split with `--{flag}-fraction 0`."
+        f"the split {split} got no document ({count:,} in all). The longest document has {has}, but its end is held "
+        f"out only from {least}. Give text for the split {flag} with `--{flag} PATH`, or change `--{flag}-fraction`, "
+        f"or prepare without the split {flag} with `--{flag}-fraction 0`."
     )

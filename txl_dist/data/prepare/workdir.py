@@ -1,16 +1,17 @@
 """Work folder of `txl prepare`, next to the output folder. It survives a kill, so that the same command can continue.
 
     .NAME.prepare/
-      lock  owner         lock of the process that prepares, and its description
-      job.json            hash of the settings that everything else in here depends on
-      tokenizer.json      trained or copied; complete once the file tokenizer-inputs exists
+      lock  owner         lock of the process that prepares the corpus, and a description of this process
+      job.json            hash of the settings that all other files in this folder depend on
+      tokenizer.json      trained or copied tokenizer; complete once the file tokenizer-inputs exists
       named/              downloads
       part-*  shard-*     see tokenize.py and merge.py
       corpus/             the new corpus, which is moved to the output folder
       replaced/           the corpus that was in the output folder, while it is replaced
 
-The same command continues from this folder, other settings discard it, and success removes it. job.json is removed
-first, so that no process continues from a folder that is half removed.
+The same command continues from this folder. A command with other settings discards the content of the folder. A
+successful preparation removes the folder. The file job.json is removed first, so that no process continues from a
+half-removed folder.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _JOB, _LOCK, _OWNER = "job.json", "lock", "owner"
 
 @contextmanager
 def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[Path]:
-    """Lock the work folder of the output folder `target`, and return its path.
+    """Lock the work folder of the output folder `target`, and yield the path of the work folder.
 
-    `stamp` is the hash of the settings. Work of an earlier process is discarded if its stamp differs, or without
-    `can_continue`. After an error the folder stays if it holds finished work that can be continued. A corpus that an
-    earlier process moved away to replace it is put back. Raises DataError if another process holds the folder, or if it
-    cannot be written.
+    `stamp` is the hash of the settings. The work of an earlier process is discarded if its stamp differs or
+    `can_continue` is False. After an error, the folder is kept if it contains finished work that the same command can
+    reuse. If an earlier process was killed while it replaced a corpus, the old corpus is moved back. Raises DataError
+    if another process has locked the folder, or if the folder cannot be written.
     """
     from filelock import FileLock, Timeout
 
@@ -66,11 +67,11 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
                     logger.warning("finished work is kept in %s: the same command continues from it", scratch)
     except Timeout:
         raise DataError(
-            f"{target} is being prepared by {_owner(scratch)}. Wait for it, or choose another output folder."
+            f"{target} is being prepared by {_owner(scratch)}. Wait for that process, or choose another output folder."
         ) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            remedy = "Free some space or choose"
+            remedy = "Free some disk space or choose"
         else:
             remedy = "Choose"
         raise DataError(
@@ -79,7 +80,8 @@ def claim_scratch(target: Path, *, stamp: str, can_continue: bool) -> Iterator[P
 
 
 def _make_own(scratch: Path) -> None:
-    """Make the folder, and remove links in it, through which files could be written elsewhere."""
+    """Create the work folder, and remove symbolic links in it, because writing through a link would change other
+    files."""
     if scratch.is_symlink():
         scratch.unlink()
     scratch.mkdir(parents=True, exist_ok=True)
@@ -89,7 +91,7 @@ def _make_own(scratch: Path) -> None:
 
 
 def _put_back(scratch: Path, target: Path) -> None:
-    """Finish the replacement of a corpus: remove the old one, or put it back if there is no new one."""
+    """Finish the replacement of a corpus: remove the old corpus, or move it back if there is no new corpus."""
     replaced = scratch / _REPLACED
     if os.path.exists(replaced) and os.path.exists(target):
         shutil.rmtree(replaced, ignore_errors=True)
@@ -98,7 +100,7 @@ def _put_back(scratch: Path, target: Path) -> None:
 
 
 def _holds_finished_work(scratch: Path) -> bool:
-    """Return whether there is work that the same command can reuse: a part, a tokenizer, a download."""
+    """Return whether the folder contains work that the same command can reuse: a part, a tokenizer or a download."""
     for pattern in ("part-*.json", TOKENIZER_DONE, f"{DOWNLOADS}/*"):
         if any(path.suffix != ".part" for path in scratch.glob(pattern)):
             return True
@@ -106,7 +108,8 @@ def _holds_finished_work(scratch: Path) -> bool:
 
 
 def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
-    """Keep the work of a job with the same stamp, if it can be continued. Otherwise discard it with a warning."""
+    """Keep the work of an earlier process with the same stamp, if it can be continued. Otherwise discard it with a
+    warning."""
     try:
         earlier_stamp = read_json(scratch / _JOB)["stamp"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -117,8 +120,8 @@ def _take_over(scratch: Path, *, stamp: str, can_continue: bool) -> None:
         if can_continue:
             reason = "it had other settings"
         else:
-            reason = "stdin, commands and URLs without a version may differ"
-        logger.warning("%s: an interrupted preparation is discarded, since %s; starting again", scratch, reason)
+            reason = "stdin, commands and URLs without a version can have changed"
+        logger.warning("%s: an interrupted preparation is discarded, because %s. Starting again.", scratch, reason)
     (scratch / _JOB).unlink(missing_ok=True)
     for path in scratch.iterdir():
         if path.is_dir():
@@ -136,34 +139,37 @@ def _owner(scratch: Path) -> str:
 
 
 def check_target(target: Path) -> None:
-    """Raise DataError if a corpus could not be moved to `target` at the end. Only a corpus is ever overwritten."""
+    """Raise DataError if a finished corpus could not be moved to `target`, before any work.
+
+    A folder is overwritten only if it contains a corpus.
+    """
     # os.path.exists returns False for a name that is too long, where pathlib raises.
     if os.path.exists(target) and not target.is_dir():
         raise DataError(f"{target} is a file. Choose another output folder.")
     if os.path.ismount(target):
         raise DataError(f"{target} is a mount point, which cannot be replaced. Choose a folder below it.")
     if Path.cwd().is_relative_to(target):
-        raise DataError(f"{target} is the folder that you are in, which would be replaced. Choose a folder below it.")
+        raise DataError(f"{target} is the current folder, which would be replaced. Choose a folder below it.")
     is_empty = not os.path.exists(target) or not any(target.iterdir())
     if not is_empty and not os.path.exists(target / INDEX_NAME):
-        raise DataError(f"{target} holds other files and no corpus. Choose another output folder.")
+        raise DataError(f"{target} contains other files but no corpus. Choose another output folder.")
 
 
 def another_corpus(target: Path, difference: str = "") -> DataError:
-    """Return the error for a corpus of other content in the output folder."""
+    """Return the error for a different corpus in the output folder. `difference` says what differs."""
     if difference:
         more = f" ({difference})"
     else:
         more = ""
     return DataError(
-        f"another corpus is in {target}{more}. Choose another output folder, or replace it with `--overwrite`."
+        f"another corpus is in {target}{more}. Choose another output folder, or replace the corpus with `--overwrite`."
     )
 
 
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
-    """Move the written corpus to `target`. Returns True if an identical, intact corpus was there and stays.
+    """Move the folder `written` to `target`. Returns True, and moves nothing, if `target` has the same intact corpus.
 
-    Raises DataError if another corpus is there and `overwrite` is not set.
+    Raises DataError if `target` contains another corpus and `overwrite` is not set.
     """
     if os.path.exists(target / INDEX_NAME):
         is_same = read_bytes(target / INDEX_NAME) == read_bytes(written / INDEX_NAME)
