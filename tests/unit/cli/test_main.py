@@ -327,7 +327,7 @@ def test_a_corpus_is_never_written_over_the_folder_that_one_is_in(
     here.mkdir()
     monkeypatch.chdir(here)
     assert main(["prepare", "../text.txt", "--out", out]) == 2
-    assert "is the folder that you are in" in capsys.readouterr().err
+    assert "is the current folder" in capsys.readouterr().err
     assert list(here.iterdir()) == []
 
 

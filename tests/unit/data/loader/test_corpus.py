@@ -332,10 +332,10 @@ def test_impossible_and_meaningless_settings_are_refused_with_a_remedy(tmp_path:
         ({"shard_len": 0}, "shard_len=0 must be 1 or more"),
         ({"valid_fraction": 1.0}, "valid_fraction=1.0 .* for instance 0.05"),
         ({"min_frequency": 0}, "min_frequency=0 must be 1 or more"),
-        ({"tokenizer_path": given, "vocab_size": 300}, "--vocab-size have no meaning .* Leave them out"),
+        ({"tokenizer_path": given, "vocab_size": 300}, "--vocab-size cannot be used .* Remove"),
         ({"tokenizer_path": given, "min_frequency": 2}, "no meaning .* Leave them out"),
-        ({"tokenizer_path": given, "kind": "byte"}, "--tokenizer have no meaning .* Leave them out"),
-        ({"valid_fraction": 0.5, "test_fraction": 0.5}, "nothing to train on"),
+        ({"tokenizer_path": given, "kind": "byte"}, "--tokenizer cannot be used .* Remove"),
+        ({"valid_fraction": 0.5, "test_fraction": 0.5}, "no text to train on"),
         ({"tokenizer_fraction": 0.0}, "tokenizer_fraction=0.0 must be above 0"),
         ({"num_workers": -1}, "num_workers and block_bytes must be 0 or more"),
     ]

@@ -224,13 +224,13 @@ NOT_ON_THE_PAGE = {
     "`x.tgz`": ("refused: a tar archive", "`tar -xf x.tgz`"),
     "`x.rar`": ("refused: a rar archive", "`unrar x x.rar`"),
     "`x.docx`, its text first": ("refused: an office document or e-book", "`pandoc x.docx -t plain -o out.txt`"),
-    "`x.parquet`, empty": ("refused: an empty file, and not a parquet file", ""),
+    "`x.parquet`, empty": ("refused: an empty file, not a parquet file", ""),
     "`x.jsonl`, UTF-32": ("refused: text in UTF-32BE", "`iconv -f UTF-32BE -t UTF-8 x.jsonl > out.jsonl`"),
     "`x.jsonl.gz`, UTF-16": ("refused: text in UTF-16", "`iconv -f UTF-16 -t UTF-8 unpacked.jsonl > out.jsonl`"),
     "`x.txt`, ISO-2022-JP": ("refused: text in ISO-2022-JP", "`iconv -f ISO-2022-JP -t UTF-8 x.txt > out.txt`"),
-    "`x.txt.dvc`": ("refused: a pointer of DVC", "`dvc pull x.txt.dvc`"),
-    "`x.json` over many lines": ("refused: JSON over many lines", "`jq -c . x.json > out.jsonl`"),
-    "`x.txt`, a pointer of git-annex": ("refused: a pointer of git-annex", "`git annex get x.txt`"),
+    "`x.txt.dvc`": ("refused: a DVC pointer", "`dvc pull x.txt.dvc`"),
+    "`x.json` over many lines": ("refused: a JSON object over several lines", "`jq -c . x.json > out.jsonl`"),
+    "`x.txt`, a pointer of git-annex": ("refused: a git-annex pointer", "`git annex get x.txt`"),
 }
 """What other inputs of the same kinds get: (result, remedy)."""
 
@@ -319,7 +319,7 @@ def test_wide_encodings_without_a_mark_are_named(script: str, encoding: str) -> 
     for separator in (" ", "\n"):
         head = prose(script, num_characters=3000, separator=separator).encode(encoding)[:HEAD_BYTES]
         content = detect_content(head, name="a.txt")
-        assert content.what == f"text in {encoding.upper().replace('-L', 'L').replace('-B', 'B')}, and not in UTF-8"
+        assert content.what == f"text in {encoding.upper().replace('-L', 'L').replace('-B', 'B')}, not in UTF-8"
 
 
 def test_token_ids_are_not_called_text_of_a_wide_encoding() -> None:
@@ -358,7 +358,7 @@ def test_a_command_s_output_is_detected_like_a_file() -> None:
     assert texts_of([f"pipe:echo '{line}'"], **allowed) == ["x"]
     assert texts_of([f"pipe:echo '{line}'"], **allowed, stdin_format="text") == [line + "\n"]
     assert texts_of([f"pipe:echo '{line}' | gzip | gzip"], **allowed) == ["x"]
-    with pytest.raises(DataError, match=r"a tar archive.*Save it as a file"):
+    with pytest.raises(DataError, match=r"a tar archive.*Save the input as a file"):
         read(["pipe:tar -cf - /etc/hostname 2>/dev/null"], **allowed)
     with pytest.raises(DataError, match=r"iconv -f UTF-16LE -t UTF-8 FILE"):
         read(["pipe:printf 'a\\0b\\0c\\0'"], **allowed)
@@ -386,7 +386,7 @@ def test_a_url_is_asked_for_its_bytes_once_and_detected_by_them(tmp_path: Path) 
         assert texts_of([f"{server.url}/b?download=true"]) == TEXTS
         with pytest.raises(DataError, match=r"page\.txt is a web page"):
             read([f"{server.url}/page.txt"])
-        with pytest.raises(DataError, match=r"d\.zip is a zip archive.*Save it as a file.*unzip d\.zip"):
+        with pytest.raises(DataError, match=r"d\.zip is a zip archive.*Save the input as a file.*unzip d\.zip"):
             read([f"{server.url}/d.zip"])
 
 
@@ -413,7 +413,7 @@ def test_json_lines_that_are_read_as_text_are_said(tmp_path: Path) -> None:
         tmp_path / "out", inputs=[tmp_path / "a.txt"], kind="byte", valid_fraction=0, num_workers=1
     )
     said = "\n".join(summary.lines())
-    assert "a.txt: begins like JSON lines and is read as text; to read its records: --documents jsonl" in said
+    assert "a.txt: begins like JSON lines but is read as plain text. To read its records, use --documents jsonl" in said
 
 
 @pytest.mark.parametrize(("name", "separator"), [("x.csv", ","), ("X.TSV", "\t"), ("x.tab.gz", "\t")])

@@ -80,7 +80,7 @@ def test_a_corpus_of_tars_is_another_one(monkeypatch: pytest.MonkeyPatch) -> Non
     reindex_corpus("tars", tokenizer_path="tars/tokenizer.json", overwrite=True)
     assert not Path("tars", PREPARED_NAME).exists()
     monkeypatch.setattr(run, "claim_scratch", None)
-    with pytest.raises(DataError, match=r"another corpus is in [^\n]*tars \(made of tars by --reindex\)"):
+    with pytest.raises(DataError, match=r"another corpus is in [^\n]*tars \(it was made of tars by --reindex\)"):
         prepare_corpus("tars", **SETTINGS)
 
 
@@ -98,5 +98,5 @@ def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert (said.out, len(said.err.splitlines())) == ("", 1)
     assert main(["prepare", "--reindex", "--out", "out", "--tokenizer-file", "out/tokenizer.json"]) == 2
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1].endswith("with `--overwrite`; the tars stay.")
+    assert said.err.splitlines()[-1].endswith("with `--overwrite`. The tars are not changed.")
     assert json.loads(Path("out/index.json").read_text())["splits"].keys() == {"train"}

@@ -197,7 +197,7 @@ def test_stdin_cannot_be_read_again_after_a_kill_and_says_so(tmp_path: Path, mon
     with second.open("rb") as stream, monkeypatch.context() as patch, recorded_log() as log:
         patch.setattr(sys, "stdin", type("Stdin", (), {"buffer": stream, "fileno": stream.fileno})())
         summary = prepare_corpus(tmp_path / "out", **settings)
-    assert "since stdin, commands and URLs without a version may differ; starting again" in log[0][1]
+    assert "because stdin, commands and URLs without a version can have changed. Starting again." in log[0][1]
     assert summary.parts_kept == 0
     prepare_corpus(tmp_path / "file", **{**settings, "inputs": [str(second)]})
     assert content_of(tmp_path / "out") == content_of(tmp_path / "file"), "the same as from a file"
@@ -270,7 +270,7 @@ def test_other_settings_discard_what_was_finished_and_say_so(tmp_path: Path, tex
     with recorded_log() as log:
         summary = prepare_corpus(tmp_path / "out", **{**settings, "seed": 5})
     assert summary.parts_kept == summary.shards_kept == 0
-    assert "it had other settings; starting again" in log[0][1]
+    assert "it had other settings. Starting again" in log[0][1]
     killed(tmp_path / "again", settings, "write_planned", 2)
     another = prepare_corpus(tmp_path / "again", **{**settings, "shard_len": 1500})
     assert another.parts_kept > 3, "parts do not depend on the length of shards"
@@ -418,7 +418,7 @@ def test_a_named_corpus_is_prepared_from_a_local_file_as_the_papers_read_it(
     assert own.split("train").documents == len(train.splitlines()), "its splits are its own, none is held out"
     assert own.tokenizer.kind == "char"
     assert own.end_of_text is not None
-    with pytest.raises(ConfigError, match="prepared alone"):
+    with pytest.raises(ConfigError, match="must be the only input"):
         prepare_corpus(tmp_path / "no", inputs=["mine", "stdlib"])
     with pytest.raises(ConfigError, match="its own splits"):
         prepare_corpus(tmp_path / "no", **given, valid_fraction=0.2)
@@ -541,5 +541,5 @@ def test_a_url_is_no_output_and_a_fraction_means_nothing_beside_given_text(tmp_p
     text = write_jsonl(tmp_path / "a.jsonl", ["some text"])
     with pytest.raises(ConfigError, match="is a URL"):
         prepare_corpus("http://example.org/corpus", inputs=[text])
-    with pytest.raises(ConfigError, match=r"valid_fraction=0.2 has no meaning"):
+    with pytest.raises(ConfigError, match=r"valid_fraction=0.2 has no effect"):
         prepare_corpus(tmp_path / "corpus", inputs=[text], valid_inputs=[text], valid_fraction=0.2)

@@ -132,14 +132,14 @@ def test_names_that_never_occur_are_told(tmp_path: Path, names: Path) -> None:
 
 
 BAD_LINES = {
-    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is not an id of the vocabulary list, which names the 31 ids",
+    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is not an id of the vocabulary list, which has names for the 31 ids",
     "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is not an id",
     "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is not an id",
     "[true]\n": "bad.jsonl, line 1, index 0: True is not an id",
     '["Bar_None"]\n': "bad.jsonl, line 1, index 0: 'Bar_None' is not an id",
-    "[1]\n\n[]\n": "bad.jsonl, line 3: no ids",
+    "[1]\n\n[]\n": "bad.jsonl, line 3: the list of ids is empty",
     "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is not an id",
-    "17\n": "bad.jsonl, line 1: a number, not a list of ids",
+    "17\n": "bad.jsonl, line 1: found a number, not a list of ids",
     '{"ids": [1]}\n': "bad.jsonl, line 1: no field 'text'.*--jsonl-field",
     "[1, 2\n": "bad.jsonl, line 1: not valid JSON",
     "[NaN]\n": "bad.jsonl, line 1",
@@ -159,11 +159,11 @@ BAD_ARRAYS: dict[str, tuple[Any, str]] = {
     "outside": (np.array([[1, 2], [3, 31]]), "bad.npy, row 2, index 1: 31 is not an id"),
     "outside in one": (np.array([1, 2, 99]), "bad.npy, index 2: 99 is not an id"),
     "negative": (np.array([[1, -2]]), "bad.npy, row 1, index 1: -2 is not an id"),
-    "floats": (np.array([1.0, 2.0]), "bad.npy: an array of float64, shape [2]"),
-    "booleans": (np.array([True]), "bad.npy: an array of bool"),
-    "cube": (np.zeros((2, 2, 2), dtype=int), "bad.npy: an array of int64, shape [2, 2, 2]"),
-    "scalar": (np.array(5), "bad.npy: an array of int64, shape []"),
-    "empty": (np.zeros((3, 0), dtype=int), "bad.npy: no ids, shape [3, 0]"),
+    "floats": (np.array([1.0, 2.0]), "bad.npy contains an array of float64 with shape [2]"),
+    "booleans": (np.array([True]), "bad.npy contains an array of bool"),
+    "cube": (np.zeros((2, 2, 2), dtype=int), "bad.npy contains an array of int64 with shape [2, 2, 2]"),
+    "scalar": (np.array(5), "bad.npy contains an array of int64 with shape []"),
+    "empty": (np.zeros((3, 0), dtype=int), "bad.npy contains no ids: its shape is [3, 0]"),
     "pickled": (np.array([[1], [2, 3]], dtype=object), "bad.npy is not a .npy file of numbers"),
 }
 
@@ -224,7 +224,7 @@ def test_a_document_whose_names_are_too_long_is_refused_with_the_remedy(
         np.save(tmp_path / name, ids[1] if name == "one.npy" else ids)
     monkeypatch.setattr(documents, "LONGEST_RECORD", 30_000)
     where = {"one.npy": name, "rows.npy": f"{name}, row 2", "lists.jsonl": f"{name}, line 2"}[name]
-    message = f"{where} holds a document of 2 GiB or more.*ids as rows of a two-dimensional array or as JSON lines"
+    message = f"{where} contains a document of 2 GiB or more.*ids as rows of a two-dimensional array or as JSON lines"
     assert_refused(tmp_path, names, tmp_path / name, message, valid_fraction=0.0)
     monkeypatch.setattr(documents, "LONGEST_RECORD", 30_001)
     assert prepared(tmp_path, names, tmp_path / name, valid_fraction=0.0).splits["train"].longest == 10_001
@@ -239,14 +239,16 @@ def test_files_without_ids_are_named(tmp_path: Path, names: Path, settings: dict
 
 def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_path: Path, names: Path) -> None:
     (tmp_path / "short.jsonl").write_text("[1, 1, 1, 1, 1]\n")  # names of eight characters, and their blanks
-    message = "the longest has 5 ids: its end is held out only from about 223."
+    message = "The longest document has 5 ids, but its end is held out only from about 223."
     assert_refused(tmp_path, names, tmp_path / "short.jsonl", message)
 
 
 def test_a_list_that_is_too_short_is_refused_by_the_first_id_outside(tmp_path: Path, names: Path) -> None:
     names.write_text("".join(f"{name}\n" for name in NAMES[:-1]), encoding="utf-8")
     np.save(tmp_path / "ids.npy", np.array([[1, 2, 3], [4, 5, 30]]))
-    assert_refused(tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is not an id.*names the 30 ids")
+    assert_refused(
+        tmp_path, names, tmp_path / "ids.npy", "ids.npy, row 2, index 2: 30 is not an id.*names for the 30 ids"
+    )
 
 
 @pytest.mark.parametrize("changed", [[*NAMES, "one_more"], [*NAMES[:-1], "other"], NAMES[::-1]])
@@ -326,14 +328,16 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name_or_list(tmp_path: Path, 
 def test_settings_of_text_are_refused_beside_a_list(tmp_path: Path, names: Path, settings: dict[str, Any]) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
     flag = next(iter(settings)).replace("_", "-").replace("kind", "tokenizer")
-    message = f"--{flag} has no meaning with token ids"
+    message = f"--{flag} cannot be used with token ids"
     assert_refused(tmp_path, names, tmp_path / "a.npy", message, **settings)
 
 
 def test_ids_without_a_list_and_text_with_one_are_refused(tmp_path: Path, names: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(ConfigError, match=r"a\.npy holds token ids\. Name their vocabulary with --vocab-list"):
+    with pytest.raises(ConfigError, match=r"a\.npy contains token ids\. Name the ids with --vocab-list"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.npy"])
-    assert_refused(tmp_path, names, tmp_path / "a.txt", "a.txt: token ids (--vocab-list) are files named")
+    assert_refused(
+        tmp_path, names, tmp_path / "a.txt", "a.txt is not a file of token ids. With --vocab-list, give files named"
+    )
     assert_refused(tmp_path, names, Path("-"), "--stdin-format jsonl", stdin_format="text")

@@ -17,17 +17,17 @@ from txl_dist.io.files import parse_record
 GOOD = '{"text": "fine"}\n'
 INVALID = {
     '{"text": "cut': "not valid JSON",
-    '{"other": "x", "id": 5}': "no field 'text' (found: 'other', 'id'). Name the field with --jsonl-field",
+    '{"other": "x", "id": 5}': "no field 'text' (found: 'other', 'id'). Name the field of the text with --jsonl-field",
     "{}": "no field 'text' (found: none)",
     '{"text": null}': "the field 'text' is null. ",
-    '{"text": ["a"]}': "the field 'text' holds a list, not text",
-    '{"text": {"a": 1}}': "the field 'text' holds an object, not text",
-    '{"text": 5}': "the field 'text' holds a number, not text",
-    '{"text": 1.5}': "the field 'text' holds a number, not text",
-    '{"text": true}': "the field 'text' holds true or false, not text",
-    '["a"]': "a list, not an object with the field 'text'",
-    '"a"': "a string, not an object with the field 'text'",
-    "null": "null, not an object with the field 'text'",
+    '{"text": ["a"]}': "the field 'text' contains a list, not text",
+    '{"text": {"a": 1}}': "the field 'text' contains an object, not text",
+    '{"text": 5}': "the field 'text' contains a number, not text",
+    '{"text": 1.5}': "the field 'text' contains a number, not text",
+    '{"text": true}': "the field 'text' contains true or false, not text",
+    '["a"]': "found a list, not an object with the field 'text'",
+    '"a"': "found a string, not an object with the field 'text'",
+    "null": "found null, not an object with the field 'text'",
     '{"text": "a", "text": "b"}': "the field 'text' occurs twice in the record",
     '{"text": "a", "te\\u0078t": null}': "the field 'text' occurs twice in the record",
 }
@@ -64,7 +64,7 @@ def test_other_fields_may_be_nested_and_numbers_long_without_limit(tmp_path: Pat
     path = tmp_path / "a.jsonl"
     path.write_text(f'{{"meta": {value}, "text": "one"}}\n{{"text": "two", "meta": {value}}}\n')
     assert texts_of([path]) == ["one", "two"]
-    with pytest.raises(DataError, match="line 1: the field 'meta' holds"):
+    with pytest.raises(DataError, match="line 1: the field 'meta' contains"):
         read([path], field="meta")
 
 

@@ -145,7 +145,10 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "floats": ([("b.npy", npy([0], "<f4"))], r"b\.npy has the type <f4"),
     "two dimensions": ([("b.npy", npy([[0, 1], [1, 0]]))], r"b\.npy has the shape \(2, 2\)"),
     "Fortran order": ([("b.npy", npy([[0, 1], [1, 0]], order="F"))], r"shape \(2, 2\) in Fortran order"),
-    "two types": ([GOOD, ("b.npy", npy([0], "<u4"))], r"sample b holds uint32, but .* sample a uint16"),
+    "two types": (
+        [GOOD, ("b.npy", npy([0], "<u4"))],
+        r"sample b contains ids of type uint32, but .* sample a contains ids of type uint16",
+    ),
     "ids too large": ([GOOD, ("b.npy", npy([5]))], r"sample b: id 5 is outside the vocabulary of 5.*tokenizer-file"),
     "no npy": ([GOOD, ("b.npy", b"abc")], r"b\.npy is damaged: its npy header"),
     "a header of Python": ([("b.npy", TOO_DEEP)], r"b\.npy is damaged: its npy header"),
@@ -156,7 +159,7 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "starts behind 0": ([("b.docs.npy", npy([1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* do not ascend"),
     "a key with a dot": ([("b.v1.npy", npy([0]))], r"b\.v1\.npy: the key of a sample ends at its first dot"),
     "a key twice": ([GOOD, ("b.npy", npy([0])), GOOD], r"sample a: a\.npy occurs twice"),
-    "no tokens": ([("a.json", b"{}")], r"hold no tokens"),
+    "no tokens": ([("a.json", b"{}")], r"contain no tokens"),
 }
 
 
@@ -243,7 +246,11 @@ def test_documents_that_do_not_end_and_tars_without_tokens_are_counted(tmp_path:
     summary = reindex_corpus(tmp_path / "tars", tokenizer_path=tokenizer)
     assert (summary.num_unended, summary.num_without_tokens) == (1, 1)
     lines = "\n".join(summary.lines())
-    for line in ("members ignored: 1 .json", "tars without tokens, left out: 1", "do not end in end-of-text: 1;"):
+    for line in (
+        "members ignored: 1 .json",
+        "tars without tokens, left out: 1",
+        "without an end-of-text token at the end: 1",
+    ):
         assert line in lines
     assert [shard.name for shard in summary.corpus.split("train").shards] == ["a.tar"]
     assert verify_corpus(tmp_path / "tars") == []
@@ -260,11 +267,11 @@ def test_tars_are_found_by_name_and_those_elsewhere_or_compressed_are_refused(tm
     assert find_tars(folder, [folder]) == find_tars(folder)
     assert find_tars(folder, [folder / "train-2.tar"]) == [folder / "train-2.tar"]
     elsewhere = write_tar(tmp_path / "train-1.tar", [])
-    with pytest.raises(DataError, match=r"is not in .* name the folder of the tars as the output"):
+    with pytest.raises(DataError, match=r"is not in .* Give the folder of the tars as the output"):
         find_tars(folder, [elsewhere])
     for name in ("train-3.tar.gz", "train-3.TAR.GZ", "train-3.tgz"):
         compressed = write_tar(folder / name, [])
-        with pytest.raises(DataError, match=rf"{name} is not a plain tar.*gunzip"):
+        with pytest.raises(DataError, match=rf"{name} is not an uncompressed \.tar file.*gunzip"):
             find_tars(folder)
         compressed.unlink()
     with pytest.raises(DataError, match="is not a folder"):
@@ -298,7 +305,7 @@ def test_a_tar_belongs_to_the_split_that_its_name_says_by_the_rule_of_text(
     for others in (["shard-000001.tar"], ["train-000001.tar", "train-000002.tar"]):
         splits, said = split_tars([tmp_path / each for each in (name, *others)])
         assert [found for found, tars in splits.items() if tmp_path / name in tars] == [split]
-        assert (f"not trained on: {tmp_path}/{name}." in "".join(said)) == (split != "train")
+        assert (f"split chosen by name: {tmp_path}/{name}." in "".join(said)) == (split != "train")
 
 
 def test_held_out_tars_are_not_trained_on_unless_names_are_ignored_and_the_command_says_which(
@@ -309,7 +316,7 @@ def test_held_out_tars_are_not_trained_on_unless_names_are_ignored_and_the_comma
         write_tar(folder / name, [("a.npy", npy([0, END]))])
     words = ["prepare", "--reindex", "--out", str(folder), "--tokenizer-file", str(tokenizer)]
     assert main(words) == 0
-    assert f"valid by name, not trained on: {folder}/valid.tar. To train on all: --ignore-split-names" in (
+    assert f"valid split chosen by name: {folder}/valid.tar. To train on these files too, use --ignore-split-names" in (
         capsys.readouterr().out
     )
     splits = open_corpus(folder).splits
@@ -380,5 +387,5 @@ def test_a_foreign_tokenizer_with_gaps_between_its_ids_is_refused(tmp_path: Path
 
     Tokenizer(WordLevel({"a": 0, "b": 7})).save(str(tmp_path / "foreign.json"))
     write_tar(tmp_path / "tars" / "a.tar", [GOOD])
-    with pytest.raises(DataError, match="ids that are not used"):
+    with pytest.raises(DataError, match="have gaps"):
         reindex_corpus(tmp_path / "tars", tokenizer_path=tmp_path / "foreign.json")

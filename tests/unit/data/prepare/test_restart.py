@@ -232,7 +232,7 @@ def test_after_an_error_what_can_be_used_again_is_kept_and_nothing_else(
 
 
 def test_the_remedy_is_space_only_where_space_is_short(tmp_path: Path) -> None:
-    remedies = {errno.ENOSPC: r"Free some space or choose another", errno.EBUSY: r"busy\. Choose another"}
+    remedies = {errno.ENOSPC: r"Free some disk space or choose another", errno.EBUSY: r"busy\. Choose another"}
     for number, remedy in remedies.items():
         with (
             pytest.raises(DataError, match=remedy),

@@ -78,14 +78,14 @@ def test_a_name_with_more_than_the_split_counts_only_beside_its_like_of_train_an
 ) -> None:
     splits, said = splits_of(laid_out(tmp_path / "alone", "novel.txt", name))
     assert name in splits["train"]
-    assert f"trained on, though named like validation or test text: {tmp_path}/alone/{name}." in said
+    assert f"used for training, although named like validation or test text: {tmp_path}/alone/{name}." in said
     assert "--test PATH" in said
     if name != "train_test.txt":
         like = name.replace("test", "train").replace("dev", "train")
         splits, said = splits_of(laid_out(tmp_path / "both", "novel.txt", name, like))
         assert name not in splits["train"]
         assert {"novel.txt", like} == splits["train"]
-        assert "not trained on" in said
+        assert "split chosen by name" in said
 
 
 HELD, SAID, SILENT = "held out, and said", "trained on, and said", "trained on"
@@ -131,9 +131,11 @@ BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
 def fate_of(name: str, folder: Path) -> str:
     splits, said = splits_of(folder)
     if name not in splits["train"]:
-        assert f"not trained on: {folder}/{name}." in said
+        assert f"split chosen by name: {folder}/{name}." in said
         return HELD
-    return SAID if f"trained on, though named like validation or test text: {folder}/{name}." in said else SILENT
+    return (
+        SAID if f"used for training, although named like validation or test text: {folder}/{name}." in said else SILENT
+    )
 
 
 @pytest.mark.parametrize(("name", "alone", "beside"), [(name, *fates) for name, fates in BESIDE.items()])
@@ -211,7 +213,7 @@ def test_unit_tests_of_a_program_named_train_are_text_as_before(tmp_path: Path) 
 def test_dev_and_val_are_both_held_out_and_said(tmp_path: Path) -> None:
     splits, said = splits_of(laid_out(tmp_path, "train.txt", "dev.txt", "val.txt"))
     assert splits == {"train": {"train.txt"}, "valid": {"dev.txt", "val.txt"}, "test": set()}
-    assert "valid by name (dev and val together), not trained on" in said
+    assert "valid split chosen by name (dev and val together)" in said
 
 
 def test_the_built_in_text_has_no_splits() -> None:
@@ -235,8 +237,8 @@ def test_a_folder_of_splits_keeps_them_and_says_so(tmp_path: Path) -> None:
     summary = prepare_corpus(tmp_path / "out", inputs=[data], kind="byte")
     assert texts_of(tmp_path / "out") == {"train": ["train.txt"], "valid": ["valid.txt"], "test": ["test.txt"]}
     said = "\n".join(summary.lines())
-    assert f"test by name, not trained on: {data}/test.txt." in said
-    assert f"valid by name, not trained on: {data}/valid.txt." in said
+    assert f"test split chosen by name: {data}/test.txt." in said
+    assert f"valid split chosen by name: {data}/valid.txt." in said
 
 
 def test_with_train_and_test_but_no_valid_a_share_of_train_is_valid_and_test_text_stays_out_of_it(
@@ -268,7 +270,7 @@ def test_held_out_text_that_is_given_and_lies_in_the_folder_too_goes_where_it_wa
 
 def test_a_share_beside_named_held_out_files_and_a_folder_without_training_text_are_refused(tmp_path: Path) -> None:
     data = laid_out(tmp_path / "data", "train.txt", "dev.txt")
-    with pytest.raises(ConfigError, match=r"valid_fraction=0.3 has no meaning .*--ignore-split-names"):
+    with pytest.raises(ConfigError, match=r"valid_fraction=0.3 has no effect, .*--ignore-split-names"):
         prepare_corpus(tmp_path / "out", inputs=[data], valid_fraction=0.3)
     data = laid_out(tmp_path / "others", "test.txt", "dev.txt")
     with pytest.raises(DataError, match=r"no text for the train split.*--ignore-split-names"):

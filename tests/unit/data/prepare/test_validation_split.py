@@ -68,7 +68,7 @@ def test_one_text_file_prepares_with_the_documented_command_and_its_end_is_held_
     assert train.endswith("\n\n")
     assert not verify_corpus(tmp_path / "out")
     said = "\n".join(summary.lines())
-    assert "too few to hold out whole ones: the end of " in said
+    assert "too few to hold out whole documents: the end of " in said
     assert "my.txt is held out (valid 0.05)" in said
     assert "--valid PATH" in said
     assert summary.corpus.statistics["documents_cut"] == 1
@@ -157,8 +157,8 @@ def test_an_endless_document_with_a_given_tokenizer_is_refused_once_what_is_kept
     tmp_path: Path, tokenizer: Path
 ) -> None:
     settings: dict[str, Any] = {"tokenizer_path": tokenizer, "allow_protocols": ("pipe",)}
-    remedy = r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or give a file\."
-    with pytest.raises(DataError, match=rf"^pipe:echo .* gives one document.*{remedy}"):
+    remedy = r"64 MiB or more.* `--valid PATH`.* `--valid-fraction 0`.* `--documents line`.* or give a file instead\."
+    with pytest.raises(DataError, match=rf"^pipe:echo .* is one document.*{remedy}"):
         prepare_corpus(tmp_path / "out", inputs=[f"pipe:echo $$ > {tmp_path}/pid; yes"], **settings)
     with pytest.raises(ProcessLookupError):
         os.killpg(int((tmp_path / "pid").read_text()), 0)
@@ -379,4 +379,4 @@ def test_an_impossible_vocabulary_is_refused_before_any_text_is_read(
 def test_a_vocabulary_that_the_text_cannot_fill_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab" * 3_000)
     summary = prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.txt"])
-    assert f"no more than {summary.corpus.vocab_size} of the 4,096 ids" in "\n".join(summary.lines())
+    assert f"the vocabulary has {summary.corpus.vocab_size} ids instead of 4,096" in "\n".join(summary.lines())
