@@ -132,7 +132,9 @@ def test_names_that_never_occur_are_told(tmp_path: Path, names: Path) -> None:
 
 
 BAD_LINES = {
-    "[1, 2]\n[3, 31]\n": "bad.jsonl, line 2, index 1: 31 is not an id of the vocabulary list, which has names for the 31",
+    "[1, 2]\n[3, 31]\n": (
+        "bad.jsonl, line 2, index 1: 31 is not an id of the vocabulary list, which has names for the 31 ids"
+    ),
     "[1, -1]\n": "bad.jsonl, line 1, index 1: -1 is not an id",
     "[1, 2.0]\n": "bad.jsonl, line 1, index 1: 2.0 is not an id",
     "[true]\n": "bad.jsonl, line 1, index 0: True is not an id",
