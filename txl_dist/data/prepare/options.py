@@ -60,7 +60,7 @@ class PrepareSettings(Learning):
     text: .npy arrays (one document, or one document per row) or JSON lines (one list per line). The end-of-text token
     is added as the last id."""
     documents: Cut = "file"
-    """Unit of plain text that becomes a document. A line of JSON lines and a row of parquet is always one document.
+    """Unit of plain text that becomes a document. A JSON line or a parquet row is always one document.
     jsonl: read text files as JSON lines, whatever their suffix."""
     jsonl_field: str = "text"
     """JSON field or parquet column that contains the text."""
