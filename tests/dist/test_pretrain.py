@@ -337,7 +337,7 @@ def raising_at(folder: Path, hook: str, rank: int, error: BaseException, step: i
 def test_a_state_that_a_checkpoint_cannot_keep_ends_all_ranks_by_name(place: Path) -> None:
     results = run(place, "unfit", unfit, ranks=2)
     assert {result["error"] for result in results} == {
-        "TrainingError: callback Unfit: state_dict(), seen, holds a set, which a checkpoint cannot keep. Use None, "
+        "TrainingError: callback Unfit: state_dict(), seen, holds a set, which a checkpoint cannot store. Use None, "
         "bool, int, float, str, lists, dictionaries, or a tensor."
     }
 

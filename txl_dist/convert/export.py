@@ -113,7 +113,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
         why = f" ({'; '.join(rejected[:3])})"
     else:
         why = ""
-    raise CheckpointError(f"{run} has no whole checkpoint{why}. Train it, or name a checkpoint folder.")
+    raise CheckpointError(f"{run} has no whole checkpoint{why}. Train the run, or name a checkpoint folder.")
 
 
 def _in_memory(trained: Trained) -> Trained:
@@ -288,8 +288,8 @@ def _check_alike(package: Package) -> None:
     """Raise ConfigError if the layers have memories of different lengths. Only bundles can express such models."""
     if len(set(package.memory_lens)) > 1:
         raise ConfigError(
-            f"layers with memories of their own (train.memory_lens={list(package.memory_lens)}) are known to bundles "
-            "only. Export a bundle, or train on with memory_lens empty."
+            f"layers with memories of their own (train.memory_lens={list(package.memory_lens)}) can be stored only in "
+            f"bundles. Export a bundle, or continue the training with train.memory_lens empty."
         )
 
 

@@ -59,7 +59,9 @@ def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported
     if config.get("model_type", "transfo-xl") != "transfo-xl":
         raise CheckpointError(f"{path / 'config.json'} is of a {config['model_type']} model, not of transfo-xl.")
     if config.get("attn_type", 0) != 0:
-        raise CheckpointError(f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers knows only 0.")
+        raise CheckpointError(
+            f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers supports only 0."
+        )
     peer_weights = only_tensors(_read_parts(path), where=str(path))
     imported = model_of(
         _original_names(peer_weights, where=str(path)),
@@ -88,7 +90,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
         raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
     out = out.resolve()
     if out.exists() and not _is_ours(out):
-        raise CheckpointError(f"{out} exists and is not an export of ours. Choose another output folder.")
+        raise CheckpointError(f"{out} exists and was not written by `txl export`. Choose another output folder.")
     cast = dict(package.open(dtype, where=str(out)).model.state_dict())  # has tied tensors under each of their names
     config = _config(package, dtype=dtype)
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
@@ -186,14 +188,16 @@ def _read_parts(folder: Path) -> dict[str, Any]:
         if (folder / f"{name}.index.json").is_file():
             index = read_peer_settings(folder / f"{name}.index.json").get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
-                raise CheckpointError(f"{folder / name}.index.json has no weight_map of file names. Copy it again.")
+                raise CheckpointError(
+                    f"{folder / name}.index.json has no weight_map of file names. Copy the file again."
+                )
             weights: dict[str, Any] = {}
             # Only the last part of each name is used, so that an index cannot lead out of its folder.
             for file_name in sorted(set(index.values())):
                 part = read_weights(folder / Path(file_name).name)
                 weights |= only_tensors(part, where=str(folder))
             return weights
-    raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy it again.")
+    raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy the folder again.")
 
 
 def _original_names(peer_weights: Weights, *, where: str) -> Weights:

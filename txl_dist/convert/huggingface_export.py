@@ -90,12 +90,13 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
     section = bundle.section
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"{section.positions} positions count from a segment's first token, and this code keeps a past that is "
-            "addressed by distances. Export a bundle."
+            f"{section.positions} positions count from a segment's first token, but the exported code stores past "
+            f"tokens by their distance. Export a bundle."
         )
     if owner_of(SCHEMES, section.positions) is not None:
         raise ConfigError(
-            f"model.positions={section.positions!r} is of a plugin, which this code does not have. Export a bundle."
+            f"model.positions={section.positions!r} comes from a plugin, which the exported code does not contain. "
+            f"Export a bundle."
         )
     prove(bundle, bundle.model, bundle.dtype, where=str(out))
     with new_folder(out, kind=ArtifactKind.HUGGINGFACE_CODE) as folder:

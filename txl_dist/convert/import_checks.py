@@ -123,11 +123,15 @@ def only_tensors(values: Any, *, where: str) -> Weights:
             raise CheckpointError(f"{where}: {name} is a {kind}, not a tensor of floating-point numbers.")
         weight = value.detach().float()
         if not bool(weight.isfinite().all()):
-            raise CheckpointError(f"{where}: {name} holds numbers that are not finite in fp32. Use a sound checkpoint.")
+            raise CheckpointError(
+                f"{where}: {name} contains numbers that are not finite in fp32. Use another checkpoint."
+            )
         plain = plain_name(name)
         first = names.setdefault(plain, name)
         if first != name and not torch.equal(weights[plain], weight):
-            raise CheckpointError(f"{where}: {first} and {name} are one tensor of different values. Keep one of them.")
+            raise CheckpointError(
+                f"{where}: {first} and {name} must be the same tensor, but have different values. Keep one of the two."
+            )
         weights[plain] = weight
     return weights
 
@@ -156,7 +160,7 @@ def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: s
         else:
             hint = ""
         raise CheckpointError(
-            f"{where} does not fit: {name} is missing. Found: {first_names}, ... Is it of this format?{hint}"
+            f"{where} does not fit: {name} is missing. Found: {first_names}, ... Check the format.{hint}"
         )
     shape = peer_weights[name].shape
     if len(shape) != dims:
@@ -211,7 +215,7 @@ def refuse(problems: list[str], *, where: str) -> None:
             more = ""
         raise CheckpointError(
             f"{where} does not fit: {'; '.join(problems[:4])}{more}. "
-            "Is it of this format and architecture, and are its settings right?"
+            "Check the format, the architecture and the settings."
         )
 
 

@@ -73,8 +73,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     network = bundle.model
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"{section.positions} positions count from a segment's first token, and these graphs pass on a past that "
-            "is addressed by distances. Export a bundle."
+            f"{section.positions} positions count from a segment's first token, but the exported graphs store past "
+            f"tokens by their distance. Export a bundle."
         )
     remedy = 'Run `pip install "txl_dist[onnx]"`'
     with translate_errors(ConfigError, "--format onnx needs packages", remedy, of=(ImportError,)):

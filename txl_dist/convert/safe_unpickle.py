@@ -164,7 +164,7 @@ def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> 
     `inside` lists the modules around it, the outermost first.
     """
     if any(module is outer for outer in inside):
-        raise CheckpointError(f"the pickled module {type(inside[0]).__name__} holds itself, as {prefix[:-1]}.")
+        raise CheckpointError(f"the pickled module {type(inside[0]).__name__} contains itself, as {prefix[:-1]}.")
     if len(inside) > MAX_DEPTH:
         raise CheckpointError(
             f"the pickled module {type(inside[0]).__name__} is nested too deep, at {prefix[:-1]:.50}."
@@ -223,7 +223,8 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
 
 def _refusal(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds {name}: it would run code of its own when opened. Convert it to safetensors where you trust it."
+        f"{path} holds {name}: opening the file would run this code. Convert the file to safetensors where you trust "
+        f"it."
     )
 
 

@@ -289,7 +289,8 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
         version = values["format_version"]
         if version not in FORMAT_VERSIONS:
             raise CheckpointError(
-                f"{folder} has format version {version}; this program knows {' and '.join(map(str, FORMAT_VERSIONS))}. "
+                f"{folder} has format version {version}, but this version of txl_dist reads "
+                f"{' and '.join(map(str, FORMAT_VERSIONS))}. "
                 "Use the version of txl_dist that wrote it."
             )
         recorded = values.get("plugins", [])
@@ -347,7 +348,7 @@ def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -
     if not worst <= tolerance:
         raise CheckpointError(
             f"{where} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
-            f"{tolerance}. Export it again; if this stays, report it."
+            f"{tolerance}. Export the bundle again. If the difference remains, report it."
         )
     return worst
 
@@ -362,8 +363,8 @@ def check_device(device: str) -> str:
         torch.zeros(1, device=found).tolist()
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"device {device!r:.200} cannot be used here: {str(error).splitlines()[0]:.80}. Name one that can: cpu; "
-            "with a GPU and its driver cuda, or cuda:0, cuda:1 ..."
+            f"device {device!r:.200} cannot be used here: {str(error).splitlines()[0]:.80}. Choose cpu, or with a GPU "
+            f"and its driver cuda, cuda:0, cuda:1 ..."
         ) from error
     return str(found)
 
@@ -420,7 +421,7 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
         raise CheckpointError(
             f"{where}: {len(weights)} tensors are not a model of {model.num_layers} layers and {vocab_size} ids. "
-            "They were made with another configuration."
+            "The weights belong to another configuration."
         )
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
@@ -435,6 +436,6 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     if missing or surplus or wrong:
         raise CheckpointError(
             f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
-            "They were made with another configuration."
+            "The weights belong to another configuration."
         )
     return list(parameters)

@@ -172,11 +172,15 @@ class Stated:
                 raise ConfigError(f"{flag} has {len(value):,} characters, more than {MAX_STATED}. Shorten it.")
             wrong = _unprintable(value)
             if wrong:
-                raise ConfigError(f"{flag} holds the character {wrong!r}; a model card takes one line of text here.")
+                raise ConfigError(
+                    f"{flag} holds the character {wrong!r}; this field of a model card is one line of text."
+                )
         if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
             raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
         if self.license.lower() not in LICENSES and (meant := _otherwise_spelt(self.license)):
-            raise ConfigError(f"--license {self.license}: the Hub spells it {meant}. Type --license {meant}.")
+            raise ConfigError(
+                f"--license {self.license}: the Hub writes this license as {meant}. Type --license {meant}."
+            )
 
     def remark(self) -> str:
         """Return a warning about a license that the Hub does not know, or an empty text if the Hub knows it."""

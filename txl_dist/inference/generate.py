@@ -440,7 +440,7 @@ class _WindowRows:
 
     def past_of(self, request: Request) -> CacheState:
         raise ConfigError(
-            f"a model with {self._model.section.positions} positions keeps no memory. Give the whole text again."
+            f"a model with {self._model.section.positions} positions has no memory. Pass the whole text again."
         )
 
     @torch.inference_mode()

@@ -400,8 +400,8 @@ class FrozenModel:
     def __init__(self, model: TransformerXL) -> None:
         if not model.section.scheme.uses_memory:
             raise ConfigError(
-                f"a model with {model.section.positions} positions has no memory, and its past cannot be kept. "
-                "Run the model itself, on whole segments."
+                f"a model with {model.section.positions} positions has no memory, so its keys and values cannot be "
+                f"cached. Run the model on whole segments."
             )
         assert not model.training
         self.model = model

@@ -165,9 +165,11 @@ class LanguageModel:
         prompts = [self._read(text, memory) for text in _several(texts)]
         check_count(memory_len, least=-1, what="memory_len")
         if zero_memory and memory is not None:
-            raise ConfigError("zero_memory and a memory are both given. Leave one of the two out.")
+            raise ConfigError("zero_memory and a memory are both given. Pass only one of the two.")
         if zero_memory and self.bundle.document_mask:
-            raise ConfigError("zero_memory is not a document, and this model sees its own document only. Leave it out.")
+            raise ConfigError(
+                "zero_memory belongs to no document, and this model attends only within a document. Remove zero_memory."
+            )
         if memory_len < 0:
             memory_len = self.bundle.memory_len
         scores: list[Tensor] = []
@@ -233,7 +235,7 @@ class LanguageModel:
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
-                f"a model with {self.network.section.positions} positions keeps no memory. Leave the memory out."
+                f"a model with {self.network.section.positions} positions has no memory. Use it without a memory."
             )
         decoder = self._decoder(writing.memory_len)
         return stream(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
@@ -366,13 +368,14 @@ class LanguageModel:
         """Raise ConfigError if a memory belongs to another model, or does not take inputs of this size."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
-                "this memory was not made by empty_memory of this model with its present weights. Make it again."
+                "this memory was not made by empty_memory of this model with its present weights. Make the memory "
+                "again."
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
                 f"{counted(num_rows, 'row')} of {num_positions} positions: this memory is for "
                 f"{counted(memory.num_rows, 'row')} of at most "
-                f"{memory.chunk_len} at a time. Cut the inputs, or make another memory."
+                f"{memory.chunk_len} at a time. Shorten the inputs, or make a larger memory."
             )
 
     def _check_documents(
@@ -380,7 +383,10 @@ class LanguageModel:
     ) -> None:
         """Raise ConfigError if document numbers do not fit the memory and the inputs of `hidden`."""
         if (document_BT is None) != (memory.documents is None):
-            raise ConfigError("documents are for a memory that was made with_documents, which needs them each time.")
+            raise ConfigError(
+                "documents belong to a memory that was made with with_documents, which then needs documents in each "
+                "call."
+            )
         if document_BT is None:
             return
         shape = (num_rows, num_positions)
@@ -411,7 +417,7 @@ class LanguageModel:
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
         """Encode a text that follows a memory or an end-of-text. The result may have no ids. Raises ConfigError."""
         if not isinstance(memory, TextMemory | None):
-            raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make one by `memory` or `generate`.")
+            raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make a memory by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
             raise ConfigError(
                 "this memory belongs to another model. Make a memory with this model, by `memory` or `generate`."

@@ -91,7 +91,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         path = arguments.pop("path", None)
         memory_len = arguments.pop("memory_len", -1)
         if path is None or arguments or not isinstance(memory_len, int):
-            raise ConfigError(f"--model_args {arg_dict}: give path=BUNDLE and, if wanted, memory_len=TOKENS, no more.")
+            raise ConfigError(
+                f"--model_args {arg_dict}: give path=BUNDLE and optionally memory_len=TOKENS. Other keys are not "
+                f"allowed."
+            )
         size = str(config.get("batch_size") or "auto")
         batch_size = 16
         if size.isdigit() and int(size):

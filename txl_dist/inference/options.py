@@ -132,17 +132,17 @@ def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     if isinstance(ids, str | bytes | bytearray | Mapping | Set) or not isinstance(ids, Iterable):
-        raise ConfigError(f"{what}: {ids!r:.200} is not a list of ids, which are whole numbers. Correct it.")
+        raise ConfigError(f"{what}: {ids!r:.200} is not a list of token ids (whole numbers). Correct the list.")
     found = []
     for i in ids:
         given: Any = None if isinstance(i, bool) else i
         try:
             found.append(operator.index(given))
         except TypeError as error:
-            raise ConfigError(f"{what}: {i!r:.200} is not an id, a whole number. Correct it.") from error
+            raise ConfigError(f"{what}: {i!r:.200} is not a token id (a whole number). Correct the id.") from error
         if not 0 <= found[-1] < vocab_size:
             raise ConfigError(
-                f"{what}: {found[-1]} is not an id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct it."
+                f"{what}: {found[-1]} is not an id of this model's vocabulary, 0 ... {vocab_size - 1}. Correct the id."
             )
     return found
 
@@ -164,7 +164,9 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"the prompt is not valid UTF-8 (character {error.start}). Give it as UTF-8.") from error
+        raise ConfigError(
+            f"the prompt is not valid UTF-8 (character {error.start}). Pass the prompt as UTF-8."
+        ) from error
 
 
 def _spelt(name: str, value: str) -> str:

@@ -97,7 +97,7 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
     if canonical_hash(content) != expected_hash:
         return [f"{path} does not match its own hash"]
     if version != FORMAT_VERSION:
-        return [f"{path} has format version {version}; this program knows {FORMAT_VERSION}"]
+        return [f"{path} has format version {version}, but this version of txl_dist reads {FORMAT_VERSION}"]
     if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
         return [f"{path} does not say the bytes and the sha256 of every file"]
     problems = []

@@ -38,11 +38,11 @@ def listen(serving: Serving) -> socket.socket:
         if error.errno == errno.EACCES:
             raise ConfigError(
                 f"--port {serving.port}: ports below {_first_free_port()} are reserved for root. Choose a higher "
-                f"--port, for instance {serving.port + 8000}, and forward the low one to it."
+                f"--port, for instance {serving.port + 8000}, and forward the low port to this port."
             ) from error
         raise ConfigError(
             f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop the program that uses "
-            "it, or choose another --port; 0 takes a free one."
+            "it, or choose another --port. Port 0 takes a free port."
         ) from error
     return listening
 

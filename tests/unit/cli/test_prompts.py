@@ -261,7 +261,7 @@ def test_a_device_is_named_and_one_that_is_not_there_refused(shell: Shell, lm: L
 def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shell, tmp_path: Path) -> None:
     assert "70000 is not an id of this model's vocabulary, 0 ... 256" in shell.refusal("--tokens", "3", "70000")
     assert "--allowed: 999 is not an id" in shell.refusal("--allowed", "999")
-    assert "is not valid UTF-8 (character 1). Give it as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
+    assert "is not valid UTF-8 (character 1). Pass the prompt as UTF-8." in shell.refusal("--file", "-", given=b"a\xff")
     assert "no room for a memory of 1,000,000,001 tokens" in shell.refusal(
         "--memory-len", str(10**12), "--max-tokens", str(10**9)
     )
@@ -272,7 +272,7 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     window = made(tmp_path / "window", same_length="memory")
     assert "Choose a --memory-len of 1 or more" in shell.refusal("--memory-len", "0", bundle=window)
     absolute = made(tmp_path / "absolute", positions="absolute")
-    assert "keeps no memory" in shell.refusal("--save-memory", "m", bundle=absolute)
+    assert "has no memory" in shell.refusal("--save-memory", "m", bundle=absolute)
     assert len(shell("--prompt", "ab", bundle=absolute)) > 2
 
 

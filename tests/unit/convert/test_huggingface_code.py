@@ -208,7 +208,7 @@ def test_what_cannot_be_exact_is_refused(taken: Taken) -> None:
         taken.model(ids, past_key_values=DynamicCache())
     with pytest.raises(IndexError):
         taken.model(ids + taken.model.config.vocab_size)
-    with pytest.raises(NotImplementedError, match="cannot go back"):
+    with pytest.raises(NotImplementedError, match="cannot be cropped"):
         taken.model(ids, use_cache=True).past_key_values.crop(-1)
 
 

@@ -412,7 +412,9 @@ def test_two_tensors_of_one_name_and_different_values_are_refused(tmp_path: Path
     change_weights(path, "original", lambda weights: weights.update({f"module.{name}": weights[name].clone()}))
     import_model(path, tmp_path / "bundle", format="original", **arguments)
     change_weights(path, "original", lambda weights: weights.update({f"_orig_mod.{name}": weights[name] + 1}))
-    with pytest.raises(CheckpointError, match=rf"{name} and _orig_mod.{name} are one tensor of different values"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name} and _orig_mod.{name} must be the same tensor, but have different values"
+    ):
         import_model(path, tmp_path / "other", format="original", **arguments)
 
 

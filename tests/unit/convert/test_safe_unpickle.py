@@ -305,7 +305,7 @@ def test_a_module_that_holds_itself_is_an_error(tmp_path: Path) -> None:
     inner = name_part("torch.nn", "Module") + b")\x81q\xc8"  # memo 200
     part = inner + b"}" + part_of("_modules") + b"}" + part_of("child") + b"h\xc8ssb"
     read = read_pickle_file(write_plain(tmp_path / "loop.pkl", part))
-    with pytest.raises(CheckpointError, match="holds itself, as child"):
+    with pytest.raises(CheckpointError, match="contains itself, as child"):
         modules_tensors(read)
 
 

@@ -375,10 +375,10 @@ def test_settings_may_be_arrays_and_tensors(lm: LanguageModel) -> None:
 @pytest.mark.parametrize("given", [None, 5, b"ab", [1.5], ["a"], {"prompt": "a"}, {5}, [True], torch.tensor([[1, 2]])])
 def test_what_is_neither_text_nor_ids_is_refused_by_everything(lm: LanguageModel, given: Any) -> None:
     for call in (lm.generate, lm.stream, lm.score, lm.memory, lm.prompt, lm.decode):
-        with pytest.raises(ConfigError, match=r"is not an? (list of ids|id), .*Correct it"):
+        with pytest.raises(ConfigError, match=r"is not a (list of token ids|token id) .*Correct the (list|id)"):
             call(given)
     for several in (lm.generate_batch, lm.score_batch):
-        with pytest.raises(ConfigError, match=r"is not an? (list of ids|id), .*Correct it"):
+        with pytest.raises(ConfigError, match=r"is not a (list of token ids|token id) .*Correct the (list|id)"):
             several([given])
     if not isinstance(given, list | dict | set | torch.Tensor):
         with pytest.raises(ConfigError, match="is not a text"):
@@ -412,7 +412,7 @@ def test_one_text_is_not_taken_for_several_nor_a_number_for_a_memory(lm: Languag
 def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenizer: Tokenizer) -> None:
     memory = lm.empty_memory(num_rows=2, chunk_len=5)
     for inputs in (torch.zeros(2, 6, dtype=torch.int64), torch.zeros(3, 5, dtype=torch.int64)):
-        with pytest.raises(ConfigError, match="Cut the inputs"):
+        with pytest.raises(ConfigError, match="Shorten the inputs"):
             lm.hidden(inputs, memory)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
     for wrong in (
@@ -437,9 +437,9 @@ def test_impossible_inputs_are_refused_with_a_remedy(lm: LanguageModel, tokenize
     with pytest.raises(ConfigError, match=r"Did you mean max_tokens\?"):
         lm.generate("a", max_token=2)
     absolute = model_of(tokenizer, positions="absolute")
-    with pytest.raises(ConfigError, match="keeps no memory"):
+    with pytest.raises(ConfigError, match="has no memory"):
         absolute.memory("a")
-    with pytest.raises(ConfigError, match="keeps no memory"):
+    with pytest.raises(ConfigError, match="has no memory"):
         absolute.generate("a", keep_memory=True)
     assert len(absolute.generate_batch(["a", "bcd"], max_tokens=5)[1][0].ids) == 5
     assert absolute.score("the cat").shape == (len(absolute.encode("the cat")),)
@@ -520,7 +520,7 @@ def test_of_several_documents_a_model_with_masks_scores_each_as_if_it_were_alone
     assert (behind[-len(found) :] - found).abs().max() <= 1e-10
     assert (lm.score_batch(["a", together, "the cat"], memory_len=50)[1] - found).abs().max() <= 1e-10
     assert (plain.score(together, memory_len=50) - found).abs().max() > 1e-3
-    with pytest.raises(ConfigError, match="is not a document"):
+    with pytest.raises(ConfigError, match="belongs to no document"):
         lm.score("a", zero_memory=True)
 
 
@@ -610,5 +610,5 @@ def test_absolute_positions_that_were_allowed_a_memory_are_scored_over_it_and_wr
     assert not torch.allclose(vanilla.score(text), expected)
     settings: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0}
     assert lm.generate(text, **settings).text == vanilla.generate(text, **settings).text
-    with pytest.raises(ConfigError, match="absolute positions keeps no memory"):
+    with pytest.raises(ConfigError, match="absolute positions has no memory"):
         lm.generate(text, keep_memory=True, **settings)

@@ -183,7 +183,7 @@ def test_bad_arguments_are_refused_and_answered_in_a_line(setting: Setting) -> N
     from txl_dist.inference.lm_eval_adapter import HarnessModel
 
     for arguments in (f"pretrained={setting.bundle}", f"path={setting.bundle},memory_len=many", ""):
-        with pytest.raises(ConfigError, match="give path=BUNDLE and, if wanted, memory_len=TOKENS"):
+        with pytest.raises(ConfigError, match="give path=BUNDLE and optionally memory_len=TOKENS"):
             HarnessModel.create_from_arg_string(arguments)
     with pytest.raises(CheckpointError, match="txl export"):
         HarnessModel.create_from_arg_string("path=nowhere")

@@ -232,7 +232,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "allowed_token_ids": [99999]}, 400, "allowed_token_ids: 99999 is not an id"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
-    ({"prompt": "a", "stream_options": {}}, 400, "stream_options are for streams"),
+    ({"prompt": "a", "stream_options": {}}, 400, "stream_options need stream"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options: unknown field 'x'. Leave it"),
     ({"prompt": "a", "stop": [""]}, 400, "stop: string should have at least 1 character, not ''"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix: not supported: nothing can be put into a text. Leave it out."),

@@ -153,7 +153,10 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
         ({1, 2}, "seen, holds a set"),
         (np.float32(1), "seen, holds a float32"),
         (np.zeros(3), "seen, holds a ndarray"),
-        ({"a": torch.zeros(1)}, "seen.a, holds a Tensor, which a checkpoint cannot keep. Put tensors at the top level"),
+        (
+            {"a": torch.zeros(1)},
+            "seen.a, holds a Tensor, which a checkpoint cannot store. Put tensors at the top level",
+        ),
         ({1: 2}, "use text as keys|Use text as keys"),
         ([[print]], r"seen\[0\]\[0\], holds a builtin"),
         (b"bytes", "seen, holds a bytes"),

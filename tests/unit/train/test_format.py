@@ -129,7 +129,7 @@ def test_another_version_is_refused_with_the_way_out(
     tmp_path: Path, version: int | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = with_version(version, tmp_path / "step_000000016")
-    sentence = f"has format version {version}; this program reads 2, 3 and 4. Use the version of txl_dist that wrote"
+    sentence = f"has format version {version}, but this version of txl_dist reads 2, 3 and 4. Use the version"
     with pytest.raises(CheckpointError, match=sentence):
         read_state(folder)
     for words in (["inspect", str(folder)], ["export", str(folder), str(tmp_path / "bundle")]):
@@ -146,7 +146,7 @@ def test_a_run_of_a_later_version_is_left_alone(tmp_path: Path) -> None:
     shutil.copy(GOLDENS[0] / "settings.toml", settings)
     done = txl("train", str(settings), "--data.path", str(GOLDENS[0] / "corpus"), "--run.dir", "run", cwd=tmp_path)
     assert done.returncode == 2
-    assert "has format version 5; this program reads 2, 3 and 4" in done.stderr
+    assert "has format version 5, but this version of txl_dist reads 2, 3 and 4" in done.stderr
     assert (folder.stat().st_mtime_ns, sorted(folder.rglob("*"))) == before
 
 
@@ -155,7 +155,7 @@ def test_a_manifest_of_a_later_version_is_a_problem_that_says_so(tmp_path: Path)
     shutil.copytree(CHECKPOINT, folder)
     content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     write_hashed_json(folder / MANIFEST, content | {"format_version": 7})
-    assert problems_of(folder) == [f"{folder / MANIFEST} has format version 7; this program knows 1"]
+    assert problems_of(folder) == [f"{folder / MANIFEST} has format version 7, but this version of txl_dist reads 1"]
 
 
 @pytest.mark.slow

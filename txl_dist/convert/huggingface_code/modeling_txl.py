@@ -142,7 +142,9 @@ class TxlMemory(Cache):
 
     def crop(self, tokens_to_remove):
         """Raise NotImplementedError, because positions that the memory dropped cannot come back."""
-        raise NotImplementedError("a memory of fixed length cannot go back. Copy it before (copy.deepcopy).")
+        raise NotImplementedError(
+            "a memory of fixed length cannot be cropped to an earlier position. Copy the memory before (copy.deepcopy)."
+        )
 
     def reorder_cache(self, beam_idx):
         """Keep the rows that beam search continues, in the order of `beam_idx`."""

@@ -68,8 +68,8 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
         if size > limit:
             raise TrainingError(
                 f"the states of callbacks ({', '.join(states)}) hold {format_bytes(size)} of {what}; a "
-                f"checkpoint takes {format_bytes(limit)} at most. Keep large values in a file of your own, "
-                "and its name in the state."
+                f"checkpoint takes {format_bytes(limit)} at most. Store large values in a separate file, and the "
+                f"file's name in the state."
             )
     return tensors, metadata
 
@@ -124,6 +124,6 @@ def _unfit(name: str, where: str, value: object, remedy: str) -> TrainingError:
     else:
         place = ""
     return TrainingError(
-        f"callback {name}: state_dict(){place} holds a {type(value).__name__}, which a checkpoint cannot keep. "
+        f"callback {name}: state_dict(){place} holds a {type(value).__name__}, which a checkpoint cannot store. "
         f"{remedy[0].upper()}{remedy[1:]}."
     )

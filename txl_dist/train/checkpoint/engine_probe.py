@@ -94,8 +94,9 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
         if not worst <= tolerance:
             raise CheckpointError(
                 f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "
-                f"saved with, more than {tolerance:.3g}. Its weights are not those of this save. Move it away, "
-                "and the same command continues from the checkpoint before it; if none reproduces its probe, report it."
+                f"saved with, more than {tolerance:.3g}. The weights are not those that were saved. Move the "
+                f"checkpoint away: the same command then resumes from the previous checkpoint. If no checkpoint "
+                f"reproduces its probe, report this."
             )
         return worst
 
@@ -114,4 +115,4 @@ def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
         is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
         if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
             return probe
-    raise CheckpointError(f"{path} holds no probe. Use another checkpoint.")
+    raise CheckpointError(f"{path} contains no probe (tokens with their losses). Use another checkpoint.")

@@ -82,7 +82,7 @@ class FragmentFiles:
             if index == len(self._opened) and not self._open_next():
                 raise CheckpointError(
                     f"{self._folder} lacks {length - num_read} of {length} values {kind} of {parameter} from "
-                    f"{start + num_read} on. It belongs to another model; use another checkpoint."
+                    f"{start + num_read} on. The checkpoint belongs to another model. Use another checkpoint."
                 )
             copied = self._opened[index].copy_into(values[num_read:], kind, parameter, start=start + num_read)
             num_read = num_read + copied
@@ -108,7 +108,7 @@ class FragmentFiles:
                 return self._opened[index]
             index += 1
         raise CheckpointError(
-            f"{self._folder} has no {parameter}. It belongs to another model; use another checkpoint."
+            f"{self._folder} has no {parameter}. The checkpoint belongs to another model. Use another checkpoint."
         )
 
     def _open_next(self) -> bool:

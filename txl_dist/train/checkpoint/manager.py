@@ -145,8 +145,8 @@ class CheckpointManager:
         for name, buffer in _buffers_of(self._engine):
             if not torch.equal(buffer, self._buffers[name]):
                 raise TrainingError(
-                    f"training has changed the buffer {name} of the model, which a checkpoint does not hold: a resume "
-                    "or an export would lose it. Make it a parameter, or compute it in forward."
+                    f"training has changed the buffer {name} of the model, which a checkpoint does not store, so a "
+                    f"resume or an export would lose the buffer. Make the buffer a parameter, or compute it in forward."
                 )
 
     def finish(self, step: int) -> bool:
@@ -224,7 +224,8 @@ class CheckpointManager:
                 self._watch.stops.clear()  # the request was obeyed
         raise raised_everywhere(
             CheckpointError(
-                f"step {state.step} could not be saved {when}; the log says why. Fix that; the same command then "
+                f"step {state.step} could not be saved {when}. The log contains the reason. Remove the cause. The "
+                f"same command then "
                 f"{self._resume_hint()}."
             )
         )
@@ -383,7 +384,7 @@ def _check_is_there(run_dir: Path) -> None:
     """Check that the run directory still exists. Raises CheckpointError if it does not."""
     if was_removed(run_dir):
         raise CheckpointError(
-            f"the run directory {run_dir} was removed or moved during the run, and is not created again: nothing more "
-            "can be saved. Restore it, or name its new place with --run.dir: the same command continues from its "
-            "newest complete checkpoint."
+            f"the run directory {run_dir} was removed or moved during the run, and is not created again, so nothing "
+            f"more can be saved. Restore the directory, or name its new path with --run.dir. The same command then "
+            f"continues from its newest complete checkpoint."
         )

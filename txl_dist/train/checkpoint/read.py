@@ -122,7 +122,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
         problems, saved = look(folder)
         if problems:
             raise CheckpointError(
-                f"--resume {resume}: it is damaged: {'; '.join(problems[:5])}. "
+                f"--resume {resume}: this checkpoint is damaged: {'; '.join(problems[:5])}. "
                 "Name another checkpoint folder, or use --resume auto, must or never."
             )
         if existing and existing[-1].name > folder.name:
@@ -327,4 +327,4 @@ def require_corpus(checkpoint: Path, config: Config) -> str:
     else:
         kept_path = os.path.abspath(path)
     places = " or ".join(dict.fromkeys([kept_path, os.path.abspath(path)]))
-    raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the place where it is with --data.")
+    raise DataError(f"the corpus of {checkpoint} is no longer at {places}. Name the corpus's new path with --data.")

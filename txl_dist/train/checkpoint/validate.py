@@ -139,7 +139,7 @@ def read_state(folder: Path) -> SavedState:
         *others, last = READABLE_VERSIONS
         readable = f"{', '.join(map(str, others))} and {last}"
         raise _OtherVersionError(
-            f"{folder} has format version {version}; this program reads {readable}. "
+            f"{folder} has format version {version}, but this version of txl_dist reads {readable}. "
             "Use the version of txl_dist that wrote it."
         )
     try:

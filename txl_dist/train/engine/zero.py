@@ -530,8 +530,8 @@ def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[
     original: Callable[..., Any] | None = getattr(optimizer, name, None)
     if original is None:
         raise TrainingError(
-            f"DeepSpeed's {type(optimizer).__name__} has no {name} any more, without which gradients would not be "
-            "clipped. Install the version that constraints.txt names."
+            f"DeepSpeed's {type(optimizer).__name__} has no {name} any more, which gradient clipping needs. Install "
+            f"the version that constraints.txt names."
         )
     setattr(optimizer, name, method)
     return original

@@ -88,8 +88,8 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
         if num_sharing > 1:
             has += f" for {num_sharing} ranks"
     raise ConfigError(
-        f"the run does not fit into memory: {predicted} are predicted, and {has}. It would fit with "
-        f"{remedy or 'a smaller model only'}. --engine.check_memory False starts it anyway."
+        f"the run does not fit into memory: {predicted} are predicted, and {has}. The run would fit with "
+        f"{remedy or 'a smaller model only'}. --engine.check_memory False starts the run anyway."
     )
 
 

@@ -83,7 +83,7 @@ class RunLock:
         except OSError as error:
             raise ConfigError(
                 f"cannot lock the run directory {run_dir}: {why_unwritable(head, error)}. "
-                "Correct that, or choose another --run.dir."
+                "Correct the cause, or choose another --run.dir."
             ) from error
         lock = RunLock(head, nonce=nonce, content=content)
         lock._thread.start()

@@ -34,8 +34,8 @@ class Watch(NamedTuple):
         """
         if self.lock is not None and self.lock.is_lost:
             raise CheckpointError(
-                f"another job has taken {self.lock.run_dir} over while this one sent no heartbeat. The run is left to "
-                "that job; this one saves nothing."
+                f"another job has taken {self.lock.run_dir} over, because this job sent no heartbeat. That job "
+                f"continues the run, and this job saves nothing more."
             )
 
     def confirm_lock(self) -> None:

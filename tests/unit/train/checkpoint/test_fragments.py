@@ -62,11 +62,13 @@ def test_what_lies_near_opens_no_other_file(tmp_path: Path) -> None:
 
 def test_missing_pieces_and_other_models_are_refused_by_the_name_of_the_parameter(tmp_path: Path) -> None:
     found = files(tmp_path / "engine", [fragment("a", 0, [0.0, 1.0])], [fragment("a", 4, [4.0])])
-    with pytest.raises(CheckpointError, match=r"lacks 3 of 5 values weight of a from 2 on\. It belongs to another"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks 3 of 5 values weight of a from 2 on\. The checkpoint belongs to another"
+    ):
         found.read(WEIGHT, "a", start=0, length=5)
     with pytest.raises(CheckpointError, match="lacks 3 of 3 values weight of other"):
         found.read(WEIGHT, "other", start=0, length=3)
-    with pytest.raises(CheckpointError, match=r"has no other\. It belongs to another model"):
+    with pytest.raises(CheckpointError, match=r"has no other\. The checkpoint belongs to another model"):
         found.step_of("other")
     with pytest.raises(CheckpointError, match="a has no momentum"):
         found.read("momentum", "a", start=0, length=1)

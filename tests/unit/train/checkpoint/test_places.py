@@ -64,10 +64,10 @@ def test_a_corpus_that_is_gone_is_looked_for_with_data(project: Path, monkeypatc
     config = config_of("data/first")
     checkpoint = checkpoint_of(project / "c", config)
     os.rename("data", "elsewhere")
-    with pytest.raises(DataError, match=f"no longer at {project}/data/first. Name the place where it is with --data"):
+    with pytest.raises(DataError, match=f"no longer at {project}/data/first. Name the corpus's new path with --data"):
         require_corpus(checkpoint, config)
     monkeypatch.chdir("/")
-    with pytest.raises(DataError, match=f"no longer at {project}/data/first or /data/first. Name the place"):
+    with pytest.raises(DataError, match=f"no longer at {project}/data/first or /data/first. Name the corpus"):
         require_corpus(checkpoint, config)
 
 
@@ -82,5 +82,5 @@ def test_a_checkpoint_that_knows_no_places_or_wrong_ones_leaves_the_given_paths(
     assert with_corpora_found(config, checkpoint) == config
     assert require_corpus(checkpoint, config) == "data/first"
     monkeypatch.chdir("/")
-    with pytest.raises(DataError, match="Name the place where it is with --data"):
+    with pytest.raises(DataError, match="Name the corpus's new path with --data"):
         require_corpus(checkpoint, config)

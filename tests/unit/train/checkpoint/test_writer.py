@@ -479,7 +479,9 @@ def test_a_save_that_failed_is_due_again_soon_and_the_last_one_is_tried_until_it
         one.begin(it.state(50))
         assert one.finish(52) is not asynchronous
         assert [step for step in range(51, 101) if one.is_due(step)] == [57 if asynchronous else 55, 100]
-        with pytest.raises(CheckpointError, match=r"step 52 could not be saved in 0\.05 s; .* then starts from step 0"):
+        with pytest.raises(
+            CheckpointError, match=r"step 52 could not be saved in 0\.05 s\. .* then starts from step 0"
+        ):
             one.finish_last(it.state(52), patience_s=0.05)
     assert records.events[0] == ("save_failed", 50)
     assert len(records.events) > 2
@@ -551,7 +553,9 @@ def test_a_signal_to_one_rank_ends_the_attempts_on_all(tmp_path: Path) -> None:
     results = run_ranks(hear_one_rank, str(tmp_path / "run"), world_size=2, folder=tmp_path / "results")
     assert results == [results[0]] * 2
     message, attempts, left = results[0]
-    assert message.startswith("step 7 could not be saved before SIGTERM ended the attempts; the log says why")
+    assert message.startswith(
+        "step 7 could not be saved before SIGTERM ended the attempts. The log contains the reason"
+    )
     assert (attempts, left) == ([("save_failed", 7)] * 2, ["checkpoints"])
 
 
