@@ -70,7 +70,9 @@ def generate(
     if save_memory is not None and not is_one_text:
         raise ConfigError("--save-memory keeps the memory of one text. Give one prompt, and one sample.")
     if writing.log_probs >= 0 and out is None:
-        raise ConfigError("--log-probs are written as JSON. Give --out FILE; --out - is standard output.")
+        raise ConfigError(
+            "--log-probs writes JSON and needs an output file. Give --out FILE, or --out - for standard output."
+        )
     _check_memory_files(load_memory, save_memory)
     for path in (file, jsonl, load_memory):
         _check_exists(path)
@@ -100,7 +102,7 @@ def _check_has_values(flag: str, values: tuple[Any, ...], kind_of_value: str) ->
     if values or values is _NOT_GIVEN:
         return
     raise ConfigError(
-        f"{flag} needs {kind_of_value} or more. Leave the flag out, or give --prompt '', for a new document."
+        f"{flag} needs {kind_of_value} or more. For a new document, leave {flag} out, or give --prompt ''."
     )
 
 
@@ -144,7 +146,7 @@ def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | No
         return
     for read_path in read_paths:
         if read_path is not None and read_path.exists() and path.samefile(read_path):
-            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another file.")
+            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another file with {flag}.")
 
 
 def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) -> None:
@@ -153,4 +155,4 @@ def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) 
         return
     for memory in memories:
         if memory is not None and memory.resolve() == out.resolve():
-            raise ConfigError(f"--out {out} is the file of a memory. Name another file.")
+            raise ConfigError(f"--out {out} is also the file of a memory. Name another file with --out.")

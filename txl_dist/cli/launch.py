@@ -104,7 +104,7 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     if config_at is None:
         if not {"-h", "--help"} & set(words):
             raise ConfigError(
-                "no word ends in .toml, which would be the configuration.", "", *fitted(USAGE).splitlines()
+                "no argument ends in .toml, so the configuration file is missing.", "", *fitted(USAGE).splitlines()
             )
         echo(fitted(USAGE))
         return 0
@@ -330,10 +330,11 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
         if value == "":
             raise ConfigError(f"{flag} needs a value: NODE:SLOT,SLOT@NODE. Is a shell variable unset?")
     if asked.include and asked.exclude:
-        raise ConfigError("--include and --exclude cannot be given together. Leave one out.")
+        raise ConfigError("--include and --exclude cannot be given together. Leave out one of these flags.")
     if (asked.include or asked.exclude) and (asked.num_accelerators or asked.num_gpus or asked.num_nodes):
         raise ConfigError(
-            "--include and --exclude choose the ranks: leave out --num_accelerators, --num_gpus and --num_nodes."
+            "--include and --exclude already choose the ranks. Leave out --num_accelerators, --num_gpus and "
+            "--num_nodes."
         )
     for flag, choices in CHOICES.items():
         value = _value_of(asked, flag)
@@ -346,7 +347,9 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
         if compared not in choices:
             raise ConfigError(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
     if not has_hosts and int(asked.num_nodes or 1) != 1:
-        raise ConfigError(f"--num_nodes {asked.num_nodes} needs the machines: give them by --hostfile.")
+        raise ConfigError(
+            f"--num_nodes {asked.num_nodes} needs the names of the machines. Give a file of them with --hostfile."
+        )
 
 
 def _uses_pdsh(asked: argparse.Namespace, *, num_hosts: int) -> bool:
@@ -457,7 +460,7 @@ def _slots(hostfile: str | None) -> dict[str, int]:
                 f"--hostfile {file}: line {number} names {host} a second time. Name each machine on one line only."
             )
         if num_slots < 1:
-            raise ConfigError(f"--hostfile {file}: line {number} gives {host} no slots. Leave the line out.")
+            raise ConfigError(f"--hostfile {file}: line {number} gives {host} no slots. Remove this line.")
         hosts[host] = num_slots
     if not hosts:
         raise ConfigError(f"--hostfile {file} names no machine. {remedy}")

@@ -83,7 +83,7 @@ def train(argv: Sequence[str]) -> int:
         return 2
     arguments = _train_arguments(argv)
     if arguments.all and not arguments.dry_run:
-        raise ConfigError("--all shows the settings of a dry run. Add --dry-run, or leave it out.")
+        raise ConfigError("--all works only with --dry-run. Add --dry-run, or leave out --all.")
     if arguments.ranks != 1 and not arguments.dry_run:
         raise ConfigError(_how_to_start_ranks(argv, num_ranks=arguments.ranks))
     _check_paths(arguments)

@@ -94,23 +94,21 @@ def export(
     if push_to_hub:
         check_login(push_to_hub)
     elif private:
-        raise ConfigError(
-            "--private is about a repository that --push-to-hub makes. Give --push-to-hub OWNER/NAME too."
-        )
+        raise ConfigError("--private needs a repository that --push-to-hub creates. Give --push-to-hub OWNER/NAME too.")
     source = local_source(source)
     kind = require(source, *TRAINED)
     if ema and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
-            f"--ema makes a bundle of a run or a checkpoint, and this would make {format} of {kind.value}. "
-            "Export such a bundle first, then this from it."
+            f"--ema exports a run or a checkpoint to a bundle, but this command exports {kind.value} to "
+            f"{format}. First export a bundle with --ema, then export {format} from that bundle."
         )
     _require_output(out, _WRITES[format])
     if format == "onnx" and dtype != "fp32":
         raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
     if dtype == "int8" and format != "bundle":
         raise ConfigError(
-            f"int8 is a type of our bundles, which readers of --format {format} cannot load. Give another --dtype, "
-            "or --format bundle."
+            f"int8 weights can be stored in bundles only. Programs that read --format {format} cannot load them. "
+            "Give another --dtype, or give --format bundle."
         )
     stated.check()
     remark = stated.remark()

@@ -150,7 +150,9 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             record = parse_record(line)
             json.dumps(record, allow_nan=False)  # the output will write it again
         except RecursionError as error:
-            raise ConfigError(f"{place}nested too deeply to be written back with its texts. Remove it.") from error
+            raise ConfigError(
+                f"{place}this record is nested too deeply to be written to the output. Remove this record."
+            ) from error
         except ValueError as error:
             raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
         if isinstance(record, Record):
@@ -161,10 +163,10 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             raise ConfigError(f"{place}the record has {', '.join(sorted(values.repeated))} twice. Keep each key once.")
         texts = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None]
         if len(texts) != 1 or not (isinstance(texts[0], str) or _is_list_of_ids(texts[0])):
-            raise ConfigError(f'{place}it must be an object with "prompt", a text, or "tokens", a list of ids.')
+            raise ConfigError(f'{place}it must be an object with "prompt" (a text) or "tokens" (a list of ids).')
         taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
         if taken:
-            raise ConfigError(f"{place}{', '.join(taken)}: the output would overwrite it. Rename it.")
+            raise ConfigError(f"{place}{', '.join(taken)}: the output would overwrite this key. Rename the key.")
         yield PromptInput(texts[0], record, place)
 
 
@@ -183,7 +185,7 @@ def read_lines(path: Path) -> Iterator[str]:
     try:
         if path == STANDARD:
             if sys.stdin is None:
-                raise ConfigError("standard input is closed. Name a file.")
+                raise ConfigError("standard input is closed. Name a file of prompts.")
             if isinstance(sys.stdin, TextIOWrapper):
                 read_as_text(sys.stdin)
             yield from sys.stdin

@@ -60,12 +60,12 @@ def check_remote(places: Mapping[str, str], *, environment: Mapping[str, str]) -
     for what, path in places.items():
         if not _PLAIN.fullmatch(path):
             raise ConfigError(
-                f"{what} {path!r} has a character that does not reach other machines unchanged. Use letters, digits "
-                "and @ + = : , . / - _ alone, or start each node with --no_ssh --node_rank N."
+                f"{what} {path!r} has a character that ssh would change on the way to other machines. Use only "
+                "letters, digits and @ + = : , . / - _, or start each node with --no_ssh --node_rank N."
             )
     for name, value in environment.items():
         if name.startswith(_SENT_VARIABLES) and (found := _CHANGED_IN_QUOTES.search(value)):
             raise ConfigError(
-                f"the variable {name} holds {found[0]!r}, which does not reach other machines unchanged. Change or "
-                "unset it, or start each node with --no_ssh --node_rank N."
+                f"the variable {name} holds {found[0]!r}, which ssh would change on the way to other machines. "
+                f"Change or unset {name}, or start each node with --no_ssh --node_rank N."
             )

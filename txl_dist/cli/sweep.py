@@ -64,7 +64,10 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")
     kind = detect_artifact(arguments.out)
     if kind is not ArtifactKind.NOTHING:
-        raise ConfigError(f"--out {arguments.out} is {kind.value}, and runs would lie in it. Choose another --out.")
+        raise ConfigError(
+            f"--out {arguments.out} is {kind.value}, and a sweep must not write runs into it. "
+            "Choose another folder with --out."
+        )
     from txl_dist.launcher.sweep import parse_axis, train_grid
 
     lines, code = train_grid(
@@ -89,8 +92,8 @@ def _check(config: Config) -> None:
     check_vocabulary(config.model, vocab_size=corpus.vocab_size)
     if lacks_eval_split(config.data, corpus):
         raise ConfigError(
-            f"a sweep is decided by the validation split, and {corpus.location} has none. Prepare it with --valid PATH "
-            "or a --valid-fraction, or name a split with --data.eval_split."
+            f"a sweep ranks its runs by their loss on the validation split, but {corpus.location} has no validation "
+            "split. Prepare the corpus with --valid PATH or --valid-fraction, or name a split with --data.eval_split."
         )
 
 

@@ -86,4 +86,4 @@ def check_config_file(file: str) -> None:
         recipes = {path.stem: path for path in find_recipes()}
         hint = did_you_mean(Path(file).stem, recipes, spell=lambda name: str(recipes[name]))
         if hint:
-            raise ConfigError(f"cannot read the config file {file}: there is none.{hint}")
+            raise ConfigError(f"cannot read the config file {file}: the file does not exist.{hint}")

@@ -85,11 +85,11 @@ class Overrides:
         a corpus.
         """
         if is_bundle and not data:
-            raise ConfigError(f"{target} is a bundle, which names no corpus. Name one with --data.")
+            raise ConfigError(f"{target} is a bundle, which names no corpus. Name a corpus with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
             if not getattr(self, name):
                 raise ConfigError(
-                    f"{flag_of(name)} needs a value: 0 or more tokens, or several, for instance {example}."
+                    f"{flag_of(name)} needs one or more values in tokens, each 0 or more, for instance {example}."
                 )
         check_bounds(self)
         if self.peer is not None:
@@ -109,7 +109,7 @@ class Overrides:
         if found:
             raise ConfigError(
                 f"{', '.join(found)} contradicts --protocol {self.protocol}, which fixes this itself "
-                f"({peer.source}). Leave one of the two out."
+                f"({peer.source}). Leave out {', '.join(found)}, or leave out --protocol."
             )
 
 
@@ -138,7 +138,8 @@ class Outputs:
             )
         if self.plot is not None and not is_several:
             raise ConfigError(
-                "--plot draws losses over several lengths. Give several to --memory-len, --segment-len or --clamp-len."
+                "--plot draws losses over several lengths. Give several values to --memory-len, --segment-len or "
+                "--clamp-len."
             )
         require_apart({"--json": self.json, "--log-probs": self.log_probs, "--plot": self.plot})
         if is_alone():
@@ -194,7 +195,8 @@ class AdaptationOptions:
             for name in names:
                 if getattr(self, name) != getattr(AdaptationOptions, name):
                     raise ConfigError(
-                        f"{flag_of(name)} is of --adapt {kind}, not of --adapt {self.adapt}. Leave one out."
+                        f"{flag_of(name)} works only with --adapt {kind}, not with --adapt {self.adapt}. Leave out "
+                        f"{flag_of(name)}, or give --adapt {kind}."
                     )
         if self.adapt == "off":
             return
@@ -205,8 +207,8 @@ class AdaptationOptions:
             )
         if self.adapt == "dynamic" and not is_alone():
             raise ConfigError(
-                "--adapt dynamic changes one set of weights from segment to segment, and its steps are not shared out. "
-                "Run it as one process."
+                "--adapt dynamic updates the weights after every segment and cannot split these updates over ranks. "
+                "Start this evaluation as one process."
             )
 
 
@@ -251,7 +253,7 @@ class ReclSettings:
                 f"--max-context {self.max_context}: it must be at least two steps of --step {self.step} tokens."
             )
         if not self.r or not all(0 < share <= 1 for share in self.r):
-            raise ConfigError(f"--r {' '.join(map(str, self.r))}: shares must be above 0 and at most 1.")
+            raise ConfigError(f"--r {' '.join(map(str, self.r))}: each share of tokens must be above 0 and at most 1.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -197,8 +197,8 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
     for target in targets:
         if target.config.data.document_mask:
             raise ConfigError(
-                f"{target.path} confines each query to its own document (data.document_mask=True): its context "
-                "ends where the document begins. Leave it out."
+                f"{target.path} confines each query to its own document (data.document_mask=True): RECL needs "
+                "context beyond the document. Leave this model out."
             )
         if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:
             raise ConfigError(

@@ -169,8 +169,8 @@ def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) 
         )
     if overrides.zero_memory and config.data.document_mask:
         raise ConfigError(
-            "--zero-memory is not a document, and this model's queries see their own document only "
-            "(data.document_mask=True). Leave it out."
+            "--zero-memory has no effect here: this model's queries see their own document only "
+            "(data.document_mask=True), and a memory of zeros belongs to no document. Leave out --zero-memory."
         )
 
 
@@ -309,7 +309,7 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
     first = plans[0]
     raise raised_everywhere(
         ConfigError(
-            "--plot draws losses over several lengths, and those that are given come to one evaluation: "
+            "--plot draws losses over several lengths, but the given lengths all result in the same evaluation: "
             f"memory {first.memory_len:,}, segment {first.cut.segment_len:,}, clamp {first.config.model.clamp_len:,}. "
             "Give other lengths, or leave out --plot."
         )

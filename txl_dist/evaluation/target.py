@@ -36,8 +36,8 @@ class Target(NamedTuple):
             split_names = ", ".join(corpus.split_names)
             raise DataError(
                 f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {split_names}. "
-                "Name one with --split; or, with --data, a corpus that has it, prepared with --tokenizer-file and the "
-                f"tokenizer.json of {self.path}."
+                "Name another split with --split. Or name with --data a corpus that has this split, prepared with "
+                f"--tokenizer-file and the tokenizer.json of {self.path}."
             )
         return corpus.split(config.data.eval_split)
 
@@ -49,8 +49,9 @@ class Target(NamedTuple):
         corpus = self._corpus(path or config.data.path, config)
         if config.data.train_split not in corpus.split_names:
             raise DataError(
-                f"{corpus.location} has no split {config.data.train_split!r} to measure gradients on; it has "
-                f"{', '.join(corpus.split_names)}. Name a corpus that has it with --adapt-train, of the same tokenizer."
+                f"{corpus.location} has no split {config.data.train_split!r} to measure gradients on. The corpus has "
+                f"{', '.join(corpus.split_names)}. Name with --adapt-train a corpus of the same tokenizer that has "
+                "this split."
             )
         return corpus.split(config.data.train_split)
 
@@ -60,8 +61,8 @@ class Target(NamedTuple):
         if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
             raise DataError(
                 f"{path} was prepared with another tokenizer than {self.path} was trained with. "
-                f"Prepare the text with --tokenizer-file and the tokenizer.json of {self.path}, token ids with its "
-                "--vocab-list."
+                f"Prepare text with --tokenizer-file and the tokenizer.json of {self.path}. Prepare token ids with "
+                f"--vocab-list and the vocabulary of {self.path}."
             )
         return corpus
 
@@ -112,7 +113,7 @@ def require_same(targets: Sequence[Target]) -> None:
         if len(distinct) > 1:
             raise raised_everywhere(
                 CheckpointError(
-                    f"the ranks have read different models: {', '.join(distinct)}. Name one model for all ranks."
+                    f"the ranks read different models: {', '.join(distinct)}. Name one model for all ranks."
                 )
             )
 

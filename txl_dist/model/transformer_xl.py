@@ -50,8 +50,8 @@ class TransformerXL(nn.Module):
         super().__init__()
         if not isinstance(model, ModelSection) or not isinstance(vocab_size, int):
             raise ConfigError(
-                f"TransformerXL of a {type(model).__name__} and vocab_size={vocab_size!r:.80}: pass the model section "
-                "of a configuration (config.model), and the vocabulary size as a whole number."
+                f"TransformerXL was called with a {type(model).__name__} and vocab_size={vocab_size!r:.80}. Pass the "
+                "model section of a configuration (config.model), and the vocabulary size as a whole number."
             )
         check_vocabulary(model, vocab_size=vocab_size)
         self.section = model
@@ -113,8 +113,8 @@ class TransformerXL(nn.Module):
         scheme = section.scheme
         if not section.takes_memory and memory.memory_len:
             raise ConfigError(
-                f"a model with {section.positions} positions has no memory, and was given one of {memory.memory_len} "
-                "tokens. Run it with a memory of 0; for more context use longer segments."
+                f"a model with {section.positions} positions has no memory, but the call passes a memory of "
+                f"{memory.memory_len} tokens. Pass a memory of 0 tokens. For more context, use longer segments."
             )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)

@@ -341,8 +341,8 @@ class _Planner:
             sizes = [size for size, config in zip(sizes, staged, strict=True) if _is_valid(config)]
         if not sizes:
             raise ConfigError(
-                f"train.phases: on {counted(self.gpus, 'GPU')} no micro-batch divides the lanes of every "
-                "stage. Plan for fewer."
+                f"train.phases: on {counted(self.gpus, 'GPU')} no micro-batch divides the number of lanes "
+                "of every phase. Give a smaller --gpus."
             )
         for stage in range(4):
             for recompute in (False, True):

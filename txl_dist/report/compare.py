@@ -121,8 +121,8 @@ def _loss_cells(run: RunRecords, unit: Unit) -> list[str]:
 def _check_runs(run_dirs: Sequence[Path]) -> None:
     if not 2 <= len(run_dirs) <= MAX_RUNS:
         raise ConfigError(
-            f"{counted(len(run_dirs), 'run')} to compare: name 2 to {MAX_RUNS} run directories. "
-            "`txl report RUN` shows one."
+            f"{counted(len(run_dirs), 'run')} given, but a comparison needs 2 to {MAX_RUNS} run "
+            "directories. For one run, type `txl report RUN`."
         )
     places: dict[Path, Path] = {}
     for path in run_dirs:

@@ -51,18 +51,22 @@ class InspectOptions:
     def check(self, path: str, kind: ArtifactKind) -> None:
         """Raise ConfigError for flags that contradict each other, or that have no meaning for this kind of path."""
         if self.document >= 0 and not self.shard:
-            raise ConfigError(f"--document {self.document} is a number within a shard. Name the shard with `--shard`.")
-        if self.lane >= 0 and self.step < 1:
-            raise ConfigError(f"there is no step {self.step}: 1 is the first. Name the step as the log does.")
-        if self.num_clusters and self.cutoffs:
             raise ConfigError(
-                "--num-clusters computes the cutoffs that --cutoffs gives. Leave one of the two flags out."
+                f"--document {self.document} counts documents within one shard. Name that shard with `--shard`."
             )
+        if self.lane >= 0 and self.step < 1:
+            raise ConfigError(
+                f"there is no step {self.step}: 1 is the first. Give the number of a step as the log prints it."
+            )
+        if self.num_clusters and self.cutoffs:
+            raise ConfigError("--num-clusters and --cutoffs both set the cutoffs. Use only one of these flags.")
         if kind is not ArtifactKind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
             raise ConfigError(
-                f"{path} is not a corpus but {kind.value}, which knows its lanes and seed itself: leave out "
+                f"{path} is {kind.value}, which contains its number of lanes and its seed. Leave out "
                 f"{', '.join(flag_of(name) for name in _FOR_CORPORA)}, or inspect the corpus that it "
                 "reads."
             )
         if kind is ArtifactKind.CHECKPOINT and self.lane >= 0:
-            raise ConfigError(f"{path} is a checkpoint: name its run to see what a lane reads.")
+            raise ConfigError(
+                f"{path} is a checkpoint. To see what a lane reads, name the run directory of this checkpoint."
+            )

@@ -147,8 +147,8 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
         changed = _change_between(reached, saved)
         if changed:
             raise CheckpointError(
-                f"what the lanes read at step {step} is not known: {changed} before {behind[0].name}, and the "
-                f"checkpoint from before that is gone. Name a step after {saved_step}."
+                f"what the lanes read at step {step} cannot be computed: {changed} before {behind[0].name}, and no "
+                f"checkpoint from before that change exists. Name a step after {saved_step}."
             )
     return splits, state.advanced((step - 1 - start) * segment_len), segment_len
 

@@ -49,7 +49,8 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
     page = out or folder.resolve().with_name(folder.resolve().name + ".html")
     if page.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"a page in {folder} would count as damage: its manifest lists every file. Name another --out."
+            f"a page in {folder} would make `txl verify` report damage, because the manifest of {folder} lists every "
+            "file. Name another folder with --out."
         )
     check_writable(page)
     try:

@@ -166,11 +166,12 @@ def read_history(run_dir: Path) -> History:
         else:
             what = f"{path.name}: {error.strerror}"
         raise DataError(
-            f"{run_dir} is not a run with records: {what}. Name what `txl train` wrote (--run.dir)."
+            f"{run_dir} is not a run with records: {what}. Name a run directory that `txl train` wrote (--run.dir)."
         ) from error
     if not history.num_records:
         raise DataError(
-            f"{path} has no complete record yet. A run writes its first when it starts; wait for it, or name another."
+            f"{path} has no complete record yet. A run writes its first record when it starts. Wait for that record, "
+            "or name another run."
         )
     return history
 

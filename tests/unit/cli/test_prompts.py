@@ -201,7 +201,7 @@ def test_a_wrong_line_is_named_and_what_was_written_before_stays(shell: Shell, l
 )
 def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
     said = shell.refusal("--jsonl", "-", "--out", "-", given=line.encode())
-    assert re.search(r"-, line 1: \w+: the output would overwrite it\. Rename it\.", said), said
+    assert re.search(r"-, line 1: \w+: the output would overwrite this key\. Rename the key\.", said), said
 
 
 def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:
@@ -307,7 +307,7 @@ def test_texts_are_not_written_over_a_memory(shell: Shell) -> None:
     for words in (["--load-memory", "memory", "--out", "memory"], ["--save-memory", "new", "--out", "new"]):
         code, _, err = shell.called(("--prompt", "a", *words), given=b"", bundle=None)
         assert (code, len(err.splitlines())) == (2, 1), "before anything slow"
-        assert "is the file of a memory" in err
+        assert "is also the file of a memory" in err
     assert Path("memory").read_bytes() == before
     shell("--load-memory", "memory", "--prompt", "a", "--save-memory", "memory")
     assert Path("memory").read_bytes() != before

@@ -157,10 +157,10 @@ def test_weights_of_half_precision_are_stepped_in_fp32(made: Made, tmp_path: Pat
         ({**CACHE, "cache_share": -0.1}, {}, "--cache-share -0.1"),
         ({**CACHE, "cache_window": 0}, {}, "--cache-window 0: it must be 1 to"),
         ({**CACHE, "cache_window": 1 << 40}, {}, "--cache-window .*: it must be 1 to"),
-        ({**CACHE, "adapt_lr": 1e-3}, {}, "--adapt-lr is of --adapt dynamic, not of --adapt cache"),
-        ({**CACHE, "adapt_train": "x"}, {}, "--adapt-train is of --adapt dynamic"),
-        ({"cache_window": 7}, {}, "--cache-window is of --adapt cache, not of --adapt off"),
-        ({**DYNAMIC, "cache_share": 0.2}, {}, "--cache-share is of --adapt cache, not of --adapt dynamic"),
+        ({**CACHE, "adapt_lr": 1e-3}, {}, "--adapt-lr works only with --adapt dynamic, not with --adapt cache"),
+        ({**CACHE, "adapt_train": "x"}, {}, "--adapt-train works only with --adapt dynamic"),
+        ({"cache_window": 7}, {}, "--cache-window works only with --adapt cache, not with --adapt off"),
+        ({**DYNAMIC, "cache_share": 0.2}, {}, "--cache-share works only with --adapt cache, not with --adapt dynamic"),
         ({**DYNAMIC, "adapt_lr": 0.0}, {}, "--adapt-lr 0.0: it must be above 0"),
         ({**DYNAMIC, "adapt_lr": math.inf}, {}, "--adapt-lr inf: it must be above 0"),
         ({**DYNAMIC, "adapt_decay": -1.0}, {}, "--adapt-decay -1.0: it must be 0 or more"),
@@ -189,7 +189,7 @@ def test_a_file_of_log_probabilities_is_of_the_static_scores_and_refused_beside_
 def test_several_ranks_share_a_cache_of_each_lane_but_not_one_set_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     AdaptationOptions(**CACHE).check(Overrides(), Outputs())
-    with pytest.raises(ConfigError, match=r"--adapt dynamic .*Run it as one process"):
+    with pytest.raises(ConfigError, match=r"--adapt dynamic .*Start this evaluation as one process"):
         AdaptationOptions(**DYNAMIC).check(Overrides(), Outputs())
 
 
@@ -201,7 +201,7 @@ def test_text_of_other_tokens_or_without_a_training_split_measures_no_gradients(
         evaluated(made, DYNAMIC | {"adapt_train": str(tmp_path / "nowhere")})
     target = open_target(made.bundle, data=made.corpus.folder)
     assert target.train_text("", target.config).name == "train"
-    with pytest.raises(DataError, match=r"has no split 'other' .* Name a corpus that has it with --adapt-train"):
+    with pytest.raises(DataError, match=r"has no split 'other' .* Name with --adapt-train a corpus"):
         target.train_text("", changed(target.config, {"data.train_split": "other"}))
 
 

@@ -147,7 +147,7 @@ def test_overrides_that_contradict_each_other_are_refused(made: Made, changes: d
 
 def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path) -> None:
     made = make(tmp_path, document_mask=True)
-    with pytest.raises(ConfigError, match="--zero-memory is not a document"):
+    with pytest.raises(ConfigError, match="--zero-memory has no effect here"):
         evaluated(made, zero_memory=True)
 
 
@@ -453,7 +453,8 @@ def test_a_picture_of_one_length_is_refused_before_it_is_scored(
 ) -> None:
     monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
     with pytest.raises(
-        ConfigError, match=r"--plot draws .* come to one evaluation: .*Give other lengths, or leave out --plot"
+        ConfigError,
+        match=r"--plot draws .* all result in the same evaluation: .*Give other lengths, or leave out --plot",
     ):
         evaluate_trained(
             made.bundle, data=made.corpus.folder, overrides=Overrides(**changes), baselines=False,

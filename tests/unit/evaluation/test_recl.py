@@ -163,8 +163,8 @@ def test_the_draw_is_a_seed_s_and_cut_to_the_split(
     [
         ({"step": 0}, "--step 0: it must be 1 to 1,048,576 tokens"),
         ({"max_context": 15}, "--max-context 15: it must be at least two steps of --step 10 tokens"),
-        ({"r": (0.5, 1.5)}, "--r 0.5 1.5: shares must be above 0 and at most 1"),
-        ({"r": ()}, "--r : shares must be"),
+        ({"r": (0.5, 1.5)}, "--r 0.5 1.5: each share of tokens must be above 0 and at most 1"),
+        ({"r": ()}, "--r : each share of tokens must be"),
         ({"num_tokens": 0}, "--num-tokens 0: it must be 1 to"),
         ({"max_context": 10**5}, "no more than --max-context 100000"),
         ({"split": "test"}, "has no split 'test' to score"),
@@ -213,7 +213,7 @@ def test_ranks_that_read_different_checkpoints_are_refused(
     group: list[Made], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("txl_dist.evaluation.target.gather_objects", lambda own: [own, [own[0], "step_9"]])
-    with pytest.raises(CheckpointError, match=r"the ranks have read different models: .*step 1, step_9\. Name one"):
+    with pytest.raises(CheckpointError, match=r"the ranks read different models: .*step 1, step_9\. Name one"):
         measured(group[:2], tmp_path)
 
 

@@ -268,7 +268,7 @@ def test_words_before_the_configuration_are_the_launchers(monkeypatch: pytest.Mo
     assert os.environ["DS_ACCELERATOR"] == "cpu"
     run_launch(["c.toml"], read_settings=lambda *_: Config())
     assert seen["flags"][:-1] == ["--num_accelerators", "1", "--master_port"]
-    with pytest.raises(ConfigError, match=r"no word ends in \.toml"):
+    with pytest.raises(ConfigError, match=r"no argument ends in \.toml"):
         run_launch(["--num_gpus", "2"], read_settings=lambda *_: Config())
     assert run_launch(["--help"], read_settings=lambda *_: Config()) == 0
 

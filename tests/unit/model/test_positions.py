@@ -201,5 +201,5 @@ def test_absolute_positions_refuse_a_memory_and_name_the_remedy() -> None:
     assert hidden.shape == (2, 4, 12)
     assert torch.stack(memory.hidden).shape == (3, 2, 0, 12)
     for memory_len in (1, 8):
-        with pytest.raises(ConfigError, match=rf"memory.*{memory_len} tokens.*Run it with a memory of 0"):
+        with pytest.raises(ConfigError, match=rf"memory.*{memory_len} tokens.*Pass a memory of 0"):
             model(random_tokens(2, 4), model.empty_memory(num_lanes=2, memory_len=memory_len))

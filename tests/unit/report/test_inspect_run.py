@@ -139,7 +139,9 @@ def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_pa
         run.train(config_of(corpora, num_lanes=8, segment_len=10), num_steps=5)
         run.train(config_of(corpora, **second), num_steps=7)
         shutil.rmtree(checkpoint_folder(run.folder, 5))
-        with pytest.raises(CheckpointError, match=f"at step 7 is not known: {changed} before step_000000012, .* gone"):
+        with pytest.raises(
+            CheckpointError, match=f"at step 7 cannot be computed: {changed} before step_000000012, .* exists"
+        ):
             stream_before_step(run.folder, 7)
 
 
@@ -192,7 +194,7 @@ def test_the_command_names_corpus_shard_and_document_and_refuses_what_a_run_know
     assert shown.count("from its token 10 on") == 8
     for flags in (["--shard", "a"], ["--lane", "1", "--num-lanes", "4"], ["--lane", "1", "--seed", "4"]):
         assert main([*words, *flags]) == 2
-        assert "which knows its lanes and seed itself" in capsys.readouterr().err
+        assert "which contains its number of lanes and its seed" in capsys.readouterr().err
     assert main([*words, "--lane", "8"]) == 2
     assert "the lanes are 0 to 7" in capsys.readouterr().err
 
@@ -272,7 +274,7 @@ def test_a_checkpoint_copied_elsewhere_shows_what_it_holds(tmp_path: Path, capsy
     assert "and 36 more" in out
     assert out.count("embedding.") == 2
     assert main(["inspect", str(copy), "--lane", "1"]) == 2
-    assert "is a checkpoint: name its run" in capsys.readouterr().err
+    assert "is a checkpoint. To see what a lane reads, name the run" in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_shown_with_its_damage_and_epochs_where_the_corpus_lies(

@@ -63,7 +63,7 @@ def test_a_bundle_shows_what_it_holds_and_no_text_of_it_becomes_markup(
     assert "<script" not in page
     assert problems_of(bundle) == []
     assert main(["report", str(bundle), "--out", str(bundle / "page.html")]) == 2
-    assert "would count as damage" in capsys.readouterr().err
+    assert "report damage" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"source": 3}', "[" * 10**5])

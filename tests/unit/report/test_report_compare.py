@@ -198,7 +198,7 @@ def test_names_of_runs_are_text(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_refused(runs: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    with pytest.raises(ConfigError, match=r"1 run to compare.*txl report"):
+    with pytest.raises(ConfigError, match=r"1 run given.*txl report"):
         write_comparison(runs[:1], out=out)
     with pytest.raises(ConfigError, match=r"are the same run\. Name each run once"):
         write_comparison([runs[0], runs[1], runs[0] / ".." / "base"], out=out)

@@ -164,7 +164,7 @@ def test_missing_records_are_errors_that_name_the_remedy(tmp_path: Path) -> None
         read_history(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"metrics\.jsonl: No such file.*--run\.dir"):
         read_history(tmp_path)
-    with pytest.raises(DataError, match=r"no complete record yet.*wait for it"):
+    with pytest.raises(DataError, match=r"no complete record yet.*Wait for that record"):
         read_history(write(tmp_path, '{"kind": "ev', end=""))
 
 

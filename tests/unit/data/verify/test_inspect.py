@@ -93,7 +93,7 @@ def test_computed_cutoffs_are_shown_like_given_ones(corpus: Corpus, capsys: pyte
 
 def test_cutoffs_that_do_not_fit_are_refused(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
     assert "vocabulary size 257" in refused(corpus, "--cutoffs", 300, capsys=capsys)
-    assert "Leave one of the two flags out" in refused(corpus, "--cutoffs", 3, "--num-clusters", 2, capsys=capsys)
+    assert "Use only one of these flags" in refused(corpus, "--cutoffs", 3, "--num-clusters", 2, capsys=capsys)
     assert "has no split 'test'" in refused(corpus, "--cutoffs", 3, "--split", "test", capsys=capsys)
 
 
