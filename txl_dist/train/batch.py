@@ -29,10 +29,10 @@ from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partitio
 
 
 class StepInput(NamedTuple):
-    """Input of one step of this rank, prepared by the reader thread."""
+    """Input of one training step on this rank. The reader thread prepares it."""
 
     batches: list[Batch]
-    """One batch per micro-batch, in lane order; pinned host memory if the device is a GPU."""
+    """One batch per micro-batch, in the order of the lanes. It is in pinned host memory if the device is a GPU."""
     num_scored: int
     """Number of this rank's targets that are scored."""
     stream: StreamState
@@ -40,18 +40,22 @@ class StepInput(NamedTuple):
 
 
 class BatchMaker(NamedTuple):
-    """Converter of segments to batches: the cluster edges of the model and the policy at document borders."""
+    """Converter of token segments to model batches, for training and validation.
+
+    It sorts token ids into the clusters of the vocabulary, whose borders are the two edges, and marks the targets that
+    are scored.
+    """
 
     embedding_edges: tuple[int, ...]
     softmax_edges: tuple[int, ...]
     mask_documents: bool
     rows_multiple: int = 0
-    """Multiple to which each cluster's rows are padded; 0 pads them to a rung of the ladder."""
+    """Multiple to which each cluster's rows are padded. 0 pads them to one of a few fixed sizes."""
     half_loss: bool = False
-    """Whether only the recent half of a segment's targets is scored; set by `for_training`."""
+    """Whether only the last half of a segment's targets is scored. `for_training` sets it."""
 
     def for_training(self, *, half_loss: bool) -> BatchMaker:
-        """Return the maker for training text, which may score fewer targets."""
+        """Return the maker for training text. With `train.half_loss` it scores fewer targets."""
         return self._replace(half_loss=half_loss)
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
@@ -93,7 +97,10 @@ class BatchMaker(NamedTuple):
         )
 
     def _sizes(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
-        """Return the padded size of each cluster, for both partitions: if there are two, their edges are equal."""
+        """Return the padded size of each cluster, for both partitions.
+
+        If there are two partitions, their edges are equal.
+        """
         counts = count_by_cluster(targets, self.softmax_edges)
         if len(self.embedding_edges) > 2:
             input_counts = count_by_cluster(tokens, self.embedding_edges)
@@ -101,7 +108,7 @@ class BatchMaker(NamedTuple):
         return sizes_for(counts, edges=self.softmax_edges, num_tokens=targets.size)
 
     def _partition(self, ids: np.ndarray, edges: tuple[int, ...], sizes: tuple[int, ...]) -> Partition | None:
-        """Sort the ids into clusters; None if there is only one."""
+        """Sort the ids into clusters. Returns None if there is only one cluster."""
         if len(edges) == 2:
             return None
         flat = np.ascontiguousarray(ids).reshape(-1)
@@ -110,9 +117,9 @@ class BatchMaker(NamedTuple):
 
 
 def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool = False) -> BatchMaker:
-    """Return the maker for a model; `for_graphs` limits its batches to few different shapes.
+    """Return the maker of batches for a model. With `for_graphs` its batches have only a few different shapes.
 
-    Ids out of range raise DataError when a batch is made, not here.
+    Ids that are out of range raise DataError when a batch is made, not here.
     """
     if model.embedding.weight(0).device.type == "cpu":
         kind = "cpu"
@@ -126,9 +133,9 @@ def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool 
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to pinned memory, in the reader thread; a no-op on the CPU.
+    """Copy a batch to pinned memory, in the reader thread. On a CPU it returns the batch itself.
 
-    torch keeps a ring of such buffers, and reuses one only after the copy from it has ended.
+    torch keeps a ring of such buffers, and reuses a buffer only after the copy from it has ended.
     """
     if device.type == "cpu":
         return batch
@@ -136,14 +143,14 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to a device, without waiting for it if the batch is pinned; a no-op on the CPU."""
+    """Copy a batch to a device. The copy does not wait if the batch is pinned. On a CPU it returns the batch itself."""
     if device.type == "cpu":
         return batch
     return _mapped(batch, lambda value: value.to(device, non_blocking=True))
 
 
 def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-    """Return the batch with `move` applied to each of its tensors, those of its partitions too."""
+    """Return the batch with `move` applied to each of its tensors, including the tensors of its partitions."""
 
     def moved(value: torch.Tensor | Partition | None) -> Any:
         if value is None:
@@ -167,9 +174,10 @@ def read_inputs(
     depth: int,
     device: torch.device,
 ) -> Iterator[StepInput]:
-    """Yield the input of each step of this rank's `lanes`, from a position of the stream. Runs in the reader thread.
+    """Yield the input of each step of this rank's `lanes`, from a position of the stream on.
 
-    `maker` is that of training, and `depth` the number of inputs that are prefetched.
+    It runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that are
+    prefetched.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU

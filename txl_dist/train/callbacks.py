@@ -33,39 +33,43 @@ from txl_dist.errors import REQUEUE, ConfigError, TrainingError, in_one_line, ra
 
 
 class RunResult(NamedTuple):
-    """How a call of `pretrain` ended; the same on every rank."""
+    """Result of a call of `pretrain`. All fields are the same on every rank."""
 
     steps: int
-    """Finished optimizer steps of the whole run, those of earlier processes included."""
+    """Finished optimizer steps of the whole run, including the steps of earlier processes."""
     tokens_seen: int
     """Tokens trained on, over all ranks and steps."""
     loss: float | None
-    """Training loss of the last step in nats per token; None if this call made no step."""
+    """Training loss of the last step in nats per token, or None if this call made no step."""
     validation_loss: float | None
-    """Loss of the last validation in nats per token; None if there was none."""
+    """Loss of the last validation in nats per token, or None if there was no validation."""
     ended: Literal["done", "stopped"]
-    """done: `train.max_steps` are finished. stopped: the run was asked to stop, and has saved its state."""
+    """done: `train.max_steps` steps are finished. stopped: the run ended early after a stop request, and has saved its
+    state."""
     reason: str
-    """Why it ended, for people: "train.max_steps", or the source of the stop request, for instance "SIGTERM"."""
+    """Reason for the end of the run, for people: "train.max_steps", or the source of the stop request, for instance
+    "SIGTERM"."""
     checkpoint: Path | None
     """The newest checkpoint of the run."""
     run_dir: Path
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `txl train`: 0 after the last step, 75 if the same command is to be started again."""
+        """Exit code of `txl train`: 0 after the last step, and 75 if the same command must be started again to
+        continue."""
         if self.ended == "done":
             return 0
         return REQUEUE
 
 
 class TrainStart(NamedTuple):
-    """Argument of `on_train_start`; the same on every rank, except `rank` and `device`."""
+    """Argument of the callback method `on_train_start`. All fields except `rank` and `device` are the same on every
+    rank."""
 
     config: Config
-    """All settings of the run; frozen."""
+    """All settings of the run. They cannot be changed."""
     step: int
-    """Finished steps: 0, or those of the checkpoint that the run resumes."""
+    """Number of finished steps: 0 for a new run, else the step of the checkpoint that the run resumes."""
     rank: int
     world_size: int
     device: str
@@ -79,12 +83,12 @@ class TrainStart(NamedTuple):
 
 
 class StepEnd(NamedTuple):
-    """Argument of `on_step_end`; the same on every rank, except `tokens_BT`."""
+    """Argument of the callback method `on_step_end`. All fields except `tokens_BT` are the same on every rank."""
 
     step: int
     """Number of this step, from 1."""
     loss: float
-    """Mean loss of the global batch in nats per token; not finite if the step was skipped."""
+    """Mean loss of the global batch in nats per token. It is not finite if the step was skipped."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
@@ -93,32 +97,32 @@ class StepEnd(NamedTuple):
     tokens_seen: int
     """Tokens trained on so far."""
     tokens_BT: npt.NDArray[np.int64]
-    """Input ids of this rank's lanes, [lanes of the rank, segment_len]: a copy that cannot be written."""
+    """Input ids of this rank's lanes, [lanes of the rank, segment_len]. The array is a read-only copy."""
 
 
 class ValidationEnd(NamedTuple):
-    """Argument of `on_validation_end`; the same on every rank."""
+    """Argument of the callback method `on_validation_end`. All fields are the same on every rank."""
 
     step: int
     loss: float
     """Loss of the first corpus' validation split in nats per token."""
     losses: Mapping[str, float]
-    """Loss by name of the record in metrics.jsonl: `eval`, and `eval_NAME` of further corpora."""
+    """Losses by the name of their record in metrics.jsonl: `eval`, and `eval_NAME` for further corpora."""
     is_best: bool
     """Whether `loss` is the lowest of the run so far."""
 
 
 class SaveEnd(NamedTuple):
-    """Argument of `on_save`, after a checkpoint is complete on disk; the same on every rank."""
+    """Argument of the callback method `on_save`. All fields are the same on every rank."""
 
     step: int
-    """The step that the checkpoint holds; training may be some steps further."""
+    """Step that the checkpoint stores. Training may already be some steps further."""
     path: Path
     """Folder of the checkpoint."""
 
 
 class Callback:
-    """Methods that a callback may have, as a base class that does nothing: define the ones you need.
+    """Base class for callbacks. Each of its methods does nothing, so define only the methods that you need.
 
     All methods run on all ranks, except `state_dict`. Deriving from this class is optional. It gives an editor the
     names and types, and allows a `state_dict` without `load_state_dict`.
@@ -128,42 +132,54 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """The name under which the state is saved, and which errors name. Two callbacks with a state need two names."""
+        """Name under which a checkpoint stores the callback's state. Error messages contain it too.
+
+        Two callbacks with a state need two different names.
+        """
         return type(self).__qualname__
 
     def on_train_start(self, start: TrainStart) -> None:
-        """All ranks: before the first step of this process, after a checkpoint and the callbacks' states are loaded."""
+        """Called on all ranks before the first step of this process, after the checkpoint and the callbacks' states are
+        loaded."""
 
     def on_step_end(self, end: StepEnd) -> None:
-        """All ranks: after each optimizer step, before a checkpoint of this step is taken."""
+        """Called on all ranks after each optimizer step, before the checkpoint of that step is taken."""
 
     def on_validation_end(self, end: ValidationEnd) -> None:
-        """All ranks: after each validation during training, and after that of the last step."""
+        """Called on all ranks after each validation, including the validation after the last step."""
 
     def on_save(self, end: SaveEnd) -> None:
-        """All ranks: after a checkpoint is complete on disk."""
+        """Called on all ranks after a checkpoint is complete on disk."""
 
     def on_train_end(self, result: RunResult) -> None:
-        """All ranks: after the last step, or after a stop request; the state is saved."""
+        """Called on all ranks after the last step or after a stop request, when the state is saved."""
 
     def on_exception(self, error: BaseException) -> None:
-        """All ranks that still can: an error, this callback's own included, ends the run. What is raised here is
-        logged. Ranks end without waiting for each other, so it must be short and must not use collectives."""
+        """Called on every rank that still runs when an error ends the run. The error may be this callback's own.
+
+        An exception that this method raises is logged. Ranks end without waiting for each other, so the method must be
+        short and must not use collectives.
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Rank 0: what a checkpoint keeps of this callback. Values are JSON (None, bool, int, float, str, lists and
-        dictionaries with text keys) or, at the top level, tensors. Called after `on_step_end` of the saved step."""
+        """Called on rank 0 for each checkpoint. Return the values that the checkpoint stores for this callback.
+
+        Values are JSON (None, bool, int, float, str, lists and dictionaries with text keys) or, at the top level,
+        tensors. The call follows `on_step_end` of the saved step.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """All ranks: restore what `state_dict` returned, at a resume and after a rewind; tensors are on the CPU.
-        Not called for a checkpoint without a state of this callback."""
+        """Called on all ranks at a resume and after a rewind. Restore the values that `state_dict` returned.
+
+        Tensors are on the CPU. The method is not called for a checkpoint without a state of this callback.
+        """
 
 
 HOOKS = ("on_train_start", "on_step_end", "on_validation_end", "on_save", "on_train_end")
-"""Methods that run as decided by all ranks together."""
+"""Callback methods that all ranks call together."""
 EVENTS = (*HOOKS, "on_exception")
-"""All methods that are called at an event of the run."""
+"""All callback methods that are called at an event of the run."""
 FOREIGN = {
     "on_train_begin": "on_train_start",
     "on_fit_start": "on_train_start",
@@ -176,16 +192,19 @@ FOREIGN = {
     "on_load_checkpoint": "load_state_dict",
     "on_error": "on_exception",
 }
-"""Method names of Lightning, transformers and Keras, with the name here."""
+"""Method names of Lightning, transformers and Keras, each with the corresponding name of this package."""
 States = dict[str, Mapping[str, Any]]
 """Results of `state_dict`, by `state_key`."""
 
 
 class Callbacks:
-    """The callbacks of one run on one rank. Its methods are called by all ranks together, except `fail`."""
+    """The callbacks of one run on one rank. All ranks call its methods together, except `fail`."""
 
     def __init__(self, callbacks: Iterable[object]) -> None:
-        """Check the callbacks. Raises ConfigError for an object that is none, or for two with the same `state_key`."""
+        """Check the callbacks.
+
+        Raises ConfigError for an object that is not a callback, or for two callbacks with the same `state_key`.
+        """
         if not isinstance(callbacks, Iterable):
             raise ConfigError(
                 f"callbacks: {_shown(callbacks)} is not a list. Write callbacks=[...], also for one callback."
@@ -212,7 +231,7 @@ class Callbacks:
         return [_name(callback) for callback in self._callbacks if _has(callback, "state_dict")]
 
     def check_alike(self) -> None:
-        """Raise ConfigError if ranks have different callbacks: they would wait for each other forever."""
+        """Raise ConfigError if ranks have different callbacks, because such ranks would wait for each other forever."""
         forms = []
         for callback in self._callbacks:
             forms.append((type(callback).__qualname__, *(hook for hook in HOOKS if _has(callback, hook))))
@@ -256,7 +275,7 @@ class Callbacks:
         self._call("on_train_end", result, step=result.steps)
 
     def fail(self, error: BaseException) -> None:
-        """Call `on_exception` of all callbacks; what they raise is logged."""
+        """Call `on_exception` of all callbacks. Exceptions that they raise are logged."""
         for callback in self._callbacks:
             if not _has(callback, "on_exception"):
                 continue
@@ -266,7 +285,7 @@ class Callbacks:
                 logger.error("callback %s: on_exception failed: %s", _name(callback), _described(problem))
 
     def states(self, *, step: int) -> States:
-        """Return the states of all callbacks on rank 0, and none on other ranks.
+        """Return the states of all callbacks on rank 0, and an empty dictionary on other ranks.
 
         Raises TrainingError, which names the callback, if a `state_dict` fails.
         """
@@ -275,7 +294,10 @@ class Callbacks:
         return run_on_all_ranks(lambda: self._states(step) if get_rank() == 0 else {})
 
     def load(self, states: States, *, step: int, validated_step: int) -> None:
-        """Give each callback its state. Rank 0 logs each state that is missing, and each that has no callback."""
+        """Give each callback its state.
+
+        Rank 0 logs each state that is missing, and each state without a callback.
+        """
         self.validated_step = validated_step
         known = {_name(callback): callback for callback in self._callbacks if _has(callback, "state_dict")}
         if get_rank() == 0:
@@ -366,7 +388,10 @@ def _name(callback: object) -> str:
 
 @contextmanager
 def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
-    """Turn an error of a callback into a TrainingError that names the callback; undo its changes of global state."""
+    """Turn an error of a callback into a TrainingError that names the callback.
+
+    Changes that the callback makes to global state are undone.
+    """
     try:
         with _untouched():
             yield

@@ -26,7 +26,10 @@ from txl_dist.train.stepper import StepResult
 
 
 class Guard:
-    """Guard of one run, by the section `guard` of its settings."""
+    """Guard of one run: logs skipped steps and spikes, compares replicas, and stops the run at a limit.
+
+    The settings are in the section `guard` of the configuration.
+    """
 
     def __init__(self, context: RunContext, reporter: MetricReporter) -> None:
         self._context = context
@@ -38,9 +41,10 @@ class Guard:
         return rules.should_rewind(health, self._settings)
 
     def judge(self, before: TrainState, decision: StepResult, *, step: int) -> Health:
-        """Return the health after a step, and report skips and spikes. Raises TrainingError if a limit is reached.
+        """Return the health after a step, and report skipped steps and spikes. Raises TrainingError if a limit is
+        reached.
 
-        `before` is the state before the step, and `decision` its result.
+        `before` is the state before the step, and `decision` is the step's result.
         """
         skipped = not math.isfinite(decision.grad_norm)
         health, spikes = rules.after_step(
@@ -77,7 +81,7 @@ class Guard:
         return health
 
     def check_replicas(self, parameters: Iterable[tuple[str, Tensor]], *, step: int) -> None:
-        """Compare the weights of all ranks, if that is due at this step. Raises TrainingError if they differ.
+        """Compare the weights of all ranks, if this step requires it. Raises TrainingError if they differ.
 
         Call it before the update. At stages 1 and 2 the update gives every rank the weights of their owners, so it
         would hide a difference.
@@ -98,7 +102,7 @@ class Guard:
         self._reporter.write("event", {"event": "replicas_agree", "step": step, "seconds": seconds})
 
     def _blame(self, before: TrainState, reason: str, *, is_mine: bool) -> str:
-        """Return the message that ends the run, with the documents that the failing ranks have read.
+        """Return the message that ends the run, including the documents that the failing ranks have read.
 
         `is_mine` says whether the loss of this rank was not finite.
         """

@@ -26,26 +26,27 @@ from txl_dist.train.state import EvaluationPlan, RunContext
 
 
 class Stage(NamedTuple):
-    """One stage of a run."""
+    """Part of a run with constant settings (a phase): its context, and the warnings for the user."""
 
     context: RunContext
     warnings: StageWarnings
 
 
 class RunPlan(NamedTuple):
-    """A run before its start: the same on every rank, apart from the rank's own lanes."""
+    """Everything that is known about a run before its start. It is the same on every rank, apart from the rank's
+    lanes."""
 
     saved_settings: SavedSettings
     run_dir: Path
     """Folder of the run."""
     ranks: RankInfo
     stages: tuple[Stage, ...]
-    """Stages that have a step, in order; at least one."""
+    """Phases that have at least one step, in order."""
     num_parameters: int
-    """Trainable numbers of the model, each tied tensor once."""
+    """Number of trainable values of the model. Each tied tensor counts once."""
 
     def stage_at(self, step: int) -> Stage:
-        """Return the stage that follows `step` finished steps; the last one for a run that is past its end."""
+        """Return the phase that follows `step` finished steps. After the end of the run this is the last phase."""
         for stage in self.stages:
             if step < stage.context.steps.stop:
                 return stage
@@ -53,9 +54,9 @@ class RunPlan(NamedTuple):
 
 
 def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
-    """Plan a run of these ranks.
+    """Plan a run on these ranks.
 
-    Raises TxlError if settings, hardware, number of ranks and corpora do not go together.
+    Raises TxlError if the settings, the hardware, the number of ranks and the corpora do not fit together.
     """
     check_phases(config)
     phases = list(each_phase(config))
@@ -75,9 +76,9 @@ def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
 def _plan_stage(
     config: Config, settings: SavedSettings, ranks: RankInfo, steps: range, opened: Corpora | None
 ) -> RunContext:
-    """Check one stage and derive its context; `opened` are the corpora if an earlier stage has opened them.
+    """Check one phase and derive its context. `opened` are the corpora if an earlier phase has opened them.
 
-    Raises TxlError as `plan_run`.
+    Raises TxlError for the same reasons as `plan_run`.
     """
     data = config.data
     train = config.train
@@ -103,7 +104,7 @@ def _plan_stage(
 def stage_context(
     config: Config, settings: SavedSettings, plan: BatchPlan, ranks: RankInfo, corpora: Corpora, *, steps: range
 ) -> RunContext:
-    """Derive the context of one stage from its settings, which are checked already."""
+    """Derive the context of one phase from its settings, which are already checked."""
     train = config.train
     vocab_size = corpora.first.vocab_size
     evaluation = evaluation_plan(config)
@@ -131,9 +132,9 @@ def stage_context(
 
 
 def _peak_flops(ranks: RankInfo, *, precision: str, tflops: float) -> float:
-    """Return the peak of all devices together in operations per second: `tflops` of each, or by its name if that is 0.
+    """Return the peak rate of all devices together in operations per second, or 0 if it is not known.
 
-    Returns 0 if the peak is not known.
+    `tflops` is the peak of one device in 1e12 operations per second. If it is 0, the device's name decides.
     """
     on_gpu = ranks.device.type == "cuda"
     if on_gpu:
@@ -144,7 +145,7 @@ def _peak_flops(ranks: RankInfo, *, precision: str, tflops: float) -> float:
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
-    """Derive the lengths of an evaluation, which are those of training where the settings name no others."""
+    """Derive the lengths of an evaluation. Lengths that the settings do not give are those of training."""
     train = config.train
     evaluation = config.eval
     return EvaluationPlan(

@@ -29,38 +29,40 @@ RECENT_STEPS = 1000
 MAD_TO_SIGMA = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median distance from the median."""
 MIN_SIGMA = 0.02
-"""Smallest noise, as a standard deviation of logarithms: 2 % of the median, so that a smooth run reports no trifles."""
+"""Smallest noise, as a standard deviation of logarithms: 2 % of the median. So a smooth run reports no small
+deviations."""
 
 
 class Spike(NamedTuple):
-    """Spike of one value at one step."""
+    """Spike of the loss or the gradient norm at one step: its value, and the values that it is compared with."""
 
     step: int
     what: str
     """Name of the value: loss or grad_norm."""
     value: float
     median: float
-    """Median of the value over the window of steps before."""
+    """Median of the value over the preceding steps."""
     sigmas: float
-    """Distance of the value above the median, by logarithm, in robust standard deviations."""
+    """Distance of the value's logarithm from the median's, in robust standard deviations."""
 
 
 @dataclass(frozen=True)
 class Health:
-    """Counts and recent values of the steps so far."""
+    """Counts of skipped steps, spikes and rewinds, and recent values of loss and gradient norm. Checkpoints store
+    it."""
 
     skipped_steps: int = 0
     """Number of skipped steps of the whole run."""
     skipped_in_row: int = 0
-    """Number of skipped steps since the last accepted one."""
+    """Number of skipped steps since the last accepted step."""
     recent_skips: tuple[int, ...] = ()
-    """Numbers of the skipped steps among the 1,000 steps up to the last skipped one."""
+    """Step numbers of skipped steps, among the 1,000 steps up to the last skipped step."""
     losses: tuple[float, ...] = ()
     """Losses in nats per token of the last accepted steps, at most `spike_window` of them."""
     grad_norms: tuple[float, ...] = ()
     """Gradient norms of the last accepted steps, at most `spike_window` of them."""
     spikes_in_row: int = 0
-    """Number of steps in the present row of spikes: spikes, and steps that were skipped after the first of them."""
+    """Length of the present row of spikes. Steps that were skipped after the first spike count too."""
     num_spikes: int = 0
     """Number of steps with a reported spike in the whole run."""
     rewinds: int = 0
@@ -72,7 +74,7 @@ class Health:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> Health:
-        """Return the health that `to_dict` made these values of. Raises CheckpointError for values of another form."""
+        """Return the health from values that `to_dict` returned. Raises CheckpointError for values of another form."""
         try:
             fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
             return Health(**fields)
@@ -88,8 +90,9 @@ def after_step(
 ) -> tuple[Health, list[Spike]]:
     """Return (the health after a step, the spikes to report).
 
-    `loss` in nats per token and `grad_norm` are those of all ranks; 0 means not known. `skipped` says that no weight
-    was changed, because one of the two is not finite or the optimizer refused the step. It takes tens of microseconds.
+    `loss` in nats per token and `grad_norm` are the values of all ranks, where 0 means unknown. `skipped` says that the
+    step changed no weight, because one of these values is not finite or the optimizer refused the step. The function
+    takes tens of microseconds.
     """
     if skipped:
         recent = tuple(skip for skip in (*health.recent_skips, step) if skip > step - RECENT_STEPS)
@@ -132,17 +135,18 @@ def after_step(
 
 
 def after_rewind(health: Health, *, to: Health) -> Health:
-    """Return the health after a rewind to a checkpoint with the health `to`. Counts of spikes and rewinds are kept."""
+    """Return the health after a rewind to a checkpoint with the health `to`. The counts of spikes and rewinds are
+    kept."""
     return replace(to, num_spikes=health.num_spikes, rewinds=health.rewinds + 1)
 
 
 def should_rewind(health: Health, guard: GuardSection) -> bool:
-    """Whether the last step completed the number of spikes in a row that triggers a rewind."""
+    """Whether the last step completed the number of consecutive spikes that causes a rewind."""
     return guard.on_spike == "rewind" and health.spikes_in_row == guard.spike_patience
 
 
 def reason_to_stop(health: Health, guard: GuardSection) -> str:
-    """Return the limit that was reached, as the start of an error message; an empty text if there is none."""
+    """Return the limit that was reached, as the start of an error message, or an empty text."""
     if health.skipped_in_row >= guard.max_consecutive_skips:
         return (
             f"the loss or the gradient was not finite in {counted(health.skipped_in_row, 'step')} in a row "
@@ -167,7 +171,10 @@ def _is_known(value: float) -> bool:
 
 
 def _spike(step: int, what: str, value: float, window: tuple[float, ...], *, guard: GuardSection) -> Spike | None:
-    """Return the spike if a value is one compared with its window; None if not, or if the window is not half full."""
+    """Return the spike if a value is one compared with its window, else None.
+
+    The result is also None if the window is less than half full.
+    """
     if 2 * len(window) < guard.spike_window or not _is_known(value):
         return None
     median = sorted(window)[len(window) // 2]

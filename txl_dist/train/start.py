@@ -123,7 +123,7 @@ def _train(
     *,
     resume: str,
 ) -> RunResult:
-    """Check and lock the run, then train one stage after another. Raises TxlError on all ranks."""
+    """Check and lock the run, then train one phase after another. Raises TxlError on all ranks."""
     run_dir = Path(config.run.dir)
     callbacks.check_alike()
     _check_plugins()
@@ -173,8 +173,8 @@ def _train(
 def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
     """Close the engine at the end of the block, also after an error.
 
-    It stays open on a GPU after an error of this rank alone. Closing waits for the device, which may wait for ranks
-    that are gone.
+    On a GPU the engine stays open after an error of this rank alone. Closing waits for the device, and the device may
+    wait for ranks that no longer exist.
     """
     try:
         yield
@@ -187,7 +187,7 @@ def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
 
 
 def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
-    """Start the stage in which the run continues. Returns (its context, its start, an engine for it)."""
+    """Start the phase in which the run continues. Returns (its context, its start, an engine for it)."""
     choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
     stage = plan.stage_at(choice.saved.step if choice.saved else 0)
     context = stage.context
@@ -214,7 +214,7 @@ def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Sta
 
 
 def _as_config(config: Config | str | Path | Mapping[str, Mapping[str, Any]]) -> Config:
-    """Read a configuration from what `pretrain` was given. Raises ConfigError if it is none."""
+    """Read a configuration from the argument of `pretrain`. Raises ConfigError if it is not a configuration."""
     if isinstance(config, Config):
         return config
     if isinstance(config, str | Path):
@@ -247,7 +247,7 @@ def _describe_plugins(plugins: Iterable[Plugin]) -> str:
 
 
 def _check_fits(plan: RunPlan) -> None:
-    """Check that every stage fits into memory. Raises ConfigError, as `check_fits`, for the first that does not."""
+    """Check that every phase fits into memory. Raises ConfigError for the first phase that does not fit."""
     for context, _ in plan.stages:
         check_fits(
             context.config,
@@ -259,9 +259,9 @@ def _check_fits(plan: RunPlan) -> None:
 
 
 def _check_run(stage: Stage, choice: Choice) -> Start:
-    """Check shards, tokenizer and the chosen checkpoint, on rank 0; nothing is written.
+    """Check shards, tokenizer and the chosen checkpoint, on rank 0. Nothing is written.
 
-    Returns how the run starts. Raises TxlError.
+    Returns how the run starts. Raises TxlError if the run cannot start.
     """
     context = stage.context
     saved = choice.saved
@@ -288,9 +288,9 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
 
 
 def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
-    """Check that the shards are there and have their sizes.
+    """Check that the shards exist and have the right sizes.
 
-    Returns a sentence for each training split with damage, if the run skips it. Raises DataError for other damage.
+    Returns a sentence for each training split with damage that the run skips. Raises DataError for other damage.
     """
     warnings: list[str] = []
     for split in (*corpora.train, *corpora.eval):
@@ -305,7 +305,7 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
 
 
 def _open_run(plan: RunPlan, start: Start) -> None:
-    """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError."""
+    """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError if that fails."""
     run_dir = plan.run_dir
     if start.saved:
         checkpoint = start.saved.folder
@@ -322,7 +322,10 @@ def _open_run(plan: RunPlan, start: Start) -> None:
 
 
 def _leave(plan: RunPlan, state: TrainState, watch: Watch, result: RunResult) -> None:
-    """Log how the run ended, then wait for all ranks: the launcher kills the others when the first rank leaves."""
+    """Log how the run ended, then wait for all ranks.
+
+    The launcher kills the other ranks when the first rank ends, so no rank may end early.
+    """
     stopped = result.ended == "stopped"
     if stopped:
         warn_for_all("stopped at step %d by %s; the same command continues", state.step, result.reason)

@@ -19,7 +19,7 @@ from txl_dist.train.stability import Health
 
 
 class EvaluationPlan(NamedTuple):
-    """How the validation splits are scored during a run."""
+    """Lengths and options of the evaluations of the validation splits during a run."""
 
     num_lanes: int
     segment_len: int
@@ -27,22 +27,22 @@ class EvaluationPlan(NamedTuple):
     overlap_len: int
     """Tokens before each segment that are run again as context and not scored."""
     memory_len: int
-    """Tokens of memory that each stripe carries."""
+    """Tokens of memory per batch row."""
     max_tokens: int
-    """Number of tokens of a split that are scored at most; 0 means all."""
+    """Largest number of tokens of a split that are scored. 0 means all tokens."""
     with_accuracy: bool
-    """Whether the share of tokens whose most probable token is the target is measured too."""
+    """Whether accuracy is measured too: the share of targets that are the most probable token."""
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything that stays the same during one stage of a run. `run_plan` derives it, once."""
+    """Everything that stays the same during one phase of a run. `run_plan` derives it once."""
 
     config: Config
-    """Settings that hold in this stage."""
+    """Settings of this phase."""
     saved_settings: SavedSettings
     steps: range
-    """Steps of this stage: from the finished steps at its beginning to those at its end."""
+    """Steps of this phase: from the number of finished steps at its beginning to the number at its end."""
     plan: BatchPlan
     ranks: RankInfo
     corpora: Corpora
@@ -54,25 +54,26 @@ class RunContext:
     lanes: range
     """Global ids of this rank's lanes."""
     scored_len: int
-    """Targets of a segment whose loss counts in training, the last ones."""
+    """Number of targets per segment whose loss counts in training. They are the last targets of the segment."""
     evaluation: EvaluationPlan
     flops: dict[str, float]
     """Operations per trained token, by part of the model (`flops_by_part`)."""
     peak_flops: float
-    """Operations per second of all devices together at their peak; 0 if it is not known."""
+    """Peak rate of all devices together in operations per second. 0 if it is not known."""
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """Everything that survives a crash, apart from weights and optimizer state. Each step makes a new value."""
+    """State of training that a checkpoint stores, apart from weights and optimizer state. Each step makes a new
+    value."""
 
     step: int
     """Number of finished optimizer steps."""
     tokens_seen: int
-    """Tokens trained on, over all lanes, without those of skipped steps."""
+    """Tokens trained on, over all lanes. Tokens of skipped steps do not count."""
     health: Health
-    """Counts of skipped steps, and the recent losses that a spike is compared with."""
+    """Counts of skipped steps, and recent losses, which the detection of spikes uses."""
     stream: StreamState
-    """Position after the last segment trained on; what the reader has prefetched does not count."""
+    """Position after the last segment that was trained on. Prefetched segments do not count."""
     memories: tuple[Memory, ...]
     """One memory per micro-batch of this rank, in lane order. A skipped step does not change it."""

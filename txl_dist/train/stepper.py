@@ -26,20 +26,26 @@ from txl_dist.train.monitoring.stragglers import StepClock
 
 
 class StepResult(NamedTuple):
-    """Result of a step; the same on every rank, except `local_loss`."""
+    """Loss, gradient norm and flags of one training step, combined over all ranks by `reduce_step`.
+
+    All fields are the same on every rank, except `local_loss`.
+    """
 
     loss: float
-    """Mean over the tokens of all ranks, in nats."""
+    """Mean loss over the scored tokens of all ranks, in nats."""
     grad_norm: float
-    """Global gradient norm before clipping; infinite if the step is to be skipped."""
+    """Global gradient norm before clipping. It is infinite if the step must be skipped."""
     votes: StepFlags
-    """Flags raised on any rank; `written` only if it is set on all."""
+    """Flags of the job. `stop` and `save` are true if any rank set them. `written` is true only if all ranks set it."""
     local_loss: float
-    """Mean over the tokens of this rank, in nats."""
+    """Mean loss over the scored tokens of this rank, in nats."""
 
 
 class Stepper:
-    """Makes training steps. Only the engine that it holds changes."""
+    """Runs the forward and backward passes of training steps on one rank, and combines the results of all ranks.
+
+    The caller makes the weight update.
+    """
 
     def __init__(
         self,
@@ -52,10 +58,11 @@ class Stepper:
         first_lane: int,
         scored_len: int | None,
     ) -> None:
-        """Note what all steps have in common.
+        """Store the values that are the same for all steps.
 
-        The caller starts `clock` before it asks for the data of a step. `seed` is that of the run, and `first_lane` the
-        global id of this rank's first lane. `scored_len`: scored targets of each lane and step; None if they vary.
+        The caller starts `clock` before it asks for the data of a step. `seed` is the seed of the run. `first_lane` is
+        the global id of this rank's first lane (batch row). `scored_len` is the number of scored targets per lane and
+        step, or None if this number varies.
         """
         self._engine = engine
         self._clock = clock
@@ -68,9 +75,9 @@ class Stepper:
     def __call__(
         self, step_input: StepInput, memories: Sequence[Memory], *, step: int, votes: StepFlags
     ) -> tuple[tuple[Memory, ...], StepResult]:
-        """Make step number `step`, counted from 1, without its update. `votes` are the flags of this rank.
+        """Make step number `step`, counted from 1, without the weight update. `votes` are the flags of this rank.
 
-        Returns (the memories after the step, or the given ones if it is skipped; the common decision).
+        Returns (the memories after the step, or the given memories if the step is skipped; the result for all ranks).
         """
         fault = failpoint("step", step=step)
         if fault == "flip":
@@ -145,7 +152,7 @@ def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags
 
 
 def _corrupted(memory: Memory, fault: str) -> Memory:
-    """Make a memory NaN if the injected fault is "nan": wrong activations reach the memory too."""
+    """Make a memory NaN if the injected fault is "nan", because wrong activations would reach the memory too."""
     if fault != "nan":
         return memory
     return memory._replace(hidden=tuple(hidden_BMD * math.nan for hidden_BMD in memory.hidden))
