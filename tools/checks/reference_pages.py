@@ -48,20 +48,19 @@ A run's settings are in a TOML file, in the sections below. The file needs only 
 - `--model.cutoffs 1000 5000`: a list. Without values it is empty.
 - `--checkpoint.keep_best` switches on, `--checkpoint.keep_best False` off.
 
-Hyphens may replace underscores. An unknown name is refused, and the message names the nearest known one.
+Hyphens may replace underscores.
 `txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, `--dry-run --all` prints all.
-`RUN/config.toml` holds all settings of a run.
 
 Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and default. Two notes say
 what a resumed run does with another value
 ([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
 
-- **Frozen on resume.** Another value is refused.
-- **Warned on resume.** Another value is used, with a warning in the log.
+- **Frozen.** Another value is refused.
+- **Warned.** Another value is used, with a warning in the log.
 
 A setting without a note may change freely.
 """
-RESUME_NOTES = {"frozen": " Frozen on resume.", "warned": " Warned on resume.", "free": ""}
+RESUME_NOTES = {"frozen": " Frozen.", "warned": " Warned.", "free": ""}
 """Note of an entry, by the policy of its setting."""
 COMMANDS_HEAD = f"""# Command reference
 
@@ -90,7 +89,7 @@ def settings_page() -> str:
     parts = [SETTINGS_HEAD]
     for section, info in Config.model_fields.items():
         schema = type(info.default).model_json_schema()
-        parts.append(f"## {section}\n\n{schema['description']}\n")
+        parts.append(f"## {section}\n")
         for key, field in schema["properties"].items():
             note = RESUME_NOTES[resume_policy(f"{section}.{key}")]
             facts = f"{_type(field)}. Default: {_default(field['default'])}.{note}"

@@ -114,14 +114,13 @@ class DataSection(Section):
     """Split to evaluate, in each corpus that has this split. Empty: no evaluation. If it is `valid` and no corpus has a
     split `valid`, training runs without evaluation."""
     document_mask: bool = False
-    """Whether tokens attend only within their document. A token also attends to the end-of-text token before its
-    document, which predicts the document's first token. If false, attention crosses the borders of documents, as in the
-    paper."""
+    """Whether tokens attend only within their document, plus the end-of-text token before it. If false, attention
+    crosses the borders of documents, as in the paper."""
     prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
     """Number of steps whose tokens the reader thread prepares ahead of training."""
     on_corrupt: Annotated[Literal["raise", "skip"], WARNED] = "raise"
-    """raise: a damaged document ends the run. skip: the run replaces the document's tokens, does not score them, and
-    counts and logs the document."""
+    """raise: a damaged document ends the run. skip: the document's tokens are replaced, not scored, counted and
+    logged."""
     max_skipped: Annotated[Count, FREE] = 10
     """Damaged documents that a rank may skip. The run ends when a rank finds one more."""
     cache_dir: Annotated[str, FREE] = ""
@@ -175,8 +174,8 @@ class ModelSection(Section):
     its own pair."""
     same_length: Literal["off", "memory", "memory_and_self"] = "off"
     """Let every query see equally many keys, itself included. memory: memory_len keys (original PyTorch code, Hugging
-    Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: a query sees the whole memory, and the
-    segment up to itself."""
+    Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: all of the memory, and the segment up to the
+    query."""
     clamp_len: Count = 0
     """Largest distance, in tokens, that has an encoding of its own. All larger distances share the encoding of this
     distance. 0 means no limit."""
@@ -324,9 +323,9 @@ class OptimSection(Section):
     clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
     """Largest global gradient norm. Larger gradients are scaled down. 0 disables clipping."""
     schedule: Annotated[Schedule, WARNED] = "cosine"
-    """Learning rate after the warm-up. The cosine of `cosine` begins where the warm-up ends (NVIDIA, TensorFlow). The
-    cosine of `cosine_from_start` begins at step 0 (original PyTorch code). inverse_sqrt is the schedule of Vaswani et
-    al. 2017. wsd (warm-up, stable, decay) stays at the peak, then decays."""
+    """Learning rate after the warm-up. cosine begins where the warm-up ends (NVIDIA, TensorFlow), cosine_from_start at
+    step 0 (original PyTorch code). inverse_sqrt is the schedule of Vaswani et al. 2017. wsd (warm-up, stable, decay)
+    stays at the peak, then decays."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1), WARNED] = 0.2
     """Last share of train.max_steps, in which wsd decays linearly to min_lr."""
     warmup_steps: Annotated[Count, WARNED] = 0
@@ -369,16 +368,15 @@ class TrainSection(Section):
     """Tokens of memory per lane and layer (M). 0 disables recurrence. If a resumed run has a longer memory, the older
     part of the memory starts empty."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
-    """Tokens of memory per layer, first layer first. The longest must equal memory_len. Empty: every layer has
-    memory_len tokens. If a phase or an evaluation sets another memory_len, the layers with the longest memory use it.
-    The other layers use at most that many tokens."""
+    """Tokens of memory per layer, first layer first. The longest must equal memory_len. Empty: memory_len in every
+    layer. If a phase or an evaluation sets another memory_len, the longest layers use it, and the other layers use at
+    most that many tokens."""
     initial_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
     """Memory before a lane's first token. empty: no memory, and attention masks it. zeros: hidden states of 0, which
     queries attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
     half_loss: Annotated[bool, WARNED] = False
     """Train only on the last ceil(segment_len / 2) targets of each segment, as in the paper's ablations. Each scored
-    target then has at least half a segment of context. The loss is the mean over scored targets. Evaluation scores all
-    targets."""
+    target then has at least half a segment of context. The loss is the mean over scored targets."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
     """Lanes that a rank computes at once. This number must divide num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
@@ -432,7 +430,7 @@ class EngineSection(Section):
     attention: Annotated[AttentionKernel, FREE] = "auto"
     """Implementation of relative attention. plain: separate torch operations. fused: one function with a hand-written
     backward pass, on any device. triton: GPU kernels in half precision, also for residual sums, norms, activations and
-    dropout. auto: the fastest implementation that supports the model and the device."""
+    dropout. auto: the fastest supported implementation."""
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: wherever
@@ -506,8 +504,8 @@ class CheckpointSection(Section):
     every_steps: Annotated[Count, FREE] = 500
     """Steps between checkpoints. A run also saves a checkpoint at its end. 0 means only at the end."""
     every_minutes: Annotated[float, Field(ge=0, le=10**6), FREE] = 0.0
-    """Minutes between checkpoints, by the clock of rank 0. 0 means that only every_steps applies. If both settings are
-    above 0, both apply, and each checkpoint restarts the minutes."""
+    """Minutes between checkpoints, by the clock of rank 0. 0 means by steps only. If every_steps is set too, both
+    apply, and each checkpoint restarts the minutes."""
     keep_last: Annotated[PositiveInt, FREE] = 3
     """Number of newest checkpoints to keep. An older checkpoint is removed after a new one is complete on disk."""
     keep_every: Annotated[Count, FREE] = 0
@@ -569,12 +567,11 @@ class MetricsSection(Section):
     """allow: resume the W&B run with this id, or start one. must: the W&B run must exist. never: the W&B run must not
     exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
-    """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
-    measurement costs one more pass, without dropout. 0 means no measurement. For the validation split see
-    eval.accuracy."""
+    """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each costs
+    one more pass, without dropout. 0 means none. For the validation split see eval.accuracy."""
     norms_every_steps: Annotated[Count, FREE] = 0
     """Steps between records of each layer's gradient norm (before clipping), weight norm and output root mean square.
-    Each record costs one more pass, without dropout. 0 means no records."""
+    Each record costs one more pass, without dropout. 0 means none."""
     sample_every_steps: Annotated[Count, FREE] = 0
     """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means no sample texts."""
     sample_prompt: Annotated[str, FREE] = ""
