@@ -229,7 +229,7 @@ def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
     if model.cutoffs and model.cutoffs[-1] >= vocab_size:
         raise ConfigError(
             f"model.cutoffs={list(model.cutoffs)} must lie below the vocabulary size {vocab_size} of the corpus. "
-            "Lower them, prepare the corpus with a larger vocabulary, or write --model.cutoffs without values "
+            "Lower the cutoffs, prepare the corpus with a larger vocabulary, or write --model.cutoffs without values "
             "for a plain softmax."
         )
 
@@ -249,7 +249,7 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
     try:
         text = decode_text(content)
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save it as UTF-8.") from error
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}). Save the file as UTF-8.") from error
     try:
         values = parse_toml(text)
     except ValueError as error:

@@ -179,7 +179,8 @@ def _shown(plugin: Mapping[str, str]) -> str:
 def _check_name(name: str) -> None:
     if not all(part.isidentifier() for part in name.split(".")):
         raise ConfigError(
-            f"run.plugins: {name!r:.200} is not a name of a module. Give it as Python imports it: my_package.my_module."
+            f"run.plugins: {name!r:.200} is not the name of a module. Write the name as Python imports it: "
+            f"my_package.my_module."
         )
 
 

@@ -50,7 +50,7 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
     if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         raise ConfigError(
             f"WORLD_SIZE={world_size}, but MASTER_ADDR or MASTER_PORT is not set: the ranks cannot find each other. "
-            f"Start with `txl launch`, the deepspeed launcher or torchrun, or set them. {RUN_ALONE}"
+            f"Start with `txl launch`, the deepspeed launcher or torchrun, or set these variables. {RUN_ALONE}"
         )
     port = number("MASTER_PORT", 0)
     return RankEnvironment(

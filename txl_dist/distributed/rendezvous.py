@@ -49,7 +49,7 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
         answer = store.get("answer").decode()
     except (DistNetworkError, DistStoreError) as error:
         raise ConfigError(
-            f"rank 0 connected and then stopped responding: {first_line(error)}. See its output."
+            f"rank 0 connected and then stopped responding: {first_line(error)}. See the output of rank 0."
         ) from error
     if answer:
         # Rank 0, which holds the store, leaves after all ranks have read the answer.

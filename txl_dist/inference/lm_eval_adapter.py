@@ -113,7 +113,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         """
         end_of_text = self.lm.tokenizer.end_of_text
         if end_of_text is None or not self.lm.bundle.begins_documents:
-            raise ConfigError("this model cannot begin a document, and a context is empty. Choose another task.")
+            raise ConfigError(
+                "a context of this task is empty, and this model cannot begin a document. Choose another task."
+            )
         return end_of_text
 
     @property

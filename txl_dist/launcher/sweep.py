@@ -167,7 +167,7 @@ def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) 
         raise ConfigError("one run is not a sweep. Give --grid section.key=VALUE,VALUE, or more --seeds.")
     run_dirs = {trial.run_dir for trial in trials}
     if len(run_dirs) < len(trials):
-        raise ConfigError("two values of --grid give the same folder name. Leave one of the two values out.")
+        raise ConfigError("two values of --grid give the same folder name. Remove one of the two values.")
     return trials
 
 
@@ -187,7 +187,7 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
     """
     for trial in trials:
         if not trial.config.data.eval_split:
-            raise ConfigError("a sweep is decided by the validation split: data.eval_split must not be empty.")
+            raise ConfigError("a sweep compares losses on the validation split, so data.eval_split must not be empty.")
         check_phases(trial.config)
         for _, staged in each_phase(trial.config):
             plan_batch(staged.train, world_size=1)
@@ -200,8 +200,8 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
         if changes:
             listed = ", ".join(f"{change.key} {change.old} -> {change.new}" for change in changes)
             raise ConfigError(
-                f"{trial.run_dir} was made with other settings ({listed}), and its loss would be compared with others. "
-                "Restore them, or choose another --out."
+                f"{trial.run_dir} was made with other settings ({listed}), so its loss cannot be compared with the "
+                f"other runs. Restore these settings, or choose another --out."
             )
 
 

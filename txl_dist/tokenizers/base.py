@@ -234,8 +234,8 @@ def batches(
 def unknown_error(what: str, symbol: str) -> DataError:
     """Return the error for a symbol without an id, in a vocabulary that has no symbol for unknown ones."""
     return DataError(
-        f"the {what} {symbol!r} is not in the vocabulary, which has no symbol for unknown text. Take it out of the "
-        "text, or use another tokenizer."
+        f"the {what} {symbol!r} is not in the vocabulary, which has no symbol for unknown text. Remove this {what} "
+        f"from the text, or use another tokenizer."
     )
 
 

@@ -43,7 +43,7 @@ def tokenizer_of_folder(folder: Path) -> bytes:
         has_vocabulary |= (candidate / "vocab.txt").is_file() or (candidate / VOCABULARY).is_file()
     if has_vocabulary:
         raise DataError(
-            f"{folder} holds a vocabulary without {TOKENIZER}, which would say how text is split. Make one: python -c "
+            f"{folder} holds a vocabulary without {TOKENIZER}, which says how text is split. Make this file: python -c "
             f'\'from transformers import AutoTokenizer as T; T.from_pretrained("{folder}").save_pretrained("NEW")\', '
             "and name NEW."
         )

@@ -73,8 +73,8 @@ def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
     try:
         if values["format_version"] != FORMAT_VERSION:
             raise DataError(
-                f"the tokenizer {name} has format version {values['format_version']}, this program reads "
-                f"{FORMAT_VERSION}. Prepare the corpus again, or use the program that wrote it."
+                f"the tokenizer {name} has format version {values['format_version']}, but this version of txl_dist "
+                f"reads format version {FORMAT_VERSION}. Prepare the corpus again, or use the program that wrote it."
             )
         return build_tokenizer(values)
     except UnknownKindError as error:

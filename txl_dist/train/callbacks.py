@@ -360,7 +360,9 @@ def _check_callback(callback: object) -> None:
         raise ConfigError(f"callbacks: {_shown(callback)} has none of the methods of a callback: {', '.join(EVENTS)}.")
     for method, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
         if _has(callback, method) and not callable(getattr(callback, other, None)):
-            raise ConfigError(f"callbacks: {_name(callback)} has {method} but no {other}. A state needs both.")
+            raise ConfigError(
+                f"callbacks: {_name(callback)} has {method} but no {other}. A callback with a state needs both methods."
+            )
 
 
 def _shown(thing: object) -> str:
@@ -398,7 +400,7 @@ def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise TrainingError(
             f"callback {_name(callback)}: {method} failed on rank {get_rank()} at step {step}: "
-            f"{_described(error)}. Correct the callback; the same command continues from the last checkpoint."
+            f"{_described(error)}. Correct the callback. The same command then continues from the last checkpoint."
         ) from error
 
 

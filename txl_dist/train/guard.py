@@ -94,8 +94,9 @@ class Guard:
         if deviation is not None:
             raise raised_everywhere(
                 TrainingError(
-                    f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before saving it; "
-                    "take the machine of that rank out of service and start again from the last checkpoint."
+                    f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before a "
+                    f"checkpoint stores it. Take the machine of that rank out of service, and start again from the "
+                    f"last checkpoint."
                 )
             )
         seconds = round(time.perf_counter() - start_s, 4)

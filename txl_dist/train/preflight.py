@@ -112,9 +112,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
     if device.type == "cpu" and not chosen and (drivers := drivers_of_gpus()):
         raise ConfigError(
             f"the driver {drivers[0]} sees {counted(len(drivers), 'GPU')} and torch for CUDA "
-            f"{torch.version.cuda} can use none: "
-            "training would go on the CPU. Update the driver, or install a torch for an older CUDA (txl doctor says "
-            "more); DS_ACCELERATOR=cpu trains on the CPU."
+            f"{torch.version.cuda} can use none of them, so training would run on the CPU. Update the driver, or "
+            f"install torch for an older CUDA (see txl doctor). To train on the CPU, set DS_ACCELERATOR=cpu."
         )
     if config.engine.precision == "fp16" and device.type == "cpu":
         raise ConfigError(
@@ -127,7 +126,7 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
             "Use --engine.precision fp32, whose checkpoints are the same."
         )
     if config.engine.cuda_graph == "on" and device.type == "cpu":
-        raise ConfigError("engine.cuda_graph=on needs a GPU. Leave it out on a CPU, or let it be auto.")
+        raise ConfigError("engine.cuda_graph=on needs a GPU. On a CPU, set engine.cuda_graph to off or auto.")
     if config.engine.attention == "triton":
         model = config.model
         dtype = DTYPES[config.engine.dtype]
@@ -138,8 +137,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
             reason = f"it runs on a GPU and this run on the {device.type}"
         if reason is not None:
             raise ConfigError(
-                f"engine.attention=triton cannot run: {reason}. Use --engine.attention auto, which takes the kernels "
-                "wherever they fit."
+                f"engine.attention=triton cannot run: {reason}. Use --engine.attention auto, which uses the kernels "
+                f"wherever they can run."
             )
 
 

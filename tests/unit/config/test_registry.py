@@ -151,7 +151,7 @@ def test_a_missing_plugin_is_one_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "../x", "a b", "a..b", "/tmp/x.py", "x-y"])
 def test_what_is_no_name_of_a_module_is_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match="is not a name of a module"):
+    with pytest.raises(ConfigError, match="is not the name of a module"):
         registry.load_plugins([name])
 
 

@@ -64,12 +64,15 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
     for corpus in others:
         if corpus.tokenizer_sha256 != first.tokenizer_sha256:
             raise ConfigError(
-                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one "
-                "with `--tokenizer-file` and the tokenizer.json of the other."
+                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one corpus "
+                f"with `--tokenizer-file` and the tokenizer.json of the other corpus."
             )
     fingerprints = {corpus.fingerprint for corpus in opened}
     if len(fingerprints) < len(opened):
-        raise ConfigError("a corpus is given twice in data.path and data.more_paths. Raise its weight instead.")
+        raise ConfigError(
+            "a corpus is given twice in data.path and data.more_paths. To read more of a corpus, raise its weight in "
+            "data.weights."
+        )
     return opened
 
 

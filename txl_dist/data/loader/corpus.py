@@ -66,8 +66,8 @@ class Shard:
         num_tokens = int(self.lengths.sum())
         if (len(table), num_tokens) != (info.documents, info.tokens):
             raise DataError(
-                f"{self.name}.idx lists {len(table)} documents of {num_tokens} tokens, the index says "
-                f"{info.documents} of {info.tokens}. {REMEDY}"
+                f"{self.name}.idx lists {len(table)} documents of {num_tokens} tokens, but the index says "
+                f"{info.documents} documents of {info.tokens} tokens. {REMEDY}"
             )
         self.crc32s: npt.NDArray[np.uint32] = table["crc32"]
         self._dtype = dtype
@@ -94,7 +94,9 @@ class Shard:
     def check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
         """Raise DataError if `raw` is not the bytes of this document."""
         if zlib.crc32(raw.data) != int(self.crc32s[index]):
-            raise DataError(f"{self._place(index)}: damaged, its crc32 differs from the record. {self._payload.remedy}")
+            raise DataError(
+                f"{self._place(index)}: damaged, because its crc32 differs from the record. {self._payload.remedy}"
+            )
         largest = int(raw.view(self._dtype).max())
         if largest >= self._vocab_size:
             raise DataError(
@@ -316,8 +318,9 @@ class Corpus:
         """Return a split by its name. Raises DataError if the corpus has no such split."""
         if name not in self.splits:
             raise DataError(
-                f"corpus {self.location} has no split {name!r}; it has {', '.join(self.splits)}. Name one of these, "
-                "or prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without evaluation "
+                f"corpus {self.location} has no split {name!r}; it has {', '.join(self.splits)}. Name one of these "
+                f"splits, or prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without "
+                f"evaluation "
                 'with `--data.eval_split ""`.'
             )
         return self.splits[name]
@@ -353,7 +356,8 @@ def open_corpus(location: str | Path, settings: DataSection | None = None) -> Co
         content = storage.read(INDEX_NAME)
     except DataError as error:
         raise DataError(
-            f"{location} is not a readable corpus: {error} Make one with `txl prepare`, or point data.path at one."
+            f"{location} is not a readable corpus: {error} Make a corpus with `txl prepare`, or set data.path to the "
+            f"folder of a corpus."
         ) from error
     return Corpus(storage, parse_index(content, name=storage.name_of(INDEX_NAME)))
 
@@ -366,7 +370,8 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(f"{name} is not the index of a corpus. Point data.path at a folder of `txl prepare`.")
     if index.get("format_version") != FORMAT_VERSION:
         raise DataError(
-            f"{name} has format version {index.get('format_version')}, this program reads {FORMAT_VERSION}. "
+            f"{name} has format version {index.get('format_version')}, but this version of txl_dist reads format "
+            f"version {FORMAT_VERSION}. "
             "Prepare the corpus again, or use the program that wrote it."
         )
     if canonical_hash(index) != index["self_sha256"]:

@@ -30,8 +30,8 @@ class CorruptionPolicy:
             return
         if self.num_skipped + count > self._max_skipped:
             raise DataError(
-                f"{error} With this one {self.num_skipped + count} damaged documents would be skipped on this rank; "
-                f"data.max_skipped={self._max_skipped}."
+                f"{error} If this damage is skipped too, this rank has skipped {self.num_skipped + count} damaged "
+                f"documents, but data.max_skipped={self._max_skipped}."
             ) from error
         self._skipped.add((shard, document))
         self.num_skipped += count

@@ -72,8 +72,8 @@ class EvalStream:
             num_tokens = split.tokens
         if num_tokens < 2:
             raise DataError(
-                f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to "
-                "evaluate; at least two are needed. Prepare more text for it, or raise eval.max_tokens."
+                f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to evaluate, "
+                f"but at least two tokens are needed. Prepare more text for this split, or raise eval.max_tokens."
             )
         self.split = split
         self.num_targets = num_tokens - 1

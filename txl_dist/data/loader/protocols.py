@@ -94,8 +94,9 @@ class RandomCrops:
         """Take crops of the split. Raises ConfigError if it is no longer than one of them."""
         if split.tokens <= segment_len:
             raise ConfigError(
-                f"split {split.name!r} has {counted(split.tokens, 'token')}, and a crop with its last target "
-                f"{segment_len + 1:,}. Give a shorter --segment-len, or score a longer split (--split, --data)."
+                f"split {split.name!r} has {counted(split.tokens, 'token')}, but a crop of one segment with its last "
+                f"target needs {segment_len + 1:,} tokens. Give a shorter --segment-len, or score a longer split "
+                f"(--split, --data)."
             )
         self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
         self.segment_len = segment_len

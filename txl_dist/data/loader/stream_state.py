@@ -135,7 +135,7 @@ class StreamState:
         if values.get("version") not in READABLE_VERSIONS:
             readable = " and ".join(map(str, READABLE_VERSIONS))
             raise CheckpointError(
-                f"the stream state has version {values.get('version')}, this program reads {readable}. "
+                f"the stream state has version {values.get('version')}, but this version of txl_dist reads {readable}. "
                 "Continue with the program that wrote the checkpoint."
             )
         try:
@@ -203,8 +203,8 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
         added = [corpus for corpus in wanted.corpora if (corpus.fingerprint, corpus.split) not in before]
         raise CheckpointError(
             "the checkpoint was trained on data that is not given now: "
-            f"{_names(before[key] for key in missing)}; "
-            f"new to it are: {_names(added) or 'none'}. Restore data.path or data.more_paths (a weight of 0 in "
+            f"{_names(before[key] for key in missing)}. "
+            f"New data: {_names(added) or 'none'}. Restore data.path or data.more_paths (a weight of 0 in "
             "data.weights pauses a corpus), or start a new run."
         )
     corpora = []

@@ -203,7 +203,8 @@ class CachedStorage(RemoteStorage):
             if polls == 0:
                 raise UnreachableError(
                     f"the cache {self._folder} of {self._max_bytes / 2**30:.3g} GiB has no room for {info.bytes} "
-                    f"bytes of {self.name_of(info.name)}: it is larger, or all there is in use. Raise data.cache_gib."
+                    f"bytes of {self.name_of(info.name)}. The shard is larger than the cache, or every shard in the "
+                    f"cache is in use. Raise data.cache_gib."
                 )
             # A shard that is downloaded now may be unused soon. One in use may be so only for the moment of a prefetch.
             polls -= not is_downloading
@@ -277,5 +278,5 @@ def _errors_of(folder: Path) -> Iterator[None]:
 def _cache_error(folder: Path, error: OSError) -> UnreachableError:
     return UnreachableError(
         f"cannot use the cache {folder}: {error.strerror or error}. "
-        "Let data.cache_dir be a folder on a disk of this node that can be written and locked."
+        "Set data.cache_dir to a folder on a disk of this node that can be written and locked."
     )

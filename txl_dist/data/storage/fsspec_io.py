@@ -63,7 +63,7 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
                 f"{url}: the scheme {protocol!r} is not one of {', '.join(PROTOCOLS)}, and may run programs. "
-                f"If you trust it, name it in --allow-protocols, or in a configuration in data.allow_protocols."
+                f"If you trust this scheme, add it to --allow-protocols, or to data.allow_protocols in a configuration."
             )
     return protocols[0]
 

@@ -104,7 +104,7 @@ class RangePayload(Payload):
     def _check_is_range(self, content: bytes, num_bytes: int) -> None:
         if len(content) > num_bytes:
             raise DataError(
-                f"{self._name}: the server ignores ranges, it sent {len(content)} bytes instead of {num_bytes}. "
+                f"{self._name}: the server ignores byte ranges: it sent {len(content)} bytes instead of {num_bytes}. "
                 "Set data.cache_dir, so that whole shards are fetched."
             )
 

@@ -135,7 +135,9 @@ def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
     if len(names) > 6:
         names = [*names[:5], "...", names[-1]]
     shown = ", ".join(names)
-    raise DataError(f"corpus {corpus.location} has no shard {wanted!r}; it has {shown}. Name one of these.")
+    raise DataError(
+        f"corpus {corpus.location} has no shard {wanted!r}. The corpus has {shown}. Name one of these shards."
+    )
 
 
 def shard_facts(split: Split, index: int, *, max_documents: int) -> dict[str, Any]:
@@ -191,7 +193,8 @@ def document_facts(split: Split, index: int, document: int, *, max_tokens: int) 
     shard = split.open_shard(index)
     if not 0 <= document < len(shard.lengths):
         raise DataError(
-            f"{shard.name} has no document {document}; it has {len(shard.lengths):,}, from 0 on. Name one of these."
+            f"{shard.name} has no document {document}; it has {len(shard.lengths):,} documents, counted from 0. Name "
+            f"one of these documents."
         )
     ids = shard.document(document)[:max_tokens].tolist()
     return {
@@ -219,7 +222,9 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
     `splits` are those of the state's corpora. Raises ConfigError if there is no such lane, DataError for damage.
     """
     if not 0 <= lane < state.num_lanes:
-        raise ConfigError(f"there is no lane {lane}: the lanes are 0 to {state.num_lanes - 1}. Name one of these.")
+        raise ConfigError(
+            f"there is no lane {lane}: the lanes are 0 to {state.num_lanes - 1}. Name one of these lanes."
+        )
     stream = LaneStream(splits, state, segment_len=segment_len, lanes=range(lane, lane + 1))
     tokenizer = splits[0].corpus.tokenizer  # all splits have the same one
     ids = stream.segment_at(state).tokens[0]

@@ -216,7 +216,7 @@ def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
         if block.count(0) < len(block):
             raise DataError(
                 f"{stream.name} continues after its end at offset {end}, as two tars joined into one file do. "
-                "Readers of tars stop there: keep the two in separate files."
+                "Readers of tar files stop there. Keep the two tars in separate files."
             )
 
 
@@ -234,7 +234,10 @@ def _check_member(name: str, member: tarfile.TarInfo) -> None:
         problem = f"it is {kind}"
     else:
         return
-    raise DataError(f"{name}, member {member.name!r}: {problem}. Do not use this tar; make it again from plain files.")
+    raise DataError(
+        f"{name}, member {member.name!r}: {problem}. Do not use this tar file. Make the tar file again from plain "
+        f"files."
+    )
 
 
 def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bool) -> tuple[npt.NDArray[Any], int]:
@@ -271,7 +274,7 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
     content = stream.read(member.offset_data + member.size - offset)
     if shape[0] * dtype.itemsize != len(content):
         raise DataError(
-            f"{where} is damaged or cut: its npy header says {shape[0]} values of {dtype.itemsize} bytes, "
-            f"{len(content)} bytes are there. {_REMEDY}"
+            f"{where} is damaged or cut: its npy header says {shape[0]} values of {dtype.itemsize} bytes, but there "
+            f"are {len(content)} bytes. {_REMEDY}"
         )
     return np.frombuffer(content, dtype=dtype), offset

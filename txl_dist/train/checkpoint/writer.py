@@ -265,7 +265,7 @@ class AsyncWriter:
         if free < self._needed:
             raise CheckpointError(
                 f"no room for a checkpoint in {folder}: it needs {format_bytes(self._needed)}, {format_bytes(free)} "
-                "are free. Free space, lower checkpoint.keep_last, or move the run to another file system."
+                "of disk are free. Free space, lower checkpoint.keep_last, or move the run to another file system."
             )
 
     def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:

@@ -125,7 +125,7 @@ def check_sinks(metrics: MetricsSection) -> None:
     if metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"metrics.wandb={metrics.wandb!r} needs the library wandb, which is not installed. "
-            'pip install "txl_dist[wandb]", or leave the setting out.'
+            'pip install "txl_dist[wandb]", or remove this setting.'
         )
     wrong = sorted(set(metrics.wandb_id) & set(_NOT_IN_IDS))
     if wrong or metrics.wandb_id != metrics.wandb_id.strip():
@@ -137,7 +137,7 @@ def check_sinks(metrics: MetricsSection) -> None:
         if not 1 <= len(tag) <= _LONGEST_TAG:
             raise ConfigError(
                 f"metrics.wandb_tags: {tag!r:.80} has {len(tag)} characters; a tag at Weights & Biases has 1 to "
-                f"{_LONGEST_TAG}. Shorten it, or leave it out."
+                f"{_LONGEST_TAG}. Shorten the tag, or remove it."
             )
 
 

@@ -102,10 +102,9 @@ class Interval:
         if not any(num_scored for _, _, num_scored, *_ in parts):
             raise raised_everywhere(
                 TrainingError(
-                    f"no token was scored in the {counted(steps, 'step')} up to step {step}: all that was "
-                    "read is damaged. "
-                    "Restore the corpus (`txl verify` lists the damage), or take it out of data.path and "
-                    "data.more_paths."
+                    f"no token was scored in the {counted(steps, 'step')} up to step {step}, because all text that "
+                    f"was read is damaged. Restore the corpus (`txl verify` lists the damage), or remove it from "
+                    f"data.path and data.more_paths."
                 )
             )
         made = self._num_steps - self._num_skipped
@@ -196,8 +195,9 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
     if bad:
         raise raised_everywhere(
             TrainingError(
-                f"{what} is {values[bad[0]]} on {format_ranks(bad)}. The run stops before saving it; continue from the "
-                "last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+                f"{what} is {values[bad[0]]} on {format_ranks(bad)}. The run stops before a checkpoint stores this "
+                f"value. Continue from the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 "
+                f"instead of fp16."
             )
         )
 
