@@ -287,7 +287,7 @@ WITH_OPENAIS_CLIENT: dict[str, list[tuple[Any, str]]] = {
     "seed": [(None, ""), (0, ""), (2**62, ""), (-1, "seed: input should be greater than or equal to 0")],
     "stop": [(None, ""), ("a", ""), (["a", "b"], ""), ("", "stop: string should have at least 1 character")],
     "stream": [(None, ""), (False, "")],
-    "stream_options": [(None, ""), ({"include_usage": True}, "stream_options are for streams")],
+    "stream_options": [(None, ""), ({"include_usage": True}, "stream_options need stream")],
     "suffix": [(None, ""), ("", ""), ("b", "suffix: not supported")],
     "temperature": [(None, ""), (0, ""), (2, ""), (-1, "temperature: input should be greater")],
     "top_p": [(None, ""), (0.5, ""), (2, "top_p: input should be less than or equal to 1")],
