@@ -8,7 +8,7 @@ begin like another format, unless the name has the suffix of that format. If a f
 contains the name of the format and a command that converts the file.
 
 Limitations: a format that begins with neither a signature nor NUL bytes is distinguished from text by its control
-characters only. Nothing after the first 4 KiB is examined.
+characters only. Nothing after the first 4 KiB is examined here. The reader of documents refuses later NUL bytes.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ Cut = Literal["file", "line", "blank_line", "jsonl"]
 Form = Literal["file", "line", "blank_line", "jsonl", "parquet", "ids", "npy"]
 """Form in which an input is read. `ids`: a JSON list of token ids per line. `npy`: an array of token ids, one document
 per row."""
+_PLAIN_FORMS = ("file", "line", "blank_line")
+"""Forms of plain text. The detection of formats examines only the beginning of an input. A NUL byte further on is
+refused when its document is read."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
@@ -401,6 +404,14 @@ def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
 
 
 def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingErrors, form: Form) -> Document:
+    if form in _PLAIN_FORMS and encoding_errors != "keep" and b"\0" in raw:
+        if encoding_errors == "skip":
+            return Document(where, ordinal, "", "skipped")
+        raise DataError(
+            f"{where}: byte {raw.index(0):,} is NUL, which no text contains. Remove the NUL bytes "
+            "(`tr -d '\\000' < FILE > NEW_FILE`) and give the result, or use `--encoding-errors skip` (leave out the "
+            "document)."
+        )
     try:
         return Document(where, ordinal, raw.decode("utf-8"))
     except UnicodeDecodeError as error:

@@ -183,7 +183,7 @@ def split_tars(tars: Sequence[Path], *, ignore_names: bool = False) -> tuple[dic
     if ignore_names:
         return {TRAIN: list(tars)}, []
     paths = [str(path) for path in tars]
-    (splits,), remarks = splits_of_paths([(str(tars[0].parent), paths)], holds_out_doubtful=True)
+    (splits,), remarks = splits_of_paths([(str(tars[0].parent), paths)])
     tars_of_split: dict[str, list[Path]] = {}
     for path, split in zip(tars, splits, strict=True):
         tars_of_split.setdefault(split, []).append(path)

@@ -8,16 +8,18 @@ file or folder named train.
     test.txt  DEV.jsonl  eval_00.txt  held-out/a.txt  split=test/     held out   held out     held out
     wiki.valid.tokens  test.en.txt  test-v1.1.json                    held out   held out     held out
     c4-validation.00000-of-00008.json  test-00000-of-00001-5f1c.txt   held out   held out     held out
-    test_clean.txt  dev-other/a.txt  testset.txt  enwik8-test.txt     doubtful   held out     held out
+    test_clean.txt  dev-other/a.txt  my_val_03.txt  wiki-test.tar     held out   held out     held out
+    tests.tar  testing-0.tar                                          held out   held out     held out
     tests/a.txt  testing.md  evaluation.md  (code bases have them)    train      held out     train
+    dev-notes.md  release_test.md                                     doubtful   held out     held out
+    train-test.txt  train/valid_a.txt  test_model.py                  doubtful   doubtful     doubtful
     evaluation.py  testing.py  validation.py                          train      train        train
     latest.txt  contest.txt  developer.txt                            train      train        train
 
 The counterpart of `test_clean.txt` is `train_clean.txt` in the same folder. Words such as set and data, numbers,
 versions and hashes make no difference. The name of an input itself is doubtful, because the user gave this input for
-training. The folders in which several inputs differ (`data/train/a.txt data/test/a.txt`) are doubtful too. Doubtful
-text is trained on, and the summary says so. Doubtful tars are held out, because programs name tars, and a name such as
-`my-valid-000.tar` is intended.
+training. The folders in which several inputs differ (`data/train/a.txt data/test/a.txt`) are doubtful too. A doubtful
+file is trained on, and the summary names this file. The summary also names every file that is held out.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ _QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout",
 """Names of splits that alone do not hold out a file of source code or a Markdown page."""
 _CODE, _PAGE = ".py", ".md"
 """Suffixes of Python source code and of Markdown pages, which are among the suffixes of text."""
+_TAR = ".tar"
+"""Suffix of shards. Programs write shards, so that every word in the name of a shard is intended."""
 _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chunks", "batch", "rank", "v", "k", "m"})
 """Words that only number a file."""
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
@@ -86,6 +90,9 @@ class _Name(NamedTuple):
     is_code: bool
     """Whether the part is a Python file. `test_model.py` next to `train.py` is a unit test, and `evaluation.py` is a
     program."""
+    is_page: bool
+    """Whether the part is a Markdown file. `dev-notes.md` is a page about development, unless its folder has a part
+    named train."""
     is_input: bool
     """Whether the part belongs to the path of the input itself."""
 
@@ -126,14 +133,11 @@ def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: 
     return Named(files_of_inputs, named.remarks)
 
 
-def splits_of_paths(
-    inputs: Sequence[tuple[str, Sequence[str]]], *, holds_out_doubtful: bool = False, given: Collection[str] = ()
-) -> NamedPaths:
+def splits_of_paths(inputs: Sequence[tuple[str, Sequence[str]]], *, given: Collection[str] = ()) -> NamedPaths:
     """Return the split of each path. `inputs` are pairs (input for train, its paths).
 
-    With `holds_out_doubtful`, every mention of another split below an input holds the file out. `given` are the real
-    paths of files that the user gave for the validation or test split. The sentences for the user do not mention these
-    files.
+    `given` are the real paths of files that the user gave for the validation or test split. The sentences for the user
+    do not mention these files.
     """
     roots = [_root_of(train_input, paths) for train_input, paths in inputs]
     top = _common_folder([root for root in roots if root is not None])
@@ -155,11 +159,10 @@ def splits_of_paths(
             return False
         if name.is_sure or name.family in families:
             return True
-        if holds_out_doubtful and not name.is_input:
-            return True
+        if is_in_train or name.is_quiet or name.is_mixed or name.is_code:
+            return False
         is_below_train = not train_folders.isdisjoint((name.folder, *name.folder.parents))
-        is_ordinary = name.is_quiet or name.is_mixed or name.is_code
-        return is_below_train and not is_in_train and not is_ordinary
+        return is_below_train or not (name.is_input or name.is_page)
 
     splits: list[list[str]] = []
     held_out: dict[str, list[tuple[str, str]]] = defaultdict(list)
@@ -283,11 +286,14 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
     else:
         suffix = ""
     is_code = suffix == _CODE
-    if suffix in (_CODE, _PAGE):
+    quiet_words: Collection[str]
+    if suffix == _TAR:
+        quiet_words = ()
+    elif suffix in (_CODE, _PAGE):
         quiet_words = _QUIET_BESIDE_CODE
     else:
         quiet_words = _QUIET_WORDS
-    is_quiet = quiet_words.issuperset(hits)
+    is_quiet = all(hit in quiet_words for hit in hits)
     is_alone = len(words) == 1 and not is_quiet
     says_only_this = words[-1] in hits if is_counted else is_alone
     is_sure = says_only_this and len(splits) == 1 and (split == TRAIN or not is_input)
@@ -303,6 +309,7 @@ def _name_in(path: PurePosixPath, *, is_file: bool, is_input: bool) -> _Name | N
         is_mixed=TRAIN in splits and len(splits) > 1,
         is_quiet=is_quiet,
         is_code=is_code,
+        is_page=suffix == _PAGE,
         is_input=is_input,
     )
 

@@ -203,6 +203,20 @@ def test_text_that_is_not_utf8_is_refused_replaced_skipped_or_kept(tmp_path: Pat
     assert text_bytes_of("caf\udce9!") == b"caf\xe9!"
 
 
+@pytest.mark.parametrize("form", ["file", "line", "blank_line"])
+def test_a_nul_byte_behind_the_first_4_kib_of_plain_text_is_refused_skipped_or_kept(tmp_path: Path, form: str) -> None:
+    hole = b"a hole \0\0 in it"
+    (tmp_path / "a.txt").write_bytes(b"a line of words\n\n" * 500 + hole + b"\n\nmore words\n")
+    for policy in ("refuse", "replace"):
+        with pytest.raises(DataError, match=r"a\.txt.*: byte [\d,]+ is NUL.*tr -d '\\000' < FILE > NEW_FILE"):
+            read([tmp_path], documents=form, encoding_errors=policy)
+    skipped = read([tmp_path], documents=form, encoding_errors="skip")
+    assert [document.damage for document in skipped].count("skipped") == 1
+    assert not any("hole" in document.text for document in skipped)
+    kept = read([tmp_path], documents=form, encoding_errors="keep")
+    assert [document for document in kept if hole.decode() in document.text]
+
+
 def test_half_a_surrogate_pair_in_json_is_treated_like_broken_utf8(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a\\ud800b"}\n')
     for policy in ("refuse", "keep"):

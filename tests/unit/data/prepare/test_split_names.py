@@ -72,8 +72,8 @@ def test_a_name_says_the_split_or_not(tmp_path: Path, name: str, split: str) -> 
     assert ("--ignore-split-names" in said) == (split in ("valid", "test"))
 
 
-@pytest.mark.parametrize("name", ["test_clean.txt", "enwik8-test.txt", "dev-notes.md", "x_test_2.py", "train_test.txt"])
-def test_a_name_with_more_than_the_split_counts_only_beside_its_like_of_train_and_else_is_said(
+@pytest.mark.parametrize("name", ["dev-notes.md", "x_test_2.py", "train_test.txt"])
+def test_a_page_or_program_with_more_than_the_split_in_its_name_counts_only_beside_its_counterpart_of_train(
     tmp_path: Path, name: str
 ) -> None:
     splits, said = splits_of(laid_out(tmp_path / "alone", "novel.txt", name))
@@ -101,17 +101,19 @@ BESIDE = {  # name: (what becomes of it alone, and beside train/a.txt)
     **dict.fromkeys(("test-00000-of-00001-6fbcb5959cd8d5bf.parquet", "TEST_0_of_8.txt"), (HELD, HELD)),
     **dict.fromkeys(("test-00000-0b1c9d52-7a4e-4d3b-9f00-1a2b3c4d5e6f.c000.jsonl", "testing-1-of-2.txt"), (HELD, HELD)),
     **dict.fromkeys(("split=test/part-0.txt", "default/validation/0000.parquet", "data/dev/x/y/0.txt"), (HELD, HELD)),
-    # the like of train
-    **dict.fromkeys(("test_data/b.txt", "test set/b.txt", "test-set-2/b.txt", "Test Data/b.txt"), (SAID, HELD)),
-    **dict.fromkeys(("testset.txt", "testData.txt", "TestSet/b.txt", "TESTSET/b.txt", "testdata/b.txt"), (SAID, HELD)),
-    **dict.fromkeys(("devset.txt", "valset/b.txt", "validset.txt", "evalset.jsonl", "data_test.txt"), (SAID, HELD)),
+    # with a filler
+    **dict.fromkeys(("test_data/b.txt", "test set/b.txt", "test-set-2/b.txt", "Test Data/b.txt"), (HELD, HELD)),
+    **dict.fromkeys(("testset.txt", "testData.txt", "TestSet/b.txt", "TESTSET/b.txt", "testdata/b.txt"), (HELD, HELD)),
+    **dict.fromkeys(("devset.txt", "valset/b.txt", "validset.txt", "evalset.jsonl", "data_test.txt"), (HELD, HELD)),
     **dict.fromkeys(
-        ("dev_set.txt", "valSet/b.txt", "testsplit/b.txt", "test_corpus.txt", "dev texts/b.txt"), (SAID, HELD)
+        ("dev_set.txt", "valSet/b.txt", "testsplit/b.txt", "test_corpus.txt", "dev texts/b.txt"), (HELD, HELD)
     ),
-    "Eval_data.txt": (SAID, HELD),
-    # another word with it: only where something is named train
-    **dict.fromkeys(("test-clean/b.txt", "dev-clean/b.txt", "test-other/b.txt", "my_test/b.txt"), (SAID, HELD)),
-    **dict.fromkeys(("validation_matched.jsonl", "a.dev-b.txt", "wikiTest.txt", "newsEval/b.txt"), (SAID, HELD)),
+    "Eval_data.txt": (HELD, HELD),
+    # another word with it
+    **dict.fromkeys(("test-clean/b.txt", "dev-clean/b.txt", "test-other/b.txt", "my_test/b.txt"), (HELD, HELD)),
+    **dict.fromkeys(("validation_matched.jsonl", "a.dev-b.txt", "wikiTest.txt", "newsEval/b.txt"), (HELD, HELD)),
+    **dict.fromkeys(("my_val_03.txt", "valid_a.jsonl", "wiki-test.txt", "enwik8-test.txt"), (HELD, HELD)),
+    "dev-notes.md": (SAID, HELD),
     **dict.fromkeys(("train/test_notes.txt", "train_test/b.txt", "test-clean/train.txt"), (SAID, SAID)),
     # of code bases too
     **dict.fromkeys(("tests/b.txt", "testing/b.txt", "testing.md", "evaluation.md"), (SILENT, HELD)),
@@ -197,11 +199,19 @@ def test_files_given_one_by_one_from_folders_of_splits_keep_them(tmp_path: Path)
     assert (splits["train"], said) == ({"data/dev/0.txt"}, "")  # of one input the name counts, and not where it lies
 
 
-def test_a_name_with_more_words_is_held_out_below_a_folder_with_train_in_it_and_not_beside_one(tmp_path: Path) -> None:
-    data = laid_out(tmp_path / "data", "a/train.txt", "a/deep/my_test.txt", "b/my_test.txt")
+def test_a_page_with_more_words_is_held_out_below_a_folder_with_train_in_it_and_not_beside_one(tmp_path: Path) -> None:
+    data = laid_out(tmp_path / "data", "a/train.txt", "a/deep/my_test.md", "b/my_test.md", "b/my_test.txt")
     splits, said = splits_of(data)
-    assert splits == {"train": {"a/train.txt", "b/my_test.txt"}, "valid": set(), "test": {"a/deep/my_test.txt"}}
-    assert f"though named like validation or test text: {data}/b/my_test.txt." in said
+    held_out = {"a/deep/my_test.md", "b/my_test.txt"}
+    assert splits == {"train": {"a/train.txt", "b/my_test.md"}, "valid": set(), "test": held_out}
+    assert f"though named like validation or test text: {data}/b/my_test.md." in said
+
+
+@pytest.mark.parametrize("name", ["valid", "my_val_03", "valid_a", "wiki-test", "test_000", "dev-clean", "testset-1"])
+def test_text_and_tars_of_one_name_belong_to_the_same_split(name: str) -> None:
+    for suffix in (".txt", ".jsonl.gz", ".parquet", ".tar"):
+        (splits,), _ = splits_of_paths([("data", [f"data/novel{suffix}", f"data/{name}{suffix}"])])
+        assert splits == ["train", "test" if "test" in name else "valid"]
 
 
 def test_unit_tests_of_a_program_named_train_are_text_as_before(tmp_path: Path) -> None:
