@@ -41,18 +41,18 @@ SETTINGS_HEAD = f"""# Configuration reference
 
 {MADE_BY}
 
-A run's settings are in a TOML file, in the sections below. The file needs only those that differ from the defaults.
-`--section.key VALUE` after the file overrides it:
+A run's settings are in a TOML file, in the sections below. The file needs only the settings that differ from the
+defaults. `--section.key VALUE` after the file overrides a setting:
 
 - `txl train CONFIG.toml --optim.lr 1e-3`: a number or a text.
 - `--model.cutoffs 1000 5000`: a list. Without values it is empty.
 - `--checkpoint.keep_best` switches on, `--checkpoint.keep_best False` off.
 
 Hyphens may replace underscores.
-`txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, `--dry-run --all` prints all.
+`txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, and `--dry-run --all` prints all.
 
 Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and default. Two notes say
-what a resumed run does with another value
+what happens if a resumed run has another value
 ([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
 
 - **Frozen.** Another value is refused.
@@ -67,9 +67,9 @@ COMMANDS_HEAD = f"""# Command reference
 {MADE_BY}
 
 `python -m txl_dist COMMAND` is the same as `txl COMMAND`, and `txl COMMAND --help` prints the same texts. Defaults are
-in brackets. A flag without one is off or empty by default. A switch `--name` has an opposite, `--no-name`.
+in brackets. A flag without brackets is off or empty by default. A switch `--name` has an opposite, `--no-name`.
 
-Exit codes: 0 done, 1 an error or a problem found, 2 a mistake that the message explains, 75 and 76
+Exit codes: 0 done, 1 an error or a problem found, 2 a mistake that the message explains. After 75 or 76
 [start the same command again](checkpoints.md#stopping).
 """
 COMPLETION = """`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names

@@ -16,9 +16,9 @@ from txl_dist.config.registry import OneOf
 
 
 class Resume(NamedTuple):
-    """How a setting may change when a run is resumed.
+    """Policy for a setting of a resumed run whose value differs from the run directory's value.
 
-    "free" allows it silently, "warned" allows it with a line in the log.
+    "free" allows the difference silently, and "warned" allows it with a line in the log.
     """
 
     policy: Literal["warned", "free"]
@@ -30,8 +30,8 @@ class PositionScheme(NamedTuple):
     uses_memory: bool = False
     """True if queries can attend to past segments, because positions are given as distances."""
     sinusoids: Literal["distances", "embedding", "none"] = "none"
-    """Quantity that the sinusoids encode. It is distances, which each layer projects, or positions, which are added to
-    the embedding."""
+    """Quantity that the sinusoids encode: the distances between tokens, which each layer projects, or the positions of
+    tokens, which are added to the embedding."""
     has_distance_terms: bool = False
     """True if scores have terms (b) and (d), which the functions of `engine.attention` compute. Otherwise torch's own
     attention is used."""
@@ -40,8 +40,8 @@ class PositionScheme(NamedTuple):
     has_table: bool = False
     """True if encodings of distances are learned. Their number is `model.num_distances`."""
     build: Callable[[ModelSection], Any] | None = None
-    """Function of a plugin's scheme that builds the module of one layer, which computes `RelativeEncodings`. It is None
-    for built-in schemes."""
+    """Function of a plugin's scheme that builds the module of one layer. The module computes `RelativeEncodings`. It is
+    None for built-in schemes."""
 
 
 SCHEMES: dict[str, PositionScheme] = {
@@ -87,15 +87,15 @@ class RunSection(Section):
     """Settings for the folder of the run, its seed and its plugins."""
 
     dir: Annotated[str, FREE] = "runs/default"
-    """Folder of the run: checkpoints, logs, resolved settings."""
+    """Run directory, with checkpoints, logs and resolved settings."""
     seed: int = 1
-    """Seed of initial weights, document order and dropout."""
+    """Seed of the initial weights, the document order and dropout."""
     init: str = ""
     """Bundle (exported model) that gives a new run its initial weights. Empty: random weights. `txl train --init
     BUNDLE` sets it."""
     plugins: Annotated[tuple[str, ...], FREE] = ()
-    """Modules to import first, for example "my_package.my_module". Importing runs their code. Each module can register
-    positional schemes, optimizers and metrics (docs/extending.md)."""
+    """Python modules to import at the start, for example "my_package.my_module". Importing runs their code. A module
+    can register positional schemes, optimizers and metrics (docs/extending.md)."""
 
 
 class DataSection(Section):
@@ -107,22 +107,22 @@ class DataSection(Section):
     """Further corpora, prepared with the same tokenizer. Each lane (batch row) reads one corpus."""
     weights: Annotated[tuple[Weight, ...], WARNED] = ()
     """Share of the lanes (batch rows) for each corpus, data.path first. Empty: shares in proportion to the corpora's
-    tokens. A weight of 0 pauses its corpus."""
+    tokens. A corpus of weight 0 is not read."""
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
     """Split to evaluate, in each corpus that has this split. Empty: no evaluation. If it is `valid` and no corpus has a
     split `valid`, training runs without evaluation."""
     document_mask: bool = False
-    """Whether tokens attend only within their document, plus the end-of-text token before it. If false, attention
-    crosses the borders of documents, as in the paper."""
+    """Whether tokens attend only within their document and to the end-of-text token before it. If false, attention
+    crosses document borders, as in the paper."""
     prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
     """Number of steps whose tokens the reader thread prepares ahead of training."""
     on_corrupt: Annotated[Literal["raise", "skip"], WARNED] = "raise"
-    """raise: a damaged document ends the run. skip: the document's tokens are replaced, not scored, counted and
-    logged."""
+    """raise: a damaged document ends the run. skip: the document's tokens are replaced and excluded from the loss, and
+    the document is logged."""
     max_skipped: Annotated[Count, FREE] = 10
-    """Damaged documents that a rank may skip. The run ends when a rank finds one more."""
+    """Number of damaged documents that a rank can skip. The next one ends the run."""
     cache_dir: Annotated[str, FREE] = ""
     """Folder on each node that caches whole shards of a remote corpus. Empty: no cache, and only the needed byte ranges
     are read."""
@@ -155,67 +155,65 @@ class ModelSection(Section):
     embed_width: OwnWidth = 0
     """Embedding width E of the most frequent words. 0 means model.width."""
     cutoffs: tuple[PositiveInt, ...] = ()
-    """First token id of each tail cluster of adaptive softmax. Token ids are in order of frequency. Empty: a plain
+    """First token id of each tail cluster of adaptive softmax. Token ids must be in order of frequency. Empty: a plain
     softmax."""
     div_value: PositiveInt = 1
-    """Divisor of the embedding width per cluster: cluster i has embeddings of width embed_width // div_value**i. 1
-    means one table for all clusters."""
+    """Divisor of the embedding width per cluster: cluster i has embeddings of width embed_width // div_value**i. With
+    1, all clusters share one table."""
     tie_weights: bool = True
     """Use the input embeddings as output weights."""
     tie_projections: tuple[bool, ...] = ()
-    """For each cluster, whether its input projection is also its output projection. Empty means that no projection is
-    tied."""
+    """For each cluster, whether its input projection is also its output projection. Empty: no projection is tied."""
     pre_norm: bool = False
     """Normalize before each sublayer instead of after its residual sum."""
     final_norm: bool = False
     """Normalize the last hidden state. This needs model.pre_norm."""
     share_biases: bool = True
-    """Use one pair of attention biases u, v for all layers, as the original PyTorch code does. False: each layer has
+    """Use one pair of attention biases u, v for all layers, as the original PyTorch code does. If false, each layer has
     its own pair."""
     same_length: Literal["off", "memory", "memory_and_self"] = "off"
-    """Let every query see equally many keys, itself included. memory: memory_len keys (original PyTorch code, Hugging
-    Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: all of the memory, and the segment up to the
-    query."""
+    """Let all queries see equally many keys, including the query's own token. memory: memory_len keys (original PyTorch
+    code, Hugging Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: the whole memory, and the
+    segment up to the query."""
     clamp_len: Count = 0
     """Largest distance, in tokens, that has an encoding of its own. All larger distances share the encoding of this
     distance. 0 means no limit."""
     positions: Annotated[str, OneOf(SCHEMES)] = "relative"
     """relative: projected sinusoids of the distance (the paper, attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw, attn_type 1, labml). absolute: sinusoids of the position
-    added to the embedding, without memory (Vaswani, attn_type 2). Or a plugin's scheme."""
+    added to the embedding, without memory (Vaswani, attn_type 2). Plugins can add schemes."""
     absolute_with_memory: bool = False
-    """Allow a memory with absolute positions, to reproduce the problem of section 3.3 of the paper. Positions restart
-    in each segment, so remembered and current positions look alike."""
+    """Allow a memory with absolute positions, to reproduce the problem of section 3.3 of the paper: positions restart
+    in each segment, so tokens of memory and segment share positions."""
     num_distances: Len = 0
-    """Rows of the table of learned_relative positions. Larger distances use the last row."""
+    """Rows in the table of learned_relative positions. Larger distances use the last row."""
     norm: Literal["layer", "rms"] = "layer"
-    """layer: mean and variance, with gain and bias (the paper). rms: only the root mean square, without gain and
-    bias."""
+    """layer: LayerNorm with gain and bias (the paper). rms: RMSNorm without gain and bias."""
     activation: Literal["relu", "gelu", "relu2", "swiglu"] = "relu"
-    """Nonlinearity of the feed-forward layer. relu2 is the square of relu. swiglu multiplies the output of ff_in by the
-    silu of a third matrix of ff_width columns."""
+    """Nonlinearity of the feed-forward layer. relu2 is the square of relu. swiglu multiplies the inner values by the
+    silu of a third matrix's output."""
     zero_init: bool = False
-    """Initialize the last matrix of each attention layer and each feed-forward layer with 0. A block then adds nothing
-    at first."""
+    """Initialize the last matrix of each attention layer and each feed-forward layer with 0. A new block then adds
+    nothing."""
     query_key_norm: bool = False
     """Divide each head's queries, keys and distance encodings by their root mean square."""
     residual_scalars: bool = False
-    """Mix the input x of each block with the input x0 of the first block: x becomes lambda x + mu x0. Each block learns
-    its own lambda and mu."""
+    """Mix the input x of each block with the first block's input x0: x becomes lambda x + mu x0. Each block learns its
+    own lambda and mu."""
     value_residual: bool = False
-    """Mix the attention values of each block with the attention values of the first block. Each block learns its share,
-    which starts at one half."""
+    """Mix the attention values of each block with those of the first block. Each block learns the mixing share, which
+    starts at one half."""
     value_bias: bool = False
     """Add a bias to the attention values (labml)."""
     output_bias: bool = False
     """Add a bias to the output projection of attention (labml)."""
     scale_embedding: bool = True
-    """Multiply embeddings by sqrt(width). labml's code does not."""
+    """Multiply embeddings by sqrt(width). labml's code omits this."""
     project_same_width: bool = True
-    """Project also the embeddings that are as wide as the model. This setting matters only with div_value > 1. False:
-    do not project these embeddings (TensorFlow code on lm1b)."""
+    """Also project embeddings that are as wide as the model. This matters only with div_value > 1. The TensorFlow code
+    on lm1b does not project them."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
-    """Small number that norms add to the variance (layer) or to the mean square (rms, query_key_norm)."""
+    """Small number that norms add to the variance (layer) or mean square (rms, query_key_norm)."""
     dropout: Annotated[Probability, WARNED] = 0.1
     """Dropout rate everywhere except on attention probabilities. Each rate below replaces this rate in one place."""
     attention_dropout: Annotated[Probability, WARNED] = 0.0
@@ -305,13 +303,13 @@ class OptimSection(Section):
     """Settings of the optimizer and of the learning-rate schedule."""
 
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """Optimizer. adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's (no bias correction, weight norms
-    capped at 10) and needs zero_stage 0. muon orthogonalizes the steps of block matrices, scaled to AdamW's size, and
-    uses AdamW elsewhere. A plugin can add optimizers."""
+    """Optimizer. adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's version (no bias correction, weight
+    norms capped at 10) and needs zero_stage 0. muon orthogonalizes the updates of the blocks' matrices, scales them to
+    AdamW's size, and uses AdamW for other weights. A plugin can add optimizers."""
     lr: Annotated[float, Field(gt=0, le=1e30), WARNED] = 2.5e-4
     """Peak of the learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
-    """Decay rates of the two moments (adam, adamw, lamb, and muon outside its matrices)."""
+    """Decay rates of the two moments (adam, adamw, lamb, and the AdamW part of muon)."""
     momentum: Annotated[Probability, WARNED] = 0.0
     """Momentum factor of sgd."""
     muon_momentum: Annotated[Probability, WARNED] = 0.95
@@ -323,11 +321,11 @@ class OptimSection(Section):
     clip_norm: Annotated[float, Field(ge=0), WARNED] = 0.25
     """Largest global gradient norm. Larger gradients are scaled down. 0 disables clipping."""
     schedule: Annotated[Schedule, WARNED] = "cosine"
-    """Learning rate after the warm-up. cosine begins where the warm-up ends (NVIDIA, TensorFlow), cosine_from_start at
-    step 0 (original PyTorch code). inverse_sqrt is the schedule of Vaswani et al. 2017. wsd (warm-up, stable, decay)
-    stays at the peak, then decays."""
+    """Learning rate after the warm-up. cosine begins after the warm-up (NVIDIA, TensorFlow), cosine_from_start at step
+    0 (original PyTorch code). inverse_sqrt is the schedule of Vaswani et al. 2017. wsd (warm-up, stable, decay) stays
+    at the peak, then decays."""
     cooldown_fraction: Annotated[float, Field(gt=0, le=1), WARNED] = 0.2
-    """Last share of train.max_steps, in which wsd decays linearly to min_lr."""
+    """Share of train.max_steps, at the end of the run, in which wsd decays linearly to min_lr."""
     warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
@@ -335,8 +333,8 @@ class OptimSection(Section):
     lower bound."""
     ema_decay: Annotated[Probability, WARNED] = 0.0
     """Decay per step of an exponential moving average of the fp32 weights. The average starts with the weights after
-    the first update, and checkpoints contain it. 0 keeps no average. `eval.use_ema` and `txl export --ema` use the
-    average."""
+    the first update, and checkpoints contain it. 0 disables the average. `eval.use_ema` and `txl export --ema` use
+    it."""
 
     @property
     def kind(self) -> OptimizerKind:
@@ -361,30 +359,30 @@ class TrainSection(Section):
 
     num_lanes: Annotated[Lanes, WARNED] = 32
     """Rows of the global batch, called lanes. Each lane reads one contiguous token stream. A run that resumes with
-    another number reads each remaining token once, and its memories start empty."""
+    another num_lanes reads each remaining token once, and its memories start empty."""
     segment_len: Annotated[PositiveLen, WARNED] = 64
     """Tokens per lane and step (T)."""
     memory_len: Annotated[Len, WARNED] = 128
     """Tokens of memory per lane and layer (M). 0 disables recurrence. If a resumed run has a longer memory, the older
     part of the memory starts empty."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
-    """Tokens of memory per layer, first layer first. The longest must equal memory_len. Empty: memory_len in every
-    layer. If a phase or an evaluation sets another memory_len, the longest layers use it, and the other layers use at
-    most that many tokens."""
+    """Tokens of memory per layer, first layer first. The largest number must equal memory_len. Empty: memory_len in
+    every layer. If a phase or an evaluation sets another memory_len, the longest layers use it, and the other layers
+    use at most that many tokens."""
     initial_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
-    """Memory before a lane's first token. empty: no memory, and attention masks it. zeros: hidden states of 0, which
-    queries attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
+    """Memory before a lane's first token. empty: no memory, because attention masks it. zeros: hidden states of 0,
+    which queries attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
     half_loss: Annotated[bool, WARNED] = False
     """Train only on the last ceil(segment_len / 2) targets of each segment, as in the paper's ablations. Each scored
     target then has at least half a segment of context. The loss is the mean over scored targets."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
-    """Lanes that a rank computes at once. This number must divide num_lanes / ranks."""
+    """Lanes (batch rows) per micro-batch of a rank. It must divide num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps of the whole run. The learning-rate schedule ends with the last step."""
     phases: Annotated[tuple[str, ...], WARNED] = ()
-    """Parts of the run with other lengths, in order. Write a phase as "until=0.5 num_lanes=128 segment_len=16
-    memory_len=32". `until` is a share of the steps. After the last phase the settings above apply. Steps of all phases
-    must have equally many tokens."""
+    """Phases of the run, in order, with other lengths. Write a phase as "until=0.5 num_lanes=128 segment_len=16
+    memory_len=32". `until` is the share of max_steps at which it ends. After the last phase the settings above apply.
+    Steps of all phases must have equally many tokens."""
 
     @property
     def scored_len(self) -> int:
@@ -419,10 +417,10 @@ class EngineSection(Section):
     """Settings of DeepSpeed and of the hardware."""
 
     zero_stage: Annotated[int, Field(ge=0, le=3), WARNED] = 1
-    """ZeRO stage. 0 replicates everything, 1 shards optimizer state, 2 also gradients, 3 also parameters."""
+    """ZeRO stage. 0 replicates everything. 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
-    """Type of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with matrix products of
-    operands with 10 mantissa bits (Ampere or later). Checkpoints of tf32 are the same as checkpoints of fp32."""
+    """Number format of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with operands of
+    matrix products rounded to 10 mantissa bits (Ampere or later). Checkpoints of tf32 and fp32 are the same."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory. This needs ZeRO stage 1, 2 or 3."""
     offload_parameters: Annotated[bool, WARNED] = False
@@ -433,24 +431,24 @@ class EngineSection(Section):
     dropout. auto: the fastest supported implementation."""
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
-    if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: wherever
-    possible, never on a CPU. In a file, true and false mean on and off."""
+    if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if
+    possible, off on a CPU. In a file, true and false mean on and off."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute blocks in the backward pass. Results are bit-identical, steps take longer, and a rank needs less
     memory."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
     """With activation_checkpointing: recompute only every n-th block, and keep the activations of all other blocks."""
     check_memory: Annotated[bool, FREE] = True
-    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. If false, such a
-    run starts."""
+    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. False: start
+    it."""
     num_threads: Annotated[int, Field(ge=0, le=1024), FREE] = 0
-    """CPU threads per rank. 0 means OMP_NUM_THREADS if it is set, else the number of cores divided by the local
-    ranks."""
+    """CPU threads per rank. 0 means OMP_NUM_THREADS if set, else the number of cores divided by the ranks of the
+    node."""
     start_timeout_s: Annotated[Seconds, FREE] = 1800
-    """Seconds without progress after which ranks count as hung, before the first step is finished. The ranks then
-    report the missing rank, write their stacks and exit."""
+    """Until the first step is finished: seconds without progress after which ranks count as hung. The ranks then report
+    the missing rank, write their stacks and exit."""
     timeout_s: Annotated[Seconds, FREE] = 600
-    """Seconds without progress after which ranks count as hung, after the first step is finished. This time must exceed
+    """After the first step is finished: seconds without progress after which ranks count as hung. This time must exceed
     the longest step and one evaluation segment."""
 
     @property
@@ -480,18 +478,18 @@ class EvalSection(Section):
     every_steps: Annotated[Count, FREE] = 0
     """Steps between evaluations. 0 means one evaluation, at the end."""
     num_lanes: Annotated[Lanes, FREE] = 8
-    """Parts into which the split is cut, one per batch row. Each part starts with an empty memory. Fewer parts give a
-    more exact loss, and more parts run faster."""
+    """Lanes (batch rows) into which the split is cut. Each lane starts with an empty memory. Fewer lanes give a more
+    exact loss, more lanes run faster."""
     segment_len: Annotated[Len, FREE] = 0
     """Tokens per lane and forward pass. 0 means train.segment_len."""
     memory_len: Annotated[int, Field(ge=-1, le=LONGEST), FREE] = -1
     """Tokens of memory. -1 means train.memory_len. 0 evaluates without memory."""
     overlap_len: Annotated[Len, FREE] = 0
     """Tokens before each segment that are run again as context and not scored (`ext_len` of the original code). This
-    needs a memory of 0."""
+    needs eval.memory_len 0."""
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
-    """Number of tokens to score, from the start of the split. The result then has no bits per byte. 0 scores the whole
-    split."""
+    """Number of tokens to score, from the start of the split. 0 scores the whole split. A limited score has no bits per
+    byte."""
     use_ema: Annotated[bool, FREE] = False
     """During training, score the moving average of the weights instead of the weights. This needs optim.ema_decay."""
     accuracy: Annotated[bool, FREE] = False
@@ -511,10 +509,10 @@ class CheckpointSection(Section):
     keep_every: Annotated[Count, FREE] = 0
     """Also keep every checkpoint whose step is a multiple of this number. 0 means none."""
     keep_best: Annotated[bool, FREE] = False
-    """Also save a checkpoint after each evaluation with the lowest loss so far, and keep this checkpoint."""
+    """Also save a checkpoint after an evaluation with the lowest loss so far, and keep it."""
     asynchronous: Annotated[bool, FREE] = True
-    """Write checkpoints while training continues. A step waits only for the copy into host memory, which is as large as
-    the checkpoint."""
+    """Write checkpoints while training continues. A step waits only for the copy into host memory. The copy is as large
+    as the checkpoint."""
 
 
 class GuardSection(Section):
@@ -526,7 +524,7 @@ class GuardSection(Section):
     """Skipped steps among the last 1,000 steps after which the run stops."""
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
     """A loss or gradient norm is a spike if its logarithm is this many robust standard deviations above the recent
-    median. The deviation is at least 2 %. 0 disables detection."""
+    median. The deviation counts as at least 2 %. 0 disables detection."""
     spike_window: Annotated[int, Field(gt=0, le=10**6), FREE] = 128
     """Steps from which spike detection computes the median and the deviation. Detection starts after half of these
     steps."""
@@ -535,10 +533,10 @@ class GuardSection(Section):
     spike_patience: Annotated[PositiveInt, FREE] = 3
     """Consecutive spikes that cause a rewind."""
     max_rewinds: Annotated[Count, FREE] = 5
-    """Largest number of rewinds (returns to the last checkpoint) in a run. The run stops when it needs another
-    rewind."""
+    """Largest number of rewinds (returns to the last checkpoint) in a run. The run stops if it needs another rewind."""
     check_replicas_every_steps: Annotated[Count, FREE] = 0
-    """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means none."""
+    """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means no
+    comparison."""
 
 
 class MetricsSection(Section):
@@ -550,25 +548,25 @@ class MetricsSection(Section):
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard event files next to metrics.jsonl."""
     wandb: Annotated[str, FREE] = ""
-    """Weights & Biases (W&B) project that gets the same records (pip install "txl_dist[wandb]"). Empty sends
-    nothing."""
+    """Weights & Biases (W&B) project that gets the records of metrics.jsonl (pip install "txl_dist[wandb]"). Empty
+    sends nothing."""
     wandb_entity: Annotated[str, FREE] = ""
     """W&B user or team that owns the run. Empty means the account's default."""
     wandb_name: Annotated[str, FREE] = ""
     """Name of the W&B run. Empty means the name of the run directory."""
     wandb_group: Annotated[str, FREE] = ""
-    """Group of the W&B run. Empty means none."""
+    """Group of the W&B run. Empty means no group."""
     wandb_tags: Annotated[tuple[str, ...], FREE] = ()
     """Tags of the W&B run, of 1 to 64 characters each."""
     wandb_id: Annotated[str, FREE] = ""
-    """Id of the W&B run, to choose or resume a W&B run. Empty derives the id from the path of the run directory, so a
-    resumed run keeps its id."""
+    """Id of the W&B run, to choose or resume it. Empty derives the id from the path of the run directory, so a resumed
+    run keeps its id."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
     """allow: resume the W&B run with this id, or start one. must: the W&B run must exist. never: the W&B run must not
     exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
-    """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each costs
-    one more pass, without dropout. 0 means none. For the validation split see eval.accuracy."""
+    """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
+    measurement costs one more pass, without dropout. 0 means none. For the validation split see eval.accuracy."""
     norms_every_steps: Annotated[Count, FREE] = 0
     """Steps between records of each layer's gradient norm (before clipping), weight norm and output root mean square.
     Each record costs one more pass, without dropout. 0 means none."""
