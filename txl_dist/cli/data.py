@@ -26,31 +26,31 @@ class PrepareArguments(PrepareSettings):
     """Arguments of `txl prepare`: the settings of a preparation, some of them under shorter names."""
 
     inputs: Positional[tuple[str, ...]]
-    """Files, folders, quoted globs or URLs of text, JSON lines or parquet, which may be compressed. Or `-`,
-    `pipe:COMMAND`, or `stdlib` (source of this Python's standard library). Or a named corpus: enwik8, text8,
+    """Files, folders, quoted globs or URLs of text, JSON lines or parquet, which may be compressed. Or `-` (standard
+    input), `pipe:COMMAND`, or `stdlib` (source of Python's standard library). Or a named corpus: enwik8, text8,
     wikitext-103, wikitext-2, lm1b, tinyshakespeare."""
     out: Path
     """Folder in which the corpus is written."""
     valid_inputs: Annotated[tuple[str, ...], arg(name="valid")] = ()
-    """Inputs of the validation split. By default these are files named valid, or a share of the documents."""
+    """Inputs of the validation split. Default: input files named valid, else a share of the documents."""
     test_inputs: Annotated[tuple[str, ...], arg(name="test")] = ()
-    """Inputs of the test split. By default these are files named test, or a share of the documents."""
+    """Inputs of the test split. Default: input files named test, else a share of the documents."""
     archive: str = ""
     """Local archive, file or folder of a named corpus, instead of a download."""
     kind: Annotated[str, arg(name="tokenizer", metavar="{auto,byte,char,word,bpe,unigram}")] = "auto"
-    """Kind of tokenizer to train on the train split, possibly a plugin's. auto means the papers' choice for a named
-    corpus, else bpe."""
+    """Kind of tokenizer to train on the train split, possibly a plugin's. auto: the papers' kind for a named corpus,
+    else bpe."""
     tokenizer_path: Annotated[Path | None, arg(name="tokenizer-file")] = None
-    """Use this tokenizer instead of training one. It is our or Hugging Face's tokenizer.json, a sentencepiece .model,
-    or a folder with one of them."""
+    """Tokenizer to use instead of training one: our or Hugging Face's tokenizer.json, a sentencepiece .model, or a
+    folder with one of them."""
     vocab_list: Path | None = None
     """File with the names of token ids, one per line, id 0 first. The inputs are then ids instead of text: .npy (one
-    document, or one per row) or JSON lines (a list per line). End-of-text is added as the last id."""
+    document, or one per row) or JSON lines (a list per line). End-of-text becomes the last id."""
     plugins: tuple[str, ...] = ()
-    """Modules to import first, which runs their code."""
+    """Python modules to import first, which runs their code."""
     reindex: bool = False
-    """Write only the records and the index of existing tars of tokens in --out: those named as inputs, or all. Needs
-    the --tokenizer-file that made the tokens."""
+    """Only write the records and the index for existing tars of tokens in --out (the named tars, or all). Needs the
+    --tokenizer-file that made the tokens."""
 
     def check_tokenizer(self) -> None:
         """Raise ConfigError for an unknown kind of tokenizer."""
@@ -63,7 +63,7 @@ class PrepareArguments(PrepareSettings):
 def prepare(arguments: Annotated[PrepareArguments, arg(name="")]) -> None:
     """Turn text into a corpus: tar shards, index.json and tokenizer.json.
 
-    If it was killed, the same command continues.
+    After an interruption, the same command continues.
     """
     load_plugins(arguments.plugins)
     arguments.check_tokenizer()
@@ -117,13 +117,14 @@ def verify(
     cache_dir: str = "",
     allow_protocols: tuple[str, ...] = (),
 ) -> None:
-    """Check every hash of a corpus, a run or an export. It lists damaged files, and then exits with code 1.
+    """Check every hash of a corpus, a run or an export. Damaged files are listed, and the exit code is then 1.
 
     Args:
         path: Folder of a corpus, run, checkpoint, bundle or export with a manifest. Or a corpus's URL, or
             hf://OWNER/NAME.
-        num_workers: Number of processes for a corpus. With 0 it is one per core, or none for a small corpus.
-        cache_dir: Folder that caches whole shards of a corpus at a URL. Without it only ranges are read.
+        num_workers: Number of worker processes for a corpus. 0: one per CPU core, or none for a small corpus.
+        cache_dir: Folder that caches whole shards of a corpus at a URL. Without it, only the needed byte ranges are
+            read.
         allow_protocols: Additional URL schemes to allow. `pipe` runs a shell.
     """
     from txl_dist.config.schema import DataSection

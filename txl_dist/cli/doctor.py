@@ -14,12 +14,12 @@ from txl_dist.errors import ConfigError
 def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
     """Check this machine, or under a launcher all nodes and their network. Exit code 1 means that a run would fail.
 
-    The command under a launcher is: deepspeed [--hostfile H] --module txl_dist doctor. It takes some seconds.
+    Command under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. The check takes some seconds.
 
     Args:
-        run_dir: Folder of a run or of several runs, whose disk is tested. It need not exist.
-        data: Folder or URL of a corpus that is checked too.
-        timeout_s: Seconds to wait for other ranks. After that the missing ranks are named.
+        run_dir: Folder of one or several runs, whose disk is tested. The folder need not exist.
+        data: Folder or URL of a corpus to check too.
+        timeout_s: Seconds to wait for other ranks. Missing ranks are then named.
         json: Write the results to this file as JSON.
     """
     if timeout_s < 1:

@@ -43,20 +43,20 @@ def generate(
     device: str = "cpu",
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Continue prompts with a bundle, a run or a checkpoint. A single text is shown while it is generated.
+    """Continue prompts with a bundle, a run or a checkpoint. A single text is printed token by token.
 
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         writing: How texts are generated.
         prompt: Texts to continue. Without any prompt a new document begins.
-        tokens: Ids of a text to continue, used without changes.
-        file: Text to continue, of any length. - is standard input.
-        jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}. - is standard input.
-        out: Write the texts to this file, one JSON object per line. - is standard output.
+        tokens: Token ids to continue, used without changes.
+        file: Text to continue, of any length. `-` is standard input.
+        jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}. `-` is standard input.
+        out: Write the texts to this file, one JSON object per line. `-` is standard output.
         load_memory: Start from the memory in this file, which --save-memory wrote. Its text is not read again.
-        save_memory: Write the model's memory of prompt and text to this file.
+        save_memory: Write the model's memory after prompt and text to this file.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
-        plugins: Modules to import first, which runs their code.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     source = local_source(source)

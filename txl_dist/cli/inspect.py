@@ -21,13 +21,13 @@ def inspect(
     json: Path | None = None,
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Look into a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step.
+    """Show a corpus, its clusters, a shard, a document, a run, a checkpoint, or what a lane reads at a step.
 
     Args:
-        path: Folder or URL of a corpus, run directory (with --lane too) or checkpoint folder.
+        path: Folder or URL of a corpus, run directory or checkpoint folder.
         question: Facts that are shown.
         json: Write the results to this file as JSON.
-        plugins: Modules to import first, which runs their code.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     kind = require(path, ArtifactKind.CORPUS, ArtifactKind.RUN, ArtifactKind.CHECKPOINT)

@@ -79,12 +79,12 @@ _SLOT_NUMBERS = re.compile(r"\d{1,6}(,\d{1,6})*", re.ASCII)
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,6})(?!\d)", re.ASCII)
 USAGE = """usage: txl launch [launcher flags] CONFIG.toml [train flags]
 
-Train on all GPUs of this machine, or on the nodes of a hostfile. Words before the configuration go to the \
-`deepspeed` launcher (deepspeed --help), words after it to `txl train` (txl train CONFIG.toml --help). \
-Without GPUs and launcher flags one rank starts on the CPU, with --num_accelerators 2 two. On one machine the \
-ranks meet at a free port, unless --master_port names one. --verbose also shows the launcher's own messages.
+Train on all GPUs of this machine, or on the nodes of a hostfile. Flags before the configuration file go to \
+the `deepspeed` launcher (deepspeed --help), and flags after it to `txl train` (txl train CONFIG.toml --help). \
+Without GPUs, one rank starts on the CPU, or N ranks with --num_accelerators N. On one machine the ranks \
+connect through a free port, unless --master_port sets one. --verbose also shows the launcher's own messages.
 
-SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process is left over. Exit codes:
+SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process remains at the end. Exit codes:
   0     the run is done (RUN/DONE)
   2     a mistake to correct first
   75    stopped and saved: start the same command again

@@ -54,30 +54,31 @@ from txl_dist.train.run_dir import check_paths, finished_lines
 
 @dataclass(frozen=True)
 class TrainArguments:
-    """Train, or continue a run. Settings come from the defaults, then from the file, then from these flags."""
+    """Train a model, or resume a run. The file overrides the defaults, and flags override the file."""
 
     config: Positional[Path]
     """TOML file with the settings, see configs/."""
     settings: Annotated[FlagConversionOff[Config], tyro.conf.arg(name="")]
     resume: str = "auto"
-    """auto: continue from the newest whole checkpoint, if any. must: require a checkpoint. never: refuse to continue.
-    Or the path of a checkpoint."""
+    """auto: resume from the newest whole checkpoint, if any. must: require a checkpoint. never: refuse to resume. PATH:
+    resume from this checkpoint."""
     max_time: str = ""
-    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00. The default is no limit."""
+    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00. Default: no limit."""
     profile: str = ""
     """First and last step, for example 20:22. A torch profiler trace of these steps is written to the run directory."""
     dry_run: bool = False
-    """Print changed settings, batch, parameters, memory and operations, and stop."""
+    """Do not train, but print changed settings, batch, parameters, memory and operations."""
     all: bool = False
-    """Print every setting, not only the changed ones. It needs --dry-run."""
+    """With --dry-run: print every setting, not only the changed settings."""
     ranks: int = 1
-    """Number of ranks that a dry run assumes. `txl launch` starts ranks."""
+    """With --dry-run: number of ranks to assume. `txl launch` starts ranks."""
     init: str = ""
     """Bundle with the initial weights of a new run (short for --run.init)."""
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train, or continue a run. Exit code 75 means stopped on request and saved. The same command continues."""
+    """Train a model, or resume a run. Exit code 75 means stopped on request and saved. The same command then
+    resumes."""
     if not argv:
         echo(usage(), to=sys.stderr)
         return 2
@@ -201,7 +202,7 @@ def completion(shell: Positional[Shell], /) -> None:
 
     Args:
         shell: bash, zsh or fish. For bash: `txl completion bash > ~/.local/share/bash-completion/completions/txl`. For
-            zsh a file _txl in a folder of $fpath, for fish ~/.config/fish/completions/txl.fish.
+            zsh, write a file _txl in a folder of $fpath. For fish, write ~/.config/fish/completions/txl.fish.
     """
     listed = list_arguments(TrainArguments, default=_DEFAULTS)
     settings = [_with_choices(argument) for argument in listed if _is_setting(argument)]

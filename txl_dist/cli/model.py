@@ -37,11 +37,11 @@ def evaluate(
     Args:
         target: Run directory, checkpoint folder, bundle or hf://OWNER/NAME.
         overrides: Settings in which the evaluation differs from training.
-        adaptation: Settings of a second score, of a model that adapts to the text.
+        adaptation: Options of a second score, of a model that adapts to the text.
         outputs: Files that are written.
-        data: Folder or URL of a corpus. The default is the run's corpus.
-        baselines: Also score an order-0 model and a smoothed bigram table on the same split.
-        plugins: Modules to import first, which runs their code.
+        data: Folder or URL of a corpus. Default: the run's corpus.
+        baselines: Also score an order-0 (unigram) and a smoothed bigram model on the same split.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     target = local_source(target)
@@ -74,21 +74,22 @@ def export(
     private: bool = False,
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Write a trained model as a bundle for inference, or in a format of other programs. Its losses are verified.
+    """Write a trained model as a bundle for inference, or in another program's format. Its losses are verified.
 
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.
-        out: Folder to write. An older one of the same format is replaced.
+        out: Folder to write. An older export of the same format there is replaced.
         stated: Facts for the model card (README.md in the folder) that the run does not record.
         format: bundle: our own format. huggingface: for TransfoXLLMHeadModel of transformers 4.46.3. huggingface-code:
-            with its own code, for transformers 5. onnx: two graphs, of a token and of a chunk (needs the extra onnx).
+            with its own code, for transformers 5. onnx: two graphs, for a token and for a chunk of tokens (needs the
+            extra onnx).
         dtype: Type of the weights. ONNX graphs are fp32. int8 is for bundles only, has a scale per row, and runs as
             fp32.
-        ema: Write the average of the weights (optim.ema_decay). Only for bundles, from which other formats can be
-            made.
+        ema: Write the moving average of the weights (optim.ema_decay). Only for bundles. Other formats are exported
+            from the bundle.
         push_to_hub: Hugging Face Hub repository, OWNER/NAME, to upload the folder to. It is created if missing.
         private: Create a missing repository as a private one.
-        plugins: Modules to import first, which runs their code.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     if push_to_hub:
@@ -164,14 +165,14 @@ def import_(
     memory_len: int = -1,
     dtype: WeightType = "fp32",
 ) -> None:
-    """Make a bundle of another program's weights. Code in the files of the weights is not run.
+    """Convert another program's weights to a bundle. Code in the files of the weights is not run.
 
     Args:
         path: File, folder or hf://OWNER/NAME: model.pt or a state dict, checkpoint_last.pt, a Hugging Face folder, or
             labml's state dict.
         out: Folder of the bundle. An older bundle there is replaced.
-        format: Source of the weights: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples), huggingface
-            or labml.
+        format: Program that wrote the weights: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples),
+            huggingface or labml.
         vocab: Vocabulary, if the weights have none: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
             tokenizer.json. Without it, text is ids in decimal.
         settings: JSON file with settings that the weights lack, by the other program's names: {"n_head": 8, ...}.

@@ -19,26 +19,26 @@ from txl_dist.train.run_dir import require_corpora
 
 @dataclass(frozen=True)
 class PlanArguments:
-    """Predict memory, speed, duration and scaling of a run. Settings (--section.key value) follow as for txl train."""
+    """Predict memory, speed, duration and scaling of a run. Give settings (--section.key value) as for txl train."""
 
     config: tyro.conf.Positional[Path]
     """TOML file with the settings, see configs/."""
     gpus: int
-    """Number of GPUs. If the lanes (rows of the batch) cannot be divided among them, the plan is for fewer GPUs."""
+    """Number of GPUs. If the lanes (batch rows) cannot be divided among them, the plan is for fewer GPUs."""
     gpu: str
-    """Kind of GPU: h200, h100, a100, a100-40gb, v100-16gb, l40s and others. After a wrong name all are listed."""
+    """Kind of GPU: h200, h100, a100, a100-40gb, v100-16gb, l40s and others. A wrong name lists all kinds."""
     gpus_per_node: int = 8
     """Number of GPUs per node."""
     interconnect: float = 50.0
-    """Network bandwidth between nodes in GB/s (1e9 bytes), in each direction, for all cards of a node together. A rate
+    """Network bandwidth between nodes in GB/s (1e9 bytes), in each direction, for all GPUs of a node together. A rate
     of 400 Gb/s is 50 GB/s."""
     intra_node: float = 0.0
-    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests reports it. A value of 0 means the usual
+    """Bus bandwidth of an all-reduce within a node in GB/s, as nccl-tests reports it. 0 means the GPU's usual
     bandwidth."""
     tokens: int = 0
-    """Number of tokens to train on. With 0, train.max_steps decides."""
+    """Number of tokens to train on. 0 means the tokens of train.max_steps."""
     vocab_size: int = 0
-    """Size of the vocabulary. With 0 it is read from the corpus."""
+    """Size of the vocabulary, in ids. With 0 it is read from the corpus."""
     png: Path | None = None
     """Draw the scaling curves to this file."""
     json: Path | None = None

@@ -24,14 +24,14 @@ def recl(
     data: str = "",
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Measure up to which context length a group of models improves (the paper's relative effective context length).
+    """Measure the context length up to which models improve (the paper's relative effective context length).
 
     Args:
         targets: Run directories, checkpoint folders or bundles with the same tokenizer.
         settings: Settings of the measurement.
         outputs: Files that are written.
-        data: Folder or URL of a corpus. The default is the corpus of the first model, unless that is a bundle.
-        plugins: Modules to import first, which runs their code.
+        data: Folder or URL of a corpus. Default: the corpus of the first model. A bundle has none.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     if not targets:

@@ -15,10 +15,11 @@ from txl_dist.io.hub import address_of
 
 
 def report(path: Positional[Path], /, out: Path | None = None) -> None:
-    """Show a run, finished or in progress, in a few lines and in an HTML page with pictures, readable offline.
+    """Show a run, finished or in progress, in a few lines and in an HTML page that works offline.
 
     Args:
-        path: Run directory (--run.dir) or checkpoint (shows its run), bundle or hf://OWNER/NAME (shows its model card).
+        path: Run directory (--run.dir) or checkpoint (shows the checkpoint's run), bundle or hf://OWNER/NAME (shows the
+            model card).
         out: Page to write. The default is RUN/report.html, or BUNDLE.html next to a bundle.
     """
     address = address_of(path)
@@ -34,7 +35,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
 
 
 def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.html")) -> None:
-    """Show several runs next to each other: settings that differ, figures and loss curves, in lines and an HTML page.
+    """Show several runs next to each other in lines and an HTML page: settings that differ, figures and loss curves.
 
     Args:
         runs: Folders of the runs.

@@ -28,7 +28,7 @@ def serve(
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
         serving: Settings of the server.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
-        plugins: Modules to import first, which runs their code.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     address = address_of(source)

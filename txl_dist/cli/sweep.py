@@ -21,7 +21,8 @@ from txl_dist.train.run_dir import check_paths
 
 @dataclass(frozen=True)
 class SweepArguments:
-    """Train over a grid of settings, and name the best. Settings of all (--section.key value) follow as for txl train.
+    """Train over a grid of settings, and name the best. Give settings of all runs (--section.key value) as for txl
+    train.
 
     The same command continues a sweep and skips finished runs. Exit code 1 means that a run failed and the other runs
     are done. Exit code 75 means stopped and saved.
@@ -35,7 +36,7 @@ class SweepArguments:
     seeds: int = 1
     """Number of runs per point of the grid. Their seeds are run.seed and the numbers after it."""
     jobs: int = 1
-    """Number of runs at the same time, one process each. They share the cores and take the GPUs in turn."""
+    """Number of runs at the same time, one process each. They share the CPU cores and use the GPUs in turn."""
     out: Path = Path("runs/sweep")
     """Folder for the runs, the table (sweep.csv) and the curves (compare.html)."""
 

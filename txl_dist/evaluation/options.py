@@ -26,7 +26,7 @@ class Protocol(NamedTuple):
 
     num_lanes: int
     same_length: Literal["off", "memory", "memory_and_self"]
-    """Value that its published recipes use if they evaluate with a memory."""
+    """Value of model.same_length that the program's published recipes use for evaluation with a memory."""
     cut: Literal["rows", "warm rows", "crops"]
     source: str
 
@@ -42,31 +42,31 @@ NUM_CROP_BATCHES, CROP_SEED = 200, 1337
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """How an evaluation differs from training. The defaults change nothing. Weights are never changed."""
+    """Settings in which an evaluation differs from training. The defaults change nothing. Weights are never changed."""
 
     split: str = ""
-    """Split to score. Default: the run's."""
+    """Split to score. Default: the run's split."""
     memory_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
-    """Tokens of memory, -1 as trained. Several are scored one after the other."""
+    """Tokens of memory. -1: as trained. Several values are scored in turn."""
     segment_len: Annotated[tuple[_Length, ...], Rule(_AS_TRAINED)] = (0,)
-    """Tokens per forward pass, 0 as trained. All combinations with memories and clamps are scored."""
+    """Tokens per forward pass. 0: as trained. All combinations with --memory-len and --clamp-len are scored."""
     num_lanes: Annotated[_Length, Rule(f"0 to {_MOST:,} lanes")] = 0
-    """Stripes that the split is cut into, 0 as configured."""
+    """Lanes (batch rows) into which the split is cut. 0: as configured."""
     overlap_len: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 0
-    """Tokens before each segment that are run again as context, not scored, 0 as configured. Needs --memory-len 0."""
+    """Tokens before each segment that are run again as context, not scored. 0: as configured. Needs --memory-len 0."""
     clamp_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
-    """Distances above this many tokens share one encoding, -1 as trained, 0 no clamping."""
+    """Largest distance, in tokens, with its own encoding. -1: as trained. 0: no limit."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
-    """Keys per query: memory_len (memory: original PyTorch code, Hugging Face), one more (memory_and_self: NVIDIA,
-    TensorFlow), or all (off)."""
+    """Keys per query. memory: memory_len (original PyTorch code, Hugging Face). memory_and_self: one more (NVIDIA,
+    TensorFlow). off: all."""
     zero_memory: bool = False
-    """Begin with a memory of zeros that is attended to (Hugging Face, TensorFlow)."""
+    """Start with a memory of zeros, which queries attend to (Hugging Face, TensorFlow)."""
     without_memory: bool = False
     """Also score without memory, to show its gain."""
     accuracy: bool = False
     """Also report the share of targets that are the most probable token, except with --adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
-    """Cut the text and count as that program does, to compare with its published results."""
+    """Cut the text and average losses as that program does, to compare with its published results."""
 
     @property
     def peer(self) -> Protocol | None:
@@ -122,13 +122,14 @@ class Outputs:
     log_probs: Path | None = None
     """Write each scored token's log-probability to this file, .npz or .jsonl."""
     plot: Path | None = None
-    """Draw the losses over memory, segment or clamp lengths into this PNG file."""
+    """Draw the losses against the memory, segment or clamp lengths into this PNG file."""
 
     def check(self, overrides: Overrides) -> None:
-        """Raise ConfigError for a file that this evaluation has nothing to write to.
+        """Raise ConfigError for a flag whose file this evaluation has no data for, and for two flags that name one
+        file.
 
-        A process without other ranks also checks that each file can be written. Ranks of a job do so after they have
-        joined (`check_files`).
+        A process without other ranks also checks that each file can be written. The ranks of a job check this after
+        they have joined (`check_files`).
         """
         is_several = overrides.num_combinations > 1
         if self.log_probs is not None and (is_several or overrides.without_memory or overrides.peer is not None):
@@ -159,35 +160,36 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationOptions:
-    """An additional row of a model that adapts to what it has scored. The static row stays as it is."""
+    """Options of an additional score, of a model that adapts to the text that it has scored. The static score stays
+    unchanged."""
 
     adapt: Literal["off", "dynamic", "cache"] = "off"
-    """Also score while adapting. dynamic: a gradient step after each segment (Krause et al. 2019). cache: recall what
-    followed similar hidden states (Grave et al. 2017)."""
+    """Also score a model that adapts to the text. dynamic: a gradient step after each segment (Krause et al. 2019).
+    cache: prefer tokens that followed similar hidden states (Grave et al. 2017)."""
     adapt_train: str = ""
-    """dynamic: corpus whose train split gives the sizes of gradients. Default: the scored corpus."""
+    """dynamic: corpus whose train split gives the gradient sizes, which scale the steps. Default: the scored corpus."""
     adapt_batches: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} batches")] = 150
-    """dynamic: number of batches for these sizes, as large as scored ones."""
+    """dynamic: number of batches for the gradient sizes, as large as scored batches."""
     adapt_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 2e-6
-    """dynamic: learning rate, relative to the gradients summed over these batches. Tune both together."""
+    """dynamic: learning rate, relative to gradient sizes summed over --adapt-batches. Tune both together."""
     adapt_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 0.0
-    """dynamic: rate at which weights return to their initial values."""
+    """dynamic: rate at which weights return to their trained values."""
     adapt_eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 1e-5
-    """dynamic: added to the root of the summed squares of gradients."""
+    """dynamic: small number added to the gradient sizes."""
     cache_share: Annotated[float, Field(ge=0, lt=1), Rule("0 or more and below 1")] = 0.1
-    """cache: share of the cache in the mixture, 0 to below 1."""
+    """cache: its weight in the mixture of probabilities, 0 to below 1."""
     cache_theta: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 1.0
     """cache: factor of the products of hidden states. 0 weighs the whole window equally."""
     cache_window: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 500
-    """cache: past tokens per lane that it holds."""
+    """cache: number of past tokens to keep per lane (batch row)."""
 
     def metadata(self) -> dict[str, str | int | float]:
         """Return the kind of adaptation and its options by name."""
         return {"by": self.adapt} | {name: getattr(self, name) for name in _ADAPTS_BY[self.adapt]}
 
     def check(self, overrides: Overrides, outputs: Outputs) -> None:
-        """Raise ConfigError for a number out of range, for an option of another kind, and if there is no single static
-        row."""
+        """Raise ConfigError for a number out of range, for an option of another kind of adaptation, and if the
+        evaluation has more than one static score to compare with."""
         check_bounds(self)
         for kind, names in _ADAPTS_BY.items():
             if kind == self.adapt:
@@ -221,20 +223,20 @@ _ADAPTS_BY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReclSettings:
-    """How the context of a group of models is measured."""
+    """Options of the measurement of the context length that a group of models uses (`txl recl`)."""
 
     split: str = ""
-    """Split to score. Default: the first run's."""
+    """Split to score. Default: the first run's split."""
     step: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 100
     """Tokens by which the context grows, and length of the shortest context."""
     max_context: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 1000
     """Longest context, in tokens."""
     r: tuple[float, ...] = (0.1, 0.5, 1.0)
-    """Shares of the targets that count, the hardest first."""
+    """Shares of the targets to average over, the hardest targets first."""
     num_tokens: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} targets")] = 500
-    """Number of targets drawn from the split. Each is scored after every length of context."""
+    """Number of targets drawn from the split, each scored after every length of context."""
     memory_len: Annotated[_LengthOrTrained, Rule(_AS_TRAINED)] = -1
-    """Tokens of memory of all models that have one, -1 as trained."""
+    """Tokens of memory of all models that have one. -1: as trained."""
     num_lanes: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} lanes")] = 50
     """Number of targets scored at once."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("0 or more and below 2**63")] = 0
@@ -246,7 +248,7 @@ class ReclSettings:
         return list(range(self.step, self.max_context + 1, self.step))
 
     def check(self) -> None:
-        """Raise ConfigError for numbers that measure nothing."""
+        """Raise ConfigError for a number out of range, and for options that give fewer than two lengths of context."""
         check_bounds(self)
         if len(self.contexts) < 2:
             raise ConfigError(
@@ -258,12 +260,12 @@ class ReclSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ReclOutputs:
-    """Files that the measurement of contexts writes."""
+    """Files that `txl recl` writes."""
 
     json: Path | None = None
     """Write the results to this file as JSON."""
     plot: Path | None = None
-    """Draw the losses over the length of the context into this PNG file."""
+    """Draw the losses against the context length into this PNG file."""
 
     def check(self) -> None:
         """Check the files as `Outputs.check` does. Raises ConfigError."""
@@ -279,7 +281,7 @@ class ReclOutputs:
 
 
 def is_alone() -> bool:
-    """Return whether this process is not a rank of a job with others."""
+    """Return whether this process runs without other ranks."""
     return os.environ.get("WORLD_SIZE", "1") == "1"
 
 

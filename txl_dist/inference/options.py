@@ -22,20 +22,20 @@ MOST_TOKENS = 10**9
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class Sampling:
-    """How the next token is chosen."""
+    """Options that choose the next token of a text."""
 
     temperature: float = 0.8
-    """0 takes the likeliest token. 1 samples from the model as it is."""
+    """Sampling temperature. 0 takes the likeliest token. 1 keeps the model's probabilities."""
     top_k: int = 40
     """Keep only this many of the likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
-    """Keep only the fewest likeliest tokens whose probabilities sum to at least this."""
+    """Keep only the fewest likeliest tokens whose probabilities sum to at least this value."""
     min_p: float = 0.0
-    """Keep only tokens with this share of the likeliest token's probability. 0 keeps all."""
+    """Keep only tokens with at least this share of the likeliest token's probability. 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Factor of the log-probability of tokens that occurred in the prompt or the text. 1 does nothing."""
+    """Factor of the log-probability of tokens that occurred in the prompt or the text. 1 changes nothing."""
     allowed: tuple[int, ...] = ()
-    """Ids that may be drawn. Empty allows all."""
+    """Token ids that can be generated. Empty: all ids."""
 
     def check(self, *, vocab_size: int | None = None) -> None:
         """Raise ConfigError for a setting out of range, and with `vocab_size` for an allowed id that is unknown."""
@@ -53,20 +53,20 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
 class SamplingParams(Sampling):
-    """How texts are generated."""
+    """Options of generated texts: how tokens are chosen, when a text ends, and how many texts are generated."""
 
     max_tokens: int = 200
     """Maximum tokens to generate per text."""
     stop: tuple[str, ...] = ()
     """Strings that end a text, which does not include them."""
     seed: int = 0
-    """The same seed gives the same texts."""
+    """Seed of the draws. The same seed gives the same texts."""
     num_samples: int = 1
     """Number of texts per prompt."""
     log_probs: int = -1
-    """Write each token's log-probability, and those of this many likeliest alternatives. -1: none."""
+    """Write the log-probability of each token and of this many likeliest alternatives. -1: none."""
     memory_len: int = -1
-    """Past tokens that are seen, also more than in training. -1: as trained."""
+    """Past tokens that the model sees, possibly more than in training. -1: as trained."""
     batch_size: int = 16
     """Number of texts generated at once."""
 

@@ -13,7 +13,7 @@ _FOR_CORPORA = ("shard", "cutoffs", "num_clusters", "num_lanes", "segment_len", 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectOptions:
-    """Question about a corpus, a run or a checkpoint. The default options ask for a summary."""
+    """Selection of facts about a corpus, a run or a checkpoint. The default options select a summary."""
 
     split: str = "train"
     """Split of a corpus to inspect, for clusters and lanes."""
@@ -28,21 +28,21 @@ class InspectOptions:
     shard: str = ""
     """List the documents of the shard with this name."""
     document: int = -1
-    """Show the document with this number in --shard, from 0."""
+    """Show the document with this number in --shard, counted from 0."""
     max_tokens: int = 500
     """Maximum number of tokens of a document to show."""
     max_documents: int = 1000
     """Maximum number of documents of a shard, or of parameters of a checkpoint, to list."""
     lane: int = -1
-    """Show what the lane with this number reads at --step: corpus, epoch, shard, document, offset and text."""
+    """Show what the lane (batch row) with this number reads at --step: corpus, epoch, shard, document, offset, text."""
     step: int = 1
     """Step for --lane, counted from 1 as in the log of a run."""
     num_lanes: int = 0
-    """Number of lanes that read a corpus. The value 0 means the default of train.num_lanes."""
+    """Number of lanes that read a corpus. 0 means the default of train.num_lanes."""
     segment_len: int = 0
-    """Tokens per lane and step when reading a corpus. The value 0 means the default of train.segment_len."""
+    """Tokens per lane and step when reading a corpus. 0 means the default of train.segment_len."""
     seed: int = 0
-    """Seed of the order in which a corpus is read. The value 0 means the default of run.seed."""
+    """Seed of the order in which a corpus is read. 0 means the default of run.seed."""
     cache_dir: str = ""
     """Folder that caches whole shards of a corpus at a URL. Without it, only the needed byte ranges are read."""
     allow_protocols: tuple[str, ...] = ()

@@ -35,11 +35,11 @@ class Serving:
     """Options of a server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The default accepts only clients of this machine, 0.0.0.0 all."""
+    """Address to listen on. The default accepts only clients of this machine, 0.0.0.0 all clients."""
     port: Port = 8000
-    """Port to listen on. 0 takes a free one and prints it."""
+    """Port to listen on. 0 takes a free port and prints it."""
     name: str = ""
-    """Name of the model for clients. Empty: the name of its folder."""
+    """Name of the model for clients. Empty: the name of the model's folder."""
     api_key: str = ""
     """Key that clients must send. Other users of this machine see flags: prefer --api-key-file or TXL_API_KEY."""
     api_key_file: Path | None = None
@@ -49,21 +49,21 @@ class Serving:
     max_queue: Prompts = 256
     """Maximum number of queued prompts. Further requests get HTTP 429."""
     memory_len: MemoryLen = -1
-    """Tokens of memory, also more than in training. -1: as trained."""
+    """Tokens of memory, possibly more than in training. -1: as trained."""
     max_prompt_len: Tokens = 32_768
     """Maximum tokens per prompt."""
     max_tokens: Tokens = 4_096
     """Maximum tokens to generate per text."""
     max_choices: Texts = 64
-    """Maximum texts per request: prompts times n."""
+    """Maximum texts per request: number of prompts times n."""
     max_logprobs: TokensOrNone = 20
     """Maximum alternatives per token with log-probabilities."""
     max_body_bytes: Bytes = 2**20
-    """Maximum bytes of a request's body. A memory's file may be larger."""
+    """Maximum bytes of a request's body. The upload of a memory may be larger."""
     timeout: Duration = 600.0
-    """Seconds per request. Then its texts end, or it gets HTTP 408 if it has not begun."""
+    """Maximum seconds per request. Then its texts end. If no text has begun, the request gets HTTP 408."""
     shutdown_timeout: DurationOrNone = 30.0
-    """Seconds that running requests get after SIGTERM."""
+    """Seconds for running requests to finish after SIGTERM."""
     memories: Count = 1_000
     """Maximum stored memories. The least recently used is removed first. 0 stores none."""
     memory_bytes: BytesOrNone = 2**30

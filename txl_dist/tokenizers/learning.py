@@ -40,17 +40,17 @@ class Learning:
     """Options for training a tokenizer of any kind. Options that a kind does not use must be at their defaults."""
 
     vocab_size: int = 0
-    """Largest vocabulary of word, bpe and unigram. 0 means 4096, and no limit for word."""
+    """Largest vocabulary of word, bpe and unigram. 0 means 4096, but no limit for word."""
     min_frequency: int = 1
-    """Fewest occurrences of a word, or of a bpe merge."""
+    """Minimum occurrences of a word, or of a bpe merge."""
     lower_case: bool = False
     """Make text lower case (char, word)."""
     end_of_text: bool = True
-    """Add an end-of-text after each document, except for named corpora with the papers' tokenizer."""
+    """Add an end-of-text token after each document, except in named corpora with the papers' tokenizer."""
     observed_symbols: bool = False
-    """Give no ids to bytes or characters that do not occur (byte, char)."""
+    """Give ids only to bytes or characters that occur (byte, char)."""
     double_eos: bool = False
-    """Mark the start and end of lines as lm1b does (word)."""
+    """Mark the start and end of each line, as lm1b does (word)."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an option by the name that an earlier version gave it, which a plugin may use."""

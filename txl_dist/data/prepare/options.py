@@ -37,12 +37,11 @@ class PrepareSettings(Learning):
     """Inputs of the test split. Default: input files named test, or else a share of the documents."""
     valid_fraction: float = 0.05
     """Share of the train documents to hold out for the validation split. If there are too few documents, the ends of
-    the documents are held out instead. 0: no validation split."""
+    documents are held out instead. 0: no validation split."""
     test_fraction: float = 0.0
-    """Share of the train documents to hold out for the test split, in the same way as --valid-fraction. 0: no test
-    split."""
+    """Share of the train documents to hold out for the test split, as with --valid-fraction. 0: no test split."""
     ignore_split_names: bool = False
-    """Train on all inputs, whatever their names. Default: files and folders named valid, dev, val or test go to the
+    """Train on all inputs, whatever their names. Default: files and folders named valid, dev, val or test belong to the
     validation or test split."""
     archive: str = ""
     """Local copy of a named corpus to use instead of a download: its archive, its file, or a folder of its files."""
@@ -69,7 +68,7 @@ class PrepareSettings(Learning):
     text."""
     encoding_errors: EncodingErrors = "refuse"
     """Handling of text that is not UTF-8. refuse: stop with an error. replace: read invalid bytes as U+FFFD. skip:
-    leave out the document. keep: keep the bytes, for byte tokenizers only."""
+    leave out the document. keep: keep the bytes (byte tokenizers only)."""
     skip_invalid: bool = False
     """Leave out and count records without a text: invalid JSON, or a missing, null, repeated or non-text field.
     Default: stop with an error."""
@@ -77,7 +76,7 @@ class PrepareSettings(Learning):
     """URL schemes to allow in addition to the defaults. `pipe` allows inputs that run shell commands."""
     duplicates: Literal["report", "drop", "ignore"] = "report"
     """Handling of duplicate documents. report: count exact and near duplicates. drop: count them, and remove exact
-    duplicates. ignore: do not search for duplicates."""
+    duplicates. ignore: do not search."""
     seed: int = 0
     """Seed of the shuffled order of the train documents."""
     shard_len: int = 1 << 25
@@ -85,7 +84,7 @@ class PrepareSettings(Learning):
     num_workers: int = 0
     """Number of worker processes. 0: one per CPU core, or only the main process if the input is below 16 MiB."""
     block_bytes: int = 0
-    """Bytes of input per worker task. 0: chosen from the size of the input. The value does not change the corpus."""
+    """Bytes of input per worker task. 0: chosen from the size of the input. This does not change the corpus."""
     overwrite: bool = False
     """Replace a different corpus in the output folder (--out)."""
 
