@@ -81,5 +81,5 @@ def test_a_run_may_skip_a_damaged_document_and_says_so(tmp_path: Path, config_fi
     assert "crc32" in refused.stderr
     skipping = txl(*words, "--data.on_corrupt", "skip", "--run.dir", "other", "--train.max_steps", "40", cwd=tmp_path)
     assert skipping.returncode == 0, skipping.stderr
-    assert "skipped 1 damaged of at most 10" in skipping.stderr
+    assert "damaged documents skipped: 1 of at most 10" in skipping.stderr
     assert 0 < records(tmp_path / "other", "train")[-1]["skipped_documents"] <= 6

@@ -211,8 +211,9 @@ def _parsed(text: str, last: Phase) -> Phase:
         lanes = last.microbatch_lanes * int(values["num_lanes"])
         if lanes % last.num_lanes:
             raise ConfigError(
-                f'train.phases: "{text}": {values["num_lanes"]:g} lanes do not divide into micro-batches as the '
-                f"{last.num_lanes} of [train] do into {last.microbatch_lanes}. Add microbatch_lanes=N to this phase."
+                f'train.phases: "{text}": num_lanes={values["num_lanes"]:g} needs its own microbatch_lanes, because '
+                f"the ratio {last.microbatch_lanes}/{last.num_lanes} of microbatch_lanes to num_lanes in [train] does "
+                "not give a whole number of lanes. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
     phase = last._replace(**values)

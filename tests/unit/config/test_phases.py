@@ -66,7 +66,7 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
         (["until=0"], "until 0 cannot come"),
         (["until=1.5"], "until 1.5 cannot come before one until 1"),
         (["until=0.5 memory_len=-1"], "a memory must be 0 to 16,777,216"),
-        (["until=0.5 num_lanes=1 segment_len=2048"], "do not divide into micro-batches"),
+        (["until=0.5 num_lanes=1 segment_len=2048"], "needs its own microbatch_lanes"),
         (["until=0.001"], "until 0.001 of 100 steps has no step"),
         (["until=0.25", "until=0.251"], "until 0.251 of 100 steps has no step"),
         (["until=0.5 memory_len=99999999999"], "a memory must be 0 to 16,777,216"),

@@ -1,9 +1,9 @@
-"""Units of a loss: bits per byte only where the loss is the cost of the whole text.
+"""Units in which a loss may be reported: bits per byte only if the loss measures the whole text.
 
-A loss in nats per token is a cost of tokens. It is the cost of the text, and comparable between tokenizers, if every
-token is scored and the tokens spell all of the text, byte for byte. Part of a split is another text, whose size
-nobody counted. `text_units` alone decides which units a loss has. All code that shows, records or compares losses
-uses its result or a record of it.
+A loss in nats per token is the cost of tokens. It is also the cost of the text, and comparable between tokenizers, if
+every token is scored and the tokens spell the whole text, byte for byte. If only a part of a split is scored, the
+number of bytes in that part is not known. `text_units` alone decides which units a loss has. All code that shows,
+records or compares losses uses the result of `text_units`, or a record of this result.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from txl_dist.data.loader.corpus import Split
 
 
 class TextUnits(NamedTuple):
-    """Units in which a mean loss in nats per token may be reported."""
+    """Units in which a mean loss in nats per token may be reported, as `text_units` decides."""
 
     bytes_per_token: float
     """Mean bytes of text per token."""
     characters_per_token: float
     """Mean characters of text per token."""
     problem: str
-    """Reason why a loss is not the cost of the text in bits, for messages; empty where it is."""
+    """Reason why a loss cannot be given in bits per byte, for messages. Empty if bits per byte are valid."""
     token: str
-    """Unit of a token, for messages: token or word."""
+    """Word for one unit of the vocabulary in messages, "token" or "word"."""
     unknown_pct: float
-    """Percentage of the tokens that stand for something unknown."""
+    """Percentage of the tokens that are the unknown symbol (such as `<unk>`), from 0 to 100."""
 
     def bits(self, loss: float) -> dict[str, float]:
-        """Return `bits_per_byte` and `bits_per_character` of the text; nothing where the loss is not its cost.
+        """Return `bits_per_byte` and `bits_per_character` for a loss in nats per token, or an empty dict if `problem`
+        is set.
 
-        The values are exact for the loss of a whole split, whose tokens, end-of-text included, spell all of its text.
-        Its first token, which nothing predicts, counts like an average one. For a training loss, over a part of the
-        split, they are estimates: that part may have more or fewer bytes per token.
+        For the loss of a whole split the values are exact, because its tokens, end-of-text included, spell all of the
+        text. The first token of the split has no prediction and is counted at the mean cost. A training loss covers
+        only a part of the split, so its values are estimates: that part can have more or fewer bytes per token.
         """
         if self.problem:
             return {}
@@ -45,7 +46,11 @@ class TextUnits(NamedTuple):
         }
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Return the values to record: `ppl` per token, `bits` if defined, `unknown_pct` if any token is unknown."""
+        """Return the metrics to record for a loss in nats per token.
+
+        The metrics are `ppl` (perplexity per token), bits per byte and per character if they are valid, and
+        `unknown_pct` if any token is the unknown symbol.
+        """
         if self.unknown_pct:
             unknown = {"unknown_pct": self.unknown_pct}
         else:
@@ -61,10 +66,11 @@ def text_units(
     max_tokens: int = 0,
     half_loss: bool = False,
 ) -> TextUnits:
-    """Decide the units of losses over splits. `shares` are each split's share of the scored tokens.
+    """Decide in which units losses over `splits` may be reported.
 
-    At most `max_tokens` tokens of a split are scored; 0 means all. With `half_loss` only the recent half of each
-    segment is scored. Raises DataError if a tokenizer, or counts that are needed, cannot be read.
+    `shares` are the fractions of the scored tokens that come from each split. At most `max_tokens` tokens of a split
+    are scored, and 0 means all tokens. With `half_loss` only the second half of the targets of each segment is scored.
+    Raises DataError if a tokenizer, or a file of token counts that is needed, cannot be read.
     """
     parts = list(zip(splits, shares, strict=True))
     problems = [_problem_of(split, mask_documents=mask_documents, max_tokens=max_tokens) for split in splits]
@@ -81,11 +87,12 @@ def text_units(
 
 
 def word_count(split: Split) -> int:
-    """Count the words of a split's text, plus one for each end-of-text, as published figures count <eos>.
+    """Return the number of words in a split's text, plus one for each end-of-text token.
 
-    A word is a run of anything but whitespace (`str.split`). The tokens must spell the whole text. A model's perplexity
-    per word is exp(nats of all tokens / words), which is comparable between tokenizers, as bits per byte are. Reads and
-    decodes the whole split. Raises DataError if it is damaged.
+    End-of-text counts as a word because published figures count `<eos>`. A word is a run of characters other than
+    whitespace (`str.split`). The tokens of the split must spell the whole text. A model's perplexity per word is
+    exp(total nats of all tokens / words). Like bits per byte, it can be compared between tokenizers. The function reads
+    and decodes the whole split. Raises DataError if the split is damaged.
     """
     tokenizer = split.corpus.tokenizer
     end_of_text = split.corpus.end_of_text
@@ -100,7 +107,7 @@ def word_count(split: Split) -> int:
 
 
 def _problem_of(split: Split, *, mask_documents: bool, max_tokens: int) -> str:
-    """Return why losses over a split are not the cost of its text; empty if they are."""
+    """Return the reason why losses over a split do not measure its whole text, or an empty text if they do."""
     where = f"{split.corpus.name} ({split.name})"
     if not split.text_bytes or not split.text_characters:
         return f"{where} holds no text"

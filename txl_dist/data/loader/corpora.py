@@ -1,4 +1,4 @@
-"""The corpora of a run: opened together, with their training and evaluation splits and a new run's first state."""
+"""Opens all corpora of a run: their training splits, their evaluation splits, and the stream state of a new run."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from txl_dist.rng import derive_seed
 
 
 class Corpora(NamedTuple):
-    """The corpora of a run, that of data.path first."""
+    """Opened corpora of a run, with the splits to read and the first state of the training stream."""
 
     opened: tuple[Corpus, ...]
+    """Corpora in the order of the settings: the corpus of data.path, then those of data.more_paths."""
     train: tuple[Split, ...]
-    """Training split of each corpus."""
+    """Training split of each corpus, in the order of `opened`."""
     eval: tuple[Split, ...]
-    """Evaluation splits: that of data.path, and of each further corpus that has it. Empty where evaluation is switched
-    off, or data.path was prepared without the split and the settings name no other."""
+    """Evaluation splits: the split of data.path's corpus, and of each further corpus that has a split of this name.
+    Empty if evaluation is switched off, or if the corpus of data.path lacks the default split."""
     begin: StreamState
-    """State of the lanes at the start of a new run."""
+    """State of the training stream at the start of a new run. It says which corpus each lane (row of the batch with its
+    own token stream) reads."""
 
     @property
     def first(self) -> Corpus:
-        """The corpus of data.path. All corpora have its tokenizer."""
+        """Corpus of data.path. All corpora of a run have the same tokenizer."""
         return self.opened[0]
 
 
 def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
-    """Open every corpus of a run with `num_lanes` lanes.
+    """Open every corpus that the settings name, for a run with `num_lanes` batch rows (lanes).
 
-    Raises DataError if a corpus cannot be read or lacks a split that is needed. Raises ConfigError if the corpora do
-    not fit together, or the weights leave one without a lane.
+    Raises DataError if a corpus cannot be read or lacks a split that is needed. Raises ConfigError if the tokenizers of
+    the corpora differ, if a corpus is named twice, or if a corpus with a positive weight gets no lane.
     """
     opened = open_all(data)
     train = tuple(corpus.split(data.train_split) for corpus in opened)
@@ -49,15 +51,20 @@ def open_corpora(data: DataSection, *, num_lanes: int, seed: int) -> Corpora:
 
 
 def first_stream(splits: tuple[Split, ...], data: DataSection, *, num_lanes: int, seed: int) -> StreamState:
-    """Return where the lanes of a new run begin. Raises ConfigError if the weights leave a corpus without a lane."""
+    """Return the stream state at the start of a new run: the number of lanes of each corpus, all at position 0.
+
+    A lane is a row of the batch with its own token stream. Raises ConfigError if a corpus with a positive weight gets
+    no lane.
+    """
     document_seed = derive_seed(seed, "documents")
     return first_state(splits, weights=data.weights, num_lanes=num_lanes, seed=document_seed)
 
 
 def open_all(data: DataSection) -> tuple[Corpus, ...]:
-    """Open the corpora that the settings name, that of data.path first.
+    """Open the corpora that the settings name, beginning with the corpus of data.path.
 
-    Raises DataError if one cannot be read, ConfigError if they do not fit together.
+    Raises DataError if a corpus cannot be read. Raises ConfigError if the tokenizers differ, or if a corpus is named
+    twice.
     """
     opened = tuple(open_corpus(path, data) for path in data.paths)
     first, *others = opened
@@ -77,6 +84,6 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
 
 
 def lacks_eval_split(data: DataSection, corpus: Corpus) -> bool:
-    """Return whether the settings name no evaluation split and the corpus lacks the default one."""
+    """Return whether data.eval_split has its default value and the corpus has no split of that name."""
     default_split = DataSection().eval_split
     return data.eval_split == default_split and data.eval_split not in corpus.split_names

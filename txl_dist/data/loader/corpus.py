@@ -1,15 +1,15 @@
-"""Reader of a prepared corpus: the index, its splits, and shards whose documents are located without parsing.
+"""Reads a prepared corpus: the index, the splits, and shards whose documents are found without parsing the tar.
 
-Damage is an error that names the file, the document and the remedy. It is detected as early as that is cheap:
+Damage raises an error that names the file, the document and the remedy. Each check runs as early as it is cheap:
 
     opening a corpus     index.json: version, its own hash
     opening a shard      size of the tar (a cut at a member boundary is silent in other readers), hash of its .idx
     touching a document  crc32 of its tokens, ids below the vocabulary size; once per open shard
-    `verify` (verify.py) all of that for every document, and sha256 of every file
+    `txl verify`         all of these checks for every document, and sha256 of every file
 
-Limitations: the sha256 of a whole shard is not checked at each opening, since that takes seconds. A document is
-checked whole when it is first touched: 100 million tokens take a tenth of a second. A file that is cut while it is
-mapped ends the process. The place of the files is left to storage/.
+Limitations: the sha256 of a shard is not checked at each opening, because hashing a whole shard takes seconds. The
+first read of a document checks the whole document, which takes 0.1 s for 100 million tokens. If a file is truncated
+while it is mapped into memory, the process is killed. The package storage/ reads files from folders and URLs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ from txl_dist.tokenizers.tokenizer import read_tokenizer
 
 
 class Shard:
-    """One open shard, with its documents by their index in file order."""
+    """Open shard of a split, which returns the tokens of each document by the document's index in file order."""
 
     def __init__(self, storage: Storage, info: ShardInfo, *, dtype: np.dtype[Any], vocab_size: int) -> None:
-        """Open a shard. Raises DataError if the tar or its records are missing or not what the index describes."""
+        """Open the tar of a shard and its file of records (`NAME.tar.idx`).
+
+        Raises DataError if one of the two files is missing or differs from the index of the corpus.
+        """
         self.name = storage.name_of(info.name)
         records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
@@ -60,7 +63,7 @@ class Shard:
             raise DataError(f"{self.name}.idx has {len(records)} bytes, not a whole number of records. {REMEDY}")
         table = np.frombuffer(records, dtype=RECORD)
         self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
-        """[documents] offset in the tar of each document's tokens, in bytes."""
+        """[documents] offset in the tar of each document's first token, in bytes."""
         self.lengths: npt.NDArray[np.int64] = table["tokens"].astype(np.int64)
         """[documents] number of tokens of each document."""
         num_tokens = int(self.lengths.sum())
@@ -81,7 +84,10 @@ class Shard:
         return starts
 
     def document(self, index: int) -> Tokens:
-        """Return the tokens of one document, a view into the file. Raises DataError if they are damaged."""
+        """Return the token ids of one document, without a copy if the file is mapped into memory.
+
+        The first read of a document checks its crc32. Raises DataError if the tokens are damaged.
+        """
         offset = int(self.offsets[index])
         num_bytes = int(self.lengths[index]) * self._dtype.itemsize
         crc32 = int(self.crc32s[index])
@@ -92,7 +98,10 @@ class Shard:
         return raw.view(self._dtype)
 
     def check(self, raw: npt.NDArray[np.uint8], index: int) -> None:
-        """Raise DataError if `raw` is not the bytes of this document."""
+        """Raise DataError if the bytes `raw` are not the tokens of document `index`.
+
+        The crc32 of the bytes must be that of the document's record, and all ids must be in the vocabulary.
+        """
         if zlib.crc32(raw.data) != int(self.crc32s[index]):
             raise DataError(
                 f"{self._place(index)}: damaged, because its crc32 differs from the record. {self._payload.remedy}"
@@ -105,7 +114,7 @@ class Shard:
             )
 
     def _place(self, index: int) -> str:
-        """Name a document's shard, index, sample key and bytes, for messages."""
+        """Describe where a document is, for messages: shard, document index, sample key and byte range."""
         size = self._dtype.itemsize
         begin = int(self.offsets[index])
         end = begin + int(self.lengths[index]) * size
@@ -113,7 +122,8 @@ class Shard:
         return f"{self.name}, document {index} (sample {key!r}, bytes {begin:,} to {end:,})"
 
     def _sample_key(self, index: int) -> str:
-        """Read the key of the sample that holds a document from the tar; `unknown` if that is damaged."""
+        """Read from the tar the key of the sample that contains a document. Returns `unknown` if the tar is damaged
+        there."""
         ends = self.offsets + self.lengths * self._dtype.itemsize
         first = index
         # The documents of a sample touch. Before the first one are the headers of its array and of the tar member.
@@ -129,7 +139,10 @@ class Shard:
 
 
 class Split:
-    """One split of a corpus. It keeps no file open; `Shards` does."""
+    """Split of a corpus, such as train or valid: its sizes, its shards and its documents.
+
+    A `Split` keeps no file open. `Shards` keeps the open files of a split.
+    """
 
     def __init__(self, corpus: Corpus, name: str, info: SplitInfo) -> None:
         self.name = name
@@ -146,7 +159,7 @@ class Split:
 
     @cached_property
     def num_unknown(self) -> int:
-        """Number of tokens that stand for something unknown."""
+        """Number of tokens that are the unknown symbol, such as `<unk>`."""
         if self._info.unknown_tokens is not None:
             return self._info.unknown_tokens
         tokenizer = self.corpus.tokenizer
@@ -156,17 +169,20 @@ class Split:
 
     @cached_property
     def lost(self) -> str:
-        """Description of the text that the tokens do not give back, for messages; empty if they give back all."""
+        """Reason why decoding the tokens does not give the original text, for messages.
+
+        Empty if decoding gives the text back byte for byte.
+        """
         tokenizer = self.corpus.tokenizer
         num_changed = self._info.changed_documents
         if not tokenizer.spells_text:
-            return "its ids were made elsewhere, and their names are no text"
+            return "its ids come from a list of names, which do not spell a text"
         if num_changed == 0:
             return ""
         if num_changed is None:
             if tokenizer.keeps_text(num_unknown=self.num_unknown):
                 return ""
-            return f"it is not on record whether the tokenizer ({tokenizer.kind}) lost some of the text"
+            return f"the corpus does not record whether the tokenizer ({tokenizer.kind}) lost some of the text"
         return (
             f"{num_changed:,} of {self.documents:,} documents do not come back from the tokenizer ({tokenizer.kind}) "
             "byte for byte"
@@ -174,7 +190,7 @@ class Split:
 
     @cached_property
     def is_separated(self) -> bool:
-        """Whether there is an end-of-text before every document but the first."""
+        """Whether an end-of-text token precedes every document except the first. False if this is not known."""
         if self.corpus.end_of_text is None:
             return self.documents < 2
         # A corpus prepared from text is separated. For tars that an older program indexed it is not known.
@@ -182,11 +198,15 @@ class Split:
         return "documents_read" in statistics or statistics.get("unended_documents") == 0
 
     def check_files(self) -> None:
-        """Check every shard's size, without opening it. Raises DataError if one is missing or has another size."""
+        """Compare the size of every shard file with the index, without opening the files.
+
+        At a URL without a listing of files nothing is compared. Raises DataError if a shard is missing or has another
+        size.
+        """
         self.corpus.storage.check_sizes(self.shards)
 
     def open_shard(self, index: int) -> Shard:
-        """Map one shard. Raises DataError if it is missing or damaged."""
+        """Open the shard with this index in the split. Raises DataError if the shard is missing or damaged."""
         corpus = self.corpus
         return Shard(corpus.storage, self.shards[index], dtype=corpus.dtype, vocab_size=corpus.vocab_size)
 
@@ -195,7 +215,10 @@ class Split:
         self.corpus.storage.prefetch([self.shards[index] for index in indices])
 
     def counts(self) -> npt.NDArray[np.int64]:
-        """Read how often each id occurs: [vocab_size] int64. Raises DataError if the file is missing or damaged."""
+        """Return how often each token id occurs in the split, as [vocab_size] int64.
+
+        Raises DataError if the file of counts is missing or damaged.
+        """
         content = self.corpus.storage.read(counts_name(self.name), sha256=self._info.counts_sha256)
         try:
             counts: npt.NDArray[np.int64] = np.load(io.BytesIO(content), allow_pickle=False)
@@ -209,14 +232,15 @@ class Split:
         return counts
 
     def each_document(self) -> Iterator[Tokens]:
-        """Yield all documents in file order. Raises DataError for a damaged one."""
+        """Yield the token ids of each document, in file order. Raises DataError for a damaged document."""
         for index in range(len(self.shards)):
             shard = self.open_shard(index)
             for document in range(len(shard.lengths)):
                 yield shard.document(document)
 
     def read_all(self) -> Tokens:
-        """Read all tokens in file order into memory. Raises DataError for a damaged document."""
+        """Return the token ids of all documents in file order, as one array. Raises DataError for a damaged
+        document."""
         tokens = np.empty(self.tokens, dtype=self.corpus.dtype)
         filled = 0
         for document in self.each_document():
@@ -226,7 +250,11 @@ class Split:
 
 
 class LostShard:
-    """Stand-in for a shard that cannot be opened and may be skipped: one damaged document of as many tokens."""
+    """Placeholder for a shard that cannot be opened, in a run that may skip damaged data.
+
+    The documents of such a shard are not known, so the placeholder has one document with as many tokens as the shard.
+    `Shards` returns end-of-text tokens for this document.
+    """
 
     def __init__(self, info: ShardInfo) -> None:
         self.lengths = np.array([info.tokens], dtype=np.int64)
@@ -234,7 +262,10 @@ class LostShard:
 
 
 class Shards:
-    """Open shards of a split: a shard is opened on demand, and the least recently used one is closed."""
+    """Open shards of one split, at most `max_open`: opens a shard on demand and closes the least recently used one.
+
+    `damage` decides whether a damaged document ends the run or is replaced by end-of-text tokens.
+    """
 
     def __init__(self, split: Split, *, max_open: int, damage: CorruptionPolicy | None = None) -> None:
         self._split = split
@@ -245,17 +276,21 @@ class Shards:
         self._filler = np.zeros((), dtype=split.corpus.dtype) + filler_id
 
     def lengths(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the number of tokens of each document. Raises DataError if the shard cannot be opened or skipped."""
+        """Return the number of tokens of each document in shard `index`.
+
+        Raises DataError if the shard cannot be opened and may not be skipped.
+        """
         return self._opened(index).lengths
 
     def starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the index of each document's first token in the shard. Raises DataError as `lengths` does."""
+        """Return the index in shard `index` of each document's first token. Raises DataError as `lengths` does."""
         return self._opened(index).starts
 
     def document(self, index: int, document: int) -> tuple[Tokens, bool]:
-        """Return (the document's tokens, whether they are intact).
+        """Return (token ids of a document of shard `index`, whether the document is intact).
 
-        A damaged document that may be skipped gives as many end-of-text tokens. Raises DataError if it may not.
+        If a damaged document may be skipped, the same number of end-of-text tokens is returned in its place (id 0 in a
+        corpus without end-of-text). Otherwise DataError is raised.
         """
         shard = self._opened(index)
         if isinstance(shard, Shard):
@@ -285,10 +320,10 @@ class Shards:
 
 
 class Corpus:
-    """A prepared corpus, as its index describes it."""
+    """Prepared corpus: its splits, vocabulary and tokenizer, as index.json describes them."""
 
     def __init__(self, storage: Storage, index: dict[str, Any]) -> None:
-        """Describe the corpus in `storage` by its index, as `parse_index` returns it."""
+        """Make the corpus in `storage` from the content of its index, as `parse_index` returns it."""
         self.storage = storage
         self.location = storage.location
         self.name = storage.location.rstrip("/").rpartition("/")[2]
@@ -298,7 +333,7 @@ class Corpus:
         self.dtype = np.dtype(index["dtype"]).newbyteorder("<")
         self.tokenizer_sha256: str = index["tokenizer_sha256"]
         self.fingerprint: str = index["self_sha256"]
-        """Data fingerprint: equal for corpora of equal content."""
+        """Data fingerprint, the hash of the index. Corpora of equal content have equal fingerprints."""
         self.statistics: dict[str, int] = index["statistics"]
         self.splits: dict[str, Split] = {}
         for name, info in index["splits"].items():
@@ -306,7 +341,7 @@ class Corpus:
 
     @property
     def folder(self) -> Path:
-        """Folder of the files. Only for a corpus that is not at a URL."""
+        """Folder of the corpus's files. It is valid only for a corpus that is not at a URL."""
         return Path(self.location)
 
     @property
@@ -318,16 +353,19 @@ class Corpus:
         """Return a split by its name. Raises DataError if the corpus has no such split."""
         if name not in self.splits:
             raise DataError(
-                f"corpus {self.location} has no split {name!r}; it has {', '.join(self.splits)}. Name one of these "
-                f"splits, or prepare the text again with `--valid PATH` or `--valid-fraction`. Training goes without "
-                f"evaluation "
-                'with `--data.eval_split ""`.'
+                f"corpus {self.location} has no split {name!r}. Its splits are {', '.join(self.splits)}. Name one of "
+                f"these splits, or prepare the text again with `--valid PATH` or `--valid-fraction`. To train without "
+                'evaluation, add `--data.eval_split ""`.'
             )
         return self.splits[name]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the corpus, read once. Raises DataError if it is missing, damaged or another one."""
+        """Tokenizer that made the corpus, read once.
+
+        It is read from the corpus on first use. Raises DataError if the file is missing or damaged, or holds another
+        tokenizer.
+        """
         name = self.storage.name_of(TOKENIZER_NAME)
         tokenizer = read_tokenizer(self.storage.read(TOKENIZER_NAME), name=name)
         if tokenizer.fingerprint != self.tokenizer_sha256:
@@ -336,7 +374,10 @@ class Corpus:
 
 
 def storage_of(location: str | Path, settings: DataSection) -> Storage:
-    """Open the storage of a corpus. Raises DataError as `open_storage`."""
+    """Open the storage of a corpus with the cache, retries and protocols of the settings section `data`.
+
+    Raises DataError as `open_storage` does.
+    """
     return open_storage(
         location,
         cache_dir=settings.cache_dir,
@@ -347,9 +388,9 @@ def storage_of(location: str | Path, settings: DataSection) -> Storage:
 
 
 def open_corpus(location: str | Path, settings: DataSection | None = None) -> Corpus:
-    """Open what `txl prepare` wrote, in a folder or at a URL.
+    """Open a corpus that `txl prepare` wrote, in a folder or at a URL.
 
-    Raises DataError if its index is missing, foreign or edited, or if the URL is not allowed.
+    Raises DataError if the URL is not allowed, or if the index.json of the corpus is missing, edited or not an index.
     """
     storage = storage_of(location, settings or DataSection())
     try:
@@ -363,11 +404,14 @@ def open_corpus(location: str | Path, settings: DataSection | None = None) -> Co
 
 
 def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
-    """Parse an index.json, its splits into `SplitInfo`. Raises DataError if it is foreign, damaged or edited."""
+    """Return the content of an index.json, with each split as a `SplitInfo`.
+
+    Raises DataError if the file is not an index of this format version, is damaged, or was edited.
+    """
     with translate_errors(DataError, f"{name} is damaged", REMEDY, of=(ValueError,)):
         index = parse_json(content)
     if not isinstance(index, dict) or "self_sha256" not in index:
-        raise DataError(f"{name} is not the index of a corpus. Point data.path at a folder of `txl prepare`.")
+        raise DataError(f"{name} is not the index of a corpus. Set data.path to a folder that `txl prepare` wrote.")
     if index.get("format_version") != FORMAT_VERSION:
         raise DataError(
             f"{name} has format version {index.get('format_version')}, but this version of txl_dist reads format "
@@ -393,7 +437,7 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
 
 
 def _has_valid_values(index: dict[str, Any]) -> bool:
-    """Return whether the values have the types and ranges of an index. Raises KeyError if one is missing."""
+    """Return whether the values have the types and ranges of an index. Raises KeyError if a key is missing."""
     dtype = index["dtype"]
     vocab_size = index["vocab_size"]
     end_of_text = index["end_of_text"]

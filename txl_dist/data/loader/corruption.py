@@ -1,4 +1,4 @@
-"""Policy for documents that cannot be read: the run ends, or their tokens are replaced, up to a maximum number."""
+"""Policy for damaged documents: they end the run, or their tokens are replaced, up to a maximum number."""
 
 from __future__ import annotations
 
@@ -10,19 +10,24 @@ logger = logging.getLogger("txl_dist")
 
 
 class CorruptionPolicy:
-    """Permission to skip damaged documents, and the number that this rank has skipped since it started."""
+    """Decides whether a damaged document ends the run or is skipped, and counts the skipped documents of this rank.
+
+    With `skip` at most `max_skipped` documents may be skipped. Without `skip` every damaged document raises an error.
+    """
 
     def __init__(self, *, skip: bool = False, max_skipped: int = 0) -> None:
         self._skip = skip
         self._max_skipped = max_skipped
         self._skipped: set[tuple[str, int]] = set()
         self.num_skipped = 0
-        """Number of different documents; those of a shard that cannot be opened all count."""
+        """Number of different documents that this rank has skipped since it started. If a shard cannot be opened, all
+        of its documents count."""
 
     def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
-        """Count and log a damaged document, or all `count` of a shard (document -1).
+        """Count and log a damaged document, or all `count` documents of a shard (`document` -1).
 
-        Raises DataError if it may not be skipped. Raises `error` if its file cannot be reached: that is not damage.
+        Raises DataError if the document may not be skipped. Raises `error` unchanged if the file cannot be reached,
+        because an unreachable file is not damaged.
         """
         if not self._skip or isinstance(error, UnreachableError):
             raise error
@@ -35,4 +40,4 @@ class CorruptionPolicy:
             ) from error
         self._skipped.add((shard, document))
         self.num_skipped += count
-        logger.warning("skipped %d damaged of at most %d: %s", self.num_skipped, self._max_skipped, error)
+        logger.warning("damaged documents skipped: %d of at most %d. %s", self.num_skipped, self._max_skipped, error)

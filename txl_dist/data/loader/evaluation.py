@@ -1,10 +1,12 @@
-"""Segments for evaluation: a split is read once, in file order, and each target is scored exactly once.
+"""Segments for evaluation: a split is read once, in file order, and each target token is scored exactly once.
 
-That holds for any number of lanes. With document masks it holds if documents end in end-of-text: as an input, an
-end-of-text belongs to the document that it opens. Without end-of-text nothing predicts a document's first token.
+This holds for any number of lanes (batch rows, each with its own part of the split). With document masks the first
+token of a document can only be predicted from the end-of-text before it. As an input, an end-of-text therefore belongs
+to the document that follows it. In a corpus without end-of-text, document masks leave the first token of each document
+without a prediction.
 
-Limitations: damaged documents are not skipped. Damage always ends an evaluation, since a score of other text would look
-like the real one.
+Limitations: damaged documents are not skipped. Damage always ends an evaluation, because the score of another text
+would look like a valid score.
 """
 
 from __future__ import annotations
@@ -23,19 +25,23 @@ from txl_dist.errors import DataError
 
 
 class EvaluationText(Protocol):
-    """Text of an evaluation: segments of some lanes, in order, with the targets that count."""
+    """Interface of a text to evaluate: iterating yields the segments of this rank in order.
+
+    Each segment marks the targets that are scored. `len` is the number of segments.
+    """
 
     @property
     def lanes(self) -> range:
-        """Lanes of this rank."""
+        """Indices of the lanes (batch rows) that this rank evaluates."""
 
     @property
     def segment_len(self) -> int:
-        """Number of tokens of a segment, without those that are run again before it."""
+        """Number of targets of each lane in a segment, without the repeated context before them."""
 
     @property
     def overlap_len(self) -> int:
-        """Maximum number of tokens that are run again before a segment, as context."""
+        """Maximum number of tokens that a segment repeats from the text before it, as context that is not scored
+        again."""
 
     def __len__(self) -> int: ...
 
@@ -43,12 +49,16 @@ class EvaluationText(Protocol):
 
 
 class EvalStream:
-    """A split read once in file order, cut into `num_lanes` stripes of equal length.
+    """Split to evaluate, read once in file order by `num_lanes` lanes (batch rows).
 
-    All tokens but the first are targets. Lane l scores the targets of its stripe and begins with an empty memory. So
-    fewer lanes give more context, and more lanes are faster. Short lanes, and lanes added so that every rank has
-    equally many, are padded with id 0 and not scored: every rank makes the same number of forward passes. Lanes beyond
-    the number of targets, and the part of a segment longer than a lane, would be padding only. They are left out.
+    All tokens but the first are targets. They are cut into consecutive ranges of equal length (stripes). Lane l scores
+    the targets of stripe l and begins with an empty memory. So fewer lanes give the model more context, and more lanes
+    are faster.
+
+    The last lanes can be shorter than the others. Lanes are added until every rank has the same number. Short and added
+    lanes are padded with id 0, which is not scored, so that every rank makes the same number of forward passes. Lanes
+    beyond the number of targets, and positions of a segment beyond the length of a stripe, are left out, because they
+    would contain only padding.
     """
 
     def __init__(
@@ -62,9 +72,10 @@ class EvalStream:
         world_size: int = 1,
         max_tokens: int = 0,
     ) -> None:
-        """Cut the split's first `max_tokens` tokens (0: all) for this rank. `overlap_len` tokens are run again.
+        """Select the lanes of this rank in the split's first `max_tokens` tokens (0 means all tokens).
 
-        Raises DataError if there are fewer than two tokens.
+        Each segment repeats up to `overlap_len` tokens before it as context. Raises DataError if there are fewer than
+        two tokens to evaluate.
         """
         if max_tokens:
             num_tokens = min(split.tokens, max_tokens)
@@ -98,7 +109,7 @@ class EvalStream:
             yield self._segment_at(step * self.segment_len)
 
     def _segment_at(self, position: int) -> Segment:
-        """Read the segment whose scored targets begin at this position of the lanes."""
+        """Read the segment whose first scored target has the index `position` in each lane."""
         overlap = min(position, self.overlap_len)
         num_lanes = len(self.lanes)
         num_inputs = overlap + self.segment_len
@@ -129,9 +140,9 @@ class EvalStream:
         return Segment(tokens=tokens, documents=documents, opens=opens, scored=scored)
 
     def _copy(self, lane: int, position: int, tokens: Int64s, documents: Int64s) -> tuple[int, bool]:
-        """Fill the front of the rows with tokens of one document, from this position of the lane on.
+        """Fill the start of `tokens` and `documents` with tokens of one document, from `position` of the lane on.
 
-        Returns (number of tokens, whether the first one begins the document).
+        Returns (number of tokens written, whether the first of them is the first token of its document).
         """
         token = lane * self.stripe_len + position
         shard = int(self._shard_starts.searchsorted(token, side="right")) - 1

@@ -1,8 +1,8 @@
-"""Lane arithmetic: which token of the corpus a lane reads at a position. Pure, no files.
+"""Lane arithmetic: computes which token of the corpus a lane reads at a position. This module reads no files.
 
-A lane is one row of the global batch: an endless contiguous stream of tokens. In each epoch the shards, and the
-documents inside each shard, come in an order that a frozen hash of (seed, epoch, id) decides. Their concatenation
-of N tokens is cut into stripes of S = N // num_lanes tokens. Lane l reads stripe l of epoch 0, of epoch 1, and so on.
+A lane is one row of the global batch: an endless stream of tokens. In each epoch a hash of (seed, epoch, id), which
+never changes, determines the order of the shards and of the documents inside each shard. The N tokens in this order
+are cut into consecutive stripes of S = N // num_lanes tokens. Lane l reads stripe l of epoch 0, of epoch 1, and so on.
 
     epoch 0    | shard 2        | shard 0              | shard 1     |.    N tokens; "." = N mod num_lanes left out
     stripes    | lane 0      | lane 1      | lane 2      | lane 3    |.    S tokens each
@@ -11,20 +11,21 @@ of N tokens is cut into stripes of S = N // num_lanes tokens. Lane l reads strip
     stripes    | lane 0      | lane 1      | lane 2      | lane 3    |.
                        ^ position S + p: all lanes change epoch together
 
-A position is one integer p, the same for all lanes. Two binary searches find the token of (lane, p). Every lane has
-the same length, so there is no short batch and nothing to agree on between ranks.
+A position is one integer p, the same for all lanes. Two binary searches find the token of (lane, p). All lanes have
+the same length, so no batch is short, and ranks need not communicate.
 
 Repartitioning (another number of lanes in the middle of an epoch): `rest_of_epoch` lists the token ranges that no lane
-has read yet. Joined, they are cut into the new stripes. After these the lanes continue with the next whole epoch.
+has read yet. These ranges are joined and cut into new stripes. Then the lanes continue with the next whole epoch.
 
     epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, the ranges after it and "." are unread
     new stripes       | lane 0  | lane 1 ...
 
-Skips are ranges of lane positions that no lane reads: after a rewind, the tokens on which training went wrong. A lane's
-stream is what lies outside the skips. Repartitioning within an epoch leaves the skipped tokens of that epoch out too.
+Skips are ranges of lane positions that no lane reads. If training diverges and the run returns to an earlier checkpoint
+(rewind), it skips the tokens on which training diverged. A repartition within an epoch also leaves out the skipped
+tokens of that epoch.
 
-Limitations: a document across a stripe's border is cut, at most num_lanes - 1 of them in an epoch. Fewer than
-num_lanes tokens are left out of an epoch.
+Limitations: a document that crosses the border between two stripes is cut. This happens to at most num_lanes - 1
+documents in an epoch. Each epoch leaves out fewer than num_lanes tokens.
 """
 
 from __future__ import annotations
@@ -44,53 +45,62 @@ from txl_dist.errors import ConfigError, DataError
 Int64s = npt.NDArray[np.int64]
 
 SHARD_ORDER = 1
-"""Key of the hash that orders shards."""
+"""Key of `hash64` for the order of shards."""
 _DOCUMENT_ORDER = 2
-"""Key of the hash that orders documents."""
+"""Key of `hash64` for the order of documents."""
 _LANE_ORDER = 3
-"""Key of the hash that orders lanes."""
+"""Key of `hash64` for the order of lanes."""
 _MASK = (1 << 64) - 1
-"""Mask of 64 bits."""
+"""Mask that keeps the low 64 bits of an integer."""
 
 
 class TokenSlice(NamedTuple):
-    """Consecutive tokens of one document that one lane reads, and their place in the corpus."""
+    """Place in the corpus of consecutive tokens that one lane reads from one document.
+
+    A lane (row of the batch with its own token stream) reads one contiguous range of an epoch after the other.
+    """
 
     epoch: int
+    """Epoch in which the lane reads the tokens, counted from 0."""
     shard: int
     """Index of the shard in its split."""
     document: int
-    """Index in the shard, in file order."""
+    """Index of the document in the shard, in file order."""
     offset: int
-    """First token, counted from the start of the document."""
+    """Index in the document of the first token."""
     length: int
-    """Number of tokens until the document or the lane's piece of the epoch ends."""
+    """Number of tokens up to the end of the document or of the lane's range, whichever is first."""
     begin: int
-    """Lane position where the document begins, or the part of it that the lane reads in one piece."""
+    """Lane position of the document's first token, or of the first token that the lane's range contains of the
+    document."""
     shard_left: int
-    """Number of tokens until the shard or the lane's piece of the epoch ends."""
+    """Number of tokens up to the end of the shard or of the lane's range, whichever is first."""
 
 
 Ranges = tuple[tuple[int, int], ...]
-"""Half-open ranges [first, end) of tokens of one epoch or of lane positions, ascending and disjoint."""
+"""Ascending, disjoint half-open ranges [first, end), either of token indices in an epoch or of lane positions."""
 
 
 @dataclass(frozen=True)
 class LanePartition:
-    """Partition of a corpus into `num_lanes` stripes: first of one epoch or its unread part, then of whole epochs."""
+    """Division of a corpus among `num_lanes` lanes (rows of the batch, each with its own token stream).
+
+    The tokens of an epoch are cut into `num_lanes` consecutive parts of equal length, called stripes, one for each
+    lane. In the first epoch only the tokens that `unread` lists are divided. Later epochs are divided as a whole.
+    """
 
     num_lanes: int
     epoch: int = 0
-    """The first epoch that was partitioned."""
+    """First epoch that is divided, counted from 0."""
     unread: Ranges = ()
-    """Token ranges of that epoch that were partitioned. Empty means the whole epoch."""
+    """Token ranges of the first epoch that are divided among the lanes. Empty means the whole epoch."""
 
 
 def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
-    """Compute splitmix64 over a tuple of integers, of which the last may be an array.
+    """Return the splitmix64 hash of a tuple of integers. If the last integer is an array, return an array of hashes.
 
-    The function is frozen: the order of documents, and so every resumed run, depends on it. numpy's generators may
-    change their streams between versions (NEP 19).
+    The function must never change, because the order of documents, and with it every resumed run, depends on the
+    hashes. numpy's generators are not used, because they can give other numbers in another version of numpy (NEP 19).
     """
     value: npt.NDArray[np.uint64] = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -107,13 +117,16 @@ def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
 
 
 def hashed_order(count: int, *keys: int) -> Int64s:
-    """Return a permutation of range(count) that depends only on its arguments."""
+    """Return a permutation of range(count) that depends only on `count` and `keys`."""
     items = np.arange(count)
     return np.argsort(hash64(*keys, items), kind="stable")
 
 
 def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
-    """Return the lanes that a rank owns. Raises ConfigError if num_lanes is not divisible by world_size."""
+    """Return the indices of the lanes (rows of the batch) that a rank processes.
+
+    Raises ConfigError if `num_lanes` is not divisible by `world_size`.
+    """
     if num_lanes % world_size:
         raise ConfigError(
             f"{counted(num_lanes, 'lane')} cannot be shared equally by {counted(world_size, 'rank')}. "
@@ -125,10 +138,10 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
 
 
 def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str] = ()) -> tuple[int, ...]:
-    """Divide the lanes among the corpora in proportion to the weights, by largest remainder.
+    """Return the number of lanes (rows of the batch) of each corpus, in proportion to the weights.
 
-    Returns the number of lanes of each corpus, so that every batch holds the same shares. `names` are the corpora in
-    messages. Raises ConfigError if no weight is positive, or a positive one is too small for a lane.
+    Fractions of lanes are rounded by the method of largest remainders. `names` are the names of the corpora in
+    messages. Raises ConfigError if no weight is positive, or if a corpus with a positive weight gets no lane.
     """
     total = math.fsum(weights)
     if not total > 0:
@@ -144,16 +157,17 @@ def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str
             name = names[i] if names else str(i)
             raise ConfigError(
                 f"corpus {name} gets none of the {counted(num_lanes, 'lane')}: its share is {shares[i]:.2f} lanes. "
-                "Raise its weight in data.weights or train.num_lanes, or give it the weight 0."
+                "Raise the weight of this corpus in data.weights, raise train.num_lanes, or set the weight to 0."
             )
     return tuple(lanes)
 
 
 def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int64s]:
-    """Assign the lanes to the corpora.
+    """Assign each lane (row of the batch) to a corpus.
 
-    Returns ([lanes] index of each lane's corpus, [lanes] the lane's number among the lanes of that corpus). A frozen
-    hash spreads the corpora over the lanes, and so over ranks. The lanes of one corpus are numbered in order.
+    Returns ([lanes] index of the corpus that each lane reads, [lanes] number of each lane among the lanes of its
+    corpus). A hash that never changes spreads the corpora over the lanes, and so over the ranks. The lanes of one
+    corpus are numbered in ascending order.
     """
     corpora = np.arange(len(allotted))
     in_order = np.repeat(corpora, allotted)
@@ -166,7 +180,10 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
 
 
 def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
-    """Return how often a corpus of `num_tokens` tokens has been read when its lanes are at `position`."""
+    """Return how many epochs of a corpus have been read, as a fraction, when its lanes are at `position`.
+
+    `num_tokens` is the number of tokens of the corpus. `cut` says how the corpus is divided among its lanes.
+    """
     num_unread = sum(end - first for first, end in cut.unread) or num_tokens
     num_lanes = max(cut.num_lanes, 1)
     first_stripe_len = num_unread // num_lanes
@@ -180,10 +197,11 @@ def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
 
 
 class LanePlan:
-    """Map from lanes and positions to the tokens of a corpus of shards.
+    """Map from (lane, position) to a token of the corpus, for all epochs.
 
-    `document_tokens(shard)` returns the lengths of the shard's documents in file order. It is called only for shards
-    that are located, so a rank needs the record files of no others.
+    A lane is a row of the batch with its own token stream. `shard_tokens` are the numbers of tokens of the shards.
+    `document_tokens(shard)` returns the number of tokens of each document of a shard, in file order. It is called only
+    for shards that a lane of this rank reads, so a rank reads the records of no other shards.
     """
 
     def __init__(
@@ -195,9 +213,10 @@ class LanePlan:
         document_tokens: Callable[[int], Int64s],
         num_cached: int = 64,
     ) -> None:
-        """Prepare the partition `cut` of shards of so many tokens. Keeps `num_cached` shards' document orders.
+        """Divide the corpus among the lanes as `cut` says. `seed` determines the order of shards and documents.
 
-        Raises DataError if the corpus has fewer tokens than lanes.
+        The order of documents is kept in memory for the last `num_cached` shards. Raises DataError if the corpus has
+        fewer tokens than lanes.
         """
         self._shard_tokens = np.asarray(shard_tokens, dtype=np.int64)
         self.num_tokens = int(self._shard_tokens.sum())
@@ -213,22 +232,23 @@ class LanePlan:
         ends = unread[:, 1]
         lengths = ends - firsts
         self._unread_firsts = firsts
-        """First token of each unread range, counted in the epoch."""
+        """Index in the epoch of each unread range's first token."""
         self._unread_ends = np.cumsum(lengths)
-        """End of each unread range, counted in the joined ranges."""
+        """End of each unread range, as an index into the joined unread ranges."""
         self._unread_starts = self._unread_ends - lengths
-        """Start of each unread range, counted in the joined ranges."""
+        """Start of each unread range, as an index into the joined unread ranges."""
         self.stripe_len = self.num_tokens // cut.num_lanes
         """Number of tokens that a lane reads in a whole epoch."""
         self.first_stripe_len = int(self._unread_ends[-1]) // cut.num_lanes
-        """Number of tokens that a lane reads in the first partitioned epoch."""
+        """Number of tokens that a lane reads in the first epoch of the partition."""
         self._seed = seed
         self._document_tokens = document_tokens
         self._num_cached = num_cached
         self._orders: OrderedDict[tuple[int, int], tuple[Int64s, Int64s]] = OrderedDict()
 
     def locate(self, lane: int, position: int) -> TokenSlice:
-        """Find the tokens that a lane reads from a position on, up to the end of their document or piece."""
+        """Return the tokens that a lane reads from `position` on, up to the end of the document or of the lane's
+        range."""
         epoch, token, in_piece, left = self.token_at(lane, position)
         shard, in_shard, shard_left = self._find_shard(epoch, token)
         document, offset, document_left = self._find_document(epoch, shard, in_shard)
@@ -243,10 +263,11 @@ class LanePlan:
         )
 
     def token_at(self, lane: int, position: int) -> tuple[int, int, int, int]:
-        """Find the token of a lane at a position.
+        """Find the token that a lane reads at a position.
 
-        Returns (epoch, index of the token in the epoch's order, number of tokens of its piece before it, number of
-        tokens of its piece from it on). A piece is contiguous in the epoch.
+        Returns (epoch, index of the token in the order of the epoch, number of tokens before it in its range, number of
+        tokens from it on in its range). The range is the contiguous part of the epoch that the lane reads around
+        `position`.
         """
         if position < self.first_stripe_len:
             place = self.token_in_rest(lane, position)
@@ -256,7 +277,11 @@ class LanePlan:
         return int(epoch), int(token), int(before), int(left)
 
     def token_in_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
-        """Do the same as `token_at` in the first partitioned epoch, for integers or for arrays that broadcast."""
+        """Find the tokens that lanes read at positions in the first epoch of the partition.
+
+        `lane` and `position` are integers, or arrays that broadcast. Returns the four values of `token_at`, as integers
+        or arrays.
+        """
         joined = lane * self.first_stripe_len + position
         last_piece = len(self._unread_ends) - 1
         piece = self._unread_ends.searchsorted(joined, side="right")
@@ -270,7 +295,11 @@ class LanePlan:
         return self.cut.epoch, token, before, left
 
     def token_after_rest(self, lane: Any, position: Any) -> tuple[Any, Any, Any, Any]:
-        """Do the same as `token_in_rest` in the whole epochs after the first partitioned one."""
+        """Find the tokens that lanes read at positions after the first epoch of the partition.
+
+        `lane` and `position` are integers, or arrays that broadcast. Returns the four values of `token_at`, as integers
+        or arrays.
+        """
         epochs, in_stripe = divmod(position - self.first_stripe_len, self.stripe_len)
         epoch = self.cut.epoch + 1 + epochs
         token = lane * self.stripe_len + in_stripe
@@ -278,10 +307,11 @@ class LanePlan:
         return epoch, token, in_stripe, left
 
     def rest_of_epoch(self, position: int, skips: Ranges = ()) -> tuple[int, Ranges]:
-        """List the token ranges that no lane has read when all lanes are at `position`, which is in no skip.
+        """Return the token ranges of an epoch that no lane has read when all lanes are at `position` of this epoch.
 
-        Returns (epoch, ranges); no ranges means the whole epoch. Tokens of this epoch in `skips` are left out. Skips of
-        later epochs are forgotten.
+        `skips` are ranges of lane positions that no lane reads, and `position` is in none of them. Returns (epoch,
+        ranges), where empty ranges mean the whole epoch. Skipped tokens of this epoch are left out of the ranges. Skips
+        of later epochs are ignored.
         """
         is_first = position < self.first_stripe_len
         if is_first:
@@ -311,13 +341,16 @@ class LanePlan:
         return epoch, joined
 
     def shard_after(self, lane: int, position: int, stretch: TokenSlice) -> int:
-        """Return the shard that a lane reads after the shard of `stretch`, the lane's tokens at `position`."""
+        """Return the index of the shard that a lane reads after the shard of `stretch`.
+
+        `stretch` describes the tokens that the lane reads at `position`.
+        """
         epoch, token, _, _ = self.token_at(lane, position + stretch.shard_left)
         shard, _, _ = self._find_shard(epoch, token)
         return shard
 
     def _ranges_in_epoch(self, joined: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Map ranges of the joined unread tokens to ranges of the epoch."""
+        """Convert ranges of the joined unread tokens to token ranges of the epoch."""
         for first, end in joined:
             while first < end:
                 piece = int(self._unread_ends.searchsorted(first, side="right"))
@@ -327,25 +360,31 @@ class LanePlan:
                 first = stop
 
     def _find_shard(self, epoch: int, token: int) -> tuple[int, int, int]:
-        """Find a token of the epoch: (shard, number of its tokens before this one, number from this one on)."""
+        """Return (shard that contains a token of the epoch, number of the shard's tokens before it, number from it
+        on)."""
         order, starts = self._shard_order(epoch)
         return _find(token, order, starts, self._shard_tokens)
 
     def _find_document(self, epoch: int, shard: int, token: int) -> tuple[int, int, int]:
-        """Find a token of the shard: (document, number of its tokens before this one, number from this one on)."""
+        """Return (document that contains a token of the shard, number of its tokens before it, number from it on)."""
         order, starts = self._document_order(epoch, shard)
         return _find(token, order, starts, self._document_tokens(shard))
 
     def _shard_order(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """Return the hashed order of the shards and the first token of each in that order."""
+        """Return (order of the shards in an epoch, index in the epoch of the first token of each shard in this
+        order)."""
         return self._cached_order((epoch, -1), self._shard_tokens, SHARD_ORDER)
 
     def _document_order(self, epoch: int, shard: int) -> tuple[Int64s, Int64s]:
-        """Return the hashed order of a shard's documents and the first token of each in that order."""
+        """Return (order of a shard's documents in an epoch, index in this order of each document's first token)."""
         return self._cached_order((epoch, shard), self._document_tokens(shard), _DOCUMENT_ORDER, shard)
 
     def _cached_order(self, key: tuple[int, int], tokens: Int64s, *hash_keys: int) -> tuple[Int64s, Int64s]:
-        """Return the order of items of so many tokens, kept for the last `num_cached` (epoch, shard or -1)."""
+        """Return (hashed order of items, index of the first token of each item in this order).
+
+        `tokens` are the numbers of tokens of the items. The result is kept for the last `num_cached` keys (epoch,
+        shard), where shard -1 means the order of the shards themselves.
+        """
         cached = self._orders.get(key)
         # A shard that was lost, or came back, has other documents than it had.
         if cached is not None and len(cached[0]) == len(tokens):
@@ -362,7 +401,10 @@ class LanePlan:
 
 
 def _find(token: int, order: Int64s, starts: Int64s, tokens: Int64s) -> tuple[int, int, int]:
-    """Find the item that holds a token, of items in this order which start there and have so many tokens."""
+    """Return (item that contains a token, number of the item's tokens before this token, number from this token on).
+
+    The items have the order `order` and begin at `starts` in this order. Item i has `tokens[i]` tokens.
+    """
     place = int(starts.searchsorted(token, side="right")) - 1
     item = int(order[place])
     before = token - int(starts[place])
@@ -371,7 +413,7 @@ def _find(token: int, order: Int64s, starts: Int64s, tokens: Int64s) -> tuple[in
 
 
 def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of [first, end) that lie in no skip, ascending."""
+    """Yield the parts of [first, end) that are in no skip, in ascending order."""
     for skip_first, skip_end in skips:
         stop = min(skip_first, end)
         if first < stop:

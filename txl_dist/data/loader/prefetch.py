@@ -1,7 +1,7 @@
-"""One background thread that makes items ahead of their use. With one thread the order is certain.
+"""Prefetching of items by one background thread, which keeps the items in order.
 
-There are no worker processes. One thread reads far faster than any model trains (tools/benchmarks/loader.py),
-since copying releases the interpreter's lock.
+There are no worker processes, because one thread reads far faster than any model trains (tools/benchmarks/loader.py).
+Copying of arrays releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _MAX_CLOSE_S = 10.0
 
 
 def prefetch(iterable: Iterable[Item], *, depth: int) -> Generator[Item, None, None]:
-    """Yield the same items, made ahead by one background thread, at most `depth` of them waiting.
+    """Yield the items of `iterable` in order, prefetched by one background thread. At most `depth` items wait.
 
-    The thread starts with the first `next`. An exception in it is raised here, after the items made before it. Closing
-    the iterator ends the thread. It waits up to 10 seconds for the item that is being made.
+    The thread starts at the first `next`. If the iterable raises an exception, all items before it are yielded, and
+    then the exception is raised here. Closing this generator ends the thread, and waits up to 10 seconds for the item
+    in progress.
     """
     waiting: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=depth)
     stop = threading.Event()

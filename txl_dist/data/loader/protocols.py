@@ -1,10 +1,11 @@
 """Evaluation protocols of other programs, so that results can be compared with published numbers.
 
-`PeerRows` is the original's `LMOrderedIterator`, optionally with NVIDIA's warm-up. `RandomCrops` is nanoGPT's
-`get_batch`. Both hold the split in memory while they run, 2 or 4 bytes per token, as those programs do. Each row gets
-the same text whatever the number of ranks.
+`PeerRows` reproduces `LMOrderedIterator` of the original Transformer-XL code, optionally with NVIDIA's warm-up.
+`RandomCrops` reproduces nanoGPT's `get_batch`. Both classes keep the split in memory while they run, with 2 or 4 bytes
+per token, as those programs do. The text of a batch row does not depend on the number of ranks.
 
-Limitations: they score fewer tokens than there are. The evaluation of this package (`evaluation.py`) scores all.
+Limitations: these protocols score only a part of the tokens. The evaluation of this package (`evaluation.py`) scores
+every token that has a prediction.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from txl_dist.errors import ConfigError
 
 
 class PeerRows:
-    """A split as `num_lanes` rows of equal length, run in parallel from an empty memory.
+    """Split cut into `num_lanes` rows of equal length, which are evaluated in parallel, each from an empty memory.
 
-    N tokens give rows of S = N // num_lanes. The tokens after num_lanes * S are dropped, and the first token of a row
-    is not a target, so num_lanes * (S - 1) are scored. Before each row, `warm_up_len` tokens, rounded up to whole
-    segments, are run unscored: the last ones of the row before it (NVIDIA's data_utils). The first row's warm-up is
-    the end of the last row. The last segment may be shorter.
+    N tokens give rows of S = N // num_lanes tokens. The tokens after num_lanes * S are dropped. The first token of a
+    row is not a target, so num_lanes * (S - 1) tokens are scored. The last segment can be shorter.
+
+    Before each row, the last `warm_up_len` tokens of the previous row are run without being scored, as in NVIDIA's
+    data_utils. `warm_up_len` is rounded up to whole segments. The first row is warmed up with the end of the last row.
     """
 
     overlap_len = 0
@@ -36,18 +38,18 @@ class PeerRows:
     def __init__(
         self, split: Split, *, num_lanes: int, segment_len: int, warm_up_len: int = 0, rank: int, world_size: int
     ) -> None:
-        """Cut the split. Raises ConfigError if it is too short for so many rows."""
+        """Cut the split into rows. Raises ConfigError if the split is too short for `num_lanes` rows."""
         row_len = split.tokens // num_lanes
         num_warm = _round_up(warm_up_len, segment_len)
         min_row_len = max(2, num_warm)
         if row_len < min_row_len:
             if num_warm > 2:
-                other_remedy = ", or give less --memory-len."
+                other_remedy = ", or give a smaller --memory-len."
             else:
                 other_remedy = "."
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, {row_len:,} for each of this protocol's "
-                f"{counted(num_lanes, 'row')}, which need {min_row_len:,}. Score a longer one (--split, --data)"
+                f"{counted(num_lanes, 'row')}. A row needs {min_row_len:,}. Score a longer split (--split, --data)"
                 + other_remedy
             )
         self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
@@ -84,14 +86,16 @@ class PeerRows:
 
 
 class RandomCrops:
-    """`num_batches` batches of `num_lanes` pieces from random places, each of `segment_len` tokens, all scored."""
+    """Random crops of a split: `num_batches` batches of `num_lanes` crops of `segment_len` targets, all of them
+    scored."""
 
     overlap_len = 0
 
     def __init__(
         self, split: Split, *, num_lanes: int, segment_len: int, num_batches: int, seed: int, rank: int, world_size: int
     ) -> None:
-        """Take crops of the split. Raises ConfigError if it is no longer than one of them."""
+        """Prepare crops at places that `seed` determines. Raises ConfigError if the split is not longer than one
+        crop."""
         if split.tokens <= segment_len:
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, but a crop of one segment with its last "
@@ -126,14 +130,15 @@ class RandomCrops:
 
 
 def _round_up(count: int, multiple: int) -> int:
-    """Round up to a multiple."""
+    """Return the smallest multiple of `multiple` that is at least `count`."""
     return math.ceil(count / multiple) * multiple
 
 
 def _segment(tokens: npt.NDArray[np.unsignedinteger], is_row_L1: npt.NDArray[np.bool_]) -> Segment:
-    """Make a segment of a rank's rows, all targets counting.
+    """Return the segment of a rank's rows, with all targets scored.
 
-    Lanes that are no row, which give every rank equally many, hold zeros and are not scored.
+    Lanes without a row, which are added so that every rank has the same number of lanes, contain id 0 and are not
+    scored.
     """
     row_tokens = np.where(is_row_L1, tokens, 0)
     segment = plain_segment(row_tokens.astype(np.int64))

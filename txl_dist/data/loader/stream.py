@@ -1,19 +1,19 @@
 """Segments for training, each with the state from which training continues after it.
 
 Key properties:
-- `LaneStream` yields (segment, state). The state is the one to store once that very segment was trained on, however
-  many segments were prefetched meanwhile.
-- A segment is a function of (corpora, state, lanes, segment_len). Resuming costs milliseconds anywhere, ranks exchange
-  nothing, and any number of ranks together reads the same global batches.
+- A lane is a row of the batch with its own token stream. `LaneStream` yields pairs (segment, state). After training on
+  a segment a checkpoint stores the state of this pair, no matter how many segments were prefetched.
+- The content of a segment depends only on (corpora, state, lanes, segment_len). So resuming takes milliseconds at any
+  position, ranks exchange no data, and the global batches do not depend on the number of ranks.
 - Several corpora are mixed by lane: each lane reads one corpus, and each corpus has its own position and epochs. Every
-  batch holds the corpora in the same proportion. `stream_state` holds the positions.
+  batch contains the corpora in the same proportion. `stream_state` keeps the positions.
 
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
 
-Limitations: at the border of two pieces a lane jumps to other text, and one target there is of that other text.
-Borders of pieces are those of stripes, of repartitioned ranges, and of skips. With document masks such a target is
-scored only where an end-of-text stands before the beginning of a document, as at any border between two documents.
+Limitations: a lane jumps to another place of the corpus at the end of its part of an epoch (stripe), between ranges of
+a new partition, and at skipped ranges. At each jump one target belongs to the new text. With document masks such a
+target is scored only if an end-of-text precedes it and it begins a document, as between any two documents.
 """
 
 from __future__ import annotations
@@ -36,35 +36,42 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 STEPS_AT_ONCE = 8
-"""Number of training steps that are read together, unless they have too many tokens."""
+"""Number of training steps whose tokens are read together, unless they exceed MAX_TOKENS_AT_ONCE."""
 MAX_TOKENS_AT_ONCE = 1 << 20
-"""Number of tokens, over all lanes, that are read together at most, except for one step."""
+"""Maximum number of tokens, of all lanes of a rank, that are read together. A single step can have more."""
 
 
 class Segment(NamedTuple):
-    """The tokens of some lanes for one forward pass."""
+    """Input of one forward pass: T tokens for each of some lanes (batch rows), with their targets and marks."""
 
     tokens: Int64s
-    """[lanes, T+1]: inputs are [:, :-1], targets [:, 1:]; one token overlaps with the next segment."""
+    """[lanes, T+1] token ids. Inputs are [:, :-1] and targets are [:, 1:]. The last token of a segment is the first
+    input of the next segment."""
     documents: Int64s
-    """[lanes, T+1]: for each token the lane position where its document, or the piece that the lane reads, begins. The
-    number is unique in the lane, ascending, and a function of the position, so nothing has to be stored."""
+    """[lanes, T+1] number of the document that contains each token. The number is the lane position where the document
+    begins, or where the part of it that the lane reads begins. It is unique in the lane, ascending, and computed from
+    the position, so a checkpoint need not store it."""
     opens: Bools
-    """[lanes, T]: whether the input is an end-of-text and its target the first token of a document. As an input, such
-    an end-of-text belongs to the document that it opens."""
+    """[lanes, T] True where the input is an end-of-text and its target is the first token of a document. As an input,
+    such an end-of-text belongs to the document that follows it."""
     scored: Bools
-    """[lanes, T]: whether the target counts. False where a damaged document was replaced, or an evaluation pads."""
+    """[lanes, T] True where the target is scored. False where a damaged document was replaced, and in the padding of an
+    evaluation."""
 
 
 def plain_segment(tokens: Int64s) -> Segment:
-    """Make a segment of [lanes, T+1] tokens, one document per lane, in which all targets count."""
+    """Return a segment of `tokens`, [lanes, T+1], with one document per lane and all targets scored."""
     num_lanes, num_tokens = tokens.shape
     opens = np.zeros((num_lanes, num_tokens - 1), dtype=bool)
     return Segment(tokens, np.zeros_like(tokens), opens, ~opens)
 
 
 class LaneStream:
-    """The endless training stream of some lanes."""
+    """Endless stream of training segments for the lanes of one rank.
+
+    A lane is a row of the batch with its own token stream. Iterating yields pairs (segment, state after training on the
+    segment).
+    """
 
     def __init__(
         self,
@@ -77,11 +84,12 @@ class LaneStream:
         mark_documents: bool = True,
         num_buffers: int = 0,
     ) -> None:
-        """Read `splits`, those of `state.corpora` in the same order, from `state` on.
+        """Begin the stream at `state`. `splits` are the training splits of `state.corpora`, in the same order.
 
-        Without `mark_documents` all `documents` of the segments are 0; only document masks need them. With
-        `num_buffers` segments are views of a ring: each stays valid until so many more were taken from the iterator.
-        With 0 each stays valid for ever. Raises DataError if a split has fewer tokens than lanes.
+        Document numbers are needed only for document masks. Without `mark_documents` all `documents` of a segment are
+        0. With `num_buffers` above 0, segments are views of reused buffers: a segment is valid until `num_buffers`
+        further segments were taken from the iterator. With 0 every segment stays valid. `damage` decides whether
+        damaged documents may be skipped. Raises DataError if a split has fewer tokens than lanes.
         """
         self.segment_len = segment_len
         self.lanes = lanes
@@ -106,7 +114,7 @@ class LaneStream:
             self._rows.append(_LaneReader(readers[owner], number))
 
     def __iter__(self) -> Iterator[tuple[Segment, StreamState]]:
-        """Yield segments without end, each with the state after training on it."""
+        """Yield segments without end, each with the stream state after training on that segment."""
         state = self.state
         # The tokens of several steps are neighbours in a lane's shard: reading them at once is three times faster.
         tokens_per_step = self.segment_len * len(self.lanes)
@@ -126,7 +134,11 @@ class LaneStream:
                 yield _steps_of(block, step * self.segment_len, self.segment_len), state
 
     def _read_steps(self, state: StreamState, block: Segment, steps: int) -> int:
-        """Fill a block and return how many of its steps can be trained on. Raises DataError if the first cannot."""
+        """Fill a block of `steps` training steps, and return how many of them can be used.
+
+        If a document of the block is damaged, only the first step is read. Raises DataError if the first step is
+        damaged too.
+        """
         try:
             self._read(state, block)
         except UnreachableError:
@@ -140,13 +152,15 @@ class LaneStream:
         return steps
 
     def segment_at(self, state: StreamState) -> Segment:
-        """Read the segment that is trained on next at `state`, a state of the same partition as `self.state`."""
+        """Return the segment that follows `state`, which must divide the corpora among the lanes as `self.state`
+        does."""
         segment = self._buffer()
         self._read(state, segment)
         return segment
 
     def stretch_at(self, lane: int, state: StreamState) -> tuple[int, TokenSlice]:
-        """Find the first token of `segment_at` in a lane of this rank: (index of the corpus, place in it)."""
+        """Return (index of the corpus, place in the corpus) of the tokens that a lane of this rank reads from `state`
+        on."""
         row = self.lanes.index(lane)
         corpus = self._corpus_of_row[row]
         tokens = self._rows[row].locate(state.corpora[corpus].position)
@@ -154,7 +168,7 @@ class LaneStream:
         return corpus, tokens._replace(length=unskipped.length, begin=max(tokens.begin, unskipped.begin))
 
     def _read(self, state: StreamState, segment: Segment) -> None:
-        """Fill a segment with the tokens at a state."""
+        """Fill a segment with the tokens that follow `state`."""
         segment.scored.fill(True)
         segment.opens.fill(False)
         num_tokens = segment.tokens.shape[1]
@@ -163,7 +177,7 @@ class LaneStream:
             reader.read(ranges[corpus], segment, row, mark=self._mark_documents)
 
     def _buffer(self, steps: int = 1) -> Segment:
-        """Allocate a segment of so many steps."""
+        """Allocate a segment with room for `steps` training steps."""
         num_lanes = len(self.lanes)
         num_inputs = self.segment_len * steps
         return Segment(
@@ -175,7 +189,7 @@ class LaneStream:
 
 
 def _steps_of(block: Segment, first: int, count: int) -> Segment:
-    """Return a view of `count` inputs from `first` on, and of their targets."""
+    """Return the part of a block with `count` inputs from index `first` on and their targets, as a view."""
     end = first + count
     return Segment(
         tokens=block.tokens[:, first : end + 1],
@@ -186,7 +200,7 @@ def _steps_of(block: Segment, first: int, count: int) -> Segment:
 
 
 class _CorpusReader:
-    """Plan and open shards of one corpus, shared by its lanes on a rank."""
+    """Lane plan and open shards of one corpus, shared by all lanes of this rank that read the corpus."""
 
     def __init__(
         self, split: Split, cut: LanePartition, *, seed: int, num_local_lanes: int, damage: CorruptionPolicy
@@ -205,12 +219,15 @@ class _CorpusReader:
         )
 
     def prefetch_after(self, lane: int, position: int, tokens: TokenSlice) -> None:
-        """Ask the storage for the shard that the lane will read after the one of `tokens`."""
+        """Hint to the storage that the lane will soon read the shard after the shard of `tokens`."""
         self._split.prefetch([self.plan.shard_after(lane, position, tokens)])
 
 
 class _LaneReader:
-    """Reader of one lane. It keeps the document of the last call for speed; its result depends on positions only."""
+    """Reader of the tokens of one lane of a corpus.
+
+    It keeps the document that it read last, for speed. The tokens that it returns depend only on the positions.
+    """
 
     def __init__(self, corpus: _CorpusReader, lane: int) -> None:
         self._corpus = corpus
@@ -223,11 +240,14 @@ class _LaneReader:
         self._begins_document = False
 
     def locate(self, position: int) -> TokenSlice:
-        """Find the lane's tokens at a position. Raises DataError if a shard's records cannot be read."""
+        """Return the place of the tokens that the lane reads from `position` on.
+
+        Raises DataError if the records of a shard cannot be read.
+        """
         return self._corpus.plan.locate(self._lane, position)
 
     def read(self, ranges: Sequence[PositionRange], segment: Segment, row: int, *, mark: bool) -> None:
-        """Fill a row of the segment with the tokens at these positions; `mark` fills `documents` and `opens` too.
+        """Write the tokens at these lane positions into one row of a segment. `mark` fills `documents` and `opens` too.
 
         Raises DataError for damage that may not be skipped.
         """
@@ -254,7 +274,7 @@ class _LaneReader:
                 filled = end
 
     def _move(self, position: int) -> None:
-        """Load the document at a position. Raises DataError."""
+        """Load the document that the lane reads at a position. Raises DataError if the document cannot be read."""
         place = self.locate(position)
         if place.shard != self._shard:
             self._corpus.prefetch_after(self._lane, position, place)
@@ -269,7 +289,7 @@ class _LaneReader:
 
 
 def documents_at(splits: Sequence[Split], state: StreamState, lanes: range) -> list[str]:
-    """Describe the document that each lane reads at a state, one line per lane."""
+    """Return one line per lane that names the document and the token which the lane reads next at `state`."""
     stream = LaneStream(splits, state, segment_len=1, lanes=lanes)
     lines = []
     for lane in lanes:

@@ -1,9 +1,10 @@
-"""State of the training stream: the positions of all lanes, as a checkpoint stores them. Pure, no files.
+"""State of the training stream: the positions of all lanes, as a checkpoint stores them. This module reads no files.
 
-Each corpus has its own position: the number of tokens that each of its lanes has passed since the corpus was
-partitioned into lanes. Other weights or another number of lanes need a new partition (`continued`). It shares out the
-tokens that no lane has read yet, none twice and none left out. Tokens on which a run went wrong are skipped after its
-rewind (`with_skip`): a lane's stream is what lies outside the skips of its corpus.
+A lane is a row of the batch with its own token stream. All lanes of a corpus have the same position: the number of
+tokens that each lane has passed since the corpus was divided among its lanes (partitioned). If the weights or the
+number of lanes change, `continued` makes a new partition of the tokens that no lane has read yet. So no token is read
+twice or left out. If training diverges and the run returns to an earlier checkpoint (rewind), `with_skip` marks the
+tokens to skip. A lane reads only positions outside the skips of its corpus.
 """
 
 from __future__ import annotations
@@ -21,48 +22,54 @@ from txl_dist.data.loader.lanes import LanePartition, LanePlan, Ranges, allot_la
 from txl_dist.errors import CheckpointError
 
 STATE_VERSION = 3
-"""Version of the state that is written."""
+"""Format version of the state that `to_dict` writes."""
 READABLE_VERSIONS = (2, 3)
-"""Version 2, written by 0.2, has another key for `unread`."""
+"""Format versions that `from_dict` reads. Version 2, written by txl_dist 0.2, has another key for `unread`."""
 
 
 class PositionRange(NamedTuple):
-    """Consecutive lane positions without a skip."""
+    """Range of consecutive lane positions that contains no skipped position."""
 
     position: int
     """First position of the range."""
     length: int
     """Number of positions, which is the number of tokens."""
     begin: int
-    """End of the skip before the range, 0 without one. No piece of a document begins earlier."""
+    """End of the last skip before the range, or 0 if there is none. A document that began earlier is treated as
+    beginning here."""
 
 
 @dataclass(frozen=True)
 class CorpusState:
-    """Position and partition of the lanes of one corpus."""
+    """State of one corpus in the training stream: how it is divided among its lanes, and how far they have read.
+
+    A lane is a row of the batch with its own token stream.
+    """
 
     name: str
-    """Name for messages; the fingerprint identifies the corpus."""
+    """Name of the corpus in messages. The fingerprint identifies the corpus."""
     fingerprint: str
     """Data fingerprint of the corpus."""
     split: str
+    """Name of the split that the lanes read."""
     num_lanes: int
-    """Number of lanes that read the corpus; 0 while it is paused."""
+    """Number of lanes that read the corpus. It is 0 while the corpus is paused."""
     position: int = 0
-    """Number of tokens that each lane was trained on, or skipped, since the partition was made. Never in a skip."""
+    """Number of tokens that each lane has read or skipped since the partition was made. The position is never inside a
+    skip."""
     epoch: int = 0
-    """Epoch in which the partition was made."""
+    """Epoch in which the partition was made, counted from 0."""
     unread: Ranges = ()
-    """Token ranges of that epoch that were partitioned. Empty means the whole epoch."""
+    """Token ranges of `epoch` that were divided among the lanes. Empty means the whole epoch."""
     skips: Ranges = ()
-    """Lane positions of this partition that no lane trains on, past ones included."""
+    """Ranges of lane positions in this partition that no lane trains on, including ranges already passed."""
 
     def cut(self) -> LanePartition:
-        """Return the partition that `LanePlan` needs."""
+        """Return how the corpus is divided among its lanes, for `LanePlan`."""
         return LanePartition(num_lanes=self.num_lanes, epoch=self.epoch, unread=self.unread)
 
     def next_ranges(self, num_tokens: int) -> Iterator[PositionRange]:
-        """Yield the positions of the next `num_tokens` tokens of each lane."""
+        """Yield the ranges of positions, without skips, that contain the next `num_tokens` tokens of each lane."""
         begin = max((end for _, end in self.skips if end <= self.position), default=0)
         num_left = num_tokens
         for first, end in outside(self.skips, self.position, sys.maxsize):
@@ -82,16 +89,21 @@ class CorpusState:
 
 @dataclass(frozen=True)
 class StreamState:
-    """Positions of all lanes, for a checkpoint. `owners_of_lanes` assigns the lanes to the corpora."""
+    """State of the whole training stream, as a checkpoint stores it: the seed, and the position of each corpus.
+
+    `owners_of_lanes` computes from this state which corpus each lane (row of the batch) reads.
+    """
 
     seed: int
-    """Seed of the order of shards and documents, and of the lanes' assignment."""
+    """Seed of the order of shards and documents, and of the assignment of lanes to corpora."""
     corpora: tuple[CorpusState, ...]
+    """State of each corpus, in the order of the settings."""
     version: int = field(default=STATE_VERSION)
+    """Format version of the state in a checkpoint."""
 
     @property
     def num_lanes(self) -> int:
-        """Number of lanes of all corpora."""
+        """Total number of lanes of all corpora."""
         return sum(corpus.num_lanes for corpus in self.corpora)
 
     def advanced(self, num_tokens: int) -> StreamState:
@@ -100,9 +112,11 @@ class StreamState:
         return replace(self, corpora=tuple(corpora))
 
     def with_skip(self, begin: StreamState, end: StreamState) -> StreamState:
-        """Return this state, to rewind to, with the tokens trained on from `begin` to `end` left out.
+        """Return this state with the tokens between the states `begin` and `end` marked as skipped.
 
-        What `end` skips is left out too. Both are states of the same partition that the stream came to from here.
+        A run that returns to this state, because training on those tokens diverged, continues with the result. The
+        skips of `end` are kept. The stream must have reached `begin` and `end` from this state, without a new
+        partition.
         """
         corpora = []
         for corpus, first, last in zip(self.corpora, begin.corpora, end.corpora, strict=True):
@@ -113,16 +127,18 @@ class StreamState:
         return state.advanced(0)  # moves the position out of a skip that begins here
 
     def has_lanes_of(self, other: StreamState) -> bool:
-        """Return whether every lane reads the same corpus as in `other`, so that its memory is still valid."""
+        """Return whether every lane reads the same corpus as in `other`. If so, the memory of each lane is still
+        valid."""
         return self._lanes_by_corpus() == other._lanes_by_corpus()
 
     def _lanes_by_corpus(self) -> list[tuple[str, str, int]]:
-        """List (fingerprint, split, number of lanes) of the corpora that are not paused."""
+        """Return (fingerprint, split, number of lanes) of each corpus that is not paused."""
         reading = [corpus for corpus in self.corpora if corpus.num_lanes]
         return [(corpus.fingerprint, corpus.split, corpus.num_lanes) for corpus in reading]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values. After each new partition within an epoch, `unread` takes about 20 bytes more per lane."""
+        """Return the state as JSON values. Each new partition within an epoch makes `unread` about 20 bytes per lane
+        longer."""
         values = asdict(self)
         for corpus_values, corpus in zip(values["corpora"], self.corpora, strict=True):
             corpus_values["unread"] = _text_of(corpus.unread)
@@ -131,12 +147,15 @@ class StreamState:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StreamState:
-        """Read what `to_dict` returned. Raises CheckpointError for values of another version or form."""
+        """Make a state from the values that `to_dict` returned.
+
+        Raises CheckpointError if the values have an unknown version or are damaged.
+        """
         if values.get("version") not in READABLE_VERSIONS:
             readable = " and ".join(map(str, READABLE_VERSIONS))
             raise CheckpointError(
                 f"the stream state has version {values.get('version')}, but this version of txl_dist reads {readable}. "
-                "Continue with the program that wrote the checkpoint."
+                "Resume with the version of txl_dist that wrote the checkpoint."
             )
         try:
             corpora = []
@@ -153,14 +172,18 @@ class StreamState:
 
 
 def _text_of(ranges: Ranges) -> str:
-    """Write ranges as gaps and lengths in turn: these are smaller than bounds, and a text stays on one line."""
+    """Write ranges as a text of alternating gaps and lengths.
+
+    These numbers are shorter than the bounds, and JSON keeps a text on one line.
+    """
     bounds = np.array(ranges, np.int64).reshape(-1)
     steps = np.diff(bounds, prepend=0).tolist()
     return " ".join(str(step) for step in steps)
 
 
 def _ranges_of(text: str) -> Ranges:
-    """Read what `_text_of` wrote. Raises ValueError for other text, OverflowError for numbers beyond int64."""
+    """Parse the text that `_text_of` wrote. Raises ValueError for other text, OverflowError for numbers beyond
+    int64."""
     steps = np.array([int(step) for step in text.split()], np.int64)
     bounds = np.cumsum(steps).reshape(-1, 2)
     if steps.min(initial=0) < 0 or bounds.min(initial=0) < 0:  # the second: a sum that overflows int64
@@ -169,9 +192,11 @@ def _ranges_of(text: str) -> Ranges:
 
 
 def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_lanes: int, seed: int) -> StreamState:
-    """Return the state at the start of a new run.
+    """Return the stream state at the start of a new run, with all lanes at position 0.
 
-    Without `weights` the corpora get lanes in proportion to their tokens. Raises ConfigError for bad weights.
+    The lanes (rows of the batch) are divided among the corpora in proportion to `weights`, or to the numbers of tokens
+    if there are no weights. Raises ConfigError if no weight is positive, or if a corpus with a positive weight gets no
+    lane.
     """
     names = [split.corpus.location for split in splits]
     sizes = [split.tokens for split in splits]
@@ -185,16 +210,17 @@ def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_l
 
 
 def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) -> StreamState:
-    """Return the state in which `wanted`, the first state of the present settings, continues a checkpoint's `old`.
+    """Return the stream state with which the present settings continue the state `old` of a checkpoint.
 
-    A corpus that keeps its number of lanes keeps its place. Another number of lanes partitions its unread tokens. A
-    corpus that is new to the run begins. Raises CheckpointError if the seed differs, or if a corpus that was read is
-    missing: its unread data would be lost.
+    `wanted` is the first state that the present settings give. A corpus that keeps its number of lanes keeps its
+    position. If that number changes, the corpus's unread tokens are divided among the new lanes. A corpus that is new
+    to the run begins at its start. Raises CheckpointError if the seed differs, or if a corpus of the checkpoint is
+    missing, because its unread tokens would be lost.
     """
     if old.seed != wanted.seed:
         raise CheckpointError(
             f"the checkpoint's stream has the seed {old.seed}, but this run has the seed {wanted.seed}. "
-            "Restore run.seed."
+            "Set run.seed to its value in the checkpoint's run."
         )
     before = {(corpus.fingerprint, corpus.split): corpus for corpus in old.corpora}
     now = {(corpus.fingerprint, corpus.split) for corpus in wanted.corpora}
@@ -217,7 +243,7 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
 
 
 def _names(corpora: Iterable[CorpusState]) -> str:
-    """Name the corpora for a message."""
+    """List corpora with their splits and fingerprints, for a message."""
     names = []
     for corpus in corpora:
         fingerprint = corpus.fingerprint[:12]
@@ -226,7 +252,7 @@ def _names(corpora: Iterable[CorpusState]) -> str:
 
 
 def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> CorpusState:
-    """Return the state of one corpus as `new`'s lanes continue after `old`'s."""
+    """Return the state of one corpus in which the lanes of `new` continue where the lanes of `old` stopped."""
     if old.num_lanes == new.num_lanes:
         return replace(old, name=new.name)
     if not old.num_lanes:  # it was paused: `unread` has listed its unread tokens since then

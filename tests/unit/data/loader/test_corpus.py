@@ -282,7 +282,7 @@ def test_held_out_text_and_the_tokenizer_can_be_given(tmp_path: Path) -> None:
 
 
 def test_an_unknown_split_is_named_with_those_there_are(corpus: Corpus) -> None:
-    with pytest.raises(DataError, match=r"'test'; it has train, valid.*--valid PATH.*--data.eval_split"):
+    with pytest.raises(DataError, match=r"'test'. Its splits are train, valid.*--valid PATH.*--data.eval_split"):
         corpus.split("test")
 
 
