@@ -20,11 +20,11 @@ def test_a_corpus_without_held_out_text_trains_without_evaluation_and_says_so(
     assert main(["prepare", "my.txt", "--out", "data", "--tokenizer", "byte", "--valid-fraction", "0"]) == 0
     capsys.readouterr()
     assert main(["train", *words(Path("data")), "--dry-run"]) == 0
-    assert "warning: data has no split 'valid' (it has train): training goes without" in capsys.readouterr().out
+    assert "warning: data has no split 'valid' (it has train): training runs without" in capsys.readouterr().out
 
     trained = txl("train", *words(Path("data")), cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr
-    assert "training goes without evaluation" in Path("run/log.txt").read_text(encoding="utf-8")
+    assert "training runs without evaluation" in Path("run/log.txt").read_text(encoding="utf-8")
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {"train"} <= {record["kind"] for record in records}
     assert "eval" not in {record["kind"] for record in records}

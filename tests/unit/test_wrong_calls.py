@@ -74,7 +74,7 @@ PATHS: list[tuple[str, str]] = [
     ("train e.toml", "data.path data/stdlib does not exist"),
     ("train e.toml --data.path runs/x", "data.path runs/x is a run.*the data.path in runs/x/config.toml"),
     ("train e.toml --data.path data/x --init runs/x", "--init runs/x is a run.*`txl export runs/x BUNDLE`"),
-    ("train e.toml --data.path data/x --resume runs/x", f"Name a checkpoint of it: {STEP}"),
+    ("train e.toml --data.path data/x --resume runs/x", f"Give a checkpoint of the run: --resume {STEP}"),
     ("train e.toml --data.path data/x --run.dir bundles/x", "run.dir bundles/x is a bundle.*another --run.dir"),
     ("sweep e.toml --grid optim.lr=1e-3,2e-3", "data.path data/stdlib does not exist"),
     (
@@ -295,7 +295,7 @@ LAUNCH: list[tuple[str, str]] = [
     ("launch --resume must e.toml", "settings go after .*: txl launch e.toml --resume must"),
     ("launch --num_accelerators 2 e.toml", "data.path data/stdlib does not exist"),
     ("launch e.toml --data.path runs/x", "data.path runs/x is a run"),
-    ("launch e.toml --data.path data/x --resume runs/x", f"Name a checkpoint of it: {STEP}"),
+    ("launch e.toml --data.path data/x --resume runs/x", f"Give a checkpoint of the run: --resume {STEP}"),
     ("launch e.toml --data.path data/x --run.dir texts", "texts is not empty and is not a run directory"),
     ("launch e.toml --data.path data/x --optim.min_lr 1 --optim.lr 0.1", "optim.min_lr=1.0 must not exceed"),
     ("launch --num_gpus 3 e.toml --data.path data/x --train.num_lanes 8", "num_lanes=8 must be divisible by .* = 3"),

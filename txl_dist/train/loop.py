@@ -1,12 +1,16 @@
-"""The training loop of one rank. `start` builds the parts of a run.
+"""The training loop of one rank. The module `start` builds the parts that the loop uses.
 
-    for each segment: step, decide together, report, save, evaluate; until the end, or until asked to stop
+    until the last step or a stop request: train one step, all-reduce the flags, report, save, evaluate
 
-Whatever touches the clock or the disk is decided on rank 0 and broadcast. What one rank notices (a signal, a loss that
-is not finite, a checkpoint that is written) reaches all ranks by the one reduction of a step. Dropout is seeded per
-micro-batch from (seed, step, first lane), so a resumed run continues bit for bit without any generator state.
+Decisions that depend on the clock or the disk are made on rank 0 and sent to all ranks. Other events may be noticed by
+one rank only: a signal, a loss that is not finite, or a checkpoint that is written. One all-reduce per step tells all
+ranks of such events.
 
-Limitations: a step waits for the slowest rank, and nothing that one rank notices takes effect before the step ends.
+Dropout is seeded per micro-batch from (seed, step, first lane), where a lane is a batch row with its own token stream.
+So a resumed run continues bit for bit, although checkpoints store no state of random generators.
+
+Limitations: each step takes as long as on the slowest rank. An event that one rank notices takes effect only at the end
+of the step.
 """
 
 from __future__ import annotations
@@ -53,35 +57,43 @@ from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.stepper import Stepper
 
 _PATIENCE_S = {"stopped": 15.0, "phase": 900.0, "done": 900.0}
-"""Seconds to retry the final checkpoint: short after a stop request, long at the end of a stage or of the run."""
+"""Seconds for which a failed final checkpoint is retried, by the reason for the end. They are few after a stop request,
+and many at the end of a phase or of the run."""
 _GROUP_GRACE_S = 30
-"""Seconds by which collectives time out later than the watchdog, whose message is more exact."""
+"""Seconds by which the timeout of collectives exceeds the watchdog's. The watchdog then reports a hang first, and its
+message is more exact."""
 
 
 class Start(NamedTuple):
-    """Decisions made before anything was built; the same on every rank."""
+    """Result of the checks on rank 0 before the model is built: how training starts in this process. It is the same on
+    every rank."""
 
     saved: SavedState | None
-    """Checkpoint to resume from; None for a new run."""
+    """Checkpoint to resume from, or None for a new run."""
     stream: StreamState
-    """Position in the text at which the lanes begin or continue."""
+    """Position in the training text from which each lane (batch row with its own token stream) reads."""
     tokenizer_json: str
-    """Content of tokenizer.json, read by rank 0 for all ranks."""
+    """Content of the corpus's tokenizer.json. Rank 0 reads the file for all ranks."""
     evaluated: dict[int, float]
-    """Loss of each evaluation recorded in the run directory, in nats per token, by step."""
+    """Losses of the first validation split in nats per token, by step. They come from the run's metrics.jsonl."""
     warnings: list[str]
-    """Sentences for the log, one per warning."""
+    """Warnings for the log, one sentence each."""
 
     @property
     def step(self) -> int:
-        """Number of finished optimizer steps."""
+        """Number of optimizer steps that were finished before: the checkpoint's step, or 0 for a new run."""
         if self.saved:
             return self.saved.step
         return 0
 
 
 class TrainingRun:
-    """One training run on one rank: its parts, and the loop that uses them."""
+    """Training of one phase of a run on one rank: the parts of the run, and the loop that uses them.
+
+    `go` runs the loop. `start` is the result of the checks, and `engine` holds the model and the optimizer. `watch`
+    holds the monitors of the run, such as the watchdog. `profile` traces some steps, and `callbacks` are the user's own
+    code.
+    """
 
     def __init__(
         self,
@@ -100,7 +112,7 @@ class TrainingRun:
         self.profile = profile
         self.callbacks = callbacks
         self.loss: float | None = None
-        """Training loss of the last step that was made here, in nats per token."""
+        """Training loss of the last step in nats per token. It is None before this object makes its first step."""
         self.max_steps = config.train.max_steps
         self.last_step = max(start.step, context.steps.stop)
         self.stopped = False
@@ -140,15 +152,18 @@ class TrainingRun:
         )
 
     def go(self) -> TrainState:
-        """Train to the end of the stage, or until `stopped`, from a checkpoint or from the beginning.
+        """Train until the phase ends or a stop request arrives, and return the last state.
 
-        Returns the last state, which is saved. Raises TxlError on all ranks.
+        Training starts from a checkpoint or from step 0. The last state is saved in a checkpoint before this method
+        returns. Raises TxlError on all ranks.
         """
         try:
             state = self._first_state()
             self._report_start(state)
             if state.step > self.max_steps:
-                warn_for_all("the run is at step %d already, past train.max_steps=%d", state.step, self.max_steps)
+                warn_for_all(
+                    "the run is already at step %d, which is past train.max_steps=%d", state.step, self.max_steps
+                )
             self._start_callbacks(state)
             if state.step and self.observer.should_evaluate(state.step) and state.step not in self.evaluated:
                 self._observe(state)  # an earlier process ended before this evaluation did
@@ -165,7 +180,8 @@ class TrainingRun:
         return state
 
     def _ending(self, state: TrainState) -> str:
-        """Return the name of the event that ends this phase: stopped, done or phase."""
+        """Return the event that ends the loop: "stopped" after a stop request, "done" after the last step of the run,
+        else "phase"."""
         if self.stopped:
             return "stopped"
         if state.step >= self.max_steps:
@@ -173,7 +189,7 @@ class TrainingRun:
         return "phase"
 
     def _first_state(self) -> TrainState:
-        """Return the state of the checkpoint to resume from, or that of a new run."""
+        """Return the state that training starts from: a loaded checkpoint, or the initial state of a new run."""
         start = self.start
         self.watch.watchdog.beat("load", step=start.step)
         if start.saved is not None:
@@ -185,7 +201,11 @@ class TrainingRun:
         return TrainState(step=0, tokens_seen=0, health=Health(), stream=start.stream, memories=memories)
 
     def _load(self, saved: SavedState, stream: StreamState) -> TrainState:
-        """Load a checkpoint into the engine and the callbacks, and check that it reproduces its probe."""
+        """Load a checkpoint into the engine and the callbacks, and return its training state.
+
+        The loaded weights must reproduce the checkpoint's probe, which holds the saved model's losses on a few fixed
+        tokens. Raises CheckpointError on every rank if a loss differs.
+        """
         state = load_checkpoint(saved, self.engine, self.context, stream=stream)
         outcome = check_probe(self.engine, self.maker, saved.folder, precision=self.context.config.engine.dtype)
         logger.info("%s: %s", saved.folder.name, outcome)
@@ -194,7 +214,7 @@ class TrainingRun:
         return state
 
     def _start_callbacks(self, state: TrainState) -> None:
-        """Call `on_train_start` of the callbacks."""
+        """Call the callbacks' method `on_train_start`, if any callback has this method."""
         if not self.callbacks.handles("on_train_start"):
             return
         context = self.context
@@ -214,17 +234,19 @@ class TrainingRun:
         )
 
     def _repeat_validation(self, state: TrainState) -> None:
-        """Give the callbacks a validation result that their saved states lack.
+        """Call `on_validation_end` again if the callbacks' loaded states do not include the last validation.
 
-        A checkpoint may be older than the validation of its own step; the run directory has the result.
+        A checkpoint may be written before the validation of its own step. Its callback states then lack the result, but
+        `evaluated` contains it.
         """
         if state.step in self.evaluated and self.callbacks.validated_step != state.step:
             self._end_validation(state.step, {"eval": self.evaluated[state.step]})
 
     def _end_validation(self, step: int, losses: dict[str, float]) -> None:
-        """Call `on_validation_end` of the callbacks.
+        """Call the callbacks' method `on_validation_end` with the result of a validation.
 
-        `losses` are in nats per token, by name of the record. `eval`, that of the first corpus, is among them.
+        `losses` maps the name of each evaluation record to a loss in nats per token. `eval` is the name for the first
+        corpus.
         """
         loss = losses["eval"]
         earlier_losses = [earlier_loss for at, earlier_loss in self.evaluated.items() if at < step]
@@ -233,7 +255,11 @@ class TrainingRun:
         self.callbacks.end_validation(ValidationEnd(step, loss, MappingProxyType(losses), is_best))
 
     def _train_from(self, state: TrainState) -> TrainState:
-        """Make steps until the end of the stage, a stop request or a rewind. Returns the state after the last one."""
+        """Make steps until the phase ends, a stop request arrives or the run rewinds. Return the state to continue
+        from.
+
+        A rewind returns to a checkpoint from before a spike of the loss or of the gradient norm.
+        """
         context = self.context
         config = self.context.config
         interval = Interval(clip_norm=config.optim.clip_norm)
@@ -286,9 +312,10 @@ class TrainingRun:
         return state
 
     def _step(self, state: TrainState, step_input: StepInput, interval: Interval) -> tuple[TrainState, StepFlags]:
-        """Make one step: forward, backward, decision, update, checks and callbacks.
+        """Make one training step: forward and backward passes, all-reduce of the flags, update, checks and callbacks.
 
-        Returns (the state after it, the flags of all ranks). Raises TrainingError if `guard` ends the run.
+        Returns (the state after the step, the flags of all ranks combined). Raises TrainingError if `guard` ends the
+        run.
         """
         self.watch.check_lock()
         config = self.context.config
@@ -358,19 +385,22 @@ class TrainingRun:
         return after, decision.votes
 
     def _votes(self) -> StepFlags:
-        """Return the flags of this rank alone."""
+        """Return this rank's flags for the next all-reduce: stop request, finished write of a checkpoint, and
+        checkpoint due by time."""
         return StepFlags(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
 
     def _rewind(self, state: TrainState) -> TrainState | None:
-        """Load the last checkpoint before the spike; the text of the spike is left out from now on.
+        """Load the newest checkpoint from before the current spikes. From now on the text of these spikes is skipped.
 
-        Returns the state to continue from; None if there is no such checkpoint.
+        Returns the state to continue from, or None if there is no such checkpoint.
         """
         self.saving.finish(state.step)
         first_bad = state.step - state.health.spikes_in_row + 1
         target = find_rewind(self.context, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
         if target is None:
-            warn_for_all("no checkpoint to rewind to from the spike at step %d: the run continues", first_bad)
+            warn_for_all(
+                "no rewind: the run has no checkpoint from before the spike at step %d, so it continues", first_bad
+            )
             return None
         saved, stream = target
         run_on_rank0(lambda: quarantine(self.context.run_dir, newer_than=saved.folder, word="rewound"))
@@ -378,12 +408,17 @@ class TrainingRun:
         self.observer.forget(after=saved.step)
         loaded = self._load(saved, stream)
         self._repeat_validation(loaded)
-        warn_for_all("rewound to %s: the text of steps %d to %d is left out", saved.folder.name, first_bad, state.step)
+        warn_for_all(
+            "rewound to %s: training skips the text of steps %d to %d from now on",
+            saved.folder.name,
+            first_bad,
+            state.step,
+        )
         self.reporter.write("event", {"event": "rewound", "step": loaded.step, "from": state.step})
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
-        """Write the record of the start: hardware, versions and the text that is read."""
+        """Write the `start` event: hardware, versions, corpora and the units of the losses."""
         context = self.context
         corpora = self.context.corpora
         config = self.context.config
@@ -397,12 +432,12 @@ class TrainingRun:
             )
         )
         for kind, problem in facts["no_bits"].items():
-            logger.info("%s: no bits per byte, as %s", kind, problem)
+            logger.info("%s records have no bits per byte, because %s", kind, problem)
         facts = start_facts(self.engine, context.ranks) | facts
         self.reporter.write("event", {"event": "start", "step": state.step, **facts})
 
     def _report(self, state: TrainState, interval: Interval) -> None:
-        """Write the record of a logging interval. All ranks call it together."""
+        """Write the training record of a logging interval. All ranks call this method together."""
         values = interval.report(
             step=state.step,
             tokens_per_step=self.context.plan.tokens_per_step,
@@ -425,15 +460,15 @@ class TrainingRun:
         self.reporter.write("train", record)
 
     def _report_clipping(self, *, step: int) -> None:
-        """Warn if nearly all steps were clipped and the settings do not name the norm."""
+        """Warn if nearly all steps were clipped by the default `optim.clip_norm`, and write a `clipped` event."""
         clipped = self.clipping.record()
         if clipped is None:
             return
         if self.context.ranks.is_rank0:
             logger.warning(
-                "%.0f %% of %d steps were clipped: optim.clip_norm=%g is the default, the gradients' norm was %.3g on "
-                "average. Such steps all have one length; set optim.clip_norm (1.0 suits most models, 0 switches it "
-                "off), or write %g into the file to keep it",
+                "gradients: %.0f %% of %d steps were clipped by the default optim.clip_norm=%g. The mean gradient norm "
+                "was %.3g. Clipped gradients all have the same norm. Set optim.clip_norm: 1.0 suits most models, and 0 "
+                "means no clipping. To keep the default without this warning, set it to %g",
                 clipped["clipped_pct"],
                 clipped["steps"],
                 clipped["clip_norm"],
@@ -443,7 +478,11 @@ class TrainingRun:
         self.reporter.write("event", {"event": "clipped", "step": step, **clipped})
 
     def _observe(self, state: TrainState) -> None:
-        """Sample and evaluate if that is due, until asked to stop. Save the best state if `checkpoint.keep_best`."""
+        """Write a sample text and evaluate the model, if the settings require it after this step.
+
+        A stop request interrupts both and ends the run. With `checkpoint.keep_best` the state is saved if its
+        validation loss is the lowest so far.
+        """
         try:
             if self.observer.should_sample(state.step):
                 self._before_segment(state.step)
@@ -459,9 +498,10 @@ class TrainingRun:
             self.saving.begin(state)
 
     def _before_segment(self, step: int) -> None:
-        """Send a heartbeat, finish a pending save, and stop if asked.
+        """Send a heartbeat, commit a checkpoint that all ranks have written, and check for stop requests.
 
-        Called on every rank before each evaluation segment. Raises StopAskedError on all ranks.
+        Every rank calls this method before each evaluation segment. Raises StopAskedError on all ranks if any rank has
+        a stop request.
         """
         self.watch.beat("evaluate")
         failpoint("evaluate", step=step)
@@ -473,7 +513,7 @@ class TrainingRun:
 
 
 def _input_ids(step_input: StepInput) -> npt.NDArray[np.int64]:
-    """Return tokens_BT of this rank's lanes, as a read-only copy."""
+    """Return the input ids of this rank's lanes (batch rows) in a step, [lanes, segment_len], as a read-only copy."""
     tokens_BT = np.concatenate([batch.tokens_BT.numpy() for batch in step_input.batches]).astype(np.int64)
     tokens_BT.setflags(write=False)
     return tokens_BT

@@ -1,4 +1,7 @@
-"""Checks before a run: settings that are refused before anything is built or written, and warnings on others."""
+"""Checks before training starts: errors for settings that cannot work, warnings, and lines for the log.
+
+The errors are raised before the model is built and before any file is written.
+"""
 
 from __future__ import annotations
 
@@ -23,63 +26,72 @@ from txl_dist.model.kernels.attention_launch import unsupported_reason, unsuppor
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
-"""Number of epochs above which a run warns. Muennighoff et al. 2023 ("Scaling Data-Constrained Language Models",
-arXiv 2305.16264): text that is read 4 times is nearly as good as new text. After about 15 times the value of reading it
-again has fallen to a third."""
+"""Number of epochs above which a run warns. Source: Muennighoff et al. 2023 ("Scaling Data-Constrained Language
+Models", arXiv 2305.16264). There, text that is read 4 times is nearly as good as new text. After about 15 epochs, the
+value of reading the text again has fallen to a third."""
 LARGE_SHARE = 0.1
-"""Share of a corpus in one step from which a run warns."""
+"""Share of a training split that is read in one step. A run warns from this share on."""
 LARGE_MODEL = 10
-"""Parameters per token of training text above which a run warns. The largest models of the paper have 3 (enwik8: 277
-million for 90 million, arXiv 1901.02860). With more it needed stronger regularization (Penn Treebank: 24 million for
-0.9 million)."""
+"""Number of parameters per token of training text above which a run warns. The largest ratio in the Transformer-XL
+paper (arXiv 1901.02860) is 3 without stronger regularization: 277 million parameters for the 90 million tokens of
+enwik8. For Penn Treebank the ratio is 26 (24 million for 0.9 million), and the paper regularized that model more
+strongly."""
 
 
 def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None) -> None:
-    """Refuse splits that are too short for their lanes or for an evaluation, and a prompt that cannot be encoded.
+    """Raise ConfigError for a split that is too short, and for a sample prompt that the tokenizer cannot encode.
 
-    `sample_prompt` is None if no text is sampled. Raises ConfigError.
+    A training split needs `segment_len` + 1 tokens per lane (batch row with its own token stream). A validation split
+    needs two tokens. `sample_prompt` is None if the run writes no sample texts.
     """
     for split, state in zip(corpora.train, corpora.begin.corpora, strict=True):
         needed = state.num_lanes * (segment_len + 1)
         if split.tokens < needed:
             raise ConfigError(
-                f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}; "
-                f"train.num_lanes={state.num_lanes}, each of one segment (train.segment_len="
-                f"{segment_len}, plus a target), need {needed:,}. Prepare more text, or lower "
-                "train.num_lanes or train.segment_len."
+                f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but "
+                f"one step of train.num_lanes={state.num_lanes} lanes of train.segment_len={segment_len} tokens, plus "
+                f"one target per lane, needs {needed:,}. Prepare more text, or lower train.num_lanes or "
+                "train.segment_len."
             )
     if sample_prompt is not None:
         _check_prompt(sample_prompt, corpora.first)
     for split in corpora.eval:
         if split.tokens < 2:
             raise ConfigError(
-                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens to evaluate. "
-                'Prepare more validation text, or switch evaluation off with --data.eval_split "".'
+                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens, and an evaluation "
+                'needs at least two. Prepare more validation text, or switch evaluation off with --data.eval_split "".'
             )
 
 
 def _check_prompt(prompt: str, corpus: Corpus) -> None:
-    """Raise ConfigError if the corpus' tokenizer cannot encode the prompt of samples."""
+    """Raise ConfigError if the tokenizer of the corpus cannot encode `prompt`, the value of `metrics.sample_prompt`."""
     try:
         corpus.tokenizer.encode_prompt(prompt)
     except TxlError as error:
         raise ConfigError(
             f"metrics.sample_prompt={prompt!r} cannot be encoded by the tokenizer of {corpus.location}: {error} "
-            "Choose another prompt."
+            "Choose another metrics.sample_prompt."
         ) from error
 
 
 class StageWarnings(NamedTuple):
-    """Sentences that the user should read before a stage, without those that depend on a checkpoint."""
+    """Warnings that the settings, corpora and model size of one phase of a run cause, one sentence each.
+
+    Rank 0 logs them at the start of the phase. Warnings about a checkpoint are not included.
+    """
 
     cache: list[str]
+    """Warnings about the size of the cache for remote shards."""
     evaluation: list[str]
+    """Warnings about a missing validation split."""
     size: list[str]
+    """Warnings about a model that is too large for its text."""
     settings: list[str]
+    """Warnings about settings that have no effect or reduce precision."""
 
 
 def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings:
-    """Return the sentences that the user should read before a stage."""
+    """Return the warnings to log before a phase of a run starts. `num_parameters` is the size of the model."""
     config = context.config
     splits = context.corpora.train
     return StageWarnings(
@@ -91,28 +103,33 @@ def warnings_on_stage(context: RunContext, num_parameters: int) -> StageWarnings
 
 
 def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
-    """Return a warning if the corpus has no validation split, though evaluation is not switched off."""
+    """Return a warning if the corpus lacks the default validation split and the settings name no other split."""
     if not lacks_eval_split(config.data, corpus):
         return []
     if config.checkpoint.keep_best:
-        without = " and checkpoint.keep_best without effect"
+        without = ", and checkpoint.keep_best has no effect"
     else:
         without = ""
     return [
         f"{corpus.location} has no split {config.data.eval_split!r} (it has {', '.join(corpus.split_names)}): "
-        f"training goes without evaluation{without}. `txl prepare` makes a validation split with --valid PATH or a "
-        '--valid-fraction; --data.eval_split names another split, or "" to silence this'
+        f"training runs without evaluation{without}. To make a validation split, prepare the corpus with --valid PATH "
+        "or --valid-fraction. To evaluate another split, set --data.eval_split SPLIT. To silence this warning, set "
+        '--data.eval_split ""'
     ]
 
 
 def check_hardware(config: Config, *, device: torch.device) -> None:
-    """Refuse settings that the device does not support, and a CPU if there are GPUs. Raises ConfigError."""
+    """Raise ConfigError for settings that the device does not support, and for a CPU in a machine with GPUs.
+
+    The CPU is accepted if the user chose the CPU: torch is built without CUDA, or DS_ACCELERATOR or
+    CUDA_VISIBLE_DEVICES is set.
+    """
     # The user has chosen the CPU by a torch without CUDA, or by a variable that hides the GPUs.
     chosen = not torch.version.cuda or any(name in os.environ for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES"))
     if device.type == "cpu" and not chosen and (drivers := drivers_of_gpus()):
         raise ConfigError(
-            f"the driver {drivers[0]} sees {counted(len(drivers), 'GPU')} and torch for CUDA "
-            f"{torch.version.cuda} can use none of them, so training would run on the CPU. Update the driver, or "
+            f"nvidia-smi lists {counted(len(drivers), 'GPU')} (driver {drivers[0]}), but torch for CUDA "
+            f"{torch.version.cuda} cannot use them, so training would run on the CPU. Update the driver, or "
             f"install torch for an older CUDA (see txl doctor). To train on the CPU, set DS_ACCELERATOR=cpu."
         )
     if config.engine.precision == "fp16" and device.type == "cpu":
@@ -123,7 +140,7 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
     if config.engine.precision == "tf32" and not _has_tf32(device):
         raise ConfigError(
             "engine.precision=tf32 needs a GPU of compute capability 8.0 (Ampere) or later. "
-            "Use --engine.precision fp32, whose checkpoints are the same."
+            "Use --engine.precision fp32, which writes the same checkpoints."
         )
     if config.engine.cuda_graph == "on" and device.type == "cpu":
         raise ConfigError("engine.cuda_graph=on needs a GPU. On a CPU, set engine.cuda_graph to off or auto.")
@@ -134,21 +151,23 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
             dtype, head_width=model.head_width, has_position_bias=model.scheme.has_position_bias
         )
         if reason is None and device.type != "cuda":
-            reason = f"it runs on a GPU and this run on the {device.type}"
+            reason = f"the Triton kernels need a GPU, and this run uses the {device.type}"
         if reason is not None:
             raise ConfigError(
-                f"engine.attention=triton cannot run: {reason}. Use --engine.attention auto, which uses the kernels "
-                f"wherever they can run."
+                f"engine.attention=triton cannot run: {reason}. Use --engine.attention auto, which uses the "
+                f"Triton kernels only where they can run."
             )
 
 
 def _has_tf32(device: torch.device) -> bool:
-    """Whether a device computes products in TF32: GPUs of compute capability 8.0 (Ampere) or later."""
+    """Return whether the device can compute matrix products in TF32: a GPU of compute capability 8.0 (Ampere) or
+    later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def drivers_of_gpus() -> list[str]:
-    """Return the driver's version once per GPU that nvidia-smi lists; an empty list if there is none."""
+    """Return the driver version of each GPU that nvidia-smi lists. The list is empty if nvidia-smi fails or is
+    missing."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
@@ -157,7 +176,7 @@ def drivers_of_gpus() -> list[str]:
 
 
 def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
-    """Return warnings on settings without effect, and on gradients that are summed in bf16; one sentence each."""
+    """Return a warning for each setting that has no effect, and for gradients that are summed in bf16."""
     model = config.model
     train = config.train
     warnings: list[str] = []
@@ -169,7 +188,7 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
         warnings.append("engine.recompute_every has no effect without engine.activation_checkpointing")
     if not model.scheme.has_distance_terms and config.engine.attention != "auto":
         warnings.append(
-            f"engine.attention has no effect on {model.positions} positions, which torch's own attention computes"
+            f"engine.attention has no effect with model.positions={model.positions}, which uses torch's own attention"
         )
     if train.memory_len == 0 and not train.phases:
         if train.initial_memory != "empty":
@@ -184,16 +203,17 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
         warnings.append("optim.min_lr has no effect with optim.schedule=constant")
     if config.engine.precision == "bf16" and config.engine.zero_stage < 2 and plan.num_microbatches > 1:
         warnings.append(
-            f"gradients of {plan.num_microbatches} micro-batches are summed in bf16; engine.zero_stage 2 sums in fp32"
+            f"gradients of {plan.num_microbatches} micro-batches are summed in bf16. With engine.zero_stage=2 the sum "
+            "is in fp32"
         )
     return warnings
 
 
 def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment_len: int, last_step: int) -> list[str]:
-    """Return a sentence for each corpus that a stage reads too often.
+    """Return a warning for each training split that a phase of a run repeats too often.
 
-    That is more than `MANY_EPOCHS` times by its `last_step`, where the stream is at `end`, or `LARGE_SHARE` of the
-    corpus in one step.
+    This means more than `MANY_EPOCHS` epochs by step `last_step`, the end of the phase, or at least `LARGE_SHARE` of
+    the split in one step. `end` is the position of the lanes at that step.
     """
     warnings: list[str] = []
     for split, state in zip(splits, end.corpora, strict=True):
@@ -202,11 +222,11 @@ def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment
         if epochs <= MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
             continue
         warnings.append(
-            f"a step reads {counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x "
-            f"{segment_len}) of the {split.tokens:,} "
-            f"of split {split.name!r} of {split.corpus.location}, {100 * per_step / split.tokens:.3g} %, and by step "
-            f"{last_step:,} it will have been read {epochs:,.0f} times. A model learns so little text by heart: "
-            "lower train.num_lanes, train.segment_len or train.max_steps, or prepare more text"
+            f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens. A step reads "
+            f"{counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x {segment_len}), which is "
+            f"{100 * per_step / split.tokens:.3g} % of the split. By step {last_step:,} the split will have been read "
+            f"{epochs:,.0f} times. A model memorizes a text that is this small for the run: lower train.num_lanes, "
+            "train.segment_len or train.max_steps, or prepare more text"
         )
     return warnings
 
@@ -217,13 +237,13 @@ def warnings_on_size(parameters: int, *, tokens: int) -> list[str]:
         return []
     return [
         f"the model has {parameters:,} parameters for {tokens:,} tokens of text, {parameters / tokens:,.0f} per token. "
-        f"With more than {LARGE_MODEL} it learns the text by heart: lower model.width or model.num_layers, or prepare "
-        "more text"
+        f"A model with more than {LARGE_MODEL} per token memorizes the text: lower model.width or model.num_layers, or "
+        "prepare more text"
     ]
 
 
 def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
-    """Return a warning if the shards that a rank may have open at once do not fit into the cache."""
+    """Return a warning if `data.cache_gib` cannot hold the shards that one rank may use at the same time."""
     if not config.data.cache_dir:
         return []
     largest = sorted((info.bytes for split in splits for info in split.shards), reverse=True)
@@ -232,14 +252,15 @@ def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank
     if needed_gib <= config.data.cache_gib:
         return []
     return [
-        f"the {counted(lanes_per_rank, 'lane')} of a rank may need {needed_gib:.1f} GiB of shards at once, "
-        "for each rank of a "
-        f"node, and data.cache_gib={config.data.cache_gib:g}; the run ends where there is no room"
+        f"the {counted(lanes_per_rank, 'lane')} of a rank may need {needed_gib:.1f} GiB of shards at once, but "
+        f"data.cache_gib={config.data.cache_gib:g}. All ranks of a node share this cache, and the run ends if the "
+        "cache has no room for a shard. Raise data.cache_gib"
     ]
 
 
 def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]:
-    """Yield the lines of the log on the batch and the model, at the start of a stage."""
+    """Yield two lines for the log at the start of a phase: the sizes of the batch, then the size and options of the
+    model."""
     config = context.config
     plan = context.plan
     train = config.train
@@ -259,7 +280,10 @@ def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]
 
 
 def _attention(config: Config) -> str:
-    """Return the name of the attention implementation; on a GPU with the reason why it is not the Triton kernels."""
+    """Return the name of the attention implementation, for the log.
+
+    If `engine.attention` is auto on a GPU and the Triton kernels cannot run, the reason is added.
+    """
     model = config.model
     chosen = config.engine.attention
     if not model.scheme.has_distance_terms:
@@ -278,7 +302,11 @@ def _attention(config: Config) -> str:
 
 
 def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) -> Iterator[str]:
-    """Yield a line per corpus: its lanes, and how often it is read by the `last_step` of a stage, which is at `end`."""
+    """Yield a line for the log for each training split: its size, its lanes, and how often it will have been read.
+
+    The number of epochs is that at step `last_step`, the end of a phase. `end` is the position of the lanes at that
+    step.
+    """
     for split, state in zip(splits, end.corpora, strict=True):
         read = epochs_read(state.cut(), state.position, num_tokens=split.tokens)
         yield (

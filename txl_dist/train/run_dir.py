@@ -1,6 +1,6 @@
-"""The run directory: its files, and the checks whether a configuration may use or continue it.
+"""The run directory: its files, and the checks that a configuration can use or continue the directory.
 
-runs/NAME/  config.toml  metrics.jsonl  log.txt  tensorboard/  checkpoints/  stacks/  RUN.lock  STOP  DONE
+runs/NAME/ config.toml metrics.jsonl log.txt tensorboard/ checkpoints/ stacks/ RUN.lock STOP DONE
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from txl_dist.io.manifest import problems_of
 
 
 def require_corpora(paths: Sequence[str]) -> None:
-    """Check the paths of `data`. Raises ConfigError if one is not a corpus."""
-    its = "Its own corpus is the data.path in {path}/config.toml."
-    init = "Begin with its weights by --init {path}, and name a corpus with --data.path."
+    """Raise ConfigError if one of `paths`, the values of `data.path` and `data.more_paths`, is not a corpus."""
+    its = "Give the path of its corpus, which is the data.path in {path}/config.toml."
+    init = "To begin with the weights of the bundle, use --init {path}, and give a corpus with --data.path."
     for path in paths:
         require(
             path,
@@ -47,29 +47,30 @@ def require_corpora(paths: Sequence[str]) -> None:
 
 
 def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str) -> None:
-    """Check the paths of a run: its corpora, its folder, and those of `--init` and `--resume`.
+    """Raise ConfigError if a path of a run holds another kind of artifact than its setting needs.
 
-    Raises ConfigError if one is something else than its setting takes.
+    `corpora` need corpora, `run_dir` a run directory or nothing, `init` a bundle, and `resume` a checkpoint. Instead of
+    a path, `resume` can be auto, must or never.
     """
     require_corpora(corpora)
     if detect_artifact(run_dir) not in (ArtifactKind.RUN, ArtifactKind.NOTHING):
         another = "Choose another --run.dir."
         instead = dict.fromkeys(ArtifactKind, another) | {
-            ArtifactKind.CHECKPOINT: f"{another} A run is the folder above checkpoints/."
+            ArtifactKind.CHECKPOINT: f"{another} The directory of a run is the folder that contains checkpoints/."
         }
         require(run_dir, ArtifactKind.RUN, what="run.dir", remedies=instead)
     if init and not list_checkpoints(Path(run_dir)):  # a resumed run does not need the bundle
-        export = "Make one of it with `txl export {path} BUNDLE`."
+        export = "Export a bundle with `txl export {path} BUNDLE`, and use --init BUNDLE."
         corpus = "Give the corpus with --data.path."
         instead = {ArtifactKind.RUN: export, ArtifactKind.CHECKPOINT: export, ArtifactKind.CORPUS: corpus}
         require(local_model(init), ArtifactKind.BUNDLE, what="--init", remedies=instead)
     if resume not in ("auto", "must", "never") and os.path.isdir(resume):  # rank 0 refuses a missing one for all ranks
         checkpoints = list_checkpoints(Path(resume))
         if checkpoints:
-            name = f"Name a checkpoint of it: {checkpoints[-1]}."
+            name = f"Give a checkpoint of the run: --resume {checkpoints[-1]}."
         else:
-            name = "It has no checkpoint."
-        begin = "Begin a run with its weights by --init {path}."
+            name = "The run has no checkpoint yet."
+        begin = "To begin a new run with the weights of the bundle, use --init {path}."
         require(
             resume,
             ArtifactKind.CHECKPOINT,
@@ -79,10 +80,11 @@ def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str)
 
 
 def check_run_dir(run_dir: Path, config: Config) -> None:
-    """Check that this configuration may use the folder.
+    """Raise ConfigError if this configuration must not use the folder as its run directory.
 
-    Raises ConfigError if the folder is not a run directory, or if a run with other frozen settings made it. The message
-    lists the differences. If the run's config.toml is lost, `check_checkpoint` compares the settings of the checkpoint.
+    The folder must be missing, empty, or the directory of a run with the same frozen settings. A frozen setting must
+    not change when a run resumes. The message lists the settings that differ. If config.toml is missing in the folder,
+    `check_checkpoint` later compares the settings of the checkpoint.
     """
     path = run_dir / SETTINGS
     with _using(run_dir):
@@ -99,11 +101,12 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
 
 
 def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
-    """Return the lines to print for a run that is finished; an empty list for any other run. Imports no torch.
+    """Return the lines to print for a finished run, or an empty list for any other run. Imports no torch.
 
-    A run is finished if DONE names a step not before `train.max_steps`, and the checkpoint of that step is complete.
-    With another corpus or a damaged checkpoint the list is empty, and training itself decides. `command` is the command
-    that continues the run, without the number of steps. Raises ConfigError as `check_run_dir`.
+    A run is finished if the file DONE names a step not before `train.max_steps`, and the checkpoint of that step is
+    complete. With another corpus or a damaged checkpoint the list is empty, and the caller starts training as usual.
+    `command` is the command that continues the run, without `--train.max_steps`. Raises ConfigError if frozen settings
+    differ.
     """
     try:
         step = int(read_text(run_dir / DONE))
@@ -124,7 +127,10 @@ def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
 
 
 def next_commands(run_dir: Path, plugins: Sequence[str]) -> str:
-    """Return a line with the commands to type after training. Evaluation and export also need the run's plugins."""
+    """Return a line that lists the commands to type after training: report, evaluate and export.
+
+    `plugins` are the plugins of the run. Evaluation and export need them too, so those commands contain `--plugins`.
+    """
     run = shlex.quote(str(run_dir))
     bundle = shlex.quote(f"bundles/{run_dir.resolve().name}")
     if plugins:
@@ -135,14 +141,15 @@ def next_commands(run_dir: Path, plugins: Sequence[str]) -> str:
 
 
 def _is_early(name: str) -> bool:
-    """Whether a file may be left by a run that ended before its first step, or is a request to stop it."""
+    """Return whether a run can have this file before it writes config.toml: a lock, a stop request, or an unfinished
+    config.toml."""
     return name.startswith(LOCK) or name in (STOP, f"{SETTINGS}.tmp")
 
 
 def open_run_dir(run_dir: Path, settings_toml: str) -> None:
-    """Create or reopen the directory: write the settings, and remove the leftovers of crashed saves.
+    """Create or reopen the run directory: write config.toml, and remove DONE and the files that crashed processes left.
 
-    Rank 0 only, after `check_run_dir`. Raises ConfigError if it cannot be written.
+    Only rank 0 calls this function, after `check_run_dir`. Raises ConfigError if the directory cannot be written.
     """
     with _using(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -155,9 +162,10 @@ def open_run_dir(run_dir: Path, settings_toml: str) -> None:
 
 
 def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
-    """Compare settings by their resume policy. Returns a sentence for each difference that needs a warning.
+    """Raise ConfigError if two configurations differ in a frozen setting, which must not change when a run resumes.
 
-    Raises ConfigError for frozen settings that differ. `made` names the run or checkpoint with the old settings.
+    Returns a sentence for each changed setting of the policy "warned". `made` names the run or checkpoint that has the
+    old settings.
     """
     changes = config_changes(whole(old), whole(new))
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]
@@ -165,7 +173,7 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
         raise ConfigError(
             f"{made} was made by another configuration:",
             *frozen,
-            "Restore these settings to continue it, or choose another --run.dir.",
+            "To continue the run, restore these settings. To start another run, choose another --run.dir.",
         )
     return [
         f"{change.key} changed from {change.old} to {change.new}" for change in changes if change.policy == "warned"
@@ -173,9 +181,9 @@ def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
 
 
 def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
-    """Return the losses of the run's first validation split by step, up to a step, in nats per token.
+    """Return the losses of the first validation split from metrics.jsonl: a dictionary from step to nats per token.
 
-    The dictionary is empty if metrics.jsonl cannot be read.
+    Steps after `up_to` are left out. The dictionary is empty if metrics.jsonl cannot be read.
     """
     losses: dict[int, float] = {}
     try:
@@ -194,9 +202,10 @@ def evaluated_losses(run_dir: Path, *, up_to: int) -> dict[int, float]:
 
 
 def quarantine(run_dir: Path, *, newer_than: Path, word: str) -> None:
-    """Rename newer checkpoints, which are damaged or abandoned by a rewind, on rank 0.
+    """Rename the checkpoints that are newer than `newer_than`, so that no run resumes them. Only rank 0 calls it.
 
-    No run resumes them afterwards, but they are kept for inspection. `word` becomes part of their names.
+    These checkpoints are damaged, or the run has rewound to an older checkpoint. They are kept for inspection, with
+    `word` in their names.
     """
     for path in sorted((run_dir / CHECKPOINTS).glob("step_*")):
         if path.name > newer_than.name and CHECKPOINT_NAME.fullmatch(path.name):
@@ -204,6 +213,7 @@ def quarantine(run_dir: Path, *, newer_than: Path, word: str) -> None:
 
 
 def _using(run_dir: Path) -> AbstractContextManager[None]:
-    """Raise ConfigError for an error of the file system in the block."""
-    remedy = "Correct its permissions or choose another --run.dir."
+    """Return a context manager that turns an error of the file system in its block into a ConfigError about the run
+    directory."""
+    remedy = "Correct the permissions of the directory, or choose another --run.dir."
     return translate_errors(ConfigError, f"cannot use the run directory {run_dir}", remedy)

@@ -1,4 +1,4 @@
-"""Warm start of a run: the weights of a bundle (`--init`) in place of random ones."""
+"""Warm start of a run: training begins with the weights of a bundle (`--init`) and not with random weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.inference.bundle import load_bundle
 
 FREE = {"same_length", "clamp_len", "init_std", "projection_init_std"}
-"""Settings, apart from dropouts, that may differ from the bundle's: they change no weight."""
+"""Model settings that may differ from the bundle's, in addition to all dropout settings. Loaded weights do not depend
+on them."""
 
 
 def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
-    """Return the fp32 weights of the bundle `run.init` by the names of this package's parameters.
+    """Return the weights of the bundle `run.init` in fp32, by parameter name.
 
-    Raises CheckpointError if it is not a valid bundle, ConfigError if it has another model than the run, and
-    DataError if the corpus was prepared with another tokenizer.
+    Raises CheckpointError if the folder is not a valid bundle. Raises ConfigError if the run's model settings do not
+    fit the bundle, and DataError if the corpus was prepared with another tokenizer.
     """
     bundle = load_bundle(config.run.init)
     ours = architecture(config.model)
@@ -28,20 +29,24 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     different = [f"  model.{name}: {theirs[name]} -> {value}" for name, value in ours.items() if theirs[name] != value]
     if different:
         raise ConfigError(
-            f"the bundle {config.run.init} holds another model than this run:",
+            f"the bundle {config.run.init} holds another model than this run (setting: bundle -> run):",
             *different,
-            f"Use its settings, which are in {config.run.init}/train.toml, or another bundle.",
+            f"Train with the settings of the bundle in {config.run.init}/train.toml, or choose another bundle.",
         )
     if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(
-            f"{config.data.path} was prepared with another tokenizer than the bundle {config.run.init} has. "
-            f"Prepare the text with --tokenizer-file {config.run.init}/tokenizer.json, token ids with its --vocab-list."
+            f"{config.data.path} was prepared with another tokenizer than the bundle {config.run.init}. "
+            f"Prepare text with --tokenizer-file {config.run.init}/tokenizer.json. Prepare token ids with the "
+            "--vocab-list of the corpus that the bundle was trained on."
         )
     return {name: parameter.detach().float() for name, parameter in bundle.model.named_parameters()}
 
 
 def architecture(model: ModelSection) -> dict[str, Any]:
-    """Return the settings that the weights depend on. They are equal for models with the same architecture."""
+    """Return the model settings that the weights depend on, by name.
+
+    The results are equal for two models whose weights can be exchanged.
+    """
     values = model.model_dump(exclude={name for name in ModelSection.model_fields if "dropout" in name} | FREE)
     if any(model.tie_projections):
         ties = model.tie_projections

@@ -180,7 +180,7 @@ def test_a_driver_that_torch_cannot_use_is_refused_unless_the_cpu_is_meant(monke
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(preflight, "drivers_of_gpus", lambda: ["470.57"] * 2, raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError, match=r"driver 470\.57 sees 2 GPUs.*CUDA 13\.0"):
+    with pytest.raises(ConfigError, match=r"lists 2 GPUs \(driver 470\.57\).*CUDA 13\.0"):
         check_hardware(config, device=cpu)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     check_hardware(config, device=cpu)

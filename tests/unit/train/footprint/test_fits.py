@@ -186,9 +186,11 @@ def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_t
     assert remarks() == []
     assert remarks(max_steps=380) == []
     (often,) = remarks(max_steps=430)
-    assert re.search(r"by step 430 it will have been read 2[12] times\.", often)
+    assert re.search(r"By step 430 the split will have been read 2[12] times\.", often)
     (large,) = remarks(segment_len=3 * segment_len)
-    assert f"a step reads {12 * segment_len:,} tokens (4 lanes x {3 * segment_len}) of the {split.tokens:,}" in large
+    share = f"{1200 * segment_len / split.tokens:.3g} % of the split"
+    assert f"A step reads {12 * segment_len:,} tokens (4 lanes x {3 * segment_len}), which is {share}" in large
+    assert f"has {split.tokens:,} tokens" in large
 
 
 @pytest.mark.parametrize(("parameters", "tokens"), [(24_208_000, 929_589), (291_392, 20_000), (1_001, 100)])
