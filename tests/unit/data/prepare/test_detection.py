@@ -202,6 +202,7 @@ WORLD: dict[str, Callable[[], bytes]] = {
 
 
 NOT_ON_THE_PAGE = {
+    "`notes.txt`, UTF-8": ("text", ""),
     "`NOTES.TXT`": ("text", ""),
     "`X.PARQUET`": ("parquet", ""),
     "`x.txt`, zstd's bytes": ("text", ""),
@@ -214,6 +215,7 @@ NOT_ON_THE_PAGE = {
     "`notes.jl`": ("JSON lines", ""),
     "`notes.jsonlines`": ("JSON lines", ""),
     "`x.txt.xz`": ("text", ""),
+    "`x.txt.zst`": ("text", ""),
     "`x.txt.lzma`": ("text", ""),
     "`x.jsonl.bz2`": ("JSON lines", ""),
     "`x`, bzip2's bytes": ("text", ""),
