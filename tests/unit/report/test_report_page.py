@@ -136,8 +136,8 @@ def test_one_rank_is_told_as_one(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     write_report(tmp_path)
     text = Page((tmp_path / "report.html").read_text(encoding="utf-8")).text
-    assert "1 rank on 1 host (x86_64), 1 thread each" in text
-    assert "11 ranks on 1 host (x86_64), 2 threads each" in text
+    assert "1 rank on 1 host (x86_64), 1 thread per rank" in text
+    assert "11 ranks on 1 host (x86_64), 2 threads per rank" in text
 
 
 def test_scores_of_the_run_are_shown_where_they_were_made(page: Page, tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_scores_of_the_run_are_shown_where_they_were_made(page: Page, tmp_path: 
 
 def test_events_are_told_in_words_and_those_of_other_versions_as_they_are(page: Page, tmp_path: Path) -> None:
     for words in (
-        "step_000000200, 20.5 MiB; training waited for 0.",
-        "loss 9.1, the median before it 2.2: 14.2 sigma",
-        "from step 1,400; the text in between is left out",
+        "step_000000200, 20.5 MiB. Training waited for 0.",
+        "loss 9.1 after a median of 2.2, a deviation of 14.2 sigma",
+        "back from step 1,400. Training skips the text of the spike",
         "rank 2 on node-b took 17.5 % longer than the median of the others",
         "4 ranks on 2 hosts (x86_64)",
     ):

@@ -1,9 +1,9 @@
-"""The loss of a validation split: each target is scored once, weighted by tokens, with a memory of its own.
+"""Mean loss over a validation split. Each target token of the split is scored exactly once.
 
-`evaluate_stream` takes a function that computes losses, and a first memory. During training that function uses the live
-weights, afterwards the model with cached keys and values. The split is cut into stripes that do not depend on the
-number of ranks. Each stripe begins with the first memory. Training memories are not changed, because a memory is a
-value.
+`evaluate_stream` takes a function that computes losses, and the memory (hidden states of earlier segments) to begin
+with. During training this function runs the engine. In `txl evaluate` it runs a model with a cache of keys and values.
+The split is cut into stripes, one per lane (batch row). The stripes do not depend on the number of ranks, and each
+begins with the given memory. Evaluation never changes the memories of training.
 """
 
 from __future__ import annotations
@@ -31,51 +31,55 @@ from txl_dist.train.report.loggers import Record
 from txl_dist.train.state import EvaluationPlan
 
 POSITION_BINS = 32
+"""Maximum number of parts into which the positions of a segment are grouped, for losses by position."""
 
 State = TypeVar("State")
-"""Type of the memory that the losses function takes and returns: a new value, or the same one changed in place."""
+"""Type of the memory that the function `losses` of `evaluate_stream` takes and returns. The function returns a new
+memory, or changes the given memory and returns it."""
 
 
 class ScoredPart(NamedTuple):
-    """Loss of a part of the targets."""
+    """Mean loss over a part of the targets: those of one cluster of the vocabulary, or at some positions of the
+    segments."""
 
     first: int
-    """First id of a cluster, or first position in the segment."""
+    """First token id of the cluster, or first position in the segment."""
     last: int
-    """Last id of the cluster, or last position in the segment."""
+    """Last token id of the cluster, or last position in the segment."""
     loss: float
-    """Mean loss in nats per token; NaN if no target was scored."""
+    """Mean loss in nats per token. It is NaN if no target was scored."""
     tokens: int
     """Number of scored targets."""
 
 
 class Means(NamedTuple):
-    """Means over the scored targets of all ranks."""
+    """Mean losses and accuracy over the scored targets of all ranks, as `LossSums.means` returns them."""
 
     loss: float
     """Mean loss in nats per token."""
     tokens: int
     """Number of scored targets."""
     accuracy: float | None
-    """Share of the scored targets that were the most probable token; None if it was not measured."""
+    """Share of the scored targets that were the model's most probable token. It is None if it was not measured."""
     by_position: list[ScoredPart]
-    """Losses by position in the segment, in `POSITION_BINS` parts at most. They show the effect of more context."""
+    """Losses by position in the segment, in at most `POSITION_BINS` parts. They show the effect of more context."""
     by_cluster: list[ScoredPart]
-    """Losses by cluster of the vocabulary."""
+    """Losses by cluster of the vocabulary, in the order of the clusters."""
 
 
 class Evaluation(NamedTuple):
-    """Result of an evaluation."""
+    """Result of the evaluation of one text: mean losses, units of the text, and duration."""
 
     means: Means
     units: TextUnits
-    """Units of text to which the loss may be converted."""
+    """Bytes and characters per token of the text, which convert the loss to bits."""
     seconds: float
+    """Duration of the evaluation in seconds."""
 
     def numbers(self) -> dict[str, float]:
-        """Return the metrics by name, without losses by part.
+        """Return the metrics by name, without the losses by position and by cluster.
 
-        Bits per byte and per character are among them only if the scored tokens are the whole text.
+        Bits per byte and bits per character are included only if the scored tokens are the whole text.
         """
         loss = self.means.loss
         tokens = self.means.tokens
@@ -86,7 +90,8 @@ class Evaluation(NamedTuple):
         return {"loss": loss, "tokens": float(tokens), "seconds": self.seconds, **accuracy} | self.units.metrics(loss)
 
     def record(self, step: int) -> Record:
-        """Return the record of an evaluation after a step, for the loggers."""
+        """Return the result as a record for the loggers. `step` is the number of steps after which the model was
+        evaluated."""
         clusters = {f"loss_cluster_{index}": part.loss for index, part in enumerate(self.means.by_cluster)}
         return {
             "step": step,
@@ -98,7 +103,11 @@ class Evaluation(NamedTuple):
 
 
 class LossSums:
-    """Sums of losses in nats, and of scored targets: in total, by position in the segment, by cluster of the target."""
+    """Accumulator of losses in nats and of numbers of scored targets. `means` divides the sums.
+
+    It has sums over all targets, by position in the segment, and by cluster of the target. `edges` are the first token
+    id of each cluster, then the vocabulary size.
+    """
 
     def __init__(self, *, segment_len: int, edges: Sequence[int], device: torch.device) -> None:
         self._segment_len = segment_len
@@ -107,10 +116,11 @@ class LossSums:
         self._num_correct: Tensor | None = None
 
     def add(self, nll_BT: Tensor, batch: Batch, *, correct_BT: Tensor | None = None) -> None:
-        """Add the losses of a batch. Positions before the last `segment_len` are context, and are left out.
+        """Add the losses of a batch in nats. Only the last `segment_len` positions count, because earlier ones are
+        context.
 
-        A batch may be shorter than others. `correct_BT` is 1 where the target was the most probable token. It must be
-        given for all batches or for none.
+        A batch may have fewer positions than `segment_len`. `correct_BT` is 1 where the target was the most probable
+        token, and must be given for all batches or for none.
         """
         if correct_BT is not None:
             num_correct = (correct_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
@@ -130,7 +140,7 @@ class LossSums:
             self._total_2X[row] += torch.cat([values_BT.sum()[None], by_position_T, torch.stack(clusters)])
 
     def means(self) -> Means:
-        """Return the means over all ranks, which call it together."""
+        """Return the means over all added batches of all ranks. All ranks call this method together."""
         nats_X, counts_X = all_reduce_sum(self._total_2X).cpu().numpy()
         position = slice(1, 1 + self._segment_len)
         cluster = slice(1 + self._segment_len, None)
@@ -150,7 +160,7 @@ class LossSums:
 
 
 def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[ScoredPart]:
-    """Return the losses between consecutive edges, from the sums of nats and of targets."""
+    """Return the mean loss between each two consecutive edges, from the sums of losses in nats and of targets."""
     return [
         ScoredPart(first, stop - 1, nat / count if count else math.nan, int(count))
         for (first, stop), nat, count in zip(itertools.pairwise(edges), nats.tolist(), counts.tolist(), strict=True)
@@ -169,12 +179,15 @@ def evaluate_stream(
     after_segment: Callable[[Batch, Tensor], None] = lambda batch, nll_BT: None,
     is_local: bool = False,
 ) -> Evaluation:
-    """Score a text, beginning with this memory. All ranks call it together and get the same result.
+    """Compute the mean loss of a text. All ranks call this function together and get the same result.
 
-    `losses` returns the next memory and nll_BT, without gradients. In place of nll_BT it may return score_2BT: the
-    losses, then 1 for each correct top-1 prediction. An error that `before_segment` raises, on all ranks together, ends
-    the evaluation. `after_segment` gets each batch with its losses. `is_local` says that `losses` runs without the
-    other ranks, so that an error of one rank must be passed on to all.
+    `losses` takes a batch and a memory. It returns nll_BT and the next memory, computed without gradients. In place of
+    nll_BT it may return score_2BT: the losses, then 1 where the target is the most probable token. The first segment
+    gets `memory`.
+
+    `before_segment` is called before each segment. An error that it raises on all ranks together ends the evaluation.
+    `after_segment` is called with each batch and its losses. `is_local` says that `losses` does not use collectives. An
+    error on one rank is then raised on all ranks.
     """
     start_s = time.perf_counter()
     sums = LossSums(segment_len=stream.segment_len, edges=maker.softmax_edges, device=ranks.device)
@@ -205,7 +218,11 @@ def evaluate_split(
     ranks: RankInfo,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Score a split with live weights by a plan; `before_segment` is that of `evaluate_stream`."""
+    """Compute the mean loss of a validation split with the engine's present weights. All ranks call it together.
+
+    `plan` has the lengths and options of the evaluation. `before_segment` is called before each segment, as in
+    `evaluate_stream`.
+    """
     stream = EvalStream(
         split,
         num_lanes=plan.num_lanes,

@@ -8,26 +8,30 @@ from typing import Any
 from txl_dist.console.formatting import counted, format_bytes
 
 _DETAILS = {
-    "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} each; torch {torch}",
-    "saved": "{path}, {size}; training waited for {seconds:.2f} s",
-    "save_failed": "log.txt says why; the run will try again",
-    "replicas_agree": "all ranks hold the same parameters; compared in {seconds:.2f} s",
-    "skipped": "a loss or gradient is not finite; weights and memories stayed as they were",
-    "spike": "{what} {value:.4g}, the median before it {median:.4g}: {sigmas:.1f} sigma",
-    "rewound": "from step {from:,}; the text in between is left out",
+    "start": "{ranks_text} on {hosts_text} ({device}), {threads_text} per rank, torch {torch}",
+    "saved": "{path}, {size}. Training waited for {seconds:.2f} s",
+    "save_failed": "log.txt contains the reason. The run will try again",
+    "replicas_agree": "all ranks have the same parameters. The comparison took {seconds:.2f} s",
+    "skipped": "a loss or gradient is not finite. The step changed no weights and no memories",
+    "spike": "{what} {value:.4g} after a median of {median:.4g}, a deviation of {sigmas:.1f} sigma",
+    "rewound": "back from step {from:,}. Training skips the text of the spike",
     "straggler": "rank {rank} on {host} took {pct:.1f} % longer than the median of the others",
-    "clipped": "{clipped_pct:.0f} % of {steps:,} steps, by the default optim.clip_norm {clip_norm:g}; the gradients' "
-    "norm was {grad_norm:.3g} on average. Set optim.clip_norm",
-    "stopped": "the same command continues",
-    "phase": "this phase is done; the next one begins",
-    "done": "all steps are finished",
+    "clipped": "{clipped_pct:.0f} % of {steps:,} steps were clipped by the default optim.clip_norm={clip_norm:g}. "
+    "The mean gradient norm was {grad_norm:.3g}. Set optim.clip_norm",
+    "stopped": "the same command continues the run",
+    "phase": "this phase of the run is done. The next phase begins",
+    "done": "all steps of the run are finished",
 }
-"""Sentence of each event, with its fields and those that `_readable` adds."""
+"""Sentence for each event: a format string with the fields of the event and the texts of `_readable`."""
 _COUNTS = {"ranks": "rank", "hosts": "host", "threads_per_rank": "thread"}
+"""Fields that hold counts, and the singular noun that is shown after each count."""
 
 
 def event_details(event: str, fields: Mapping[str, Any]) -> str:
-    """Return a sentence on an event from its fields; for an event of another version, a list of the fields."""
+    """Return a sentence that describes an event. `fields` are the values that its record contains.
+
+    For an event of another version of the package the result is a list of the fields.
+    """
     try:
         return _DETAILS[event].format(**fields, **_readable(fields))
     except (LookupError, ValueError, TypeError, OverflowError):
@@ -35,7 +39,7 @@ def event_details(event: str, fields: Mapping[str, Any]) -> str:
 
 
 def _readable(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return counts with their nouns, and sizes with their units, of those fields that an event has."""
+    """Return texts for the fields that are counts or sizes, for instance "2 ranks" or "1.3 GiB"."""
     texts = {}
     for name, noun in _COUNTS.items():
         if type(fields.get(name)) is int:

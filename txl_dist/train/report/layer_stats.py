@@ -1,11 +1,12 @@
-"""Statistics of single steps: norms by layer, and training accuracy. Both are off unless the settings ask for them.
+"""Statistics of single steps: norms by layer, and training accuracy. By default neither is measured.
 
-They are measured after the backward pass and before the update. Gradients are those before clipping, weights those
-before the update. Activations and accuracy come from one more forward pass over the step's text, with the step's
-memory and without dropout. Training is not changed by it, and other steps cost nothing.
+The settings `metrics.norms_every_steps` and `metrics.accuracy_every_steps` switch them on. They are measured after the
+backward pass and before the update. So gradients are those before clipping, and weights those before the update.
+Activations and accuracy come from one more forward pass over the step's text. This pass uses the memory from before the
+step and no dropout. It does not change training. Steps without a measurement cost nothing more.
 
-Layer 0 is the one next to the embedding. The embedding (with the softmax's weights, if they are tied) and the softmax
-are reported apart from the layers. A parameter that layers share counts to the first of them.
+Layer 0 is next to the embedding. The embedding and the softmax are reported apart from the layers. If the two share
+their weights, the embedding includes the softmax. A parameter that layers share counts to the first of these layers.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from txl_dist.train.report.loggers import Record
 
 
 class LayerStats(NamedTuple):
-    """Statistics of one step."""
+    """Training accuracy and norms by layer of one step, as far as the settings require them for this step."""
 
     accuracy: float | None
-    """Share of the step's scored tokens whose most probable token was the target; None if not asked for."""
+    """Share of the step's scored targets that were the model's most probable token. It is None if it was not
+    measured."""
     layers: Record | None
-    """The record of the norms; None if not asked for."""
+    """Record of the norms by layer, for the loggers. It is None if the norms were not measured."""
 
 
 NOTHING = LayerStats(None, None)
+"""Result for a step at which nothing is measured."""
 
 
 def measure_layer_stats(
@@ -48,10 +51,11 @@ def measure_layer_stats(
     norms_every: int,
     device: torch.device,
 ) -> LayerStats:
-    """Measure the statistics that are due at a step, on its micro-batches and their memories before the step.
+    """Measure training accuracy and norms by layer, if the step is a multiple of their intervals.
 
-    `accuracy_every` and `norms_every` are intervals in steps; 0 means never. All ranks call it together, between
-    `grad_norm` and `step` of the engine.
+    `batches` are the step's micro-batches on the host, and `memories` are their memories from before the step.
+    `accuracy_every` and `norms_every` are the intervals in steps, and 0 means never. All ranks call this function
+    together, after `grad_norm` and before `step` of the engine.
     """
     with_top1_correct = _is_due(step, accuracy_every)
     with_norms = _is_due(step, norms_every)
@@ -80,12 +84,13 @@ def measure_layer_stats(
 
 
 def _is_due(step: int, every: int) -> bool:
-    """Whether the step is a multiple of the interval; never for an interval of 0."""
+    """Return whether the step is a multiple of the interval `every`. An interval of 0 means never."""
     return every > 0 and step % every == 0
 
 
 def _norms(engine: Engine) -> Record:
-    """Return the norms of gradients and weights: a list by layer, and a number for each part outside the layers."""
+    """Return the norms of gradients and weights: one list over the layers, and one number for each part outside the
+    layers."""
     totals: dict[str, list[float]] = {}
     for name, squares in engine.squared_norms().items():
         part = _part_of(name)
@@ -99,7 +104,8 @@ def _norms(engine: Engine) -> Record:
 
 
 def _part_of(name: str) -> str:
-    """Return the number of a parameter's layer, or the name of its part of the model, from the parameter's name."""
+    """Return the part of the model that a parameter belongs to: the number of its layer as text, or else a name such as
+    embedding."""
     layer = re.match(r"(?:blocks|residuals)\.(\d+)\.", name)
     if layer:
         return layer[1]
@@ -107,7 +113,7 @@ def _part_of(name: str) -> str:
 
 
 class _ActivationWatch:
-    """Watcher that sums the mean squares of the layers' outputs, over all positions."""
+    """Accumulator of the mean square of each layer's output, averaged over all positions and measured passes."""
 
     def __init__(self, blocks: nn.ModuleList) -> None:
         self._blocks = blocks
@@ -116,7 +122,7 @@ class _ActivationWatch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Measure the layers' outputs in the block, which makes one pass without gradients."""
+        """Measure the outputs of the layers in the block. The block must run the model once, without gradients."""
         handles = [block.register_forward_hook(self._taking(index)) for index, block in enumerate(self._blocks)]
         try:
             yield
@@ -126,14 +132,14 @@ class _ActivationWatch:
         self._num_passes += 1
 
     def rms(self) -> list[float]:
-        """Return the root mean square of each layer's output over all ranks, which call it together."""
+        """Return the root mean square of each layer's output over all ranks. All ranks call this method together."""
         sums = torch.stack([torch.as_tensor(square).double() for square in self._squares])
         passes = torch.full_like(sums[:1], self._num_passes)
         *squares, num_passes = all_reduce_sum(torch.cat([sums, passes])).tolist()
         return [math.sqrt(square / num_passes) for square in squares]
 
     def _taking(self, index: int) -> Any:
-        """Return the forward hook for the layer with this index."""
+        """Return the forward hook that measures the layer with this index."""
 
         def take(block: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor | None]) -> None:
             self._squares[index] = self._squares[index] + outputs[0].double().square().mean()

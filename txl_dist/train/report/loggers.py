@@ -1,8 +1,9 @@
 """Loggers for the records of a run: the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 A record is a flat dictionary with its `step`. Its `kind` is train, eval, memory, layers, sample or event. Every logger
-takes every kind, and shows the part that it can show. `metric_table` says how each number is shown. Reporting never
-ends a run. A logger that cannot write warns once, tries again with each record, and reports when it works again.
+accepts records of every kind, and shows those values that it can show. `metric_table` says how each number is shown. An
+error of a logger never ends a run. A logger that cannot write warns once, tries again with each record, and logs when
+it can write again.
 """
 
 from __future__ import annotations
@@ -36,28 +37,36 @@ from txl_dist.train.report.metric_table import METRICS, Cell, cells_of, line_of
 from txl_dist.train.state import RunContext
 
 Record = dict[str, Any]
+"""One record of a run: numbers, texts and lists by name."""
 
 _MAX_SCALARS = 64
-"""Length of the longest list, for instance step times of ranks, of which TensorBoard gets one curve per number."""
+"""Maximum length of a list for which TensorBoard gets one curve per number, for instance the step times of the ranks.
+TensorBoard does not get longer lists."""
 _NOT_IN_IDS = "/\\#?%:"
-"""Characters that wandb refuses in the id of a run."""
+"""Characters that Weights & Biases refuses in the id of a run."""
 _LONGEST_TAG = 64
+"""Maximum number of characters in a tag at Weights & Biases."""
 _PATIENCE_S = 300.0
-"""Seconds between two attempts to reach Weights & Biases. A step may have to wait for each attempt."""
+"""Minimum number of seconds between two attempts to reach Weights & Biases. A step may have to wait for each
+attempt."""
 
 
 class MetricLogger(Protocol):
-    """Receiver of a run's records."""
+    """Interface of a logger, which writes all records of a run to one place, for instance a file."""
 
     def write(self, kind: str, record: Record) -> None:
-        """Write one record of a kind. Raises OSError if that fails."""
+        """Write one record. `kind` is the kind of record, for instance train or eval. Raises OSError if that fails."""
 
     def close(self) -> None:
-        """Write out what is buffered, and release all resources. Raises OSError if that fails."""
+        """Write out buffered data, and release all resources. Raises OSError if that fails."""
 
 
 class MetricReporter:
-    """Reporter that passes records to all loggers of a run. Other ranks than 0 have none. It never ends a run."""
+    """Passes each record of a run to all loggers of the run. An error of a logger is logged and never ends the run.
+
+    Only rank 0 has loggers. On other ranks the methods do nothing. `start_step` is the number of steps that were
+    finished when this process started.
+    """
 
     def __init__(self, context: RunContext, *, start_step: int) -> None:
         config = context.config
@@ -76,7 +85,10 @@ class MetricReporter:
         self._failed: set[str] = set()
 
     def write(self, kind: str, record: Record) -> None:
-        """Pass a record, which has its `step`, to every logger."""
+        """Pass a record to every logger. `kind` is the kind of the record, which must have a `step`.
+
+        The metrics of plugins are added to training and evaluation records.
+        """
         if self._sinks and kind.startswith(("train", "eval")):
             record = {**record, **self._measured(record)}
         for index, sink in enumerate(self._sinks):
@@ -86,17 +98,22 @@ class MetricReporter:
                 self._num_lost[index] += 1
                 if self._num_lost[index] == 1:
                     logger.warning(
-                        "metrics: %s cannot be written, and lacks records until it can: %s", type(sink).__name__, error
+                        "metrics: the logger %s cannot write, and loses records until it can: %s",
+                        type(sink).__name__,
+                        error,
                     )
                 continue
             if self._num_lost[index]:
                 num_lost, self._num_lost[index] = self._num_lost[index], 0
                 logger.warning(
-                    "metrics: %s is written again; it lacks %s", type(sink).__name__, counted(num_lost, "record")
+                    "metrics: the logger %s can write again. It has lost %s",
+                    type(sink).__name__,
+                    counted(num_lost, "record"),
                 )
 
     def _measured(self, record: Record) -> Record:
-        """Return the numbers that plugins compute from a record. One that fails is left out, with one warning."""
+        """Return the metrics that plugins compute from a record. A metric that raises an error is left out, with one
+        warning per metric."""
         numbers: Record = {}
         for metric in METRICS.values():
             if metric.measure is None or metric.name in record:
@@ -108,41 +125,48 @@ class MetricReporter:
             except Exception as error:  # noqa: BLE001  a plugin's code may raise anything
                 if metric.name not in self._failed:
                     self._failed.add(metric.name)
-                    logger.warning("metrics: %s of a plugin is left out where it fails: %r", metric.name, error)
+                    logger.warning(
+                        "metrics: the plugin's metric %s failed, and is left out of such records: %r",
+                        metric.name,
+                        error,
+                    )
         return numbers
 
     def close(self) -> None:
-        """Close all loggers. An error is logged."""
+        """Close all loggers. An error of a logger is logged and not raised."""
         for sink in self._sinks:
             try:
                 sink.close()
             except OSError as error:
-                logger.warning("metrics: %s could not be closed: %s", type(sink).__name__, error)
+                logger.warning("metrics: the logger %s could not be closed: %s", type(sink).__name__, error)
 
 
 def check_sinks(metrics: MetricsSection) -> None:
-    """Refuse settings with which a logger could not write at all. Raises ConfigError."""
+    """Raise ConfigError for settings with which Weights & Biases could never write: a missing package, or a wrong id or
+    tag."""
     if metrics.wandb and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"metrics.wandb={metrics.wandb!r} needs the library wandb, which is not installed. "
-            'pip install "txl_dist[wandb]", or remove this setting.'
+            'Install it by `pip install "txl_dist[wandb]"`, or remove metrics.wandb.'
         )
     wrong = sorted(set(metrics.wandb_id) & set(_NOT_IN_IDS))
     if wrong or metrics.wandb_id != metrics.wandb_id.strip():
         raise ConfigError(
-            f"metrics.wandb_id={metrics.wandb_id!r}: an id at Weights & Biases has none of {' '.join(_NOT_IN_IDS)} and "
-            "no blank at its ends. Copy it from the run's page (Overview, Run path, the last part)."
+            f"metrics.wandb_id={metrics.wandb_id!r}: an id at Weights & Biases has none of the characters "
+            f"{' '.join(_NOT_IN_IDS)} and no blank at its ends. Copy the id from the run's page "
+            "(Overview, Run path, the last part)."
         )
     for tag in metrics.wandb_tags:
         if not 1 <= len(tag) <= _LONGEST_TAG:
             raise ConfigError(
-                f"metrics.wandb_tags: {tag!r:.80} has {len(tag)} characters; a tag at Weights & Biases has 1 to "
-                f"{_LONGEST_TAG}. Shorten the tag, or remove it."
+                f"metrics.wandb_tags: {tag!r:.80} has {len(tag)} characters, but a tag at Weights & Biases has 1 to "
+                f"{_LONGEST_TAG}. Shorten or remove the tag."
             )
 
 
 class JsonLines(MetricLogger):
-    """Logger to `metrics.jsonl`: one record per line, with all its numbers and the time of writing."""
+    """Logger to `metrics.jsonl`: one line of JSON per record, with the kind, the time of writing and all values of the
+    record."""
 
     def __init__(self, path: Path) -> None:
         self._file = GrowingFile(path, separator=b"\n")
@@ -158,7 +182,8 @@ class JsonLines(MetricLogger):
 
 
 def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by null, since JSON has no NaN. Norms overflow in half precision."""
+    """Return the value with None in place of each number that is not finite, because JSON has no NaN. Norms can
+    overflow in half precision."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -167,13 +192,18 @@ def _finite(value: Any) -> Any:
 
 
 class TensorBoard(MetricLogger):
-    """Logger to a TensorBoard event file, with the tags `kind/name`.
+    """Logger to a TensorBoard event file. The tags are `kind/name`, for instance `train/loss`.
 
-    It writes in the calling thread. The library's own writer uses a thread, which ends at the first error.
+    Records are written in the calling thread. The writer of the TensorBoard library uses a thread of its own, which
+    ends at the first error.
     """
 
     def __init__(self, folder: Path, *, start_step: int, settings: Mapping[str, Any]) -> None:
-        """`settings` are shown next to the final metrics, to compare runs."""
+        """Choose the name of the event file. The first record creates the file.
+
+        `start_step` is the number of steps that were finished when this process started. `settings` are shown next to
+        the final metrics, so that runs can be compared.
+        """
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._folder = folder
         self._file = GrowingFile(folder / name)
@@ -212,10 +242,11 @@ class TensorBoard(MetricLogger):
 
 
 def _summary(kind: str, record: Record) -> Any:
-    """Convert a record for TensorBoard.
+    """Return the TensorBoard summary of a record.
 
-    Numbers become scalars, and so does each number of a short list. Losses by position become the heights of a
-    histogram over the segment, in per cent. Samples and events become text.
+    A number becomes a scalar, and a short list becomes one scalar per number. Losses by position become a histogram.
+    Its height is the loss, and its horizontal axis is the position in the segment in per cent. Samples and events
+    become text.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
@@ -239,7 +270,7 @@ def _summary(kind: str, record: Record) -> Any:
 
 
 def _text(tag: str, lines: Iterable[str]) -> Any:
-    """Make a summary value that shows lines of text literally."""
+    """Return a summary value that shows lines of text literally, without Markdown."""
     from tensorboard.plugins.text.summary_v2 import text_pb  # type: ignore[import-untyped]
 
     quoted = "".join(f"    {line}\n" for line in lines)  # indented, so that Markdown shows them literally
@@ -247,7 +278,10 @@ def _text(tag: str, lines: Iterable[str]) -> Any:
 
 
 def _histogram(tag: str, heights: Sequence[float]) -> Any:
-    """Make a histogram value: a row (left edge, right edge, height) per position, as the plugin draws it."""
+    """Return a summary value that the histogram plugin shows as one bar per item of `heights`.
+
+    Its tensor has a row (left edge, right edge, height) per bar. The horizontal axis goes from 0 to 100.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.histogram.metadata import create_summary_metadata  # type: ignore[import-untyped]
     from tensorboard.util.tensor_util import make_tensor_proto  # type: ignore[import-untyped]
@@ -258,7 +292,7 @@ def _histogram(tag: str, heights: Sequence[float]) -> Any:
 
 
 def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
-    """Make the summaries for the HPARAMS tab: the run's settings, and the metrics to show next to them."""
+    """Return the summaries for TensorBoard's HPARAMS tab: the run's settings, and the metrics to show next to them."""
     from tensorboard.plugins.hparams import summary_v2  # type: ignore[import-untyped]
 
     metrics = [summary_v2.Metric(tag) for tag in ("eval/loss", "eval/bits_per_byte", "train/loss")]
@@ -270,9 +304,10 @@ def _settings_summaries(settings: Mapping[str, Any]) -> list[Any]:
 
 
 class WeightsAndBiases(MetricLogger):
-    """Logger to a run at wandb.ai, or with WANDB_MODE=offline to RUN/wandb, for `wandb sync`.
+    """Logger to a run at wandb.ai. With WANDB_MODE=offline it writes to the folder RUN/wandb, for `wandb sync`.
 
-    A resumed run is the same run there. No error of that library or of the network ends a training.
+    A resumed training continues the same run at wandb.ai. Errors of the wandb library or of the network never end a
+    training.
     """
 
     def __init__(self, run_dir: Path, metrics: MetricsSection, *, config: Record) -> None:
@@ -287,7 +322,7 @@ class WeightsAndBiases(MetricLogger):
         try:
             if self._run is None:
                 if time.monotonic() < self._next_try_s:
-                    raise TimeoutError("not reached; the next attempt is in some minutes")
+                    raise TimeoutError("the server was not reached, and the next attempt follows within five minutes")
                 self._next_try_s = time.monotonic() + _PATIENCE_S
                 self._run = self._begin()
             self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in record.items()})
@@ -295,7 +330,7 @@ class WeightsAndBiases(MetricLogger):
             raise OSError(f"Weights & Biases: {error}") from error
 
     def _begin(self) -> Any:
-        """Start or resume the run at Weights & Biases. May raise any error of that library."""
+        """Start or resume the run at Weights & Biases, and return it. May raise any error of the wandb library."""
         import wandb
 
         metrics = self._metrics
@@ -325,7 +360,8 @@ class WeightsAndBiases(MetricLogger):
 
 
 class Console(MetricLogger):
-    """Logger to the console: one line per record. On a terminal lines are cut to fit, with a progress bar below."""
+    """Logger to the console: one line per record. On a terminal, lines are shortened to fit, and a progress bar is
+    shown below."""
 
     def __init__(self, *, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -353,7 +389,8 @@ class Console(MetricLogger):
 
 
 def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
-    """Return the cells of a record's line on the console."""
+    """Return the cells of a record's line on the console. A cell is a part of the line that is dropped as a whole if
+    the line is too long."""
     step = Cell(f"step {record['step']:>{len(str(max_steps))}}/{max_steps}")
     if kind == "event":
         fields = {name: value for name, value in record.items() if name not in ("event", "step")}
@@ -364,10 +401,10 @@ def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
         return [Cell("\n".join([line_of(head), *(f"  | {line}" for line in _lines(record))]))]
     if kind == "memory":
         shares = [value for name, value in record.items() if name.startswith("memory_attention_pct")]
-        by_layer = f"attention on memory by layer {' '.join(f'{share:.0f}%' for share in shares)}"
+        by_layer = f"attention to the memory by layer {' '.join(f'{share:.0f}%' for share in shares)}"
         return [
             *head,
-            Cell(f"memory gains {bounded(record['memory_gain'])} nats per token"),
+            Cell(f"memory lowers the loss by {bounded(record['memory_gain'])} nats per token"),
             Cell(by_layer, drop=1),
         ]
     if kind == "layers":
@@ -376,7 +413,8 @@ def record_cells(kind: str, record: Record, *, max_steps: int) -> list[Cell]:
 
 
 def _lines(sample: Record) -> list[str]:
-    """Return the lines of a sample's text. Control characters, which would steer a terminal, are escaped."""
+    """Return the lines of a sample's prompt and text. Control characters are escaped, because they would control the
+    terminal."""
     text = (sample["prompt"] + sample["text"]).rstrip("\n")
     shown = (c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
     return "".join(shown).split("\n")

@@ -1,11 +1,13 @@
-"""Measurements of the effect of the memory, on a few segments of a validation split.
+"""Measurements of the effect of the memory on a few segments of a validation split.
 
-For each layer: the size of the remembered hidden states, and the share of the attention that goes to them and not to
-the segment. For the whole model: the losses by position in the segment, with the memory and with an empty one. It
-costs forward passes over the segments that fill the memory, and two over each of `NUM_SEGMENTS` more.
+The memory holds the hidden states of earlier segments. For each layer two values are measured: the size of these hidden
+states, and the share of the attention that goes to the memory and not to the present segment. For the whole model there
+are the losses by position in the segment, with the memory and with an empty memory. The measurement costs one forward
+pass over each segment that fills the memory, and two passes over each of the next `NUM_SEGMENTS` segments.
 
-The share is computed by attention itself with other values: 1 for the keys of the memory, 0 for those of the segment.
-So it works with every implementation of attention, also with kernels that never store the probabilities.
+To measure the share, attention runs once more with other values: 1 for the keys of the memory, 0 for the keys of the
+segment. So the measurement works with every implementation of attention, including kernels that never store the
+probabilities.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from txl_dist.train.report.evaluation_loss import LossSums
 from txl_dist.train.report.loggers import Record
 
 NUM_SEGMENTS = 4
-"""Number of segments that are measured, of every lane of the evaluation."""
+"""Number of segments of each lane (batch row) that are measured."""
 
 
 def measure_memory(
@@ -46,12 +48,13 @@ def measure_memory(
     step: int,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Record | None:
-    """Return the record of the memory's effect; None if the split is too short to put anything into the memory.
+    """Measure the effect of the memory on a validation split, and return its record. All ranks call it together.
 
-    All ranks call it together. Padding is not counted, so the record does not depend on the number of ranks.
-    The split is read in `num_lanes` stripes, in segments and with a memory of the lengths of training.
+    Returns None if the split is too short to fill any part of the memory. The split is cut into `num_lanes` stripes,
+    which are read in segments of `segment_len` tokens with a memory of `memory_len` tokens. Padding does not count, so
+    the record does not depend on the number of ranks.
 
-    An error that `before_segment` raises, on all ranks together, ends the measurement.
+    `before_segment` is called before each segment. An error that it raises on all ranks together ends the measurement.
     """
     start_s = time.perf_counter()
     stream = EvalStream(
@@ -104,7 +107,7 @@ def measure_memory(
 
 
 def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
-    """Return [2, L]: by layer, the number of filled memory positions, and the sum of their mean squares.
+    """Return [2, L], two numbers for each layer: the filled positions of its memory, and the sum of their mean squares.
 
     Only lanes that score a token in this segment count.
     """
@@ -119,20 +122,21 @@ def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
 
 
 class _AttentionWatch:
-    """Watcher that sums the share of attention on the memory, by layer, over the scored queries."""
+    """Accumulator of the share of attention that goes to the memory: one sum over the scored queries for each layer."""
 
     def __init__(self) -> None:
         self._shares: dict[int, Tensor] = {}
         self._num_scored: Tensor | float = 0.0
 
     def sums(self) -> Tensor:
-        """Return [1 + L]: the number of scored queries, then the sum of their shares by layer."""
+        """Return [1 + L]: the number of scored queries, then for each layer the sum of the queries' shares."""
         shares_L = torch.stack([share for _, share in sorted(self._shares.items())])
         return torch.cat([torch.as_tensor(self._num_scored).to(shares_L)[None], shares_L])
 
     @contextmanager
     def over(self, model: TransformerXL, *, scored_BT: Tensor) -> Iterator[None]:
-        """Measure the attention layers of a model in the block, which runs it without gradients."""
+        """Measure the attention layers of a model in the block. The block must run the model once, without
+        gradients."""
         layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
         self._num_scored = self._num_scored + scored_BT.double().sum()
         try:
@@ -144,7 +148,8 @@ class _AttentionWatch:
                 del layer.attend
 
     def _watched(self, index: int, attend: Callable[..., Tensor], scored_BT: Tensor) -> Callable[..., Tensor]:
-        """Return the `attend` function of a layer, extended by the measurement."""
+        """Return a function that measures the share of attention on the memory and then calls the layer's own
+        `attend`."""
 
         def watched(terms: Terms, *, visible: AttentionMask) -> Tensor:
             is_memory = torch.zeros_like(terms.value_BKNH)

@@ -1,7 +1,7 @@
-"""The table of the metrics that people read, for the console, TensorBoard, `txl report` and `txl compare`.
+"""The table of the metrics that people read: on the console, in TensorBoard, in `txl report` and in `txl compare`.
 
-Each metric has one row, and a new row appears in all these places. A number without a row is still in `metrics.jsonl`,
-and a curve in TensorBoard. This module imports no torch, so that commands which only show numbers start fast.
+Each metric has one row. A new row appears in all these places. A number without a row still appears in `metrics.jsonl`
+and as a curve in TensorBoard. This module imports no torch, so commands that only show numbers start fast.
 """
 
 from __future__ import annotations
@@ -14,44 +14,52 @@ from txl_dist.console.formatting import bounded, clock
 
 
 class Curve(NamedTuple):
-    """Description of a curve: a number of the training records over the steps, as web pages draw it."""
+    """Curve on the web pages of `txl report` and `txl compare`: one number of the training records, drawn over the
+    steps."""
 
     group: Literal["Optimisation", "Speed"]
-    """Heading of the page under which the curve is drawn."""
+    """Heading of the part of the page that contains the curve."""
     title: str
+    """Title of the curve on the page."""
     axis: str
-    """Label of the vertical axis, with the unit and the ranks that the number belongs to."""
+    """Label of the vertical axis, with the unit and the ranks that the number describes."""
     is_log: bool = False
+    """Whether the vertical axis is logarithmic."""
     compared: bool = False
-    """Whether `txl compare` draws it too."""
+    """Whether `txl compare` shows the curve too."""
     missing: str = ""
-    """Reason why a run may lack this number."""
+    """Reason why a run may lack this number, for the page."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number of a record, and how it is shown."""
+    """One number of a run's records, and its form on the console, in TensorBoard and on web pages."""
 
     name: str
     """Key of the number in the record, in `metrics.jsonl` and in TensorBoard."""
     form: str = ""
-    """Format on the console: a format specification, or `clock` for seconds as h:mm:ss; empty if it is not shown."""
+    """Format of the number on the console: a format specification, or `clock` for seconds as h:mm:ss. With an empty
+    form the console does not show the number."""
     label: str = ""
     """Text before the number on the console."""
     unit: str = ""
-    """Text after the number on the console; empty if the label says it."""
+    """Text after the number on the console. It is empty if the number needs no unit."""
     drop: int = 0
-    """Order in which a line that is too long loses its numbers, the highest first; 0 is never dropped."""
+    """Rank in the order in which numbers are removed from a line that is too long. The number with the highest rank is
+    removed first, and a number with 0 is never removed."""
     hides_zero: bool = False
-    """Whether the number is left out of the line while it is 0."""
+    """Whether the console leaves out the number while the number is 0."""
     curve: Curve | None = None
+    """Curve of the number on web pages. With None there is no curve."""
     tensorboard: Literal["scalar", "histogram", "none"] = "scalar"
-    """Form in TensorBoard. A histogram draws a list over the places in it, one line per record."""
+    """Form of the number in TensorBoard. A histogram shows a list: the horizontal axis is the place in the list, and
+    each record is one line. With `none` TensorBoard does not get the number."""
     measure: Callable[[Mapping[str, Any]], float | None] | None = None
-    """Function of a plugin's metric, which computes the number from a record; it returns None if it cannot."""
+    """Function of a plugin that computes the number from a record. It returns None if it cannot. For metrics of this
+    package `measure` itself is None."""
 
     def text(self, value: Any) -> str:
-        """Return the number with its label and unit, for the console."""
+        """Return the number with its label and unit, as the console shows it."""
         if self.form == "clock":
             number = clock(value)
         else:
@@ -100,7 +108,7 @@ _ROWS = (
             "Model FLOPs utilisation",
             "MFU, %",
             compared=True,
-            missing="it needs the peak of the device, metrics.peak_tflops",
+            missing="MFU needs the peak of the device, metrics.peak_tflops",
         ),
     ),
     Metric("step_ms", curve=Curve("Speed", "Time per step", "ms per step")),
@@ -129,8 +137,8 @@ _ROWS = (
         curve=Curve(
             "Speed",
             "Waiting for saves",
-            "seconds, of steps that waited",
-            missing="no step waited for one, or this version did not record it",
+            "seconds that steps waited",
+            missing="no step waited for a checkpoint, or the run's version did not record it",
         ),
     ),
     Metric("eta_s", "clock", "eta", drop=3, tensorboard="none"),
@@ -139,20 +147,22 @@ _ROWS = (
     Metric("loss_by_position", tensorboard="histogram"),
     Metric("loss_by_position_without_memory", tensorboard="histogram"),
 )
+"""The metrics of this package."""
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
-"""All metrics by name, in the order of a line and of a page. A plugin may add rows (`plugins.register_metric`)."""
+"""All metrics by name, in the order in which lines and pages show them. A plugin may add metrics by
+`plugins.register_metric`."""
 
 
 class Cell(NamedTuple):
-    """One part of a line on the console."""
+    """One part of a line on the console, for instance a number with its unit."""
 
     text: str
     drop: int = 0
-    """Order in which cells are dropped from a long line, as in `Metric`."""
+    """Rank in the order in which cells are removed from a line that is too long, as in `Metric`."""
 
 
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
-    """Return the cells of a record's line: its metrics that the console shows, in the order of the table."""
+    """Return one cell for each metric of a record that the console shows, in the order of the table."""
     cells = []
     for metric in METRICS.values():
         value = record.get(metric.name)
@@ -162,7 +172,10 @@ def cells_of(record: Mapping[str, Any]) -> list[Cell]:
 
 
 def line_of(cells: Sequence[Cell], *, width: int | None = None) -> str:
-    """Join cells to a line. With `width`, cells are dropped until the line fits into so many columns."""
+    """Join cells to a line. With `width`, remove cells until the line has at most that many columns.
+
+    Cells with `drop` 0 stay, so the line may be longer than `width`.
+    """
     kept = list(cells)
     while width is not None and len(line := "  ".join(cell.text for cell in kept)) > width:
         last = max(kept, key=lambda cell: cell.drop)

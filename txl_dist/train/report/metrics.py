@@ -1,8 +1,9 @@
-"""The measurements of each logging interval. `loggers` show them.
+"""Measurements over each logging interval, such as loss, throughput and memory. `loggers` writes them.
 
-Losses and gradient norms come from the decision of each step, which waits for the device anyway, so a report adds no
-wait. Losses are means over ranks. Waiting for data is that of the slowest rank, peak memory that of the fullest one.
-MFU (Model FLOPs utilization) is the share of the devices' peak that the model's operations (`model.flops`) take.
+Losses and gradient norms come from the result of each step, for which the host waits anyway. So a report adds no wait
+for the device. Losses are means over all ranks. The wait for data is that of the slowest rank, and the peak memory is
+that of the rank with the highest peak. MFU (model FLOPs utilization) is the share of the devices' peak rate that the
+operations of the model (`model.flops`) use.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ from txl_dist.train.state import TrainState
 
 
 class Interval:
-    """Sums since the last report. Loss and gradient norm are those of all ranks, other sums are this rank's."""
+    """Sums over the steps since the last training record. `report` computes the record from them.
+
+    Loss and gradient norm are those of all ranks. All other sums are those of this rank.
+    """
 
     def __init__(self, *, clip_norm: float = 0.0) -> None:
-        """`clip_norm` is the gradient norm above which steps are clipped; 0 means no clipping."""
+        """Begin an interval. `clip_norm` is the gradient norm above which steps are clipped, and 0 means no
+        clipping."""
         self._start_s = time.perf_counter()
         self._clip_norm = clip_norm
         self._wait_s = self._loss = self._grad_norm = self._lr = self._local_ms = 0.0
@@ -55,11 +60,12 @@ class Interval:
         local_ms: float = 0.0,
         accuracy: float | None = None,
     ) -> None:
-        """Add one step.
+        """Add the measurements of one step.
 
-        `loss` is its mean loss in nats, `num_scored` the number of scored targets of this rank, and `skipped` says
-        whether the step was skipped. `local_ms` is the time of the step's local part on this rank (see `stragglers`).
-        `accuracy` is None if it was not measured (see `layer_stats`).
+        `loss` is the mean loss of the step in nats per token, and `grad_norm` is the global norm before clipping.
+        `num_scored` is the number of scored targets of this rank. `skipped` says whether the step was skipped.
+        `local_ms` is the time of the step's local part on this rank in milliseconds (see `stragglers`). `accuracy` is
+        None if it was not measured (see `layer_stats`).
         """
         if accuracy is not None:
             self._accuracies.append(accuracy)
@@ -75,25 +81,27 @@ class Interval:
             self._num_clipped += grad_norm > self._clip_norm
 
     def wait(self, seconds: float) -> None:
-        """Add the seconds that this rank waited for data."""
+        """Add the seconds that this rank has waited for the data of a step."""
         self._wait_s += seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block (saving, evaluating) from the training time."""
+        """Exclude the time of the block from the interval's training time. Saving and evaluating use it."""
         start_s = time.perf_counter()
         yield
         self._start_s += time.perf_counter() - start_s
 
     def has_valid_steps(self) -> bool:
-        """Whether any rank has scored a token. All ranks call it."""
+        """Return whether any rank has scored a token in this interval. All ranks call this method together."""
         return any(gather_objects(self._num_scored > 0))
 
     def report(self, *, step: int, tokens_per_step: int, num_skipped: int = 0) -> Record:
-        """Return the means over the interval and all ranks, and the number of skipped documents.
+        """Return the training record of the interval: means over its steps and all ranks, and the number of skipped
+        documents.
 
-        Loss and gradient norm are NaN if every step was skipped. All ranks call it together. Raises TrainingError on
-        all ranks if no token was scored.
+        `step` is the last step of the interval. `tokens_per_step` counts the tokens of all ranks. `num_skipped` is the
+        number of damaged documents that this rank has skipped. Loss and gradient norm are NaN if every step was
+        skipped. All ranks call this method together. Raises TrainingError on all ranks if no token was scored.
         """
         span_s = time.perf_counter() - self._start_s
         steps = max(1, self._num_steps)
@@ -103,8 +111,8 @@ class Interval:
             raise raised_everywhere(
                 TrainingError(
                     f"no token was scored in the {counted(steps, 'step')} up to step {step}, because all text that "
-                    f"was read is damaged. Restore the corpus (`txl verify` lists the damage), or remove it from "
-                    f"data.path and data.more_paths."
+                    f"was read is damaged. Restore the corpus (`txl verify` lists the damage), or remove the damaged "
+                    f"corpus from data.path and data.more_paths."
                 )
             )
         made = self._num_steps - self._num_skipped
@@ -131,15 +139,20 @@ class Interval:
 
 
 class Clipping:
-    """Counter of the clipped steps of this process. It is active only if the settings do not set `optim.clip_norm`."""
+    """Counter of the clipped steps of this process, for a warning about the default value of `optim.clip_norm`.
+
+    It counts nothing if a file or flag sets `optim.clip_norm`.
+    """
 
     MOSTLY_PCT = 95.0
-    """Percentage of clipped steps above which the run says so: then the norm, not the gradient, sets the step size."""
+    """Percentage of clipped steps above which the run warns. Above it, nearly all gradients are scaled to the same
+    norm."""
     FEWEST_STEPS = 20
-    """Smallest number of steps of which a share is reported."""
+    """Smallest number of steps for which a percentage is reported."""
 
     def __init__(self, clip_norm: float, *, is_default: bool) -> None:
-        """`clip_norm` is the setting. `is_default` says that no file or flag has set it."""
+        """Begin to count. `clip_norm` is the value of `optim.clip_norm`. `is_default` says that no file or flag sets
+        this value."""
         if is_default:
             self._norm = clip_norm
         else:
@@ -149,16 +162,17 @@ class Clipping:
         self._sum = 0.0
 
     def add(self, grad_norm: float) -> None:
-        """Add the gradient norm of one step; a skipped step's is not finite, and does not count."""
+        """Count one step by its gradient norm. A skipped step has a norm that is not finite, and does not count."""
         if math.isfinite(grad_norm):
             self._num_made += 1
             self._num_clipped += grad_norm > self._norm
             self._sum += grad_norm
 
     def record(self) -> Record | None:
-        """Return `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`.
+        """Return the fields of the `clipped` event: `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`.
 
-        Returns None if the settings set the norm, if there are too few steps, or if most steps were not clipped.
+        Returns None if a file or flag sets `optim.clip_norm`, if there were too few steps, or if too few of them were
+        clipped.
         """
         if not self._norm or self._num_made < self.FEWEST_STEPS:
             return None
@@ -170,10 +184,11 @@ class Clipping:
 
 
 def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> dict[str, float]:
-    """Return `mfu_pct`, Model FLOPs utilization: the share of the devices' peak that the model's operations take.
+    """Return {"mfu_pct": MFU}, or an empty dictionary if the peak rate of the devices is not known.
 
-    The speed and `peak_flops`, in operations per second, are those of all ranks together. Nothing is returned if the
-    peak is not known, which is 0.
+    MFU (model FLOPs utilization) is the share of the devices' peak rate that the operations of the model use, in per
+    cent. `tokens_per_s` and `peak_flops`, in operations per second, are totals over all ranks. `peak_flops` is 0 if the
+    peak is not known.
     """
     if peak_flops:
         return {"mfu_pct": 100 * flops_per_token * tokens_per_s / peak_flops}
@@ -181,7 +196,8 @@ def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> di
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory of this process in bytes: GPU memory in torch's allocator; on a CPU host memory (RSS)."""
+    """Return the peak memory of this process in bytes: GPU memory in torch's allocator, or on a CPU host memory
+    (RSS)."""
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
     # getrusage would not do: a process inherits that peak from the one that started it.
@@ -190,7 +206,10 @@ def peak_memory_bytes() -> int:
 
 
 def check_finite(values: Sequence[float], *, what: str) -> None:
-    """Raise TrainingError on all ranks if a value is not finite. Every rank passes the values of all ranks."""
+    """Raise TrainingError on all ranks if a value is not finite. Every rank passes the values of all ranks.
+
+    `values` has one value per rank. `what` names the value in the message.
+    """
     bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
     if bad:
         raise raised_everywhere(
@@ -203,7 +222,7 @@ def check_finite(values: Sequence[float], *, what: str) -> None:
 
 
 def eta_s(step: int, *, max_steps: int, step_ms: float) -> float:
-    """Return the seconds to the end of the run at the present speed."""
+    """Return the seconds until the run reaches `max_steps`, if each step takes `step_ms` milliseconds."""
     return (max_steps - step) * step_ms / 1000
 
 
@@ -216,9 +235,10 @@ def train_record(
     half_loss: bool,
     max_steps: int,
 ) -> Record:
-    """Return the record of an interval that ends at a state: its `values`, and what follows from the state.
+    """Return the training record of an interval: its `values`, and numbers that follow from the state at its end.
 
-    That is the loss in units of the text, how often the splits have been read, and the time to the end of the run.
+    These numbers are bits per byte, the epochs read of each split, the tokens seen, and the skipped steps. The seconds
+    to the end of the run are included too.
     """
     streams = state.stream.corpora
     shares = [stream.num_lanes / state.stream.num_lanes for stream in streams]
@@ -239,7 +259,7 @@ def train_record(
 
 
 def start_facts(engine: Engine, ranks: RankInfo) -> Record:
-    """Return hardware, versions, command and commit, for the record of a start. All ranks call it together."""
+    """Return hardware, versions, command and commit, for the record of a run's start. All ranks call it together."""
     hosts = gather_objects(socket.gethostname())
     if ranks.device.type == "cuda":
         name = torch.cuda.get_device_name(ranks.device)
@@ -259,9 +279,10 @@ def start_facts(engine: Engine, ranks: RankInfo) -> Record:
 
 
 def _commit() -> Record:
-    """Return the commit of the checkout that holds this package, or nothing if there is none.
+    """Return {"commit": NAME} for the git checkout that contains this package, or an empty dictionary without a
+    checkout.
 
-    `-dirty` is added if files differ from the commit.
+    The name ends in `-dirty` if files differ from the commit.
     """
     root = Path(txl_dist.__file__).parents[1]
     if not (root / ".git").exists():  # git would report the commit of a project around the installed package

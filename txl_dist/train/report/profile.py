@@ -1,21 +1,21 @@
 """Traces of some steps of a run by torch's profiler: `txl train CONFIG --profile 20:22`.
 
-Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.pt.trace.json.gz`, a torch profiler trace for chrome://tracing,
-Perfetto, or TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`, which looks for that ending):
-operations on host and device, their shapes, the memory allocated, and a range around each part of a step:
+Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.pt.trace.json.gz`. Chrome (chrome://tracing), Perfetto and
+TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`) can show this file. It contains the operations on host and
+device, their shapes, the allocated memory, and a range around each part of a step:
 
     data        waiting for the reader thread
-    forward     of one micro-batch
-    backward    of one micro-batch; collectives that overlap with it are in it
+    forward     the forward pass of one micro-batch
+    backward    the backward pass of one micro-batch, with the collectives that overlap with it
     exchange    the norm of the gradients, which needs those of all ranks
-    update      the optimizer and what gathers the weights
+    update      the optimizer, and the collectives that gather the weights
 
-The ranges are `record_function`s of the loop and of the step. They cost microseconds while nothing is traced.
+The training loop and the stepper mark these ranges with `record_function`. Without a trace a range costs microseconds.
 
-On a GPU it also writes `..._memory.pickle`, with every allocation and its stack, for
-https://docs.pytorch.org/memory_viz. A trace begins when its first step asks for data, and ends when the step after its
-last one does. So it includes logging, saving and evaluating between two steps. It changes no number of a training, only
-the speed of the traced steps.
+On a GPU, rank 0 also writes `..._memory.pickle`, with every allocation and its stack, for
+https://docs.pytorch.org/memory_viz. A trace begins before its first step reads data, and ends before the step after its
+last step does. So it includes logging, saving and evaluating between two steps. A trace changes the speed of the traced
+steps, but no result of training.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.errors import ConfigError
 
 _MAX_ALLOCATIONS = 1_000_000
-"""Newest allocations and releases that a memory snapshot keeps."""
+"""Maximum number of allocations and releases in a memory snapshot. A snapshot keeps the newest."""
 
 
 def parse_steps(text: str, *, max_steps: int) -> range:
-    """Return the steps of "a:b", both included and counted from 1.
+    """Return the steps that a text "FIRST:LAST" names. Both are included and counted from 1.
 
-    Raises ConfigError for another form, or for steps that the run does not have.
+    Raises ConfigError for text of another form, and for steps that a run of `max_steps` steps does not have.
     """
     match = re.fullmatch(r"(\d+):(\d+)", text)
     if match:
@@ -47,41 +47,45 @@ def parse_steps(text: str, *, max_steps: int) -> range:
     if not 1 <= first <= last <= max_steps:
         raise ConfigError(
             f"--profile {text} names no steps of this run. Write FIRST:LAST, both included, with "
-            f"1 <= FIRST <= LAST <= train.max_steps = {max_steps}; for instance --profile {min(20, max_steps)}:"
+            f"1 <= FIRST <= LAST <= train.max_steps = {max_steps}, for instance --profile {min(20, max_steps)}:"
             f"{min(22, max_steps)}."
         )
     return range(first, last + 1)
 
 
 class StepProfile:
-    """Tracer of some steps, once, on the rank that makes it."""
+    """Tracer of a range of steps on this rank. Each object writes at most one trace."""
 
     def __init__(self, steps: range, *, folder: Path) -> None:
-        """`folder` is created when the trace is written. With an empty range nothing is traced, at no cost."""
+        """Store the steps to trace. An empty range traces nothing, at no cost. `folder` is created when the trace is
+        written."""
         self._steps = steps
         self._folder = folder
         self._profiler: profile | None = None
 
     def on_step(self, step: int) -> None:
-        """Begin or end the trace if that is due. Called before a step asks for its data."""
+        """Begin the trace at the first of its steps, and write it after the last. Called before each step reads its
+        data."""
         if self._profiler is not None:
             if step not in self._steps:
                 self.close()
         elif step in self._steps:
             self._begin()
         elif step >= self._steps.stop > 0:
-            logger.warning("profile: the run is already past steps %d to %d", self._steps[0], self._steps[-1])
+            logger.warning(
+                "profile: no trace, because the run is already past steps %d to %d", self._steps[0], self._steps[-1]
+            )
             self._steps = range(0)
 
     def close(self) -> None:
-        """Write the trace, if one has begun. No further trace begins afterwards."""
+        """Write the trace, if it has begun. Afterwards this object traces nothing more."""
         if self._profiler is None:
             return
         name = f"steps_{self._steps[0]}_{self._steps[-1]}_rank0"
         trace = self._folder / f"{name}.pt.trace.json.gz"
         snapshot = self._folder / f"{name}_memory.pickle"
         self._profiler.stop()
-        written = f"{trace}; it has memory as a counter, a memory snapshot needs a GPU"
+        written = f"{trace}, with the allocated memory as a counter. A memory snapshot needs a GPU"
         try:
             self._folder.mkdir(exist_ok=True)
             self._profiler.export_chrome_trace(str(trace))
@@ -90,7 +94,7 @@ class StepProfile:
                 written = f"{trace} and {snapshot}"
             logger.info("profile: wrote %s", written)
         except OSError as error:  # no reason to end a run
-            logger.warning("profile: the trace is lost, %s cannot be written: %s", self._folder, error)
+            logger.warning("profile: the trace is lost, because %s cannot be written: %s", self._folder, error)
         finally:
             if uses_gpu():
                 torch.cuda.memory._record_memory_history(enabled=None)
@@ -98,7 +102,7 @@ class StepProfile:
             self._steps = range(0)
 
     def _begin(self) -> None:
-        """Start the profiler, and on a GPU the recording of allocations."""
+        """Start the profiler and, on a GPU, the recording of allocations."""
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * uses_gpu()
         self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         if uses_gpu():

@@ -1,7 +1,8 @@
-"""Sample text written by the model during training, through the engine, so that it works at every ZeRO stage.
+"""Sample texts that the model writes during training. The engine computes them, so they work at every ZeRO stage.
 
-A token is a segment of length 1 after a memory, which every rank runs. There is no cache of keys and values, unlike in
-`inference`, but the text is the same. A sample has its own memory and generator, so training is not disturbed.
+For each new token the model runs a segment of length 1 on every rank. The memory holds the tokens before it. Unlike
+`inference`, sampling here uses no cache of keys and values, but the text is the same. A sample has a memory and a
+random generator of its own, so it does not change training.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.train.engine.protocol import Engine
 
 _NOT_A_NUMBER = -1
-"""Id in place of a token that could not be drawn."""
+"""Id that is stored in place of a token if the model's probabilities are NaN."""
 
 
 def sample_text(engine: Engine, tokenizer: Tokenizer, config: Config, *, device: torch.device, seed: int) -> str:
-    """Write `metrics.sample_len` tokens after `metrics.sample_prompt`. All ranks call it together.
+    """Return the text that the model writes after `metrics.sample_prompt`. All ranks call this function together.
 
-    The text ends earlier at the end of the document, or at probabilities that are not numbers.
+    The text has `metrics.sample_len` tokens. It is shorter if the model ends the document, or if its probabilities are
+    NaN.
     """
     prompt = config.metrics.sample_prompt
     end_of_text = tokenizer.end_of_text
@@ -41,7 +43,10 @@ def sample_text(engine: Engine, tokenizer: Tokenizer, config: Config, *, device:
 
 
 def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: torch.device, seed: int) -> list[int]:
-    """Draw tokens after `ids`; always as many as asked for, so that all ranks make the same number of passes."""
+    """Draw `metrics.sample_len` tokens after `ids`, and return their ids.
+
+    All ranks make the same number of passes, because the number of tokens is always the same.
+    """
     train = config.train
     segment_len = train.segment_len
     uses_memory = config.model.scheme.uses_memory
@@ -72,6 +77,6 @@ def _continue(engine: Engine, ids: Sequence[int], config: Config, *, device: tor
 
 
 def _prompt(ids: list[int], device: torch.device) -> Batch:
-    """Make a batch of one lane."""
+    """Return a batch of one row with these token ids, on the device."""
     tokens_BT = torch.tensor([ids], dtype=torch.int64, device=device)
     return Batch(tokens_BT, targets_BT=tokens_BT, scored_BT=torch.ones_like(tokens_BT), document_BT=None)

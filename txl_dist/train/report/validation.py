@@ -1,6 +1,7 @@
-"""Validation between steps: losses on the validation splits, measurements of the memory, and sample texts.
+"""Validation between training steps: losses on the validation splits, measurements of the memory, and sample texts.
 
-Training is not affected, because each of these has a memory of its own. All ranks call all methods together.
+Validation does not change training, because each evaluation and each sample has a memory of its own. All ranks call all
+methods together.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from txl_dist.train.state import RunContext
 
 
 class StopAskedError(Exception):
-    """Signal that ends an evaluation early, after a stop request."""
+    """Exception that ends an evaluation early after a stop request. All ranks raise it together."""
 
 
 class Validator:
-    """Validator of one run: evaluates, measures the memory, and writes samples."""
+    """Validation of one run: it evaluates the validation splits, measures the memory, and lets the model write sample
+    texts."""
 
     def __init__(
         self,
@@ -38,10 +40,11 @@ class Validator:
         evaluated: dict[int, float],
         before_segment: Callable[[int], None],
     ) -> None:
-        """Take over the parts of the run that validation needs.
+        """Store the parts of the run that validation needs.
 
-        `evaluated` has the losses of the first validation split by step, in nats per token. New losses are added to it.
-        `before_segment` is called with the step before each forward pass, and may raise StopAskedError on all ranks.
+        `evaluated` maps a step to the loss of the first validation split in nats per token. Each evaluation adds its
+        loss. `before_segment` is called with the step before each forward pass, and may raise StopAskedError on all
+        ranks.
         """
         self._context = context
         self._engine = engine
@@ -54,20 +57,22 @@ class Validator:
         self._before_segment = before_segment
 
     def should_evaluate(self, step: int) -> bool:
-        """Whether an evaluation is due after a step: at the interval, and after the last step."""
+        """Return whether the run evaluates after this step: at each multiple of `eval.every_steps`, and after the last
+        step."""
         every = self._config.eval.every_steps
         return bool(self._splits) and (step >= self._config.train.max_steps or (every > 0 and step % every == 0))
 
     def forget(self, *, after: int) -> None:
-        """Delete the losses of later steps, after a rewind to this step."""
+        """Delete the losses of all steps after step `after`, because the run has rewound to that step."""
         for step in [step for step in self._evaluated if step > after]:
             del self._evaluated[step]
 
     def evaluate(self, step: int) -> tuple[dict[str, float], bool]:
-        """Score every validation split and measure the memory, with averaged weights if `eval.use_ema`.
+        """Evaluate every validation split and measure the memory. With `eval.use_ema` the averaged weights are used.
 
-        Returns (loss of each split in nats per token, by name of its record; whether the first is the lowest so far).
-        Raises StopAskedError if `before_segment` does.
+        Returns (losses, is_best). `losses` maps the name of each split's record to a loss in nats per token. `is_best`
+        says whether the loss of the first split is the lowest so far. Raises StopAskedError if `before_segment` raises
+        it.
         """
         if not self._config.eval.use_ema:
             return self._evaluate(step)
@@ -81,6 +86,8 @@ class Validator:
         return result
 
     def _evaluate(self, step: int) -> tuple[dict[str, float], bool]:
+        """Evaluate every validation split and measure the memory with the engine's present weights. Returns the result
+        of `evaluate`."""
         before_segment = partial(self._before_segment, step)
         results = [
             evaluate_split(
@@ -118,12 +125,13 @@ class Validator:
         return losses, self._evaluated.get(step, math.inf) < best
 
     def should_sample(self, step: int) -> bool:
-        """Whether a sample text is due after a step, by the interval."""
+        """Return whether the model writes a sample text after this step: at each multiple of
+        `metrics.sample_every_steps`."""
         every = self._config.metrics.sample_every_steps
         return every > 0 and step % every == 0
 
     def sample(self, step: int) -> None:
-        """Let the model write a sample text, and report it."""
+        """Let the model write a sample text, and pass the text to the loggers."""
         text = sample_text(
             self._engine,
             self._context.corpora.first.tokenizer,
@@ -135,9 +143,10 @@ class Validator:
 
 
 def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
-    """Return the word as a name for the split's records; for a corpus other than the first, the corpus name is added.
+    """Return the name of a split's records: the word, followed by the name of the corpus unless it is the first corpus.
 
-    The number of the corpus is added too if several corpora have the same name.
+    For instance, `eval` is the name for the first corpus and `eval_news` for a further corpus `news`. If several
+    corpora have the same name, the number of the corpus is added.
     """
     number = splits.index(split)
     if number == 0:
@@ -158,12 +167,14 @@ def text_facts(
     max_tokens: int = 0,
     half_loss: bool = False,
 ) -> Record:
-    """Return the facts on a run's text for the record of its start: corpora, tokenizer, and units of the losses.
+    """Return facts about a run's text for the record of the run's start: corpora, tokenizer, and units of the losses.
 
-    `held_out` are the validation splits; at most `max_tokens` of each are scored, 0 means all. `half_loss` is the
-    setting of training, by which only half of each segment is scored. In the result, `no_bits` has, by kind of record,
-    the reason why there are no bits per byte. `held_out_bytes` is the size of the first validation split's text, which
-    shows whether two runs have the same one.
+    `splits` are the training splits, and `held_out` the validation splits. At most `max_tokens` tokens of each
+    validation split are scored, and 0 means all tokens. `half_loss` is the value of `train.half_loss`, with which
+    training scores only half of each segment.
+
+    In the result, `no_bits` maps a kind of record to the reason why it has no bits per byte. `held_out_bytes` is the
+    size of the text of the first validation split. Two runs with different sizes have different validation text.
     """
     shares = [1 / len(splits)] * len(splits)
     units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)}

@@ -45,7 +45,7 @@ def accumulated(folder: Path) -> Any:
 
 def test_a_memory_record_and_a_sample_have_lines_for_people() -> None:
     assert format_record("memory", LOOK, max_steps=99) == (
-        "step 40/99  memory  memory gains 0.0500 nats per token  attention on memory by layer 25% 76%"
+        "step 40/99  memory  memory lowers the loss by 0.0500 nats per token  attention to the memory by layer 25% 76%"
     )
     assert format_record("sample", SAMPLE, max_steps=99) == "step 40/99  sample\n  | The end <b>of</b>\n  |   it"
     saved = format_record("train", {**TRAIN_RECORD, "save_s": 0.254}, max_steps=1000)
@@ -143,7 +143,7 @@ def test_a_folder_of_tensorboard_that_becomes_a_file_is_said_once_and_costs_noth
     warnings = [message for level, message in lines if level == "WARNING"]
     assert len(warnings) == 2
     assert "TensorBoard cannot be written" in warnings[0]
-    assert "TensorBoard is written again; it lacks 3 records" in warnings[1]
+    assert "TensorBoard can write again. It has lost 3 records" in warnings[1]
     assert scalars(folder) == [(50, 2.0)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 

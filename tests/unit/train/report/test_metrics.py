@@ -210,7 +210,7 @@ def test_the_line_of_an_evaluation_and_of_an_event() -> None:
     )
     saved = {"event": "saved", "step": 40, "path": "step_000000040", "seconds": 0.1, "gib": 2.5}
     assert format_record("event", saved, max_steps=99) == (
-        "step 40/99  saved  step_000000040, 2.50 GiB; training waited for 0.10 s"
+        "step 40/99  saved  step_000000040, 2.50 GiB. Training waited for 0.10 s"
     )
     of_another_version = {"event": "no_such_event", "step": 40, "what": 3}
     assert format_record("event", of_another_version, max_steps=99) == "step 40/99  no such event  what 3"
@@ -269,8 +269,8 @@ def test_a_sink_that_cannot_write_warns_once_tries_on_and_says_when_it_works_aga
         report.close()
     warnings = [message for level, message in lines if level == "WARNING"]
     assert len(warnings) == 2
-    assert "JsonLines cannot be written, and lacks records until it can: [Errno 28]" in warnings[0]
-    assert "JsonLines is written again; it lacks 3 records" in warnings[1]
+    assert "JsonLines cannot write, and loses records until it can: [Errno 28]" in warnings[0]
+    assert "JsonLines can write again. It has lost 3 records" in warnings[1]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [40, 50]
     assert [message[:9] for level, message in lines if level == "INFO"] == [
         f"step   {step}" for step in range(10, 60, 10)
@@ -310,9 +310,11 @@ report.close()
     assert child.returncode == 0, child.stderr
     assert "Traceback" not in child.stderr
     assert "Logging error" not in child.stderr
-    for name in ("JsonLines", "TensorBoard", "log.txt"):
-        assert child.stderr.count(f"{name} cannot be written") == 1
-        assert child.stderr.count(f"{name} is written again") == 1
+    for name in ("JsonLines", "TensorBoard"):
+        assert child.stderr.count(f"{name} cannot write") == 1
+        assert child.stderr.count(f"{name} can write again") == 1
+    assert child.stderr.count("log.txt cannot be written") == 1
+    assert child.stderr.count("log.txt is written again") == 1
     lines = (tmp_path / "metrics.jsonl").read_text()
     kept = [json.loads(line)["step"] for line in lines.splitlines()]
     assert lines.endswith("\n")
