@@ -1,8 +1,8 @@
 """Detection of the kind of artifact in a folder: corpus, run, checkpoint, bundle, export, or nothing.
 
-The names of the files in a folder decide. Every command checks its paths here before torch is imported. A wrong kind is
-refused by a message of one line, which names the kind and says how to use it. No file is opened or verified. A damaged
-folder has its usual kind, and the code that reads it reports the damage.
+The names of the files in a folder decide. No file is opened or verified. Every command checks its paths with this
+module before it imports torch. A path of a wrong kind ends the command with a message of one line, which names the kind
+and the commands for it. A damaged folder keeps its kind, and the code that reads the folder reports the damage.
 """
 
 from __future__ import annotations
@@ -19,25 +19,28 @@ from txl_dist.errors import ConfigError
 SETTINGS = "config.toml"
 """Name of the file with the settings of a run. It is in the run directory and in each checkpoint."""
 RECORDS, LOG, TENSORBOARD = "metrics.jsonl", "log.txt", "tensorboard"
+"""Names in a run directory: the file of records, the log file, and the TensorBoard folder."""
 CHECKPOINTS, STACKS, PROFILE = "checkpoints", "stacks", "profile"
+"""Names of folders in a run directory: for checkpoints, for stack traces of a hang, and for profiler traces."""
 LOCK, STOP, DONE = "RUN.lock", "STOP", "DONE"
-"""Names of the other files and folders in a run directory."""
+"""Names of files in a run directory: the lock of the running job, a stop request, and the mark of a finished run."""
 STATE, PROBE = "state.json", "probe.safetensors"
-"""Names of files in a checkpoint."""
+"""Names of files in a checkpoint: the training state, and the losses on a few fixed tokens that a resume must
+reproduce."""
 FORMAT_VERSION = 4
 """Format version of the checkpoints that this package writes."""
 READABLE_VERSIONS = (2, 3, 4)
-"""Format versions of the checkpoints that this package reads. Version 1, written by 0.1.0, held DeepSpeed's own files,
-which are pickles. Version 2 has memories of one length. Version 3 has memories of different lengths
+"""Format versions of the checkpoints that this package reads. Version 1, written by 0.1.0, consisted of DeepSpeed's own
+files, which are pickles. Version 2 has one memory length for all layers. Version 3 has a memory length for each layer
 (`train.memory_lens`). Version 4 has another key in the stream state."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
-"""Files of a folder of ONNX graphs, and the code in a Hugging Face folder."""
+"""Names of files: the graphs in a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
 """Pattern of the name of a checkpoint's folder. The name contains the checkpoint's step."""
 _MOST_NAMES = 4
-"""Largest number of folders that a message names."""
+"""Maximum number of folders that a message lists."""
 _MOST_LOOKED_AT = 1000
-"""Largest number of subfolders whose kind is checked."""
+"""Maximum number of subfolders whose kind is checked."""
 
 
 class ArtifactKind(Enum):
@@ -57,18 +60,20 @@ TRAINED = (ArtifactKind.RUN, ArtifactKind.CHECKPOINT, ArtifactKind.BUNDLE)
 """Kinds of artifacts that hold a trained model."""
 
 _USES = {
-    ArtifactKind.CORPUS: "Train on it with `txl train CONFIG --data.path {path}`, score a model on it with `txl "
-    "evaluate MODEL --data {path}`, look into it with `txl inspect {path}`.",
-    ArtifactKind.RUN: "Continue it with `txl train {path}/config.toml`, score it with `txl evaluate {path}`, show it "
-    "with `txl report {path}`, make a bundle of it with `txl export {path} BUNDLE`.",
-    ArtifactKind.CHECKPOINT: "Score it with `txl evaluate {path}`, make a bundle of it with `txl export {path} "
-    "BUNDLE`, look into it with `txl inspect {path}`.",
-    ArtifactKind.BUNDLE: "Generate with `txl generate {path}`, score it with `txl evaluate {path} --data CORPUS`, "
-    "begin a run with its weights: `txl train {path}/train.toml --init {path} --data.path CORPUS`.",
-    ArtifactKind.HUGGINGFACE: "Make a bundle of it with `txl import {path} BUNDLE --format huggingface`.",
-    ArtifactKind.HUGGINGFACE_CODE: "transformers loads it; use the run or the bundle that it was exported from.",
-    ArtifactKind.ONNX: "ONNX Runtime runs it; use the run or the bundle that it was exported from.",
+    ArtifactKind.CORPUS: "Train on the corpus with `txl train CONFIG --data.path {path}`, evaluate a model on it with "
+    "`txl evaluate MODEL --data {path}`, or inspect it with `txl inspect {path}`.",
+    ArtifactKind.RUN: "Continue the run with `txl train {path}/config.toml`, evaluate it with `txl evaluate {path}`, "
+    "show it with `txl report {path}`, or export it with `txl export {path} BUNDLE`.",
+    ArtifactKind.CHECKPOINT: "Evaluate the checkpoint with `txl evaluate {path}`, export it with `txl export {path} "
+    "BUNDLE`, or inspect it with `txl inspect {path}`.",
+    ArtifactKind.BUNDLE: "Generate text with `txl generate {path}`, evaluate the bundle with `txl evaluate {path} "
+    "--data CORPUS`, or begin a run with its weights: `txl train {path}/train.toml --init {path} --data.path CORPUS`.",
+    ArtifactKind.HUGGINGFACE: "Convert the folder to a bundle with `txl import {path} BUNDLE --format huggingface`.",
+    ArtifactKind.HUGGINGFACE_CODE: "The library transformers loads this folder. Use the run or bundle from which it "
+    "was exported.",
+    ArtifactKind.ONNX: "ONNX Runtime runs these graphs. Use the run or bundle from which they were exported.",
 }
+"""Sentence for each kind of artifact: the commands that use it. `{path}` stands for the path of the artifact."""
 _MAKERS = {
     ArtifactKind.CORPUS: "`txl prepare` writes a corpus",
     ArtifactKind.RUN: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
@@ -78,6 +83,7 @@ _MAKERS = {
     ArtifactKind.HUGGINGFACE_CODE: "`txl export --format huggingface-code` writes a Hugging Face folder with code",
     ArtifactKind.ONNX: "`txl export --format onnx` writes a folder of ONNX graphs",
 }
+"""Clause for each kind of artifact: the command that writes it."""
 _MARKS = {
     ArtifactKind.CORPUS: "index.json",
     ArtifactKind.RUN: SETTINGS,
@@ -87,6 +93,7 @@ _MARKS = {
     ArtifactKind.HUGGINGFACE_CODE: CODE,
     ArtifactKind.ONNX: GRAPHS[0],
 }
+"""Name of a file that every artifact of a kind contains, for messages."""
 
 
 def detect_artifact(path: str | Path) -> ArtifactKind:
@@ -139,10 +146,11 @@ def is_url(path: str | Path) -> bool:
 def require(
     path: str | Path, *wanted: ArtifactKind, what: str = "", remedies: Mapping[ArtifactKind, str] | None = None
 ) -> ArtifactKind:
-    """Return the kind of artifact at a path. Raises ConfigError if it is not among `wanted`.
+    """Return the kind of artifact at a path. Raises ConfigError if the kind is not among `wanted`.
 
-    `what` names the flag or setting in the message. `remedies` maps a wrong kind to a remedy that replaces the usual
-    one. In a remedy `{path}` stands for the path. The message is one line that names the kind and a remedy.
+    The error's message is one line that names the kind and a remedy. `what` is the flag or setting that the message
+    names. `remedies` maps a wrong kind to a remedy that replaces the usual one. In a remedy `{path}` stands for the
+    path.
     """
     kind = detect_artifact(path)
     if kind in wanted:
@@ -159,12 +167,13 @@ def require(
 
 
 def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> str:
-    """Return the message for a path that holds no artifact. It says why, and which path to use instead."""
-    makers = "; ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
+    """Return the message for a path that holds no artifact. The message says why, and which path or command to use
+    instead."""
+    makers = ", and ".join(dict.fromkeys(_MAKERS[kind] for kind in wanted))
     if path.is_dir():
         inside = _subfolders_of_kind(path, wanted) or _subfolders_of_kind(path / CHECKPOINTS, wanted)
         if inside:
-            return f"{where} is not {_either(wanted)} itself but holds {_listed(inside)}. Name one of them."
+            return f"{where} is not {_either(wanted)} itself, but contains {_listed(inside)}. Give one of these paths."
         marks = [f"{_MARKS[kind]} ({kind.value})" for kind in wanted]
         return f"{where} is not {_either(wanted)}: it has no {', '.join(marks)}. {makers}."
     if os.path.lexists(path):
@@ -174,7 +183,7 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
         return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
     preparation = path.with_name(f".{path.name}.prepare")
     if os.path.isdir(preparation) and ArtifactKind.CORPUS in wanted:
-        return f"{where} is not there yet: its preparation was not finished. The same `txl prepare` continues it."
+        return f"{where} does not exist yet, because its preparation is not finished. Repeat the same `txl prepare`."
     siblings = _subfolders_of_kind(path.parent, wanted)
     similar_names = nearest(path.name, [sibling.name for sibling in siblings])
     if similar_names:
@@ -202,7 +211,7 @@ def _subfolders_of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[
 
 
 def _listed(paths: list[Path]) -> str:
-    """Return a list of the last paths, and the number of the other paths. The last checkpoints are the newest."""
+    """Return a text that lists the last paths, and the number of earlier paths. The last checkpoints are the newest."""
     shown = ", ".join(str(path) for path in paths[-_MOST_NAMES:])
     num_hidden = len(paths) - _MOST_NAMES
     if num_hidden <= 0:
@@ -211,7 +220,7 @@ def _listed(paths: list[Path]) -> str:
 
 
 def _either(kinds: tuple[ArtifactKind, ...]) -> str:
-    """Join the names of kinds by commas and "or"."""
+    """Return the names of the kinds, joined by commas and "or"."""
     names = [str(kind.value) for kind in kinds if kind is not ArtifactKind.NOTHING]
     last = names.pop()
     if not names:
@@ -225,7 +234,7 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step of a checkpoint, as an integer, from the name of its folder."""
+    """Return the step in the name of a checkpoint's folder, for instance 200 for `step_000000200`."""
     return int(folder.name.removeprefix("step_"))
 
 
@@ -241,9 +250,10 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
-    """Return the steps whose checkpoints are kept: the last ones, milestones, and those with the best scores.
+    """Return the steps whose checkpoints are kept: the last `keep_last`, the multiples of `keep_every`, and `best`.
 
-    `steps` must be in ascending order.
+    `steps` are the steps of all checkpoints, in ascending order. With `keep_every` 0 no multiples are kept. The result
+    contains only steps that have a checkpoint.
     """
     newest = set(steps[-keep_last:])
     milestones = {step for step in steps if keep_every and step % keep_every == 0}

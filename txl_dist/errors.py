@@ -1,8 +1,8 @@
 """Errors that a user can cause and correct.
 
-Each message says what is wrong, where (file, key, step, rank) and the remedy. `assert` in this project is only for
-mistakes of programmers. For everything that a user can cause, one of these errors is raised. The command line prints
-the message without a traceback and exits with `exit_code`.
+Each message says what is wrong, where (file, key, step, rank) and the remedy. For everything that a user can cause, one
+of these errors is raised. `assert` in this project is only for mistakes of programmers. The command line prints the
+message without a traceback and exits with `exit_code`.
 
 A message may contain names of files, fields and settings, and such names may contain line breaks. So each argument of
 an error is printed as one line: `raise ConfigError(first_line, second_line)` makes a message of two lines.
@@ -21,13 +21,13 @@ checkpoint."""
 
 
 _STEERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters of a terminal, marks of writing direction, and lone surrogates."""
+"""Characters that must not reach a terminal: control characters, marks of writing direction, and lone surrogates."""
 _BREAKS = re.compile(r"[\t\n\u2028\u2029]")
-"""Characters that break a line or move within it."""
+"""Characters that end a line or move within a line."""
 
 
 def escaped(text: str) -> str:
-    """Replace each character that would control a terminal by its escape sequence in Python."""
+    """Return the text with a Python escape sequence in place of each character that would control a terminal."""
     return _STEERS.sub(_escape_sequence, text)
 
 
@@ -37,7 +37,7 @@ def one_line(text: str) -> str:
 
 
 def _escape_sequence(match: re.Match[str]) -> str:
-    """Return a matched character as Python writes it, for instance `\\x1b`."""
+    """Return the matched character as a Python escape sequence, for instance `\\x1b`."""
     return match[0].encode("unicode_escape").decode()
 
 
@@ -45,6 +45,7 @@ class TxlError(Exception):
     """Base class of every error that a user can cause and correct."""
 
     exit_code = 2
+    """Exit code of a command that this error ends."""
     rank: int | None = None
     """Rank that raised the error and prints it. It is None before the ranks have joined."""
 
@@ -54,9 +55,9 @@ class TxlError(Exception):
 
 
 def missing_package(error: ModuleNotFoundError) -> str:
-    """Return the message for an error about a package that is not installed.
+    """Return the message for a package that is not installed.
 
-    A missing module of txl_dist itself is a defect of the program, so the error is raised again in that case.
+    A missing module of txl_dist itself is a defect of the program. In that case this function raises `error` again.
     """
     if (error.name or "").partition(".")[0] == "txl_dist":
         raise error
@@ -90,9 +91,9 @@ class DataError(TxlError, ValueError):
 
 
 class UnreachableError(DataError):
-    """Error for data that cannot be reached now, because of an outage or a full disk.
+    """Error for data that cannot be read now, because of an outage or a full disk.
 
-    The data may be undamaged, so it is never skipped.
+    The data may be undamaged, so a run does not skip it, even if the run skips damaged documents.
     """
 
 
@@ -114,7 +115,7 @@ class LostRankError(TxlError, RuntimeError):
 def translate_errors(
     kind: type[TxlError], what: str, remedy: str = "", *, of: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
-    """Replace errors in the block by an error of class `kind` with the message `what: reason. remedy`.
+    """Return a context manager that replaces an error in its block by a `kind` with the message `what: reason. remedy`.
 
     `of` lists the classes of errors that are replaced. A TxlError passes unchanged.
     """

@@ -2,16 +2,17 @@
 
     TXL_FAILPOINTS=kind:rank:step[:phase[#n]][,kind:rank:step[:phase[#n]] ...]
 
-The program calls `failpoint(phase, step=...)` at places that may fail. When rank, step and phase of this process match
-an entry for the n-th time (by default the first), its fault happens there, once. Without the variable no fault happens.
-Rank, step and phase may be `*`. The default phase is `step`, the beginning of a training step. Each fault is announced
-on stderr with the time, so that a log shows which faults were injected. Kinds:
+The program calls `failpoint(phase, step=...)` at places that may fail. The phase is the name of the place. When rank,
+step and phase of this process match an entry for the n-th time (by default the first), the entry's fault happens there,
+once. Without the variable no fault happens. Rank, step and phase may be `*`. The default phase is `step`, the beginning
+of a training step. Each fault is announced on stderr with the time, so that a log shows which faults were injected.
+Kinds:
 
     kill     SIGKILL to this process            stop     SIGSTOP to this process
-    term     SIGTERM to this process            raise    an exception that nobody expects
+    term     SIGTERM to this process            raise    RuntimeError, which no code expects
     hang     sleep for ever                     spin     hold the interpreter lock for ever
     enospc   OSError: no space left on device   eio      OSError: input/output error
-    slow     sleep for 2 s                      trace    only announced, every time: lists the points that there are
+    slow     sleep for 2 s                      trace    only announced, every time: lists all places
     nan, inf, spike, skip, flip                 returned, for the caller to act on
 """
 
@@ -26,9 +27,13 @@ from functools import cache
 from typing import NamedTuple
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+"""Signal that each of these kinds of fault sends to its own process."""
 ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
+"""Error number of the OSError that each of these kinds of fault raises."""
 ACTED_ON_BY_CALLER = ("nan", "inf", "spike", "skip", "flip")
+"""Kinds of faults that `failpoint` returns. The caller then causes the fault, for instance a loss of NaN."""
 KINDS = (*SIGNALS, *ERRORS, *ACTED_ON_BY_CALLER, "raise", "hang", "spin", "slow", "trace")
+"""All kinds of faults that TXL_FAILPOINTS may name."""
 
 
 class Fault(NamedTuple):
@@ -39,10 +44,10 @@ class Fault(NamedTuple):
     step: str
     phase: str = "step"
     nth: int = 1
-    """Number of matches that are still to come until the fault happens."""
+    """Number of matches until the fault happens. 1 means the next match."""
 
     def matches(self, *, step: int, phase: str) -> bool:
-        """Return True if the fault is meant for this rank, step and phase."""
+        """Return True if the entry's rank, step and phase match this process, the step and the phase."""
         rank = os.environ.get("RANK", "0")
         is_rank = self.rank in ("*", rank)
         is_step = self.step in ("*", str(step))
@@ -53,7 +58,7 @@ class Fault(NamedTuple):
 def failpoint(phase: str, *, step: int) -> str:
     """Cause the fault that TXL_FAILPOINTS injects for this rank, step and phase, if any.
 
-    Returns the kind of a fault that the caller must act on, else "". Raises OSError or RuntimeError if that is the
+    Returns the kind of a fault that the caller must cause, else "". Raises OSError or RuntimeError if that is the
     fault, and ValueError if TXL_FAILPOINTS cannot be parsed.
     """
     faults = _pending_faults()
@@ -72,7 +77,7 @@ def failpoint(phase: str, *, step: int) -> str:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Parse the entries of TXL_FAILPOINTS. Raises ValueError, which names the entry that is wrong."""
+    """Return the faults that TXL_FAILPOINTS lists. Raises ValueError, which names the entry that is wrong."""
     faults = []
     for entry in filter(None, text.split(",")):
         kind, *where = entry.split(":")
@@ -98,7 +103,7 @@ def _is_number_or_any(word: str) -> bool:
 
 @cache
 def _pending_faults() -> list[Fault]:
-    """Return the faults that may still happen in this process.
+    """Return the faults that may still happen in this process. `failpoint` changes this list.
 
     TXL_FAILPOINTS is read at the first failpoint, so that a forked rank reads its own list.
     """
@@ -106,14 +111,14 @@ def _pending_faults() -> list[Fault]:
 
 
 def _announce(fault: Fault, *, step: int, phase: str) -> None:
-    """Write one line about a fault to stderr, without a buffer."""
+    """Write one line about a fault to stderr, directly and without a buffer."""
     rank = os.environ.get("RANK", "0")
     line = f"TXL_FAILPOINTS {fault.kind} rank {rank} step {step} phase {phase} time {time.time():.3f}\n"
     os.write(2, line.encode())
 
 
 def _inject(kind: str) -> str:
-    """Cause a fault. Returns its kind if the caller must act on it, else ""."""
+    """Cause a fault of this kind. Returns the kind if the caller must cause the fault, else ""."""
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind in ERRORS:
@@ -133,9 +138,10 @@ def _inject(kind: str) -> str:
 
 
 def _hold_the_interpreter() -> None:
-    """Wait for ever for a lock in C while holding the interpreter lock, so that no signal handler runs.
+    """Block for ever in C while holding the interpreter lock, so that no signal handler runs.
 
-    The lock works because a mutex whose bytes are all zero is unlocked.
+    The function locks a mutex twice. A mutex whose bytes are all zero is unlocked, so a zeroed buffer serves as the
+    mutex.
     """
     libc = ctypes.PyDLL(None)
     lock = ctypes.create_string_buffer(64)

@@ -1,10 +1,10 @@
-"""Functions that a plugin calls to extend the program. There is one for each kind of extension (docs/extending.md).
+"""Functions that a plugin calls to extend txl_dist, one for each kind of extension (docs/extending.md).
 
-A plugin is a module that calls these functions when it is imported. `run.plugins`, `--plugins` and `load` import it,
-once per process. After that, settings, checkpoints, exports and commands accept the names that it adds. This module
-does not import torch, so `txl prepare` starts quickly with a plugin for a text source.
+A plugin is a module that calls these functions when it is imported. `run.plugins`, `--plugins` and `load` import the
+module, once per process. After that, settings, checkpoints, exports and commands accept the names that the plugin adds.
+This file imports no torch, so `txl prepare` starts quickly with a plugin for a text source.
 
-Every function raises ConfigError for a name that exists already.
+Every function whose name begins with `register` raises ConfigError if the new name exists already.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ __all__ = [
 
 
 def load(*names: str) -> None:
-    """Import plugins in your own program. Call it before `txl_dist.load` or `configure` needs the names that they add.
+    """Import plugins in your own program, before `txl_dist.load` or `configure` needs the names that they add.
 
-    Raises ConfigError, in one line, for a module that is missing or raises.
+    `names` are names of modules. Raises ConfigError, in one line, for a module that is missing or raises an error.
     """
     load_plugins(names)
 
@@ -57,11 +57,11 @@ def register_positions(
     """Add a positional scheme, as a value of `model.positions`.
 
     `build(model)` makes the `nn.Module` of one layer. Its `forward(num_distances, encoding_KD)` returns
-    `txl_dist.model.attention.RelativeEncodings` of the distances K-1 ... 0: vectors key_KNH, by which queries are
-    multiplied, and numbers bias_KN or None. These numbers are added to the scores before the division by sqrt(H).
-    Parameters are initialized like the model's other weights, unless the module has a method `reset_parameters`. A
-    checkpoint holds only parameters, so buffers must be computed from the settings (`persistent=False` is clearest).
-    Without `build`, scores depend only on contents.
+    `txl_dist.model.attention.RelativeEncodings` of the distances K-1 ... 0. These are vectors key_KNH, by which queries
+    are multiplied, and numbers bias_KN or None, for N heads of width H. The numbers are added to the scores before the
+    scores are divided by sqrt(H). Parameters are initialized like the model's other weights, unless the module has a
+    method `reset_parameters`. A checkpoint holds only parameters, so buffers must be computed from the settings
+    (`persistent=False` is clearest). Without `build`, scores depend only on contents.
 
     Args:
         uses_memory: True if a segment may attend to past segments.
@@ -71,7 +71,9 @@ def register_positions(
         has_table: True if the module needs `model.num_distances`.
     """
     if build is None and (has_position_bias or has_table or sinusoids == "distances"):
-        raise ConfigError(f"positions {name!r}: distances need a build function that makes their module.")
+        raise ConfigError(
+            f"positions {name!r}: has_position_bias, has_table and sinusoids='distances' need a build function."
+        )
     scheme = PositionScheme(
         uses_memory,
         sinusoids,
@@ -94,18 +96,19 @@ def register_optimizer(
     """Add an optimizer, as a value of `optim.name`.
 
     `build(groups, lr=0.0)` makes a torch optimizer of parameter groups. The keys of each group are `lr`,
-    `weight_decay`, and the settings of [optim] that `settings` names. `lr` changes with every step. Its state must be
-    fp32 tensors of the parameter's shape, made in `step`, and `state["step"]`, an fp32 tensor with one number. A
-    checkpoint would lose other state.
+    `weight_decay`, and the settings of [optim] that `settings` names. The value of `lr` changes with every step. The
+    optimizer's state must be fp32 tensors of the parameter's shape, made in `step`, and `state["step"]`, an fp32 tensor
+    with one number. A checkpoint would lose other state.
 
     Args:
         settings: Fields of [optim] that the groups get: betas, eps, momentum, muon_momentum.
-        state_bytes: Bytes of fp32 state per parameter, for the estimate of memory.
-        needs_whole_tensors: True if a step needs whole tensors, for instance for norms. It then runs only without ZeRO.
+        state_bytes: Function that returns the bytes of fp32 state per parameter, for the estimate of memory.
+        needs_whole_tensors: True if a step needs whole tensors, for instance for norms. The optimizer then runs only
+            without ZeRO.
     """
     unknown = [setting for setting in settings if setting not in OptimSection.model_fields]
     if unknown:
-        raise ConfigError(f"optimizer {name!r}: [optim] has no setting {unknown[0]!r}.")
+        raise ConfigError(f"optimizer {name!r}: [optim] has no setting {unknown[0]!r}. Name only fields of [optim].")
     kind = OptimizerKind(settings, state_bytes, needs_whole_tensors, build=build)
     add_row(OPTIMIZERS, name, kind, what="optimizer")
 
@@ -122,14 +125,15 @@ def register_metric(
     """Add a number to training and evaluation records: metrics.jsonl, TensorBoard, console and report.
 
     `measure(record)` runs on rank 0. It gets the other numbers of a record, read-only (docs/monitoring.md lists them).
-    It returns the number, or None if the record lacks what it needs. If it raises, the number is left out and the run
-    continues.
+    It returns the new number, or None if the record lacks what `measure` needs. If `measure` raises an error, the
+    number is left out and the run continues.
 
     Args:
-        form: Format specification on the console, for instance ".3f". An empty one means that it is not shown there.
-        label: Text before the number on the console.
+        form: Format specification on the console, for instance ".3f". With an empty one the console does not show the
+            number.
+        label: Text before the number on the console. By default it is the name.
         unit: Text after the number on the console.
-        curve: How reports draw the number over the steps. With None it is not drawn.
+        curve: Curve of the number in reports. With None there is no curve.
     """
     row = Metric(name, form, label or name, unit, drop=12, curve=curve, measure=measure)
     add_row(METRICS, name, row, what="metric")
@@ -138,8 +142,9 @@ def register_metric(
 def register_source(name: str, read: Callable[[str], Iterable[str]]) -> None:
     """Add a text source for `txl prepare`.
 
-    The input `NAME:REST` means the documents that `read(REST)` yields, in order. The source is read once per
-    preparation, like standard input. If `read` raises an error, the preparation ends with a message of one line.
+    With this source, `NAME:REST` is an input that consists of the documents that `read(REST)` yields, in order. The
+    source is read once per preparation, like standard input. If `read` raises an error, the preparation ends with a
+    message of one line.
     """
     add_row(TEXT_SOURCES, name, TextSource(read), what="text source")
 
@@ -156,8 +161,8 @@ def register_tokenizer(
     order of frequency, the most frequent first, because adaptive softmax cuts the vocabulary at ids.
 
     Args:
-        settings: Fields of `Learning` that it uses in addition to end_of_text: vocab_size, min_frequency, lower_case,
-            observed_symbols, double_eos.
+        settings: Fields of `Learning` that `learn` uses in addition to end_of_text: vocab_size, min_frequency,
+            lower_case, observed_symbols, double_eos.
     """
     kind = tokenizer.kind
     add_row(KINDS, kind, tokenizer, what="tokenizer")

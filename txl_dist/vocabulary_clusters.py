@@ -2,8 +2,8 @@
 
 The host groups the tokens before the step runs, so that no operation waits for a `nonzero()` on the device. A cluster's
 rows are the positions of its tokens. They are padded to a multiple of a fixed number or to given sizes, and there is at
-least one row. So every cluster is computed in every step on every rank, which collectives under ZeRO need. The device
-sees few different shapes.
+least one row. So every rank computes every cluster in every step, because collectives under ZeRO need the same
+operations on all ranks. With the padding, the device also sees few different shapes.
 
     ids         7  0  3  9        edges (0, 2, 8, 10): clusters [0, 2), [2, 8), [8, 10)
     cluster 0   rows 1            ids 0
@@ -25,32 +25,33 @@ import numpy.typing as npt
 from txl_dist.errors import ConfigError, DataError
 
 GRID_LEN = 512
-"""Largest number of candidates for a cutoff."""
+"""Maximum number of token ids that `best_cutoffs` tries as a cutoff."""
 ZIPF_EXPONENT = 1.2
 """Exponent a of typical word frequencies, which are proportional to rank ** -a."""
 RUNG_ROWS = 32
-"""Number that divides the numbers of rows on the size ladder, because tiles of tensor cores have that many rows."""
+"""Divisor of all numbers of rows in `size_ladder`. Tiles of tensor cores have that many rows."""
 LOWEST_SHARE = 0.2
-"""Number of tokens per tail on the lowest rung of the size ladder, as a share of the tail's typical number."""
+"""Share of a cluster's typical number of tokens for which the smallest sizes of `size_ladder` have room."""
 RUNG_GROWTH = 1.5
-"""Factor of the number of tokens from one rung of the size ladder to the next."""
+"""Factor of the number of tokens from one tuple of sizes in `size_ladder` to the next."""
 SPREAD = 2.0
-"""Extra rows on a rung of the size ladder above the mean number of tokens, in standard deviations of independently
-drawn tokens."""
+"""Additional rows in `size_ladder` above the mean number of tokens, in standard deviations of independently drawn
+tokens."""
 
 
 class ClusterRows(NamedTuple):
-    """Tokens of one cluster, as numpy arrays. The trainer uses the same class with tensors."""
+    """Tokens of one cluster, as numpy arrays [R]. The trainer uses the same class with tensors. R is the padded number
+    of tokens."""
 
     rows: Any
-    """Positions of the cluster's tokens in the flattened ids, [R] int64, ascending. They are padded with the number of
-    ids (one past the end)."""
+    """Positions of the cluster's tokens in the flattened ids, [R] int64, ascending. The padding is the number of ids,
+    which is one past the last position."""
     ids: Any
-    """Ids of the tokens inside the cluster, [R] int64, padded with 0."""
+    """Ids of the tokens relative to the first id of the cluster, [R] int64, padded with 0."""
 
 
 def cluster_edges(cutoffs: Sequence[int], *, vocab_size: int) -> tuple[int, ...]:
-    """Return the first id of every cluster, then the vocabulary size.
+    """Return the edges of the clusters: the first id of every cluster, then the vocabulary size.
 
     Raises ConfigError if these numbers do not increase strictly.
     """
@@ -71,6 +72,7 @@ def partition_by_cluster(
     Raises DataError if an id is outside the vocabulary.
 
     Args:
+        edges: The first id of every cluster, then the vocabulary size, as `cluster_edges` returns them.
         multiple: The number of rows of each cluster is padded to a multiple of this, unless `sizes` is given.
         sizes: The padded number of rows of each cluster. The cluster's tokens must fit.
     """
@@ -79,8 +81,8 @@ def partition_by_cluster(
     highest = flat.max(initial=edges[0])
     if lowest < edges[0] or highest >= edges[-1]:
         raise DataError(
-            f"token ids {flat.min()}..{flat.max()} leave the vocabulary [0, {edges[-1]}). "
-            "The model and the corpus were made with different tokenizers: prepare the corpus again."
+            f"token ids {flat.min()}..{flat.max()} are not all in the vocabulary [0, {edges[-1]}). "
+            "The model and the corpus have different tokenizers: prepare the corpus with the model's tokenizer."
         )
     clusters = []
     for number, (low, high) in enumerate(itertools.pairwise(edges)):
@@ -95,7 +97,7 @@ def partition_by_cluster(
 
 
 def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, ...]:
-    """Count how many of the ids belong to each cluster."""
+    """Return the number of ids in each cluster. `edges` are those of `cluster_edges`."""
     flat = np.asarray(ids).reshape(-1)
     clusters = np.searchsorted(edges[1:-1], flat, side="right")
     counts = np.bincount(clusters, minlength=len(edges) - 1)
@@ -103,7 +105,8 @@ def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, 
 
 
 def _pad_cluster(flat: npt.NDArray[Any], positions: npt.NDArray[np.intp], *, first_id: int, size: int) -> ClusterRows:
-    """Return the rows of the cluster whose tokens are at these positions, padded to `size`."""
+    """Return the rows of one cluster, padded to `size`. `positions` are the places of its tokens in `flat`, the ids of
+    all clusters."""
     rows = np.full(size, flat.size, dtype=np.int64)
     rows[: positions.size] = positions
     ids_inside = np.zeros(size, dtype=np.int64)
@@ -113,11 +116,12 @@ def _pad_cluster(flat: npt.NDArray[Any], positions: npt.NDArray[np.intp], *, fir
 
 @functools.cache
 def size_ladder(edges: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Return several sizes for padding: tuples of the number of rows of each cluster, in ascending order (a ladder).
+    """Return the allowed padded sizes of the clusters: tuples with the number of rows of each cluster, in ascending
+    order.
 
-    They are for `num_tokens` tokens, and the last tuple (the highest rung) fits any text. The first cluster always has
-    room for all tokens, which is little more than it needs. Let a tail have m tokens if words have `typical_shares`.
-    Then its rungs have g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
+    The sizes are for `num_tokens` tokens, and the last tuple fits any text. The first cluster always has room for all
+    tokens, which is little more than it needs. For each other cluster, let m be the number of its tokens if words have
+    `typical_shares`. Then its sizes are g m + 2 sqrt(g m) rows, with g = 0.2, 0.3, 0.45 and so on.
     """
     _, *tail_shares = typical_shares(edges)
     means = [LOWEST_SHARE * num_tokens * share for share in tail_shares]
@@ -133,13 +137,16 @@ def size_ladder(edges: Sequence[int], num_tokens: int) -> tuple[tuple[int, ...],
 
 
 def _round_to_rung_rows(size: float) -> int:
-    """Round a number of rows up to a multiple of RUNG_ROWS."""
+    """Return the number of rows, rounded up to a multiple of RUNG_ROWS."""
     num_tiles = math.ceil(size / RUNG_ROWS)
     return num_tiles * RUNG_ROWS
 
 
 def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int) -> tuple[int, ...]:
-    """Return the smallest sizes of the ladder that have room for these numbers of tokens in the clusters."""
+    """Return the smallest tuple of `size_ladder` that has room for the tokens of each cluster.
+
+    `counts` are the numbers of tokens in the clusters. `num_tokens` is the number of all tokens.
+    """
     for rung in size_ladder(tuple(edges), num_tokens):
         has_room = [count <= size for count, size in zip(counts, rung, strict=False)]
         if all(has_room):
@@ -190,16 +197,18 @@ def best_cutoffs(
 
         (n_0 + num_clusters - 1) w_0  +  sum over tails i >= 1 of  q_i w_i (n_i + 2 W),     q_i = max(p_i, r / S)
 
-    The first term is the head, which is computed for every token. The term 2 W w_i is for the projections at the output
-    and at the input. The factor q_i says that small matrices cost more. Of the S = `step_len` tokens on a device, a
-    cluster computes at least r = `multiple` rows, even if it has fewer tokens (see `partition_by_cluster`).
+    The first term is for the head (cluster 0), which is computed for every token. The other clusters are the tails. The
+    term 2 W w_i is for the projections at the output and at the input. The factor q_i says that small matrices cost
+    more. Of the S = `step_len` tokens on a device, a cluster computes at least r = `multiple` rows, even if it has
+    fewer tokens (see `partition_by_cluster`).
 
     The cost ignores memory, row look-ups, and the higher speed of wide matrix products. It also ignores the loss. With
     div_value > 1 the result gives frequent words narrower embeddings than papers use. The optimum is flat, so round
-    numbers nearby cost the same.
+    numbers near the result cost the same.
 
     Dynamic programming finds the exact optimum among 512 ids in geometric progression, or among all ids of a smaller
-    vocabulary. Raises ConfigError if there cannot be that many clusters.
+    vocabulary. `counts` holds the number of tokens with each id. Raises ConfigError if there cannot be that many
+    clusters.
     """
     below = _shares_below(counts)
     vocab_size = len(below) - 1
@@ -208,7 +217,8 @@ def best_cutoffs(
     if not 1 <= num_clusters <= vocab_size or narrowest == 0:
         raise ConfigError(
             f"{vocab_size} ids of width {width} cannot be cut into num_clusters={num_clusters} with "
-            f"div_value={div_value}: each needs an id and a width. Ask for fewer clusters."
+            f"div_value={div_value}: each cluster needs an id and a width of at least 1. Choose a smaller "
+            "number of clusters."
         )
     if vocab_size > GRID_LEN:
         progression = np.geomspace(1, vocab_size, num=GRID_LEN)
@@ -241,7 +251,8 @@ def best_cutoffs(
 
 
 def _shares_below(counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return, for each id from 0 to V, the share of the tokens whose id is smaller, [V + 1]."""
+    """Return for each id from 0 to V the share of the tokens with a smaller id, [V + 1]. Raises DataError without
+    tokens."""
     running_sums = np.cumsum(np.asarray(counts, dtype=np.int64))
     sums = np.concatenate([[0], running_sums])
     total = sums[-1]

@@ -86,7 +86,7 @@ def refusal(path: Path | str, *wanted: ArtifactKind, what: str = "") -> str:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("corpus", "is a corpus, not a run, a checkpoint or a bundle. Train on it with `txl train"),
+        ("corpus", "is a corpus, not a run, a checkpoint or a bundle. Train on the corpus with `txl train"),
         (
             "export",
             "is a Hugging Face folder, not a run, a checkpoint or a bundle. Make a bundle of it with `txl import",
@@ -108,5 +108,5 @@ def test_a_path_beside_the_right_one_is_answered_with_the_right_one(tmp_path: Pa
     corpus = lay_out(tmp_path / "data/x", LAYOUTS["corpus"][1])
     assert f"Name the folder: {corpus}." in refusal(corpus / "index.json", CORPUS, what="--data")
     (tmp_path / "data/.y.prepare").mkdir()
-    assert "The same `txl prepare` continues it" in refusal(tmp_path / "data/y", CORPUS)
+    assert "Repeat the same `txl prepare`" in refusal(tmp_path / "data/y", CORPUS)
     assert refusal(tmp_path / "data/z", CORPUS, what="--data").startswith(f"--data {tmp_path}/data/z does not exist")

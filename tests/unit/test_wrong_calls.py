@@ -30,7 +30,7 @@ STEP = "runs/x/checkpoints/step_000000004"
 PATHS: list[tuple[str, str]] = [
     ("evaluate data/x", "data/x is a corpus, not .* `txl train CONFIG --data.path data/x`.* `txl inspect data/x`"),
     ("evaluate hf", "hf is a Hugging Face folder.* `txl import hf BUNDLE --format huggingface`"),
-    ("evaluate runs", "holds runs/x. Name one of them"),
+    ("evaluate runs", "contains runs/x. Give one of these paths"),
     ("evaluate runs/y", "runs/y does not exist. Name .*: runs has runs/x"),
     ("evaluate bundles/x", "is a bundle, which names no corpus. Name a corpus with --data"),
     ("evaluate runs/x --data runs/x", "--data runs/x is a run, not a corpus"),
@@ -53,7 +53,7 @@ PATHS: list[tuple[str, str]] = [
     ("export runs/x runs/x", "runs/x is a run, not a bundle. Choose another output folder"),
     ("export runs/x bundles/x --format onnx", "bundles/x is a bundle, not a folder of ONNX graphs. Choose another"),
     ("export runs/x hf --format huggingface-code", "hf is a Hugging Face folder, not .* with its own code. Choose"),
-    ("evaluate graphs", "graphs is a folder of ONNX graphs, not .* ONNX Runtime runs it; use the run or the bundle"),
+    ("evaluate graphs", "graphs is a folder of ONNX graphs, not .* ONNX Runtime runs these graphs. Use the run or bundle"),
     ("import runs/x out --format original", "ours already: `txl export runs/x BUNDLE`"),
     ("import hf out --format nvidia", "Give --format huggingface"),
     ("import data/x out --format original", "data/x is a corpus"),

@@ -14,15 +14,15 @@ def learning_rate(step: int, optim: OptimSection, *, max_steps: int) -> float:
     In the warm-up the rate grows linearly and reaches `lr` at update number `warmup_steps`. Then it depends on
     `optim.schedule`. Here min is `min_lr`, and x is the finished share of the steps after the warm-up:
 
-            cosine             min + (lr - min) (1 + cos(pi x)) / 2                  NVIDIA, original TensorFlow
-            cosine_from_start  the same with x = step / max_steps, so that the       original PyTorch
-                               rate jumps down where the warm-up ends
-            inverse_sqrt       lr sqrt(max(1, warmup) / update), at least min        Noam (labml) if lr is
-                                                                                     1 / sqrt(width * warmup)
-            linear             lr + (min - lr) x
-            wsd                lr, and in the last cooldown_fraction of max_steps    MiniCPM (arXiv 2404.06395)
-                               lr + (min - lr) y, y the share of these steps done
-            constant           lr
+        cosine             min + (lr - min) (1 + cos(pi x)) / 2                  NVIDIA, original TensorFlow
+        cosine_from_start  the same with x = step / max_steps, so that the       original PyTorch
+                           rate jumps down where the warm-up ends
+        inverse_sqrt       lr sqrt(max(1, warmup) / update), at least min        Noam (labml) if lr is
+                                                                                 1 / sqrt(width * warmup)
+        linear             lr + (min - lr) x
+        wsd                lr, and in the last cooldown_fraction of max_steps    MiniCPM (arXiv 2404.06395)
+                           lr + (min - lr) y, y the share of these steps done
+        constant           lr
     """
     lr = optim.lr
     min_lr = optim.min_lr

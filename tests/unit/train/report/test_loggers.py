@@ -142,7 +142,7 @@ def test_a_folder_of_tensorboard_that_becomes_a_file_is_said_once_and_costs_noth
         report.close()
     warnings = [message for level, message in lines if level == "WARNING"]
     assert len(warnings) == 2
-    assert "TensorBoard cannot be written" in warnings[0]
+    assert "TensorBoard cannot write" in warnings[0]
     assert "TensorBoard can write again. It has lost 3 records" in warnings[1]
     assert scalars(folder) == [(50, 2.0)]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
@@ -268,9 +268,9 @@ def test_weights_and_biases_that_fails_never_ends_a_run(
             report.write("train", {**TRAIN_RECORD, "step": step})
         report.close()
     warnings = [message for level, message in lines if level == "WARNING"]
-    assert "WeightsAndBiases cannot be written" in warnings[0]
+    assert "WeightsAndBiases cannot write" in warnings[0]
     assert "the server is away" in warnings[0]
-    assert "it lacks 2 records" in warnings[1]
+    assert "It has lost 2 records" in warnings[1]
     assert [value["step"] for name, value in wandb.calls if name == "log"] == [30]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 

@@ -81,6 +81,6 @@ def test_steps_are_read_with_both_ends() -> None:
 @pytest.mark.parametrize("text", ["5", "7:3", "0:2", "-1:2", "9:11", "1:2:3", "a:b", "1.5:2", ":"])
 def test_what_names_no_steps_is_refused_with_the_remedy(text: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"1 <= FIRST <= LAST <= train.max_steps = 10; for instance --profile 10:10\."
+        ConfigError, match=r"1 <= FIRST <= LAST <= train.max_steps = 10, for instance --profile 10:10\."
     ):
         parse_steps(text, max_steps=10)
