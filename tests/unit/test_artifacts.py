@@ -89,7 +89,7 @@ def refusal(path: Path | str, *wanted: ArtifactKind, what: str = "") -> str:
         ("corpus", "is a corpus, not a run, a checkpoint or a bundle. Train on the corpus with `txl train"),
         (
             "export",
-            "is a Hugging Face folder, not a run, a checkpoint or a bundle. Make a bundle of it with `txl import",
+            "is a Hugging Face folder, not a run, a checkpoint or a bundle. Convert the folder to a bundle with `txl import",
         ),
         ("settings", "is not a run, a checkpoint or a bundle: it has no config.toml (a run), state.json"),
     ],
@@ -100,9 +100,9 @@ def test_the_wrong_kind_is_named_with_what_one_does_with_it(name: str, remedy: s
 
 def test_a_path_beside_the_right_one_is_answered_with_the_right_one(tmp_path: Path) -> None:
     run = lay_out(tmp_path / "runs/first", LAYOUTS["run without settings"][1])
-    assert f"holds {run}. Name one" in refusal(tmp_path / "runs", *TRAINED)
-    assert f"holds {list_checkpoints(run)[0]}. Name one" in refusal(run / "checkpoints", CHECKPOINT)
-    assert f"holds {list_checkpoints(run)[0]}. Name one" not in refusal(run, CHECKPOINT)
+    assert f"contains {run}. Give one" in refusal(tmp_path / "runs", *TRAINED)
+    assert f"contains {list_checkpoints(run)[0]}. Give one" in refusal(run / "checkpoints", CHECKPOINT)
+    assert f"contains {list_checkpoints(run)[0]}. Give one" not in refusal(run, CHECKPOINT)
     assert f"Did you mean {run}?" in refusal(tmp_path / "runs/frist", *TRAINED)
     assert f"{run} " in refusal(tmp_path / "runs/other", RUN).replace(".", " ")
     corpus = lay_out(tmp_path / "data/x", LAYOUTS["corpus"][1])
