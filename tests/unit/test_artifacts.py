@@ -89,7 +89,8 @@ def refusal(path: Path | str, *wanted: ArtifactKind, what: str = "") -> str:
         ("corpus", "is a corpus, not a run, a checkpoint or a bundle. Train on the corpus with `txl train"),
         (
             "export",
-            "is a Hugging Face folder, not a run, a checkpoint or a bundle. Convert the folder to a bundle with `txl import",
+            "is a Hugging Face folder, not a run, a checkpoint or a bundle. Convert the folder to a bundle with "
+            "`txl import",
         ),
         ("settings", "is not a run, a checkpoint or a bundle: it has no config.toml (a run), state.json"),
     ],
