@@ -1,1 +1,1 @@
-"""From text to the segments of a training step: sources, shards, lanes, streams. Knows no model and no cutoffs."""
+"""Data of a run: preparing, storing, verifying and reading corpora. This package does not depend on the model."""

@@ -1,12 +1,12 @@
 """The files of a corpus, written by prepare/shard_writer.py and read by loader/corpus.py.
 
     CORPUS/
-      index.json                 written last: everything else is described and hashed here
+      index.json                 describes and hashes all other files, and is written last
       tokenizer.json
       train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000017.npy ...
       train-000000.tar.idx       one 16-byte record per document
       train-counts.npy           how often each id occurs in the split (int64)
-      prepared.json              hashes of what it was prepared from; readers do not need it
+      prepared.json              hashes of the sources of the corpus, which no reader needs
       valid-000000.tar ...
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids on.
@@ -15,8 +15,8 @@
   a short document would take more bytes for headers than for tokens.
 - A record says where the document's tokens are in the tar, so that a reader maps the file and never parses it.
 - Equal input gives equal bytes: fixed times and owners in the tar, canonical JSON.
-- The whole corpus is written next to its place and moved there in one rename. A kill leaves the folder `.NAME.prepare`,
-  which nothing reads as a corpus. The same command continues from it, and it may be removed.
+- The corpus is written into the folder `.NAME.prepare`, which is renamed to NAME at the end. If `txl prepare` is
+  killed, this folder remains. The same command continues from it, and a user may remove it.
 """
 
 from __future__ import annotations
@@ -38,51 +38,61 @@ TOKENIZER_NAME = "tokenizer.json"
 PREPARED_NAME = "prepared.json"
 RECORD = np.dtype([("offset", "<u8"), ("tokens", "<u4"), ("crc32", "<u4")])
 NPY_HEADER_BYTES = 128
-"""Header of a 1-D array in bytes; a multiple of 64, so that tokens are aligned."""
+"""Size in bytes of the header of a 1-D .npy file. It is a multiple of 64, so that tokens are aligned."""
 
 Tokens = npt.NDArray[Any]
 """1-D array of uint16 or uint32 token ids."""
 
 
 class ShardInfo(NamedTuple):
-    """Entry of one shard in the index."""
+    """Entry of one shard in index.json."""
 
     name: str
+    """File name of the tar."""
     bytes: int
+    """Size of the tar in bytes."""
     documents: int
+    """Number of documents in the shard."""
     tokens: int
+    """Number of tokens in the shard."""
     sha256: str
+    """Hash of the tar."""
     idx_sha256: str
+    """Hash of the file of records, `NAME.tar.idx`."""
 
 
 @dataclass
 class SplitInfo:
-    """Entry of one split in the index."""
+    """Entry of one split in index.json."""
 
     documents: int = 0
+    """Number of documents in the split."""
     tokens: int = 0
+    """Number of tokens in the split, end-of-text included."""
     text_bytes: int = 0
-    """Bytes in UTF-8 that the tokens spell, without end-of-text. Equal to the documents' bytes if nothing is lost."""
+    """Number of UTF-8 bytes that the tokens spell, without end-of-text. It equals the size of the documents in bytes if
+    the tokenizer loses no text."""
     text_characters: int = 0
-    """Number of characters in `text_bytes`: the bytes that begin one."""
+    """Number of characters that the tokens spell, without end-of-text."""
     longest: int = 0
     """Number of tokens of the longest document."""
     changed_documents: int | None = None
-    """Number of documents that their tokens do not spell byte for byte. None: not counted; ask the tokenizer."""
+    """Number of documents whose tokens do not spell the original text byte for byte. None if it was not counted."""
     unknown_tokens: int | None = None
-    """Number of tokens that stand for something unknown. None: not counted."""
+    """Number of tokens that are the unknown symbol. None if it was not counted."""
     counts_sha256: str = ""
-    """Hash of SPLIT-counts.npy: how often each id occurs (int64), from which cutoffs can be computed."""
+    """Hash of SPLIT-counts.npy, which says how often each id occurs (int64). Cutoffs can be computed from it."""
     shards: list[ShardInfo] = field(default_factory=list)
+    """Entries of the shards of the split, in order."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values for index.json, without those that were not counted."""
+        """Return the entry as JSON values for index.json. Values that were not counted are left out."""
         counted = {name: value for name, value in asdict(self).items() if value is not None}
         return counted | {"shards": [shard._asdict() for shard in self.shards]}
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> SplitInfo:
-        """Read the values of index.json. Raises ValueError, KeyError or TypeError for other values."""
+        """Make an entry from its values in index.json. Raises ValueError, KeyError or TypeError if they are invalid."""
         shards = [typed(ShardInfo, shard) for shard in values["shards"]]
         return typed(SplitInfo, {**values, "shards": shards})
 
@@ -90,7 +100,7 @@ class SplitInfo:
 def index_of(
     tokenizer: Tokenizer, *, dtype: np.dtype[Any], splits: Mapping[str, SplitInfo], statistics: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the content of index.json, except its own hash."""
+    """Return the content of index.json as JSON values, without the hash of the index itself."""
     return {
         "format_version": FORMAT_VERSION,
         "dtype": dtype.name,
@@ -103,19 +113,19 @@ def index_of(
 
 
 def counts_name(split: str) -> str:
-    """Return the name of the file that says how often each id occurs."""
+    """Return the name of the file that says how often each id occurs in a split."""
     return f"{split}-counts.npy"
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the type of the ids on disk, little-endian on every machine."""
+    """Return the type of the token ids in shards: little-endian uint16 for up to 65,536 ids, otherwise uint32."""
     if vocab_size <= 1 << 16:
         return np.dtype("<u2")
     return np.dtype("<u4")
 
 
 def npy_bytes(array: npt.NDArray[Any]) -> bytes:
-    """Return the bytes of a .npy file."""
+    """Return the content of a .npy file that holds the array."""
     buffer = io.BytesIO()
     np.save(buffer, array)
     return buffer.getvalue()

@@ -1,8 +1,9 @@
-"""Worker processes of preparing and verifying: results come in the order of the tasks, and few tasks are in flight.
+"""Worker processes of `txl prepare` and `txl verify`, which return results in the order of the tasks.
 
-Processes are spawned, not forked, since threads of the tokenizer library do not survive a fork. One worker means the
-present process, without the cost of a start. A worker that is killed is an error, not a wait. Workers end with the
-process that started them, even if that one is killed.
+Few tasks are in flight at a time. Processes are spawned, not forked, because threads of the tokenizer library do not
+survive a fork. With one worker, tasks run in the present process, without the cost of a start. If a worker is killed,
+the caller gets an error and does not wait. Workers end with the process that started them, even if that process is
+killed.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Pool in which tasks run."""
+    """Pool of worker processes. Without an `executor`, tasks run in the present process."""
 
     def __init__(self, executor: ProcessPoolExecutor | None, num_workers: int) -> None:
         self._executor = executor
         self._max_in_flight = num_workers + 2
 
     def in_order(self, function: Callable[[Task], Result], tasks: Iterable[Task]) -> Iterator[Result]:
-        """Yield `function` of each task, in the order of the tasks. Tasks are taken only as fast as they are done.
+        """Yield the result of `function` for each task, in the order of the tasks.
 
-        `function` and the tasks have to be picklable. Raises what `function` raises, for the first task that fails,
-        and DataError if a worker died.
+        At most `num_workers` + 2 tasks are taken from `tasks` before their results are ready. `function` and the tasks
+        must be picklable. Raises the exception of the first task that fails, and DataError if a worker was killed.
         """
         if self._executor is None:
             yield from map(function, tasks)
@@ -52,14 +53,14 @@ class Workers:
                 yield in_flight.popleft().result()
         except BrokenProcessPool as error:
             raise DataError(
-                "a worker process was killed, perhaps because memory ran out. What is finished is kept: run the same "
-                "command again, with fewer --num-workers if memory was short."
+                "a worker process was killed, perhaps because host memory ran out. Run the same command again, with a "
+                "smaller --num-workers if memory ran out. `txl prepare` keeps the work that is finished."
             ) from error
 
 
 @contextmanager
 def start_workers(num_workers: int) -> Iterator[Workers]:
-    """Start processes that end with the block; with 1, tasks run in the present process."""
+    """Start `num_workers` processes that end with the block. With one worker, tasks run in the present process."""
     if num_workers == 1:
         yield Workers(None, 1)
         return
@@ -80,7 +81,7 @@ def num_cores() -> int:
 
 
 def _begin_worker(plugins: Sequence[str]) -> None:
-    """Set up a worker process."""
+    """Set up a worker process: one thread per library, Ctrl-C ignored, and the plugins loaded."""
     # The tokenizer library starts a thread per core in each process; there is a process per core already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -90,9 +91,10 @@ def _begin_worker(plugins: Sequence[str]) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends.
+    """Wait until the parent process ends, and then end this worker.
 
-    A worker holds both ends of the queue that it reads, so it would wait for a killed parent for ever.
+    Otherwise a worker would wait forever after its parent was killed, because it holds both ends of the queue that it
+    reads.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -1,7 +1,7 @@
-"""Interface of the storage of a corpus: its small files, and random access to its shards.
+"""Interface to the files of a corpus: small files as a whole, and random access to shards.
 
-Implementations: `local` for folders, `cache` and `ranges` for URLs. `loader.corpus.Shard` checks what comes from any of
-them.
+Implementations: `local` for folders, `cache` and `ranges` for URLs. `loader.corpus.Shard` checks the bytes that an
+implementation returns.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ REMEDY = "Restore the file from a copy, or run `txl prepare` again."
 
 
 class Payload(Protocol):
-    """Bytes of one open shard."""
+    """Interface of an open shard, which returns any range of the shard's bytes."""
 
     remedy: str
-    """Advice for the user if they are damaged, for messages."""
+    """Advice to print if the bytes of the shard are damaged."""
 
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return bytes of the file, possibly a view of it. Raises DataError if they cannot be read.
+        """Return `num_bytes` bytes of the shard from `offset` on, possibly as a view of the mapped file.
 
-        With `crc32` a reader over a network fetches bytes again that lack it. The caller still has to check them.
+        If `crc32` is given, a reader over a network fetches the bytes again when their crc32 differs. The caller must
+        still check the bytes. Raises DataError if they cannot be read.
         """
 
 
 class Storage(ABC):
-    """Files of one corpus."""
+    """Interface to the files of one corpus, in a folder or at a URL."""
 
     location: str
-    """Folder or URL, for messages."""
+    """Folder or URL of the corpus, for messages."""
 
     def name_of(self, file: str) -> str:
         """Return the path or URL of a file, for messages."""
@@ -44,25 +45,32 @@ class Storage(ABC):
 
     @abstractmethod
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        """Read a small file whole. Raises DataError if it cannot be read, or lacks the `sha256` if one is given."""
+        """Return the content of a small file.
+
+        Raises DataError if the file cannot be read, or if its sha256 differs from `sha256`, unless that is empty.
+        """
 
     @abstractmethod
     def open_payload(self, info: ShardInfo) -> Payload:
-        """Open a shard for random access. Raises DataError if it is missing or has another size."""
+        """Open a shard for random access. Raises DataError if the shard is missing or has another size than `info`
+        says."""
 
     @abstractmethod
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """Raise DataError if a shard is missing or has another size, as far as that is cheap to find out."""
+        """Raise DataError if a shard is missing or has another size than its `info` says.
+
+        A storage in which sizes are expensive to find out does not check them.
+        """
 
     @abstractmethod
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Prepare for these shards to be opened soon. It is only a hint."""
+        """Prepare for these shards to be opened soon. A storage may ignore this hint."""
 
 
 def check_size(name: str, num_bytes: int, info: ShardInfo) -> None:
-    """Raise DataError if a shard has another size than the index says.
+    """Raise DataError if the size of a shard differs from the index.
 
-    Other readers of tars do not notice a file that is cut between two members.
+    This detects a tar that was truncated between two members. Other readers of tars take such a tar for complete.
     """
     if num_bytes != info.bytes or not num_bytes:
         raise DataError(

@@ -1,19 +1,19 @@
 """Cache of whole shards of corpora at URLs, in a folder that all processes of a node share.
 
     CACHE/
-      HASH-train-000003.tar             a shard; its size and sha256 were checked before it got this name
-      HASH-train-000003.tar.lock        held by the process that downloads it; the others wait for that download
-      HASH-train-000004.tar.R.N.part    a download under way that will have N bytes, or a killed one
-      cache.lock                        held while room is made
+      HASH-train-000003.tar             a shard, which got this name after its size and sha256 were checked
+      HASH-train-000003.tar.lock        locked by the process that downloads the shard, while other processes wait
+      HASH-train-000004.tar.R.N.part    a download of N bytes that is in progress or was killed
+      cache.lock                        locked while a process removes shards
 
-- A name begins with the hash of the content. So shards of equal names from two corpora do not collide, and a shard that
-  was prepared again is another file. The name is the proof, and opening checks only the size.
-- A shard is in use while any process of the node has it mapped. The map holds a shared flock, which the kernel drops
-  with the process, however it ends. Room is made by removing the least recently opened shards that are not in use.
-- A file that is not named like a shard of the cache is not touched.
+- A file's name begins with a hash of its content. So shards with the same name from two corpora do not collide, and a
+  shard that was prepared again gets another name. Opening a shard checks only its size.
+- A shard is in use while any process of the node has it mapped. The map holds a shared flock, which the kernel releases
+  when the process ends for any reason. A full cache removes the least recently opened shards that are not in use.
+- Files that are not named like a shard of the cache are neither read nor removed.
 
-Limitations: bits that flip on the disk later are found by the crc32 of their document, not here. Empty lock files
-stay, since removing them would let two processes hold one lock. Small files are not cached.
+Limitations: damage that happens on the disk later is found by the crc32 of each document, not by the cache. Empty lock
+files are not removed, because then two processes could hold the same lock. Small files are not cached.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from txl_dist.errors import UnreachableError
 from txl_dist.io.files import flush_folder, open_new, sha256_of_file
 
 NUM_PREFETCHERS = 4
-"""Number of downloads of a process that run ahead of the reader."""
+"""Maximum number of shards that a process downloads at the same time before they are opened."""
 
 _CACHE_FILE = re.compile(r"[0-9a-f]{32}-.+?(\.(?P<bytes>\d+)\.part)?(?<!\.lock)")
 _POLL_S = 0.05
@@ -53,10 +53,16 @@ _MAX_POLLS = 20
 
 
 class CachedStorage(RemoteStorage):
-    """Storage that downloads a shard when it is opened, or before, and maps it."""
+    """Storage of a corpus at a URL, which downloads whole shards into a cache folder and maps them into memory.
+
+    A shard is downloaded when it is opened, or before that by `prefetch`.
+    """
 
     def __init__(self, origin: Origin, *, folder: Path, max_bytes: int, retries: int) -> None:
-        """Cache the origin's shards in `folder`. Raises UnreachableError if the folder cannot be made."""
+        """Cache the shards of `origin` in `folder`, with at most `max_bytes` bytes in all.
+
+        A failed download is tried again up to `retries` times. Raises UnreachableError if the folder cannot be made.
+        """
         super().__init__(origin, retries=retries)
         with _errors_of(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -74,12 +80,18 @@ class CachedStorage(RemoteStorage):
 
     @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """Open a shard. Raises DataError as `Storage` does, or if the cache has no room or cannot be used."""
+        """Open a shard, after downloading it if the cache does not contain it.
+
+        Raises DataError as `Storage.open_payload` does, or if the cache has no room or cannot be used.
+        """
         return self._open(info, patient=True)
 
     @override
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Download shards in daemon threads. A download does not delay the exit; it leaves a part file then."""
+        """Download these shards in background threads.
+
+        The threads do not delay the end of the process. A download that is interrupted by the end leaves a part file.
+        """
         with self._hints_lock:
             self._hints.update((info.name, info) for info in infos)
             while self._num_prefetchers < min(NUM_PREFETCHERS, len(self._hints)):
@@ -87,7 +99,7 @@ class CachedStorage(RemoteStorage):
                 threading.Thread(target=self._work, name="txl-cache", daemon=True).start()
 
     def _work(self) -> None:
-        """Download hinted shards until there are none."""
+        """Download shards that `prefetch` has listed until none is left."""
         while True:
             with self._hints_lock:
                 if not self._hints:
@@ -100,7 +112,10 @@ class CachedStorage(RemoteStorage):
                 logger.debug("no prefetch of %s: %s", self.name_of(info.name), error)
 
     def _open(self, info: ShardInfo, *, patient: bool) -> MappedPayload:
-        """Open a shard, downloading it if needed. Without `patient` a wait for a process or a retry is an error."""
+        """Open a shard, after downloading it if the cache does not contain it.
+
+        Without `patient` the method raises an error where it would wait for another process or try again.
+        """
         path = self.path_of(info)
         name = self.name_of(info.name)
         payload = self._open_kept(path, info)
@@ -112,7 +127,7 @@ class CachedStorage(RemoteStorage):
             if payload is not None:
                 return payload
             if path.exists():
-                logger.warning("%s was cut or replaced; it is fetched again from %s", path, name)
+                logger.warning("%s was truncated or replaced. It is downloaded again from %s", path, name)
             if patient:
                 retries = self._retries
             else:
@@ -120,7 +135,7 @@ class CachedStorage(RemoteStorage):
             return retrying(lambda: self._download(path, info, patient=patient), what=name, retries=retries)
 
     def _open_kept(self, path: Path, info: ShardInfo) -> MappedPayload | None:
-        """Map the shard if it is in the cache and has its size."""
+        """Return the mapped shard, or None if the cache does not contain the shard with its right size."""
         with _errors_of(self._folder), suppress(FileNotFoundError), path.open("rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_SH)
             # False if the shard was removed before this process got the lock.
@@ -133,21 +148,21 @@ class CachedStorage(RemoteStorage):
 
     def _mapped(self, stream: IO[bytes], path: Path, info: ShardInfo) -> MappedPayload:
         remedy = (
-            f"It was read from the cache: remove {path}, so that it is fetched again. If that does not help, restore "
-            f"{self.name_of(info.name)} from a copy, or run `txl prepare` again."
+            f"The shard was read from the cache. Remove {path}, and the shard is downloaded again. If the new copy is "
+            f"damaged too, restore {self.name_of(info.name)} from a copy, or run `txl prepare` again."
         )
         return MappedPayload(stream, remedy=remedy)
 
     def _download(self, path: Path, info: ShardInfo, *, patient: bool) -> MappedPayload:
-        """Download and map a shard in one try. The caller holds the lock on the shard."""
+        """Download a shard, with one try, and map it into memory. The caller holds the shard's download lock."""
         part, stream = self._reserve(path, info, patient=patient)
         try:
             self._origin.download(info.name, part)
             num_bytes = part.stat().st_size
             if num_bytes != info.bytes:
-                raise OSError(f"{num_bytes} of {info.bytes} bytes came")
+                raise OSError(f"{num_bytes} instead of {info.bytes} bytes were received")
             if sha256_of_file(part) != info.sha256:
-                raise DamageError("damaged, its sha256 is not the one in the index")
+                raise DamageError("the file is damaged: its sha256 differs from the index")
             os.fsync(stream.fileno())
             with self._room_lock():
                 part.replace(path)
@@ -170,7 +185,7 @@ class CachedStorage(RemoteStorage):
             except Timeout:
                 if not patient:
                     raise
-                logger.info("%s is being downloaded already: waiting", path.name)
+                logger.info("waiting for another process, which is downloading %s", path.name)
                 lock.acquire()
         try:
             yield
@@ -181,9 +196,11 @@ class CachedStorage(RemoteStorage):
         return FileLock(self._folder / "cache.lock")
 
     def _reserve(self, path: Path, info: ShardInfo, *, patient: bool) -> tuple[Path, IO[bytes]]:
-        """Make room for a shard. Returns (path of an empty part file, the same file, open and locked as in use).
+        """Make room in the cache for a shard, and create an empty part file whose name says how many bytes it will
+        need.
 
-        The file's name says how many bytes it will need. Raises UnreachableError if there is no room.
+        Returns (path of the part file, the open part file, which is locked as in use). Raises UnreachableError if the
+        cache has no room.
         """
         # Each try has a name of its own: a download that was given up may still open and write its file.
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{info.bytes}.part")
@@ -211,9 +228,9 @@ class CachedStorage(RemoteStorage):
             time.sleep(_POLL_S)
 
     def _make_room(self, num_bytes: int) -> tuple[bool, bool]:
-        """Remove unused shards to fit `num_bytes` more, or none if that is not enough.
+        """Remove unused shards until `num_bytes` more bytes fit. If they cannot fit, remove nothing.
 
-        Returns (whether so many bytes fit now, whether downloads are under way).
+        Returns (whether the bytes fit now, whether another download is in progress).
         """
         kept = sorted(self._each_kept(), key=lambda file: file.opened_ns)
         excess = sum(file.bytes for file in kept) + num_bytes - self._max_bytes
@@ -234,7 +251,7 @@ class CachedStorage(RemoteStorage):
         return excess <= 0, is_downloading
 
     def _each_kept(self) -> Iterator[_KeptFile]:
-        """Yield the shards and part files of the cache."""
+        """Yield the shards and part files in the cache folder."""
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 match = _CACHE_FILE.fullmatch(entry.name)
@@ -246,15 +263,17 @@ class CachedStorage(RemoteStorage):
 
 
 class _KeptFile(NamedTuple):
-    """Shard or part file in the cache."""
+    """Shard or part file in the cache folder."""
 
     path: Path
     bytes: int
+    """Size in bytes. For a part file this is the size of the complete shard."""
     opened_ns: int
+    """Time at which the file was last opened, in nanoseconds since 1970."""
 
 
 def _is_unused(path: Path, locks: ExitStack) -> bool:
-    """Return whether no process uses a file. If so, none can begin to until `locks` are released."""
+    """Return whether no process uses a file. If so, no process can begin to use the file until `locks` are released."""
     with suppress(FileNotFoundError):
         stream = locks.enter_context(path.open("rb"))
         try:
@@ -266,7 +285,7 @@ def _is_unused(path: Path, locks: ExitStack) -> bool:
 
 @contextmanager
 def _errors_of(folder: Path) -> Iterator[None]:
-    """Raise UnreachableError in place of an OSError of the cache folder."""
+    """Replace an OSError of the block by an UnreachableError that names the cache folder."""
     try:
         yield
     except Timeout:

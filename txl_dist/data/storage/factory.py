@@ -1,11 +1,11 @@
-"""Choice of a corpus's storage by its location.
+"""Chooses the storage of a corpus by the location of the corpus.
 
-    folder                 shards are mapped into memory, nothing is copied: local.py
+    folder                 shards are mapped into memory and not copied: local.py
     URL, cache_dir set     a whole shard is downloaded once per node, checked by size and sha256, then mapped: cache.py
-    URL, no cache_dir      the bytes of one document at a time, in ranges: ranges.py
-    pipe:COMMAND {file}    as a URL with cache_dir, by a shell command; only if data.allow_protocols names pipe
+    URL, no cache_dir      each document is read by a range request: ranges.py
+    pipe:COMMAND {file}    like a URL with cache_dir, but a shell command reads the files: remote.py
 
-Readers see one interface, `Storage`.
+All of them implement the interface `Storage`. The setting data.allow_protocols must name pipe before it is used.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from txl_dist.io.files import path_of
 def open_storage(
     location: str | Path, *, cache_dir: str, cache_gib: float, retries: int, allow_protocols: Sequence[str]
 ) -> Storage:
-    """Open the storage of a folder or URL. The values are those of the settings `data` with these names.
+    """Open the storage of a corpus in a folder or at a URL. The other arguments are settings of the section `data`.
 
-    Raises DataError for a URL whose scheme is not allowed or lacks its package, and for a cache that cannot be used.
+    Raises DataError if the scheme of the URL is not allowed or needs a package that is not installed, or if the cache
+    folder cannot be used.
     """
     url = str(location)
     if re.match(r"[\w+.-]+(://|::)|pipe:", url) is None:
@@ -39,7 +40,7 @@ def open_storage(
         return LocalStorage(Path(url.removeprefix("file://")))
     if protocol == "pipe" and not cache_dir:
         raise DataError(
-            f"{url}: a command can only read whole files. Set data.cache_dir, so that downloaded shards are kept there."
+            f"{url}: a command reads only whole files. Set data.cache_dir to a folder that keeps the downloaded shards."
         )
     if not cache_dir:
         return RangeStorage(UrlOrigin(url, allow=allow_protocols), retries=retries)

@@ -1,13 +1,13 @@
 """Files at URLs: the schemes that may be used, and reads with retries and timeouts.
 
-    check_protocol     known schemes only; one that may run a program has to be allowed by name
-    filesystem_of      the fsspec file system of a URL, or an error naming the package to install
-    retrying           tries again after growing, random waits; in the end an error that names the source
-    watched            an error for a server that accepts a connection and then sends nothing
+    check_protocol     refuses unknown schemes, which may run a program, unless a setting allows them by name
+    filesystem_of      returns the fsspec file system of a URL, or raises an error with the package to install
+    retrying           tries again after growing random waits, and finally raises an error that names the source
+    watched            raises an error if a server accepts a connection and then sends nothing
 
-Readers compare bytes with their hash inside the action that is tried again. So bytes changed on the way are fetched
-again before they are called damaged. Limitations: Python cannot end a thread that hangs in a library, so the
-thread stays.
+Readers compare the bytes with their hash inside the action that is tried again. So bytes that the network has changed
+are fetched again before they are reported as damaged. Limitations: Python cannot end a thread that hangs in a library.
+Such a thread remains until the process ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Result = TypeVar("Result")
 
 PROTOCOLS = ("file", "http", "https", "s3", "gs", "gcs", "az", "abfs", "hf", "memory")
 TIMEOUT_S = 60.0
-"""Seconds without progress after which a read has failed."""
+"""Seconds without progress after which a read fails."""
 BACKOFF_S = 1.0
-"""Mean seconds before the second try; each further wait is twice as long, up to a minute."""
+"""Mean seconds before the second try. Each further wait is twice as long, up to a minute."""
 
 _MAX_WAIT_S = 60.0
 _MIN_BYTES_PER_S = 100_000
@@ -45,13 +45,14 @@ _PACKAGES = {
 
 
 class DamageError(OSError):
-    """Bytes that differ from the index's hash; another try may bring the right ones."""
+    """Received bytes whose hash differs from the index. `retrying` fetches such bytes again."""
 
 
 def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
-    """Return the scheme of a URL. Raises DataError unless it is a usual one or named in `allow`.
+    """Return the scheme of a URL. Raises DataError unless the scheme is in PROTOCOLS or in `allow`.
 
-    Every link of a chain (`zip://a::https://b`) is checked. Its outer links must be in `allow` even if they are usual.
+    In a chain of URLs (`zip://a::https://b`) every scheme is checked, and all schemes before the last must be in
+    `allow`.
     """
     if url.startswith("pipe:"):
         links = [url]
@@ -62,16 +63,17 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         is_outer = number < len(protocols) - 1
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
-                f"{url}: the scheme {protocol!r} is not one of {', '.join(PROTOCOLS)}, and may run programs. "
+                f"{url}: the scheme {protocol!r} may run programs. Always allowed are {', '.join(PROTOCOLS)}. "
                 f"If you trust this scheme, add it to --allow-protocols, or to data.allow_protocols in a configuration."
             )
     return protocols[0]
 
 
 def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
-    """Open a URL's fsspec file system: (file system, path in it).
+    """Return (fsspec file system of a URL, path in this file system).
 
-    Raises DataError if the scheme is not allowed or lacks its package.
+    Raises DataError if the scheme is not allowed, if its package is not installed, or if the file system cannot be
+    opened.
     """
     protocol = check_protocol(url, allow=allow)
     try:
@@ -91,7 +93,7 @@ def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """Return the options of a scheme's file system."""
+    """Return the arguments with which fsspec opens the file system of a scheme."""
     if protocol not in ("http", "https"):
         return {}
     from aiohttp import ClientTimeout
@@ -108,10 +110,11 @@ def _options(protocol: str) -> dict[str, Any]:
 def retrying(
     action: Callable[[], Result], *, what: str, retries: int, sleep: Callable[[float], None] = time.sleep
 ) -> Result:
-    """Return the action's result, after up to `retries` failed tries. `what` is the source, for messages.
+    """Call `action` until it succeeds, at most `retries` + 1 times, and return its result.
 
-    Raises DataError at once if the file is absent, and after the last try if it was damaged each time. Raises
-    UnreachableError at once if access is forbidden, and after the last try if the connection failed each time.
+    `what` names the source in messages. Raises DataError at once if the file does not exist, and after the last try if
+    the bytes were damaged. Raises UnreachableError at once if access is forbidden, and after the last try if the
+    connection failed.
     """
     for attempt in range(1, retries + 2):
         try:
@@ -128,18 +131,24 @@ def retrying(
                     error_type = UnreachableError
                 raise error_type(
                     f"cannot read {what}: {_reason(error)} (try {attempt} of {retries + 1}). "
-                    "Check the address, the network, the credentials and the file there."
+                    "Check the address, the network, the credentials and the file at this address."
                 ) from error
             # Not from the global generator: reading data must not change what is drawn elsewhere.
             mean_wait_s = min(BACKOFF_S * 2 ** (attempt - 1), _MAX_WAIT_S)
             wait_s = mean_wait_s * random.SystemRandom().uniform(0.5, 1.5)
-            logger.warning("%s: %s; try %d of %d in %.1f s", what, _reason(error), attempt + 1, retries + 1, wait_s)
+            logger.warning(
+                "%s: %s. Try %d of %d begins in %.1f s", what, _reason(error), attempt + 1, retries + 1, wait_s
+            )
             sleep(wait_s)
     raise AssertionError("unreachable")
 
 
 def _real(error: Exception) -> Exception:
-    """Return the real error: fsspec raises FileNotFoundError for every failed look at an http file."""
+    """Return the error that made a request fail.
+
+    fsspec raises FileNotFoundError for every failed HTTP request. Unless the file is absent, the cause of that
+    exception is returned.
+    """
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
@@ -151,7 +160,7 @@ def _real(error: Exception) -> Exception:
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether another try would not help."""
+    """Return whether another try would fail in the same way, for instance because access is forbidden."""
     status = getattr(error, "status", None)
     if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError | ImportError):
         return True
@@ -160,7 +169,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Describe an error in a message."""
+    """Return the text of an error, as a part of a message."""
     if isinstance(error, FileNotFoundError):
         return "it does not exist"
     if type(error) in (OSError, DamageError):
@@ -169,10 +178,11 @@ def _reason(error: Exception) -> str:
 
 
 def watched(action: Callable[[], Result], *, progress: Callable[[], int] = lambda: 0, num_bytes: int = 0) -> Result:
-    """Return the action's result. Raises TimeoutError once `progress` has not changed for TIMEOUT_S.
+    """Run `action` in a new thread and return its result. Raises TimeoutError if `progress` does not change for
+    TIMEOUT_S.
 
-    A read of `num_bytes` that shows no progress has longer. The action runs in a thread of its own. After a timeout the
-    thread continues, since not every file system can be interrupted.
+    A read of `num_bytes` bytes that reports no progress gets one more second per 100,000 bytes. After a timeout the
+    thread continues, because not every file system can be interrupted.
     """
     outcome: Future[Result] = Future()
 
@@ -188,6 +198,6 @@ def watched(action: Callable[[], Result], *, progress: Callable[[], int] = lambd
     while not wait([outcome], timeout=timeout_s).done:
         now = progress()
         if now == before:
-            raise TimeoutError(f"nothing came for {timeout_s:g} s")
+            raise TimeoutError(f"no data was received for {timeout_s:g} s")
         before = now
     return outcome.result()

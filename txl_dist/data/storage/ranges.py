@@ -1,8 +1,8 @@
-"""Storage of a corpus at a URL without a cache: small files whole, documents in ranges.
+"""Storage of a corpus at a URL without a cache folder: each document is read by a range request.
 
-Bytes are compared with their sha256 or crc32 inside the retry. So bytes changed on the way are fetched again before
-they are called damaged. Limitations: each document takes one request, which is slow for short ones. A cache folder
-(cache.py) avoids that.
+Bytes are compared with their sha256 or crc32 inside the action that is tried again. So bytes that the network has
+changed are fetched again before they are reported as damaged. Limitations: each document takes one request, which is
+slow for short documents. A cache folder (cache.py) avoids this.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from txl_dist.data.storage.remote import RemoteStorage, UrlOrigin
 from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20
-"""Bytes of documents that are kept. If the documents of a rank's lanes exceeded it, each segment would fetch its whole
-document again."""
+"""Maximum number of bytes of documents that are kept in memory. If the documents that a rank reads at the same time
+exceeded it, each segment would fetch its whole documents again."""
 
 
 class RangeStorage(RemoteStorage):
-    """Storage that reads documents by range requests. It keeps the last ones for lanes that share a document."""
+    """Storage of a corpus at a URL, which reads each document by a range request.
+
+    The documents that were read last are kept in memory, because several segments and lanes (batch rows) can share a
+    document.
+    """
 
     def __init__(self, origin: UrlOrigin, *, retries: int) -> None:
         super().__init__(origin, retries=retries)
@@ -37,17 +41,20 @@ class RangeStorage(RemoteStorage):
 
     @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """Open a shard. One small read around its end checks its size, and that the server supports ranges."""
+        """Open a shard. One small read at its end checks its size, and that the server supports ranges.
+
+        Raises DataError if the check fails.
+        """
         payload = RangePayload(self._ranges, info, recent=self._recent, retries=self._retries)
         payload.check_end()
         return payload
 
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
-        """Do nothing: bytes are fetched only when they are read."""
+        """Do nothing, because bytes are fetched only when they are read."""
 
 
 class RangePayload(Payload):
-    """Bytes of a shard, fetched when they are read."""
+    """Open shard at a URL, whose bytes are fetched when they are read."""
 
     def __init__(self, origin: UrlOrigin, info: ShardInfo, *, recent: _RecentBytes, retries: int) -> None:
         self._origin = origin
@@ -59,7 +66,8 @@ class RangePayload(Payload):
 
     @override
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """Fetch bytes, or return kept ones. Bytes that lack the crc32 are fetched again."""
+        """Return bytes of the shard, from memory if they were read recently. Bytes with another crc32 are fetched
+        again."""
         key = self._info.name, offset, num_bytes
         content = self._recent.get(key)
         if content is None:
@@ -69,7 +77,7 @@ class RangePayload(Payload):
         return np.frombuffer(content, dtype=np.uint8)
 
     def check_end(self) -> None:
-        """Raise DataError if the file is not exactly as long as the index says, or cannot be read in ranges."""
+        """Raise DataError if the size of the file differs from the index, or if the server does not support ranges."""
         retrying(self._fetch_end, what=f"the end of {self._name}", retries=self._retries)
 
     def _fetch_end(self) -> None:
@@ -88,17 +96,17 @@ class RangePayload(Payload):
 
     def _other_size(self, relation: str) -> DataError:
         return DataError(
-            f"{self._name} has {relation} than the {self._info.bytes} bytes that the index says: cut or replaced. "
-            + self.remedy
+            f"{self._name} has {relation} than the {self._info.bytes} bytes that the index says: the file was truncated "
+            "or replaced. " + self.remedy
         )
 
     def _fetch(self, offset: int, num_bytes: int, crc32: int | None) -> bytes:
         content = self._origin.read_range(self._info.name, offset, offset + num_bytes)
         self._check_is_range(content, num_bytes)
         if len(content) < num_bytes:
-            raise OSError(f"only {len(content)} bytes came")
+            raise OSError(f"only {len(content)} of {num_bytes} bytes were received")
         if crc32 is not None and zlib.crc32(content) != crc32:
-            raise DamageError("damaged, its crc32 differs from the record")
+            raise DamageError("the bytes are damaged: their crc32 differs from the record")
         return content
 
     def _check_is_range(self, content: bytes, num_bytes: int) -> None:
@@ -110,7 +118,8 @@ class RangePayload(Payload):
 
 
 class _RecentBytes:
-    """Bytes that were used last, up to a total size. The newest are kept whatever their size."""
+    """Bytes that were read last, kept in memory up to `max_bytes` in all. The newest entry is kept even if it is
+    larger."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

@@ -1,7 +1,7 @@
-"""Remote files of one corpus: at a URL that fsspec knows, or from a shell command.
+"""Remote files of one corpus: at a URL that fsspec can open, or from a shell command.
 
-An origin tries once and raises whatever its library raises; its callers use `fsspec_io.retrying`. Each read is watched:
-it ends in an error if nothing moves.
+An `Origin` tries each read once and raises the exception of its library. Callers try again with `fsspec_io.retrying`. A
+read without progress ends in a TimeoutError.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ from txl_dist.errors import DataError
 
 
 class Origin(ABC):
-    """Remote files of one corpus. Its methods raise what their library raises; callers use `retrying`."""
+    """Interface to the remote files of one corpus.
+
+    Each method tries once and raises the exception of its library. Callers try again with `retrying`.
+    """
 
     location: str
-    """URL or command of the files, for messages."""
+    """URL of the files, or the shell command that reads them, for messages."""
 
     def name_of(self, file: str) -> str:
         """Return the URL of a file, for messages."""
@@ -38,15 +41,15 @@ class Origin(ABC):
 
     @abstractmethod
     def download(self, file: str, path: Path) -> None:
-        """Write a whole file into the local file `path`, in place."""
+        """Write the content of a remote file into the local file `path`, which is not replaced by a new file."""
 
     def sizes(self) -> dict[str, int] | None:
-        """Return the size of each file by its name, or None where there is no listing."""
+        """Return the size of each file in bytes by the file's name, or None if the source has no listing of files."""
         return None
 
 
 class UrlOrigin(Origin):
-    """Folder of an fsspec file system."""
+    """Remote files at a URL, which fsspec reads."""
 
     def __init__(self, url: str, *, allow: Sequence[str] = ()) -> None:
         """Open the URL. Raises DataError as `filesystem_of` does."""
@@ -62,7 +65,10 @@ class UrlOrigin(Origin):
         watched(get, progress=lambda: _size_of(path))
 
     def read_range(self, file: str, start: int, end: int) -> bytes:
-        """Return bytes start to end: fewer if the file ends before, more if the server ignores ranges."""
+        """Return the bytes `start` to `end` - 1 of a file.
+
+        The result is shorter if the file ends before `end`, and longer if the server ignores ranges.
+        """
 
         def cat() -> bytes:
             content: bytes = self._file_system.cat_file(self._path_of(file), start=start, end=end)
@@ -72,7 +78,7 @@ class UrlOrigin(Origin):
 
     @override
     def sizes(self) -> dict[str, int] | None:
-        """Return the sizes, or None: web servers have no listing, and some stores do not permit it."""
+        """Return the size of each file in bytes, or None if the server has no listing or does not permit it."""
         if self._protocol in ("http", "https"):
             return None
         try:
@@ -91,10 +97,13 @@ class UrlOrigin(Origin):
 
 
 class PipeOrigin(Origin):
-    """Standard output of a shell command, `pipe:COMMAND with {file}`, if it succeeds."""
+    """Remote files that a shell command writes to its standard output.
+
+    The location is `pipe:COMMAND`, where COMMAND contains `{file}` in place of a file's name.
+    """
 
     def __init__(self, location: str) -> None:
-        """Set the command. Raises DataError if it does not say where the file's name goes."""
+        """Take the command from the location. Raises DataError if the command does not contain `{file}`."""
         self.location = location
         if "{file}" not in location:
             raise DataError(
@@ -108,7 +117,7 @@ class PipeOrigin(Origin):
 
     @override
     def download(self, file: str, path: Path) -> None:
-        """Run the command. Raises OSError for any exit status but 0 (see `start_command`)."""
+        """Run the command for one file, and write its output to `path`. Raises OSError if its exit status is not 0."""
         command = self.location.removeprefix("pipe:").replace("{file}", shlex.quote(file))
         with path.open("wb") as output, tempfile.TemporaryFile() as complaints:
             process = start_command(command, output=output, complaints=complaints)
@@ -120,14 +129,14 @@ class PipeOrigin(Origin):
             last_output = complaints.read()[-500:].decode(errors="replace").strip()
         if status != 0:
             if last_output:
-                suffix = f", saying: {last_output}"
+                suffix = f" and the output: {last_output}"
             else:
                 suffix = ""
             raise OSError(f"the command ended with exit status {status}{suffix}")
 
 
 class RemoteStorage(Storage):
-    """Base of the storages of an `Origin`: it reads small files, and checks sizes by one listing."""
+    """Base class of the storages at a URL: reads small files, and checks the sizes of shards by a listing."""
 
     def __init__(self, origin: Origin, *, retries: int) -> None:
         self._origin = origin
@@ -140,7 +149,10 @@ class RemoteStorage(Storage):
 
     @override
     def read(self, file: str, *, sha256: str = "") -> bytes:
-        """Download the file each time: these files are small, and read less often than shards."""
+        """Download a small file and return its content.
+
+        The file is not kept, because small files are read less often than shards.
+        """
         with tempfile.TemporaryDirectory(prefix="txl-") as folder:
             path = Path(folder) / "file"
 
@@ -148,14 +160,17 @@ class RemoteStorage(Storage):
                 self._origin.download(file, path)
                 content = path.read_bytes()
                 if sha256 and hashlib.sha256(content).hexdigest() != sha256:
-                    raise DamageError("damaged, its sha256 is not the one in the index")
+                    raise DamageError("the file is damaged: its sha256 differs from the index")
                 return content
 
             return retrying(fetch, what=self.name_of(file), retries=self._retries)
 
     @override
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
-        """Check the sizes in the listing. Without one nothing is checked until a shard is opened."""
+        """Compare the sizes in the remote listing with the index.
+
+        If there is no listing, the size of a shard is checked when the shard is opened.
+        """
         sizes = retrying(self._origin.sizes, what=self.location, retries=self._retries)
         if sizes is None:
             return
@@ -168,10 +183,10 @@ class RemoteStorage(Storage):
 def start_command(
     command: str, *, output: int | IO[bytes], complaints: IO[bytes] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a shell command with its standard output in `output`.
+    """Start a shell command that writes its standard output to `output`.
 
-    Any exit status but 0 means that the output may be cut, 141 (a broken pipe) and 23 included. With bash the status of
-    each command of a pipeline counts.
+    The output may be truncated unless the exit status is 0. This includes the statuses 141 (a broken pipe) and 23. With
+    bash a pipeline fails if any of its commands fails.
     """
     bash = shutil.which("bash")
     if bash:
@@ -182,7 +197,7 @@ def start_command(
 
 
 def end_command(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command that still runs: the shell and the processes that it started."""
+    """Kill a command that is still running, with all processes that it started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

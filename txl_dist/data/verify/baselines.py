@@ -1,9 +1,10 @@
-"""Baselines from counts: the scores that a trained model has to beat on a corpus.
+"""Baselines from counts: losses that a trained model has to beat on a corpus.
 
-Order 0 knows how frequent each token is: p(b) = (c_b + 1) / (N + V). The bigram table also knows the token before:
-p(b | a) = (c_ab + k p(b)) / (c_a + k). Its smoothing k is the best of a few on the validation split, in favour of the
-baseline. Counts come from the train split. Scores are nats per validation token, over all targets in file order.
-Pairs are counted sparsely: memory grows with the number of tokens, not with the vocabulary squared.
+The order-0 baseline predicts each token b from its frequency alone: p(b) = (c_b + 1) / (N + V), for a count c_b of N
+tokens and V ids. The bigram baseline also uses the token a before it: p(b | a) = (c_ab + k p(b)) / (c_a + k). Its
+smoothing k is the best of a few values on the validation split, which favours the baseline. Counts come from the
+training split. Losses are in nats per validation token, over all targets in file order. Only pairs that occur are
+counted, so memory grows with the number of tokens and not with the square of V.
 """
 
 from __future__ import annotations
@@ -18,24 +19,31 @@ from txl_dist.errors import DataError
 
 
 class Baselines(NamedTuple):
-    """Scores of the baselines in nats per validation token."""
+    """Losses of the two count-based baselines, in nats per validation token."""
 
     order0: float
+    """Loss of the order-0 baseline, which uses only the frequency of each token."""
     bigram: float
+    """Loss of the bigram baseline, which also uses the token before."""
     best_k: float
-    """Smoothing of the bigram table that scored best."""
+    """Smoothing k with which the bigram baseline has its lowest loss."""
     num_targets: int
+    """Number of validation tokens that were scored."""
 
 
 def order0_and_bigram(
     train_ids: npt.NDArray[Any], valid_ids: npt.NDArray[Any], *, vocab_size: int, ks: Sequence[float] = (5, 20, 50)
 ) -> Baselines:
-    """Score `valid_ids`, one sequence of concatenated documents, by the counts of `train_ids`.
+    """Score the validation tokens `valid_ids` by counts of the training tokens `train_ids`.
 
-    Raises DataError if either has fewer than two tokens. `Split.read_all` gives the arrays.
+    Both arrays are concatenated documents, as `Split.read_all` returns them. `ks` are the values to try for the
+    smoothing of the bigram baseline. Raises DataError if an array has fewer than two tokens.
     """
     if min(len(train_ids), len(valid_ids)) < 2:
-        raise DataError(f"baselines need two tokens or more; train has {len(train_ids)}, validation {len(valid_ids)}.")
+        raise DataError(
+            f"baselines need two tokens or more in each split, but there are {len(train_ids)} training and "
+            f"{len(valid_ids)} validation tokens."
+        )
     # p(b) of each validation target.
     unigrams = np.bincount(train_ids, minlength=vocab_size)
     probabilities = (unigrams + 1) / (len(train_ids) + vocab_size)
@@ -70,13 +78,13 @@ def order0_and_bigram(
 
 
 def _pairs(ids: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Return one number for each pair of neighbouring ids."""
+    """Return one integer for each pair of neighbouring ids. Equal pairs have equal integers."""
     first_ids = ids[:-1].astype(np.int64)
     pairs: npt.NDArray[np.int64] = first_ids * vocab_size + ids[1:]
     return pairs
 
 
 def _nats(probabilities: npt.NDArray[np.float64]) -> float:
-    """Return the mean of -log p."""
+    """Return the mean of -log p over all probabilities p, in nats."""
     losses = -np.log(probabilities)
     return float(losses.mean())

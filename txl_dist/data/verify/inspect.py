@@ -1,7 +1,8 @@
-"""Contents of a corpus, a shard or a document, and the text that a lane reads at a step: `txl inspect`.
+"""Output of `txl inspect`: the contents of a corpus, a shard or a document, and the text that a lane reads at a step.
 
-Each question has a function that returns facts (JSON values, for programs), and one that turns them into lines for the
-user. Nothing here changes a file. Damage is shown in the place of the damaged document, next to the others.
+A lane is a row of the batch with its own token stream. Functions named `..._facts` return JSON values for programs, and
+functions named `..._lines` turn these values into lines for the user. No function changes a file. For a damaged
+document the damage is shown in place of its text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PREVIEW_LEN = 24
 """Number of tokens of each document in the list of a shard."""
 
 SORTED_ENOUGH = 0.9
-"""Fraction of the best possible share of cluster 0 from which on the ids count as sorted by frequency."""
+"""Smallest share of cluster 0, as a fraction of the best possible share, at which ids count as sorted by frequency."""
 
 _COUNTED = ("documents", "tokens", "text_bytes", "text_characters", "longest")
 
@@ -32,7 +33,10 @@ _TEXT = "\n\t"
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:
-    """Return splits, sizes and statistics from the index. Raises DataError if the tokenizer cannot be read."""
+    """Return the splits, sizes and statistics of a corpus from its index, as JSON values.
+
+    Raises DataError if the tokenizer cannot be read.
+    """
     splits = {}
     for name, split in corpus.splits.items():
         values = {key: getattr(split, key) for key in _COUNTED}
@@ -84,9 +88,9 @@ def corpus_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def cluster_facts(split: Split, cutoffs: Sequence[int]) -> dict[str, Any]:
-    """Return the share of a split's tokens in each cluster of ids.
+    """Return the share of a split's tokens in each cluster of ids, as adaptive softmax would divide them by `cutoffs`.
 
-    Raises ConfigError for cutoffs that do not fit the vocabulary, DataError if the counts cannot be read.
+    Raises ConfigError if the cutoffs do not fit the vocabulary, DataError if the counts of ids cannot be read.
     """
     counts = split.counts()
     edges = cluster_edges(cutoffs, vocab_size=len(counts))
@@ -100,7 +104,7 @@ def cluster_facts(split: Split, cutoffs: Sequence[int]) -> dict[str, Any]:
 
 
 def cluster_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the shares of clusters as lines for the user, with the flag to train with."""
+    """Return the shares of the clusters as lines for the user, with the flag --model.cutoffs for a training."""
     rows = [["cluster", "ids from", "to", "number", f"share of {facts['split']}"]]
     for number, cluster in enumerate(facts["clusters"]):
         first = cluster["first"]
@@ -114,14 +118,17 @@ def cluster_lines(facts: dict[str, Any]) -> list[str]:
     best = facts["best_head"]
     if head < SORTED_ENOUGH * best:
         lines.append(
-            f"the ids are not in order of frequency, so cutoffs save little: as many of the most frequent ids as are "
-            f"in cluster 0 have {100 * best:.2f} % of {facts['split']}"
+            f"the ids are not in order of frequency, so cutoffs save little. If the ids were in order, cluster 0 would "
+            f"contain {100 * best:.2f} % of {facts['split']}"
         )
     return lines
 
 
 def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
-    """Return the split of a shard, and its index in the split. Raises DataError with the shards that exist."""
+    """Return (split that contains the shard, index of the shard in the split).
+
+    Raises DataError that lists the shards of the corpus if there is no shard of this name.
+    """
     if name.lower().endswith(".tar"):
         wanted = name
     else:
@@ -141,9 +148,10 @@ def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
 
 
 def shard_facts(split: Split, index: int, *, max_documents: int) -> dict[str, Any]:
-    """Return the first documents of a shard, each with the beginning of its text, or with its damage.
+    """Return the first `max_documents` documents of a shard as JSON values, each with the beginning of its text.
 
-    Raises DataError if the shard or the tokenizer cannot be read.
+    A damaged document has a description of the damage in place of the text. Raises DataError if the shard or the
+    tokenizer cannot be read.
     """
     shard = split.open_shard(index)
     tokenizer = split.corpus.tokenizer
@@ -186,15 +194,15 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def document_facts(split: Split, index: int, document: int, *, max_tokens: int) -> dict[str, Any]:
-    """Return one document, with the text of its first `max_tokens` tokens.
+    """Return one document of a shard as JSON values, with the text of its first `max_tokens` tokens.
 
-    Raises DataError if there is no such document, or if it is damaged.
+    Raises DataError if there is no such document, or if the document is damaged.
     """
     shard = split.open_shard(index)
     if not 0 <= document < len(shard.lengths):
         raise DataError(
-            f"{shard.name} has no document {document}; it has {len(shard.lengths):,} documents, counted from 0. Name "
-            f"one of these documents."
+            f"{shard.name} has no document {document}. The shard has {len(shard.lengths):,} documents, counted from 0. "
+            f"Name one of these documents."
         )
     ids = shard.document(document)[:max_tokens].tolist()
     return {
@@ -217,9 +225,11 @@ def document_lines(facts: dict[str, Any]) -> list[str]:
 
 
 def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *, lane: int) -> dict[str, Any]:
-    """Return the segment that a lane is trained on next at a state: the place of each piece, and its text.
+    """Return the next training segment of a lane (row of the batch) at `state`, as JSON values.
 
-    `splits` are those of the state's corpora. Raises ConfigError if there is no such lane, DataError for damage.
+    The segment consists of pieces of documents, each with its place in the corpus and its text. `splits` are the
+    training splits of the corpora of `state`. Raises ConfigError if there is no such lane, DataError if a document is
+    damaged.
     """
     if not 0 <= lane < state.num_lanes:
         raise ConfigError(
@@ -258,7 +268,7 @@ def lane_facts(splits: Sequence[Split], state: StreamState, segment_len: int, *,
 
 
 def lane_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the facts of a lane as lines for the user: a table of the pieces, then their text."""
+    """Return the facts of a lane as lines for the user: a table of the pieces, then the text of each piece."""
     keys = ("first", "tokens", "epoch", "shard", "document", "offset")
     rows = [["token", *keys[1:]]]
     for piece in facts["pieces"]:

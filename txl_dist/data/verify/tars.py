@@ -1,13 +1,13 @@
-"""Reader of the samples of a tar, once from front to back: of our own shards in `verify`, of any tars in `reindex`.
+"""Reads the samples of a tar once, from front to back, for `txl verify` and for `txl prepare --reindex`.
 
-- Nothing is extracted, executed or unpickled. Headers are parsed, and arrays are taken from their bytes.
-- A tar must be complete. Other readers take a damaged header, or a cut between two members, for the end. Here the end
-  is two blocks of zeros with nothing after them. Anything else is an error that names the offset.
-- Members that cannot be samples of tokens are refused by name: links, devices, absolute names, `..`, other types of
-  numbers.
-- Memory holds one sample at a time.
+- Nothing is extracted, executed or unpickled. Headers are parsed, and arrays are made from their bytes.
+- A tar must be complete. Other readers take a damaged header, or a truncation between two members, for the end of the
+  tar. Here a tar must end in two blocks of zeros with nothing after them. Otherwise an error names the offset.
+- A member that cannot contain tokens is refused with an error that names it. Examples are links, devices, absolute
+  names, names with `..`, and other types of numbers.
+- Only one sample is in memory at a time.
 
-Not supported: compressed tars, because a record cannot point to their documents.
+Not supported: compressed tars, because the index of a shard cannot point to documents inside compressed data.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from txl_dist.data.storage.base import Payload
 from txl_dist.errors import DataError
 
 CHUNK_BYTES = 1 << 22
-"""Number of bytes that are fetched at once."""
+"""Number of bytes of a tar that are fetched at once."""
 TOKEN_DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 """Types that token ids may have."""
 _BLOCK = tarfile.BLOCKSIZE
@@ -37,15 +37,17 @@ _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)
 
 
 class ForwardReader:
-    """File over the bytes of a shard. Reading forward fetches and hashes each byte once.
+    """File-like reader of a shard, which hashes the bytes while they are read.
 
-    Reading from before the present chunk is possible, and fetches those bytes again.
+    Reading forward fetches and hashes each byte once. Bytes before the present chunk can be read too, but are fetched
+    again.
     """
 
     def __init__(
         self, payload: Payload, num_bytes: int, *, name: str, on_bytes: Callable[[int], object] = lambda _: None
     ) -> None:
-        """Read `num_bytes` bytes of a payload. `on_bytes` is called with the bytes of each fetch, for progress."""
+        """Read the `num_bytes` bytes of `payload`. `on_bytes` is called with the size of each fetch in bytes, for
+        progress."""
         self.name = name
         self.num_bytes = num_bytes
         self._payload = payload
@@ -53,11 +55,11 @@ class ForwardReader:
         self._digest = hashlib.sha256()
         self._window = bytearray()
         self._begin = 0
-        """Offset where the window begins. It ends at the last byte hashed."""
+        """Offset of the first byte of the window. The window ends at the last hashed byte."""
         self._position = 0
 
     def read(self, count: int) -> bytes:
-        """Return `count` bytes, or fewer at the end of the file. Raises DataError if they cannot be read."""
+        """Return `count` bytes, or fewer at the end of the file. Raises DataError if the bytes cannot be read."""
         if count < 0:
             raise ValueError(f"a length of {count} bytes")
         end = min(self._position + count, self.num_bytes)
@@ -74,14 +76,14 @@ class ForwardReader:
         return data
 
     def seek(self, offset: int) -> int:
-        """Move to an offset from the start of the file."""
+        """Set the position of the next read to `offset` bytes from the start of the file, and return the offset."""
         if offset < 0:
             raise ValueError(f"an offset of {offset} bytes")
         self._position = offset
         return offset
 
     def tell(self) -> int:
-        """Return the offset of the next byte."""
+        """Return the offset of the next byte to read."""
         return self._position
 
     def sha256(self) -> str:
@@ -107,13 +109,14 @@ class ForwardReader:
 
 
 class TarSample(NamedTuple):
-    """Documents that share one array in a tar."""
+    """Sample of a tar: one array of tokens, which contains one document or several."""
 
     key: str
+    """Name of the sample, which is the part of its members' names before the first dot."""
     offset: int
     """Offset of the first token in the tar, in bytes."""
     tokens: Tokens
-    """[n] uint16 or uint32, all documents joined."""
+    """[n] token ids of all documents, joined, as uint16 or uint32."""
     starts: npt.NDArray[np.int64]
     """[documents] index of each document's first token, ascending. Documents without a token are left out."""
     num_empty: int
@@ -124,7 +127,9 @@ class _Array(NamedTuple):
     """Array in a tar: the tokens of a sample, or the starts of its documents."""
 
     key: str
+    """Name of the sample to which the array belongs."""
     is_starts: bool
+    """True for the starts of documents, False for tokens."""
     member: str
     """Name of the member, for messages."""
     offset: int
@@ -133,10 +138,12 @@ class _Array(NamedTuple):
 
 
 def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] = lambda _: None) -> Iterator[TarSample]:
-    """Yield the samples in file order: members KEY.npy, with KEY.docs.npy if several documents share the sample.
+    """Yield the samples of a tar in file order.
 
-    `on_ignored` is called with the name of each other member. Raises DataError with the tar, the member or the offset,
-    and the remedy, if the tar is damaged or holds members that no sample of tokens has.
+    A sample is the member KEY.npy with tokens, and also KEY.docs.npy with the starts of documents if several documents
+    share the sample. `on_ignored` is called with the name of every other member. Raises DataError if the tar is
+    damaged, or contains a member that no sample of tokens can have. The message names the tar, the member or the
+    offset, and the remedy.
     """
     name = stream.name
     seen: set[str] = set()
@@ -189,7 +196,7 @@ def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Itera
 
 
 def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar. Raises DataError for dangerous members, and if the tar is not complete."""
+    """Yield the regular files of a tar. Raises DataError for a dangerous member, or if the tar is not complete."""
     last = -1
     try:
         with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as tar:
@@ -209,7 +216,7 @@ def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
     stream.seek(end)
     block = stream.read(2 * _BLOCK)
     if len(block) < 2 * _BLOCK and not any(block):
-        raise DataError(f"{stream.name} is cut at offset {end}: a tar ends in two blocks of zeros. {_REMEDY}")
+        raise DataError(f"{stream.name} is cut at offset {end}: a tar must end in two blocks of zeros. {_REMEDY}")
     if any(block):
         raise DataError(f"{stream.name} is damaged at offset {end}: no header of a member can be read. {_REMEDY}")
     while block := stream.read(CHUNK_BYTES):
@@ -221,7 +228,7 @@ def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
 
 
 def _check_member(name: str, member: tarfile.TarInfo) -> None:
-    """Raise DataError for members that no shard needs, and that could do harm when they are extracted."""
+    """Raise DataError for a member that no shard needs and that could do harm when it is extracted, such as a link."""
     if member.name.startswith("/") or ".." in member.name.split("/"):
         problem = "its name leads out of the folder"
     elif member.issparse() or not (member.isreg() or member.isdir()):
@@ -241,7 +248,10 @@ def _check_member(name: str, member: tarfile.TarInfo) -> None:
 
 
 def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bool) -> tuple[npt.NDArray[Any], int]:
-    """Read an array: (its values, their offset in the tar). Raises DataError for another shape or type."""
+    """Return (values of an array, offset of the values in the tar in bytes).
+
+    Raises DataError if the member is not a 1-D array of a type that tokens, or starts of documents, can have.
+    """
     where = f"{stream.name}, member {member.name}"
     stream.seek(member.offset_data)
     try:

@@ -1,11 +1,12 @@
-"""Verification of a corpus by `txl verify`: every file against its hash, every document against its record.
+"""Verification of a corpus by `txl verify`: compares every file with its hash, and every document with its record.
 
-- Each byte is read once: the sha256 of a shard, the structure of its tar and the crc32 of its documents in one pass.
-- All damage is listed. A damaged file does not hide another one. An unreadable header does not hide the documents
-  after it, because their records give their offsets.
-- A changed bit without a meaning, such as a blank in index.json, is reported too.
+- Each byte is read once. One pass computes the sha256 of a shard, the structure of its tar and the crc32 of each
+  document.
+- All damage is reported. After a damaged file the other files are still checked. Documents after an unreadable header
+  are checked too, because their records contain their offsets.
+- A change without a meaning, such as another blank in index.json, is reported too.
 
-Nothing is repaired. The remedy is a copy of the file, or `txl prepare`.
+Nothing is repaired. A user can restore a damaged file from a copy, or run `txl prepare` again.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from txl_dist.io.files import hashed_json, parse_object, read_bytes
 P = ParamSpec("P")
 
 _LARGE = 1 << 30
-"""Bytes of tars from which on worker processes save more time than their start costs."""
+"""Size of a corpus in bytes above which worker processes save more time than their start takes."""
 MAX_LISTED = 20
-"""Maximum number of damaged documents of a shard that are named. The others are counted."""
+"""Maximum number of damaged documents that are listed for each shard. Further damaged documents are counted."""
 
 
 def verify_corpus(location: str | Path, settings: DataSection | None = None) -> list[str]:
-    """Read all of a corpus and compare it with its hashes. Returns one line per problem; none if it is intact."""
+    """Compare a whole corpus with its hashes. Returns one line per problem, and no line if it is intact."""
     settings = settings or DataSection()
     try:
         return list(each_problem(open_corpus(location, settings), settings))
@@ -50,9 +51,10 @@ def verify_corpus(location: str | Path, settings: DataSection | None = None) -> 
 
 
 def problems_at(location: str, settings: DataSection, *, num_workers: int) -> Iterator[str]:
-    """Yield one line per problem as it is found. Shows the progress, and prints files that do not belong to the corpus.
+    """Yield one line for each problem of the corpus at `location`, as it is found.
 
-    `num_workers` 0 means one process per core, or only the present process for a small corpus.
+    Shows the progress, and prints the names of files that do not belong to the corpus. `num_workers` 0 means one
+    process per core, or only the present process for a small corpus.
     """
     try:
         corpus = open_corpus(location, settings)
@@ -69,7 +71,7 @@ def problems_at(location: str, settings: DataSection, *, num_workers: int) -> It
     names = strangers(corpus)
     if names:
         num_files = counted(len(names), "file")
-        echo(f"{location}: {num_files} that the corpus does not have: {', '.join(names[:10])}")
+        echo(f"{location} contains {num_files} not listed in its index: {', '.join(names[:10])}")
 
 
 def each_problem(
@@ -79,15 +81,16 @@ def each_problem(
     num_workers: int = 1,
     on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Iterator[str]:
-    """Yield the problems of a corpus opened with `settings`, one line each, as they are found.
+    """Yield the problems of an open corpus, one line each, as they are found.
 
-    Each worker takes one shard at a time; with one worker this process does the work. The order of the problems does
-    not depend on that. `on_bytes` is called with the bytes of each verified tar. Raises DataError if index.json
-    disappears meanwhile, or if a worker dies.
+    The corpus was opened with `settings`. Each worker process verifies one shard at a time. With one worker, the
+    present process does the work. The order of the problems does not depend on the number of workers. `on_bytes` is
+    called with the size of each verified tar in bytes. Raises DataError if index.json disappears during the
+    verification, or if a worker is killed.
     """
     content = corpus.storage.read(INDEX_NAME)
     if content != hashed_json(parse_object(content)):
-        yield f"{corpus.storage.name_of(INDEX_NAME)} was edited or is damaged: it is not as it was written. {REMEDY}"
+        yield f"{corpus.storage.name_of(INDEX_NAME)} is edited or damaged: it does not match its own hash. {REMEDY}"
     if isinstance(corpus.storage, LocalStorage):
         yield from _problem_of(_check_request, corpus.folder / PREPARED_NAME)
     yield from _problem_of(_check_tokenizer, corpus)
@@ -95,7 +98,7 @@ def each_problem(
         yield from _problem_of(_check_counts, split)
         documents = sum(shard.documents for shard in split.shards)
         if (documents, int(split.shard_tokens.sum())) != (split.documents, split.tokens):
-            yield f"{corpus.location}: split {split.name} is not the sum of its shards. {REMEDY}"
+            yield f"{corpus.location}: the sizes of split {split.name} are not the sums over its shards. {REMEDY}"
     tasks = []
     for split in corpus.splits.values():
         for info in split.shards:
@@ -107,7 +110,10 @@ def each_problem(
 
 
 def strangers(corpus: Corpus) -> list[str]:
-    """Return the files in a corpus's folder that do not belong to it, which is not damage; none for a URL."""
+    """Return the files in a corpus's folder that do not belong to the corpus. Such files are not damage.
+
+    The result is empty for a corpus at a URL.
+    """
     if not isinstance(corpus.storage, LocalStorage):
         return []
     known = {INDEX_NAME, TOKENIZER_NAME, PREPARED_NAME}
@@ -119,7 +125,7 @@ def strangers(corpus: Corpus) -> list[str]:
 
 
 def _problem_of(check: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> Iterator[str]:
-    """Call a check, and yield the message of its DataError."""
+    """Call a check, and yield the message of the DataError if the check raises one."""
     try:
         check(*args, **kwargs)
     except DataError as error:
@@ -140,7 +146,7 @@ def _check_request(path: Path) -> None:
 
 
 def _check_tokenizer(corpus: Corpus) -> None:
-    """Raise DataError if tokenizer.json is damaged or another one."""
+    """Raise DataError if tokenizer.json is damaged, or is not the tokenizer of the corpus."""
     name = corpus.storage.name_of(TOKENIZER_NAME)
     content = corpus.storage.read(TOKENIZER_NAME)
     if hashlib.sha256(content).hexdigest() != corpus.tokenizer_sha256:
@@ -150,15 +156,15 @@ def _check_tokenizer(corpus: Corpus) -> None:
 
 
 def _check_counts(split: Split) -> None:
-    """Raise DataError if a split's counts of ids do not sum to its tokens."""
+    """Raise DataError if the sum of a split's counts of ids is not its number of tokens."""
     num_counted = int(split.counts().sum())
     if num_counted != split.tokens:
         name = split.corpus.storage.name_of(counts_name(split.name))
-        raise DataError(f"{name} does not count the {split.tokens} tokens of the split. {REMEDY}")
+        raise DataError(f"{name}: the counts do not add up to the {split.tokens} tokens of the split. {REMEDY}")
 
 
 class _ShardTask(NamedTuple):
-    """Task of a worker: one shard to verify."""
+    """Task of a worker process: one shard to verify, with what is needed to open it."""
 
     location: str
     settings: DataSection
@@ -192,7 +198,7 @@ def _shard_problems(task: _ShardTask) -> list[str]:
             structure = check.structure
         if stream.sha256() != info.sha256:
             problems.append(
-                f"{stream.name} is damaged: its sha256 is not the one in the index. {structure or payload.remedy}"
+                f"{stream.name} is damaged: its sha256 differs from the index. {structure or payload.remedy}"
             )
         elif structure:
             problems.append(structure)
@@ -202,7 +208,7 @@ def _shard_problems(task: _ShardTask) -> list[str]:
 
 
 class _ShardCheck:
-    """Comparison of one shard's documents with their records, and of its tar with the format of tars."""
+    """Check of one shard: compares its documents with their records, and its tar with the tar format."""
 
     def __init__(self, shard: Shard, task: _ShardTask) -> None:
         self._shard = shard
@@ -211,10 +217,10 @@ class _ShardCheck:
         self._sizes = shard.lengths * self._dtype.itemsize
         self._is_checked = np.zeros(len(shard.lengths), dtype=bool)
         self.structure = ""
-        """Problem of the tar itself, set by `document_problems`; empty if there is none."""
+        """Problem of the tar itself, which `document_problems` sets. Empty if there is none."""
 
     def document_problems(self, stream: ForwardReader) -> Iterator[str]:
-        """Yield one line per damaged document. Raises DataError if the bytes cannot be read."""
+        """Yield one line for each damaged document of the shard. Raises DataError if the bytes cannot be read."""
         try:
             for sample in read_samples(stream):
                 yield from self._sample_problems(sample)
@@ -229,10 +235,15 @@ class _ShardCheck:
             raw = np.frombuffer(content, dtype=np.uint8)
             yield from _problem_of(self._shard.check, raw, document)
         if unread and not self.structure:
-            self.structure = f"{stream.name}: {counted(len(unread), 'record')} of documents in no sample. {REMEDY}"
+            self.structure = (
+                f"{stream.name}: no sample contains the documents of {counted(len(unread), 'record')}. {REMEDY}"
+            )
 
     def _sample_problems(self, sample: TarSample) -> Iterator[str]:
-        """Yield one line per damaged document of a sample. Raises DataError if the records list other documents."""
+        """Yield one line for each damaged document of a sample.
+
+        Raises DataError if the sample's documents are not those that the records list.
+        """
         offsets = self._shard.offsets
         sample_end = sample.offset + sample.tokens.nbytes
         first, last = offsets.searchsorted([sample.offset, sample_end]).tolist()
@@ -251,7 +262,7 @@ class _ShardCheck:
 
 
 def _bounded(problems: Iterator[str], *, name: str) -> Iterator[str]:
-    """Yield the first problems of a shard, then the number of the others."""
+    """Yield the first MAX_LISTED problems of a shard, and then a line with the number of the remaining problems."""
     yield from itertools.islice(problems, MAX_LISTED)
     num_others = sum(1 for _ in problems)
     if num_others:

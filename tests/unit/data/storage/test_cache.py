@@ -154,7 +154,12 @@ def test_a_wrong_copy_is_fetched_again(server: FileServer, tmp_path: Path, troub
 
 @pytest.mark.parametrize(
     ("trouble", "reason"),
-    [("failures", "500"), ("torn", "ClientPayloadError"), ("cut", "50000 of 100000 bytes"), ("damaged", "sha256")],
+    [
+        ("failures", "500"),
+        ("torn", "ClientPayloadError"),
+        ("cut", "50000 instead of 100000 bytes"),
+        ("damaged", "sha256"),
+    ],
 )
 def test_a_copy_that_stays_wrong_is_refused_by_name_and_not_kept(
     server: FileServer, tmp_path: Path, trouble: str, reason: str
@@ -196,7 +201,7 @@ def test_the_remedy_for_a_bit_that_flipped_on_the_disk_mends_it(server: FileServ
     flip_bit(storage.path_of(info))
     payload = storage.open_payload(info)
     assert payload.read(0, SIZE).tobytes() != content_of(server, info), "the crc32 of the document finds it"
-    assert f"remove {storage.path_of(info)}" in payload.remedy
+    assert f"Remove {storage.path_of(info)}" in payload.remedy
     storage.path_of(info).unlink()
     assert read_all(storage, info) == content_of(server, info)
 

@@ -105,7 +105,7 @@ def test_what_fails_is_tried_again_and_each_wait_is_longer_and_logged() -> None:
     assert len(waits) == 4
     for number, wait_s in enumerate(waits):
         assert 0.5 * 2**number <= wait_s <= 1.5 * 2**number
-    assert log[0][1].startswith("s3://b/c: reset; try 2 of 5 in ")
+    assert log[0][1].startswith("s3://b/c: reset. Try 2 of 5 begins in ")
     assert len(log) == 4
 
 
@@ -151,7 +151,7 @@ def test_what_no_second_try_can_mend_is_final_at_once(error: Exception) -> None:
 def test_an_action_that_stands_still_is_an_error_one_that_moves_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "TIMEOUT_S", 0.05)
     hang = threading.Event()
-    with pytest.raises(TimeoutError, match=r"nothing came for 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"no data was received for 0\.05 s"):
         watched(hang.wait)
     hang.set()
     moves = iter(range(100))
@@ -207,7 +207,7 @@ def test_a_pipe_gives_what_the_command_writes_with_the_name_quoted(tmp_path: Pat
 @pytest.mark.parametrize("status", [1, 23, 127, 141])
 def test_any_exit_status_of_a_pipe_is_an_error(tmp_path: Path, status: int) -> None:
     origin = PipeOrigin(f"pipe:printf {{file}}; echo no such bucket >&2; exit {status}")
-    with pytest.raises(OSError, match=f"exit status {status}, saying: no such bucket"):
+    with pytest.raises(OSError, match=f"exit status {status} and the output: no such bucket"):
         origin.download("a", tmp_path / "copy")
 
 

@@ -67,7 +67,7 @@ def test_files_that_do_not_belong_to_the_corpus_are_remarked_and_no_damage(
     assert strangers(corpus) == ["notes.txt", "train-000099.tar"]
     assert exit_code_of("verify", str(corpus.folder)) == 0
     out = capsys.readouterr().out
-    assert "2 files that the corpus does not have: notes.txt, train-000099.tar" in out
+    assert "contains 2 files not listed in its index: notes.txt, train-000099.tar" in out
     assert out.endswith("whole\n")
 
 
@@ -109,8 +109,8 @@ def test_a_corpus_at_a_url_is_verified_there(corpus: Corpus) -> None:
 def test_a_split_that_is_not_the_sum_of_its_shards_is_named(corpus: Corpus) -> None:
     corpus.splits["train"].tokens += 1
     problems = problems_of(corpus)
-    assert any("split train is not the sum of its shards" in problem for problem in problems)
-    assert any("train-counts.npy does not count the" in problem for problem in problems)
+    assert any("the sizes of split train are not the sums over its shards" in problem for problem in problems)
+    assert any("train-counts.npy: the counts do not add up to the" in problem for problem in problems)
 
 
 def test_ids_beyond_the_vocabulary_are_named_though_every_hash_agrees(corpus: Corpus) -> None:
