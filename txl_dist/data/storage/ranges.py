@@ -96,7 +96,7 @@ class RangePayload(Payload):
 
     def _other_size(self, relation: str) -> DataError:
         return DataError(
-            f"{self._name} has {relation} than the {self._info.bytes} bytes that the index says: the file was truncated "
+            f"{self._name} has {relation} than the {self._info.bytes} bytes that the index says: it was truncated "
             "or replaced. " + self.remedy
         )
 
