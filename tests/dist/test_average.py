@@ -202,6 +202,6 @@ def test_a_run_tells_the_loss_of_the_average_and_trains_as_without(
 
 def test_other_formats_are_made_of_a_bundle_of_it(averaged: Path, tmp_path: Path) -> None:
     run = averaged / name_of(0, "fp32", {})
-    with pytest.raises(ConfigError, match="First export a bundle with --ema"):
+    with pytest.raises(ConfigError, match="First export the run or the checkpoint to a bundle with --ema"):
         export(run, tmp_path / "folder", format="huggingface-code", ema=True)
     assert not (tmp_path / "folder").exists()

@@ -157,7 +157,7 @@ def test_a_changed_plugin_is_one_line_at_the_resume(place: Place) -> None:
         _, said = place.run("train", "tiny.toml", "--run.dir", "changed", "--train.max_steps", "26")
     finally:
         file.write_text(before, encoding="utf-8")
-    lines = [line for line in said.splitlines() if "it has changed since" in line]
+    lines = [line for line in said.splitlines() if "has changed since then: now" in line]
     assert len(lines) == 1
     assert "step_000000024 was made with the plugin txl_example.training" in lines[0]
 

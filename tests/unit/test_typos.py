@@ -149,11 +149,11 @@ def test_slips_of_other_kinds_on_the_command_line(
         ("num_layers = 3", "unknown setting num_layers. Did you mean model.num_layers?"),
         ("[model]\nnum-layers = 3", "unknown setting model.num-layers. Did you mean model.num_layers?"),
         ("[Model]\nwidth = 3", "unknown setting Model. Did you mean model?"),
-        ('"model.width" = 3', "Write model.width without them, or width under [model]."),
+        ('"model.width" = 3', "Write model.width without quotes, or width under [model]."),
         ("[optim]\nname = 'adm'", "Did you mean adam?"),
         ("[model]\npre_norm = 'ture'", "Did you mean true?"),
         ("[model]\npre_norm = 1", "Write true or false, without quotes."),
-        ("[model]\npre_norm = True", "TOML writes true and false small."),
+        ("[model]\npre_norm = True", "In TOML, write true and false in lower case."),
     ],
 )
 def test_slips_of_other_kinds_in_the_file(

@@ -94,8 +94,8 @@ def _reindex(arguments: PrepareArguments) -> None:
     unused = [field.name for field in others if getattr(arguments, field.name) != field.default]
     if unused or arguments.tokenizer_path is None:
         raise ConfigError(
-            "--reindex takes tars of tokens as they are: give the tokenizer that made them with --tokenizer-file"
-            + (f", and leave out {', '.join(unused)}, which would have no effect." if unused else ".")
+            "--reindex does not tokenize. Give the tokenizer that made the tokens with --tokenizer-file"
+            + (f", and remove {', '.join(unused)}, which would have no effect." if unused else ".")
         )
     start_logging()
     with Progress("reading tars", total=bytes_of_tars(arguments.out, arguments.inputs)) as progress:
@@ -131,7 +131,10 @@ def verify(
 
     if address_of(path):
         path = str(local_source(path))
-    no_manifest = "It has no manifest: verify the bundle it came from, or make one of it: `txl import {path} BUNDLE "
+    no_manifest = (
+        "This folder has no manifest. Verify the bundle that it was exported from, or import it: `txl import {path} "
+        "BUNDLE  "
+    )
     instead = {ArtifactKind.HUGGINGFACE: no_manifest + "--format huggingface`."}
     kind = require(
         path, ArtifactKind.CORPUS, *TRAINED, ArtifactKind.HUGGINGFACE_CODE, ArtifactKind.ONNX, remedies=instead

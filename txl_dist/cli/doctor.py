@@ -23,9 +23,9 @@ def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, js
         json: Write the results to this file as JSON.
     """
     if timeout_s < 1:
-        raise ConfigError(f"--timeout-s {timeout_s} is not a time. Give 1 or more.")
+        raise ConfigError(f"--timeout-s {timeout_s}: it must be 1 second or more.")
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        echo("txl doctor: looking at this machine; some seconds", to=sys.stderr)
+        echo("txl doctor: checking this machine. This takes some seconds.", to=sys.stderr)
     announce_ranks()
     from dataclasses import asdict
     from json import dumps

@@ -20,9 +20,10 @@ _PIPE = Path("-")
 
 
 class _NotGiven(tuple[Any, ...]):
-    """Default value of a flag that was not given.
+    """Type of the default value of a flag, which shows that the flag was not given.
 
-    A flag without values has another value. It probably comes from an unset shell variable.
+    A flag that was given without values has an empty plain tuple. Such a flag probably comes from an unset shell
+    variable.
     """
 
 
@@ -68,7 +69,7 @@ def generate(
     num_texts = writing.num_samples * max(1, len(prompt))
     is_one_text = num_texts == 1 and jsonl is None
     if save_memory is not None and not is_one_text:
-        raise ConfigError("--save-memory keeps the memory of one text. Give one prompt, and one sample.")
+        raise ConfigError("--save-memory saves the memory of a single text. Give one prompt, and --num-samples 1.")
     if writing.log_probs >= 0 and out is None:
         raise ConfigError(
             "--log-probs writes JSON and needs an output file. Give --out FILE, or --out - for standard output."
@@ -102,7 +103,7 @@ def _check_has_values(flag: str, values: tuple[Any, ...], kind_of_value: str) ->
     if values or values is _NOT_GIVEN:
         return
     raise ConfigError(
-        f"{flag} needs {kind_of_value} or more. For a new document, leave {flag} out, or give --prompt ''."
+        f"{flag} was given without {kind_of_value}. For a new document, remove {flag}, or give --prompt ''."
     )
 
 
@@ -124,9 +125,11 @@ def _check_one_source(
 def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
     """Refuse a pipe for a memory, and a path for a memory where no file can be written. Raises ConfigError."""
     if save_memory is not None and save_memory.exists() and not save_memory.is_file():
-        raise ConfigError(f"cannot write {save_memory}: it is not a file. Name another file with --save-memory.")
+        raise ConfigError(f"cannot write {save_memory}: the path is not a file. Name another file with --save-memory.")
     if _PIPE in (load_memory, save_memory):
-        raise ConfigError("a memory must be a file, not -. Name a file with --load-memory or --save-memory.")
+        raise ConfigError(
+            "a memory must be in a file, not in a pipe (-). Name a file with --load-memory or --save-memory."
+        )
 
 
 def _check_exists(path: Path | None) -> None:
@@ -146,7 +149,7 @@ def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | No
         return
     for read_path in read_paths:
         if read_path is not None and read_path.exists() and path.samefile(read_path):
-            raise ConfigError(f"{flag} {path} is the file of the prompts. Name another file with {flag}.")
+            raise ConfigError(f"{flag} {path} is also the file with the prompts. Name another file with {flag}.")
 
 
 def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) -> None:

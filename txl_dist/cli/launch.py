@@ -95,8 +95,8 @@ SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process remains at th
 def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
     """Train under the `deepspeed` launcher, and return the exit code.
 
-    `read_settings` returns the settings for the words that follow the launcher's flags. Its second argument says that
-    all ranks will run on this machine, so that their paths can be checked here. Raises ConfigError.
+    `read_settings` is called with the words that follow the launcher's flags, and with whether all ranks will run on
+    this machine, so that the ranks' paths can be checked here. It returns the settings. Raises ConfigError.
     """
     verbose = "--verbose" in words
     words = [word for word in words if word != "--verbose"]
@@ -159,10 +159,16 @@ def _flags_for_this_machine(flags: Sequence[str], asked: argparse.Namespace, *, 
     if is_on_cpu:
         if not flags:
             completed = ["--num_accelerators", "1"]  # the launcher's default is one per NUMA node
-            echo("txl launch: no GPU here; one rank on the CPU (--num_accelerators N for more)", to=sys.stderr)
+            echo(
+                "txl launch: no GPU found. Starting one rank on the CPU (for N ranks: --num_accelerators N)",
+                to=sys.stderr,
+            )
         num_cores = len(os.sched_getaffinity(0))
         if num_ranks > RANKS_PER_CORE * num_cores:
-            echo(f"txl launch: {num_ranks} ranks share {counted(num_cores, 'core')}: steps will be slow", to=sys.stderr)
+            echo(
+                f"txl launch: {num_ranks} ranks share {counted(num_cores, 'CPU core')}, so steps will be slow",
+                to=sys.stderr,
+            )
     if asked.master_port is None:
         completed += ["--master_port", str(free_port())]  # the default is 29500, which another run may use
     return completed
@@ -199,7 +205,7 @@ def launcher_arguments() -> list[Argument]:
         argument = Argument(
             (flag,),
             metavar,
-            "flag of the deepspeed launcher, before the configuration",
+            "flag of the deepspeed launcher, given before the configuration file",
             CHOICES.get(flag, ()),
             takes=takes,
             is_list=False,
@@ -271,7 +277,7 @@ def _read_flags(flags: Sequence[str], train_words: Sequence[str]) -> argparse.Na
     for flag, count in counts.items():
         if count > 1:
             if flag in ("--include", "--exclude"):
-                remedy = " Join machines by @: worker-1@worker-2:0,1."
+                remedy = " Join the names of machines with @: worker-1@worker-2:0,1."
             else:
                 remedy = ""
             raise ConfigError(f"{flag} is given {count} times, but the launcher accepts the flag only once.{remedy}")
@@ -292,7 +298,7 @@ def _unknown_flag(unknown: Sequence[str], *, config: str) -> str:
     if flag.removeprefix("--").replace("-", "_") in (*setting_names(), *TRAIN_FLAGS):
         return f"settings go after the configuration file: txl launch {config} {' '.join(unknown)}."
     if not flag.startswith("-"):
-        return f"cannot use {flag!r}: the words before {config} are flags of the launcher."
+        return f"cannot use {flag!r}: only flags of the launcher can precede {config}."
     name = flag.lstrip("-").replace("-", "_")
     if not nearest(name, _names(), least_alike=SURE):
         counterpart = find_counterpart(name, setting_names())
@@ -353,7 +359,7 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
 
 
 def _uses_pdsh(asked: argparse.Namespace, *, num_hosts: int) -> bool:
-    """Return True if the launcher starts ranks through pdsh. It starts ranks on one machine without pdsh."""
+    """Return True if the launcher starts ranks through pdsh. Ranks on one machine are started without pdsh."""
     if asked.no_ssh:
         return False
     is_multi_node = asked.force_multi or num_hosts > 1
@@ -368,7 +374,7 @@ def _names() -> list[str]:
 def _check_choice(asked: argparse.Namespace, slots: Mapping[str, int]) -> None:
     """Refuse a value of --include or --exclude that the launcher cannot read, or that leaves no rank.
 
-    `slots` maps each machine to its number of ranks. It is empty for this machine before its devices are counted.
+    `slots` maps each machine to its number of ranks. Before this machine's devices are counted, `slots` is empty.
     Raises ConfigError.
     """
     chosen = _chosen(asked, slots or {"localhost": _MOST_SLOTS})
@@ -396,12 +402,12 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
     for part in value.split("@"):
         host, has_slots, numbers = part.partition(":")
         if host not in every:
-            hint = did_you_mean(host, every) or f" There is {', '.join(list(every)[:_MOST_SHOWN])}."
+            hint = did_you_mean(host, every) or f" Known machines: {', '.join(list(every)[:_MOST_SHOWN])}."
             raise ConfigError(f"{flag} {value}: no machine is called {host!r}.{hint}")
         if has_slots and not _SLOT_NUMBERS.fullmatch(numbers):
             raise ConfigError(
                 f"{flag} {value}: {numbers!r} are not slot numbers. Separate slot numbers by commas: {host}:0,1. "
-                f"{host} alone means all its slots."
+                f"Without slot numbers, {host} means all slots of this machine."
             )
         available = set(every[host])
         if has_slots:
@@ -413,12 +419,12 @@ def _chosen(asked: argparse.Namespace, slots: Mapping[str, int]) -> dict[str, li
             if len(available) > 1:
                 existing = f"slots 0 to {len(available) - 1}"
             else:
-                existing = "slot 0 alone"
+                existing = "slot 0"
             if host == "localhost":
-                remedy = " On a CPU choose the number of ranks by --num_accelerators N."
+                remedy = " On a CPU, set the number of ranks with --num_accelerators N."
             else:
                 remedy = ""
-            raise ConfigError(f"{flag} {value}: {host} has no slot {lacking[0]}, but {existing}.{remedy}")
+            raise ConfigError(f"{flag} {value}: {host} has no slot {lacking[0]}, only {existing}.{remedy}")
         named.setdefault(host, set()).update(chosen)
     if asked.include:
         return {host: sorted(named[host]) for host in every if host in named}
@@ -439,25 +445,25 @@ def _slots(hostfile: str | None) -> dict[str, int]:
     if hostfile is None and not os.path.isfile(DEFAULT_HOSTFILE):
         return {}
     file = hostfile or DEFAULT_HOSTFILE
-    remedy = "Give each machine a line `HOST slots=N`."
+    remedy = "Write a line `HOST slots=N` for each machine."
     try:
         lines = [line.strip() for line in read_text(Path(file)).split("\n")]
     except OSError as error:
         raise ConfigError(f"--hostfile {file}: {error.strerror}. Name an existing file. {remedy}") from error
     except ValueError as error:
-        raise ConfigError(f"--hostfile {file} is not a hostfile: it is not text. {remedy}") from error
+        raise ConfigError(f"--hostfile {file} is not a hostfile, because the file is not text. {remedy}") from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         if not line or line.startswith("#"):
             continue
         match = _HOST.match(line)
         if not match:
-            raise ConfigError(f"--hostfile {file} is not a hostfile: line {number} is not `HOST slots=N`.")
+            raise ConfigError(f"--hostfile {file} is not a hostfile: line {number} must have the form `HOST slots=N`.")
         host = match[1]
         num_slots = int(match[2])
         if host in hosts:
             raise ConfigError(
-                f"--hostfile {file}: line {number} names {host} a second time. Name each machine on one line only."
+                f"--hostfile {file}: line {number} names {host} a second time. Write one line per machine."
             )
         if num_slots < 1:
             raise ConfigError(f"--hostfile {file}: line {number} gives {host} no slots. Remove this line.")

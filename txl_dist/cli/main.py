@@ -153,10 +153,13 @@ def launch(argv: Sequence[str]) -> int:
 def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
     """Return the message that --ranks does not start ranks, with the command that does."""
     if num_ranks < 1:
-        return f"--ranks {num_ranks}: it must be 1 or more, and goes with --dry-run."
+        return f"--ranks {num_ranks}: it must be 1 or more, and works only with --dry-run."
     others = _without_flag("--ranks", words)
     command = shlex.join(["txl", "launch", "--num_accelerators", str(num_ranks), *others])
-    return f"--ranks {num_ranks} starts no ranks: it is for --dry-run. To train on {num_ranks} ranks: {command}"
+    return (
+        f"--ranks {num_ranks} starts no ranks, because --ranks is only for --dry-run. To train on {num_ranks} ranks: "
+        f"{command}"
+    )
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -189,9 +192,11 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
     check_typos(argv, [*setting_names(), *flags, "no_dry_run", "no_all", "help"], prog=prog)
     arguments: TrainArguments = parse(TrainArguments, argv, prog=prog, default=default)
     if file is None and arguments.config != default.config:
-        raise ConfigError(f"the config file comes first: txl train {arguments.config} [--section.key value].")
+        raise ConfigError(
+            f"the configuration file must come first: txl train {arguments.config} [--section.key value]."
+        )
     if file is None and _is_speaker():
-        echo("txl train: no config file; starting from the defaults", to=sys.stderr)
+        echo("txl train: no configuration file was given, so all settings start from their defaults", to=sys.stderr)
     if not arguments.init:
         return arguments
     return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))
@@ -378,7 +383,11 @@ def run_and_exit() -> None:
     except LostOutputError as error:
         if _is_speaker():
             lost = f"standard output cannot be written: {error.strerror}"
-            echo(f"txl: error: {lost}. Send it elsewhere; what the command wrote to files is there", to=sys.stderr)
+            echo(
+                f"txl: error: {lost}. Redirect standard output to another place. Files that the command wrote are "
+                "not affected",
+                to=sys.stderr,
+            )
         drop_output()
         code = 2
     except BrokenPipeError:  # the reader of our output is gone: no message can reach it
@@ -402,7 +411,7 @@ def _code_of_main() -> int:
     except KeyboardInterrupt:
         if _is_speaker():
             if sys.argv[1:2] == ["prepare"]:
-                hint = "; the same command continues from what is kept"
+                hint = ". The same command continues from the finished parts"
             else:
                 hint = ""
             echo(f"txl: interrupted{hint}", to=sys.stderr)

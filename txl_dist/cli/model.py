@@ -100,12 +100,13 @@ def export(
     kind = require(source, *TRAINED)
     if ema and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
-            f"--ema exports a run or a checkpoint to a bundle, but this command exports {kind.value} to "
-            f"{format}. First export a bundle with --ema, then export {format} from that bundle."
+            f"--ema works only from a run or a checkpoint to a bundle, but this command exports {kind.value} to "
+            f"{format}. First export the run or the checkpoint to a bundle with --ema. Then export {format} from that "
+            "bundle if it is needed."
         )
     _require_output(out, _WRITES[format])
     if format == "onnx" and dtype != "fp32":
-        raise ConfigError(f"--format onnx writes fp32, not {dtype}. Leave --dtype out.")
+        raise ConfigError(f"--format onnx writes fp32, not {dtype}. Remove --dtype.")
     if dtype == "int8" and format != "bundle":
         raise ConfigError(
             f"int8 weights can be stored in bundles only. Programs that read --format {format} cannot load them. "
@@ -141,7 +142,10 @@ def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: Weigh
             checked = f"largest difference to {source} by transformers {written.difference:.2e} nats"
         echo(f"{out}: written; {checked}")
         if not written.has_tokenizer:
-            echo("transformers has no tokenizer that gives the same ids: txl_tokenizer.json has it, for txl_dist")
+            echo(
+                "transformers has no tokenizer that gives the same ids. Use txl_tokenizer.json with txl_dist to "
+                "tokenize."
+            )
         return
     made = export_bundle(source, out, dtype=dtype, use_ema=ema, stated=stated)
     if dtype == "fp32":
@@ -200,7 +204,10 @@ def import_(
         f"memory {made.memory_len}"
     )
     if not made.has_vocabulary:
-        echo("no vocabulary came with it: text is ids in decimal (17 4 0); give one with --vocab")
+        echo(
+            "the weights have no vocabulary, so text is written as ids in decimal (17 4 0). Give a vocabulary with "
+            "--vocab"
+        )
 
 
 _WRITES = {
@@ -224,7 +231,7 @@ def _require_foreign(path: Path, *, format: str) -> None:
     kind = detect_artifact(path)
     if kind is ArtifactKind.HUGGINGFACE and format != "huggingface":
         raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")
-    ours = "It is ours already: `txl export {path} BUNDLE` makes a bundle of it."
+    ours = "txl_dist itself wrote it. To get a bundle: `txl export {path} BUNDLE`."
     if kind not in (ArtifactKind.HUGGINGFACE, ArtifactKind.NOTHING):
         instead = {ArtifactKind.RUN: ours, ArtifactKind.CHECKPOINT: ours}
         require(path, ArtifactKind.HUGGINGFACE, remedies=instead)

@@ -48,14 +48,14 @@ _SWITCH_CHOICES = ("True", "False")
 """Choices of a setting whose value is true or false."""
 
 _FURTHER_WORDS = {
-    "txl evaluate": "Score one model at a time; its corpus is --data.",
-    "txl inspect": "Look into one path at a time.",
-    "txl report": "Report one run at a time; `txl compare` compares several.",
-    "txl serve": "Serve one model; its address is --host and --port.",
+    "txl evaluate": "Score one model at a time, and give the corpus with --data.",
+    "txl inspect": "Inspect one path at a time.",
+    "txl report": "Report one run at a time. To compare several runs: `txl compare`.",
+    "txl serve": "Serve one model, and set the server's address with --host and --port.",
     "txl verify": "Verify one path at a time.",
-    "txl train": "Name one configuration file; settings are flags.",
+    "txl train": "Name one configuration file, and give settings as flags (--section.key VALUE).",
 }
-"""Remedies for a surplus word, by command."""
+"""Last sentence of the message for a word too many on the command line, by command."""
 
 
 def parse(target: Any, words: Sequence[str], *, prog: str, **options: Any) -> Any:
@@ -84,7 +84,7 @@ def call(command: Callable[..., object], words: Sequence[str], *, prog: str) -> 
 def local_source(path: str | Path) -> Path:
     """Return a local path unchanged, or download a model of the Hugging Face Hub and return its local folder.
 
-    The model is not downloaded if it is in the cache. Raises TxlError.
+    A model that is in the cache is not downloaded again. Raises TxlError.
     """
     address = address_of(path)
     if address is not None and os.environ.get("RANK", "0") == "0":
@@ -100,8 +100,8 @@ def announce(what: str) -> None:
 def announce_ranks(what: str = "") -> None:
     """Print on rank 0 what is starting, for a command whose ranks work together.
 
-    A rank that no launcher has started prints which ranks it will wait for, and how to run alone. Raises ConfigError if
-    the environment variables of the job contradict each other.
+    A rank that no launcher has started prints which ranks it will wait for, and how to run without other ranks. Raises
+    ConfigError if the environment variables of the job contradict each other.
     """
     place = read_rank_environment(os.environ)
     if what and place.rank == 0:
@@ -109,8 +109,8 @@ def announce_ranks(what: str = "") -> None:
     if place.world_size > 1 and not launchers():
         others = format_ranks([rank for rank in range(place.world_size) if rank != place.rank])
         echo(
-            f"txl: the variables WORLD_SIZE and RANK make this rank {place.rank} of {place.world_size}. It waits at "
-            f"{place.address} for {others}. {RUN_ALONE}",
+            f"txl: the variables WORLD_SIZE and RANK make this process rank {place.rank} of {place.world_size}. The "
+            f"process waits at {place.address} for {others}. {RUN_ALONE}",
             to=sys.stderr,
         )
 
@@ -182,7 +182,7 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
         return f"unknown flag {flag}.{counterpart.hint(spell=_spelling)}"
     lacks = ""
     if "." not in name and any(candidate.endswith(f".{name}") for candidate in known):
-        lacks = " (its section is missing)"
+        lacks = " (the section is missing)"
     new_name = new_flag_of_similar(name, known)
     if new_name:
         return f"unknown flag {flag}. Did you mean {_spelling(new_name)}?"
@@ -225,7 +225,7 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
             ending = f" {value}"
         else:
             ending = ""
-        return f"{word} lacks its dashes. Write {flag_of(plain)}{ending}."
+        return f"{word} is a flag without dashes. Write {flag_of(plain)}{ending}."
     if is_joined:
         hint = did_you_mean(plain, known, spell=_spelling)
         counterpart = find_counterpart(plain, known)
@@ -235,8 +235,8 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
     if has_flag:
         reason = "the flag before it takes no further value"
     else:
-        reason = "it takes no further words"
-    remedy = _FURTHER_WORDS.get(prog, "Leave it out.")
+        reason = "the command takes no further words"
+    remedy = _FURTHER_WORDS.get(prog, "Remove this word.")
     return f"{prog} cannot use {word!r}: {reason}. {remedy} See {prog} --help."
 
 
@@ -254,7 +254,7 @@ def _spelling(name: str, value: str = "") -> str:
 
 
 def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argument], prog: str) -> str:
-    """Return the message for words that tyro refused. `arguments` lists the arguments that the command takes."""
+    """Return the message for words that tyro refused. `arguments` lists the command's arguments."""
     known = [_name(spelling) for argument in arguments for spelling in argument.names]
     check_typos(words, [*known, "help"], prog=prog)
     match refusal:
@@ -286,14 +286,18 @@ def _unknown_words(
     if prog == "txl generate" and not word.startswith("-") and not has_value:
         text = " ".join(itertools.takewhile(_is_no_flag, unknown))
         return (
-            f"txl generate cannot use {word!r}: it takes no further words. Did you mean --prompt {shlex.quote(text)}?"
+            f"txl generate cannot use {word!r}: the command takes no further words. Did you mean --prompt "
+            f"{shlex.quote(text)}?"
         )
     if name in known and not has_value and len(unknown) > 1:
         value = unknown[1]
-        return f"{word} {value} lacks its dashes. Write {flag_of(name)} {value}."
+        return f"{word} {value} is a flag without dashes. Write {flag_of(name)} {value}."
     flags_with_choice = [argument.names[0] for argument in arguments if argument.names and word in argument.choices]
     if len(flags_with_choice) == 1:
-        return f"{prog} cannot use {word!r}: it takes no further words. Did you mean {flags_with_choice[0]} {word}?"
+        return (
+            f"{prog} cannot use {word!r}: the command takes no further words. Did you mean {flags_with_choice[0]} "
+            f"{word}?"
+        )
     if word in words:
         index = words.index(word)
     else:
@@ -354,7 +358,7 @@ def _invalid_value(argument: Argument, words: Sequence[str]) -> str:
         return f"{flag} needs a value{meaning}."
     where = f"{flag} {' '.join(values)}"
     if argument.value_kind == "text":
-        return f"{where}: it takes no such value{meaning}."
+        return f"{where}: the flag does not accept this value{meaning}."
     rule = f"a {argument.value_kind}"
     if argument.takes == "many":
         rule = f"{argument.value_kind}s"

@@ -48,7 +48,9 @@ class PlanArguments:
 def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
     """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
-        raise ConfigError("the config file comes first: txl plan CONFIG --gpus N --gpu KIND [--section.key value].")
+        raise ConfigError(
+            "the configuration file must come first: txl plan CONFIG --gpus N --gpu KIND [--section.key value]."
+        )
     arguments, words = parse(
         Annotated[PlanArguments, tyro.conf.arg(name="")], argv, prog="txl plan", return_unknown_args=True
     )
@@ -61,7 +63,7 @@ def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Co
     corpus_tokens = 0
     if not vocab_size:
         vocab_size, corpus_tokens = _read_corpus(config)
-    echo(f"txl plan: following steps of {arguments.config.name} without carrying them out; some seconds", to=sys.stderr)
+    echo(f"txl plan: simulating steps of {arguments.config.name}. This takes some seconds.", to=sys.stderr)
     from txl_dist.io.files import write_output
     from txl_dist.planning.hardware import GpuCluster, find_gpu
     from txl_dist.planning.plan import PlanOptions, make_plan
@@ -85,7 +87,7 @@ def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Co
     if arguments.png is None:
         return
     if facts.chosen is None:
-        echo(f"no picture was drawn to {arguments.png}: where nothing fits, nothing scales")
+        echo(f"no picture was drawn to {arguments.png}, because the run fits into the memory of no such cluster")
         return
     title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
     write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))

@@ -139,8 +139,8 @@ def _whole_text(path: Path) -> Iterator[PromptInput]:
 def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInput]:
     """Yield the prompts in JSON lines: {"prompt": text} or {"tokens": [ids]}. Other fields are repeated in the output.
 
-    Raises ConfigError, which names the line, if it has none or both of these fields. It is also raised if the output
-    would overwrite a field.
+    Raises ConfigError, which names the line, for a line with none or both of these fields, and for a line with a field
+    that the output would overwrite.
     """
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -154,7 +154,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
                 f"{place}this record is nested too deeply to be written to the output. Remove this record."
             ) from error
         except ValueError as error:
-            raise ConfigError(f"{place}no JSON ({error}). Mend it.") from error
+            raise ConfigError(f"{place}the line is not JSON ({error}). Correct the line.") from error
         if isinstance(record, Record):
             values = record
         else:
@@ -163,7 +163,7 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             raise ConfigError(f"{place}the record has {', '.join(sorted(values.repeated))} twice. Keep each key once.")
         texts = [values[key] for key in ("prompt", "tokens") if values.get(key) is not None]
         if len(texts) != 1 or not (isinstance(texts[0], str) or _is_list_of_ids(texts[0])):
-            raise ConfigError(f'{place}it must be an object with "prompt" (a text) or "tokens" (a list of ids).')
+            raise ConfigError(f'{place}the line must be an object with "prompt" (a text) or "tokens" (a list of ids).')
         taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
         if taken:
             raise ConfigError(f"{place}{', '.join(taken)}: the output would overwrite this key. Rename the key.")
@@ -225,7 +225,7 @@ def _start_prompts(
 def _show(
     chunks: Iterable[OutputChunk], model: LanguageModel, active: dict[int, tuple[PromptInput, Prompt]]
 ) -> Iterator[OutputChunk]:
-    """Yield the chunks of one text unchanged, and show them to people as they come, after the prompt."""
+    """Yield the chunks of one text unchanged, and print the prompt and then each chunk for people."""
     is_first = True
     for chunk in chunks:
         if is_first:
@@ -247,10 +247,8 @@ def _text_of(prompt: PromptInput, model: LanguageModel) -> str:
 
 
 def _whole_texts(chunks: Iterator[OutputChunk], *, num_samples: int) -> Iterator[tuple[OutputChunk, str]]:
-    """Yield the last chunk and the text of each sample, in the order of prompts and samples.
-
-    The order in which samples end does not matter.
-    """
+    """Yield (last chunk, whole text) of each sample, in the order of prompts and samples, whichever sample ends
+    first."""
     texts: dict[tuple[int, int], str] = {}
     last_chunks: dict[tuple[int, int], OutputChunk] = {}
     prompt = 0

@@ -44,10 +44,13 @@ def decode_words(words: Sequence[str]) -> list[str]:
         decoded = json.loads(base64.b64decode(words[0].removeprefix(ENCODED), altchars=b"-_", validate=True))
     except (binascii.Error, ValueError) as error:
         raise ConfigError(
-            f"{ENCODED} is written by `txl launch` alone, and these are not its words: {error}."
+            f"the value of {ENCODED} is damaged ({error}). Only `txl launch` may write this flag. Start `txl launch` "
+            "again."
         ) from error
     if not isinstance(decoded, list) or not all(isinstance(word, str) for word in decoded):
-        raise ConfigError(f"{ENCODED} is written by `txl launch` alone, and these are not its words.")
+        raise ConfigError(
+            f"the value of {ENCODED} is damaged. Only `txl launch` may write this flag. Start `txl launch` again."
+        )
     return decoded
 
 
@@ -60,12 +63,12 @@ def check_remote(places: Mapping[str, str], *, environment: Mapping[str, str]) -
     for what, path in places.items():
         if not _PLAIN.fullmatch(path):
             raise ConfigError(
-                f"{what} {path!r} has a character that ssh would change on the way to other machines. Use only "
+                f"{what} {path!r} has a character that pdsh or the shell of the other machines would change. Use only "
                 "letters, digits and @ + = : , . / - _, or start each node with --no_ssh --node_rank N."
             )
     for name, value in environment.items():
         if name.startswith(_SENT_VARIABLES) and (found := _CHANGED_IN_QUOTES.search(value)):
             raise ConfigError(
-                f"the variable {name} holds {found[0]!r}, which ssh would change on the way to other machines. "
-                f"Change or unset {name}, or start each node with --no_ssh --node_rank N."
+                f"the variable {name} contains {found[0]!r}, which pdsh or the shell of the other machines would "
+                f"change. Change or unset {name}, or start each node with --no_ssh --node_rank N."
             )

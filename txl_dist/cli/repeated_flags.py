@@ -43,7 +43,8 @@ def join_repeated(words: Sequence[str], target: Any, *, default: Any) -> list[st
             group_values.insert(0, attached(value))
         if not group_values:
             raise ConfigError(
-                f"{flag} is given several times, and once without a value. Add the value, or remove that flag."
+                f"{flag} is given several times, and once without a value. Add the missing value, or remove the flag "
+                "without a value."
             )
         values[flag] += group_values
         counts[flag] -= 1

@@ -41,7 +41,7 @@ def compare(runs: Positional[tuple[Path, ...]], /, out: Path = Path("compare.htm
         runs: Folders of the runs.
         out: Page to write.
     """
-    remedy = "Name its run: it has no records of its own."
+    remedy = "Name the run directory, which contains the records."
     remedies = {ArtifactKind.CHECKPOINT: remedy, ArtifactKind.BUNDLE: remedy}
     for path in runs:
         require(path, ArtifactKind.RUN, remedies=remedies)

@@ -45,7 +45,7 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
     """Train over a grid of settings, and name the best one and its margin over the seeds."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
-            "the config file comes first: txl sweep CONFIG --grid optim.lr=1e-3,2e-3 [--section.key value]."
+            "the configuration file must come first: txl sweep CONFIG --grid optim.lr=1e-3,2e-3 [--section.key value]."
         )
     arguments, words = parse(
         Annotated[SweepArguments, tyro.conf.arg(name="")], argv, prog="txl sweep", return_unknown_args=True
@@ -59,7 +59,7 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
     for axis in arguments.grid:
         name = axis.partition("=")[0].strip().replace("-", "_")
         if name in common_settings:
-            raise ConfigError(f"{name} is set for all runs and in --grid. Set it in one place only.")
+            raise ConfigError(f"{name} is set for all runs and also in --grid. Remove one of the two.")
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")
@@ -85,7 +85,8 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
 
 
 def _check(config: Config) -> None:
-    """Refuse paths and corpora that a run would refuse, if that can be found without torch. Raises ConfigError."""
+    """Refuse paths and corpora that a run would refuse, as far as this can be checked without torch. Raises
+    ConfigError."""
     from txl_dist.data.loader.corpora import lacks_eval_split, open_all
 
     check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume="auto")

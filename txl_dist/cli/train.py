@@ -21,7 +21,7 @@ def usage() -> str:
     lines = ["usage: txl train CONFIG.toml [--section.key value ...]      all flags: txl train --help", ""]
     recipes = find_recipes()
     if not recipes:
-        return "\n".join([*lines, "The recipes are in the folder configs/ of the project, one annotated file each."])
+        return "\n".join([*lines, "Recipes are annotated configuration files in the folder configs/ of the project."])
     lines.append("recipes:")
     width = max(len(str(path)) for path in recipes)
     for path in recipes:
@@ -58,16 +58,17 @@ def _title(recipe: Path) -> str:
 
 
 _REMEDIES = {
-    ArtifactKind.NOTHING: "Name a TOML file; `txl train` alone lists the recipes.",
-    ArtifactKind.RUN: "Continue it with `txl train {file}/config.toml`.",
-    ArtifactKind.CORPUS: "Train on it with `txl train CONFIG.toml --data.path {file}`.",
-    ArtifactKind.BUNDLE: "Begin a run with its weights: `txl train {file}/train.toml --init {file} "
+    ArtifactKind.NOTHING: "Name a TOML file. `txl train` without arguments lists the recipes.",
+    ArtifactKind.RUN: "Resume this run with `txl train {file}/config.toml`.",
+    ArtifactKind.CORPUS: "Train on this corpus with `txl train CONFIG.toml --data.path {file}`.",
+    ArtifactKind.BUNDLE: "Start a run with the bundle's weights: `txl train {file}/train.toml --init {file} "
     "--data.path CORPUS`.",
-    ArtifactKind.CHECKPOINT: "Begin a run from it: `txl train {file}/config.toml --resume {file} --run.dir NEW`.",
-    ArtifactKind.HUGGINGFACE: "Make a bundle of it with `txl import {file} BUNDLE --format huggingface`, "
-    "and begin a run with that: --init BUNDLE.",
-    ArtifactKind.HUGGINGFACE_CODE: "Begin a run with the bundle that it was exported from: --init BUNDLE.",
-    ArtifactKind.ONNX: "Begin a run with the bundle that it was exported from: --init BUNDLE.",
+    ArtifactKind.CHECKPOINT: "Start a run from this checkpoint: `txl train {file}/config.toml --resume {file} "
+    "--run.dir NEW`.",
+    ArtifactKind.HUGGINGFACE: "Convert the folder to a bundle with `txl import {file} BUNDLE --format huggingface`, "
+    "then start a run with --init BUNDLE.",
+    ArtifactKind.HUGGINGFACE_CODE: "Start a run with the bundle that was exported to this folder: --init BUNDLE.",
+    ArtifactKind.ONNX: "Start a run with the bundle that was exported to this folder: --init BUNDLE.",
 }
 """Remedies for a folder that is given in place of a configuration file, by its kind."""
 

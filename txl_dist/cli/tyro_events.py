@@ -40,7 +40,7 @@ class Argument(NamedTuple):
     help: str
     """Help text of the argument, in one line without the default."""
     choices: tuple[str, ...]
-    """Values that the argument can take, if they are few, else none."""
+    """Values that the argument can take. It is empty if there are many."""
     takes: Literal["nothing", "one", "many"]
     """Number of values that follow the flag."""
     is_required: bool
@@ -96,7 +96,7 @@ Refusal = MissingArguments | UnknownWords | InvalidChoice | InvalidValue | Refus
 
 
 class WordsRefusedError(Exception):
-    """Error for words of a command line that cannot be used. `refusal` says why."""
+    """Error for words of a command line that cannot be used. Its attribute `refusal` holds the reason."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -198,7 +198,9 @@ def refusal_of(event: _errors.ParseErrorEvent) -> Refusal:
         case _errors.MissingSubcommand():
             return Refused(f"one of {', '.join(event.subcommand_spec.parser_from_name)} is needed")
         case _errors.SubcommandConflict():
-            return Refused(f"{event.trigger_flag} has chosen {event.already_selected}, so {event.attempted} cannot be")
+            return Refused(
+                f"{event.trigger_flag} selects {event.already_selected}, so {event.attempted} cannot be selected too"
+            )
         case _:
             return Refused(f"the command line cannot be read ({type(event).__name__})")
 

@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 def check_bounds(options: Any) -> None:
     """Check the fields of a dataclass of options that have a `Rule`.
 
-    Raises ConfigError for the first value that is out of bounds. The message names the flag and the rule.
+    Raises ConfigError, which names the flag and the rule, for the first value that is out of bounds.
     """
     annotations = get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):

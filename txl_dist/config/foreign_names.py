@@ -14,7 +14,7 @@ from typing import NamedTuple
 from txl_dist.console.suggest import did_you_mean, nearest
 
 SURE = 0.85
-"""Similarity from which a misspelt name is taken for a name of the table, or for a name of this package."""
+"""Similarity (0 to 1) at which a misspelt name counts as a name in the table, or as a name of this package."""
 
 
 class Counterpart(NamedTuple):
@@ -30,10 +30,12 @@ class Counterpart(NamedTuple):
     note: str = ""
     """Remark for the message, in whole sentences: how to convert the value, or what differs."""
     needs: str = ""
-    """Flag that a command must have for the row to apply. It is used if `here` is empty."""
+    """Flag that a command must have for a row without `here` to apply. It is empty if the row applies to any
+    command."""
 
     def hint(self, *, spell: Callable[[str, str], str]) -> str:
-        """Return the end of a message about the foreign name. It begins with a blank.
+        """Return the last part of a message about the foreign name, which suggests the counterpart. The text begins
+        with a blank.
 
         `spell(name, value)` writes a setting or flag as the user should write it. The value may be empty.
         """
@@ -45,21 +47,27 @@ class Counterpart(NamedTuple):
 
 
 _MEMORY = "A token also sees train.memory_len tokens before its segment."
-_GLOBAL = "It is the global batch: batch size per GPU * GPUs * accumulation steps."
-_MICRO = "It counts the lanes that a GPU runs at once; accumulation steps are num_lanes / (ranks * microbatch_lanes)."
-_EPOCHS = (
-    "It is epochs * tokens of the corpus / (train.num_lanes * train.segment_len); --dry-run says how many epochs it is."
+_GLOBAL = "The setting is the global batch: batch size per GPU * GPUs * accumulation steps."
+_MICRO = (
+    "The setting is the number of lanes that a GPU runs at once. Accumulation steps are num_lanes / (ranks * "
+    "microbatch_lanes)."
 )
-_TOKENS = "It is tokens / (train.num_lanes * train.segment_len)."
-_HEADS = "Set model.head_width too: other code takes width / heads for it."
-_VOCABULARY = "The size of the vocabulary comes from the corpus: `txl prepare --vocab-size N` chooses it."
-_DEVICE = "The GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses among several, and empty means the CPU."
+_EPOCHS = (
+    "The value is epochs * tokens of the corpus / (train.num_lanes * train.segment_len). --dry-run prints the epochs."
+)
+_TOKENS = "The value is tokens / (train.num_lanes * train.segment_len)."
+_HEADS = "Set model.head_width too. Other programs use width / heads."
+_VOCABULARY = "The corpus determines the vocabulary size. Set it with `txl prepare --vocab-size N`."
+_DEVICE = (
+    "A GPU is used if there is one. CUDA_VISIBLE_DEVICES selects among several GPUs, and its empty value selects the "
+    "CPU."
+)
 _RANKS = "Start several ranks with `txl launch --num_accelerators N CONFIG.toml`."
-_DEEPSPEED = "No DeepSpeed file is read: see engine.zero_stage, engine.precision and engine.offload_optimizer."
-_PARALLEL = "A model is sharded by ZeRO only: engine.zero_stage 1, 2 or 3."
-_SCALE = "fp16 scales its loss by itself; engine.precision bf16 needs no scaling."
-_ON_COMMAND_LINE = "It is not a setting of a file: give --resume CHECKPOINT on the command line."
-_SHARE = "It is share * train.max_steps."
+_DEEPSPEED = "DeepSpeed files are not read. Set engine.zero_stage, engine.precision and engine.offload_optimizer."
+_PARALLEL = "Models are sharded only by ZeRO. Set engine.zero_stage to 1, 2 or 3."
+_SCALE = "With fp16 the loss scale is automatic. With engine.precision bf16 no loss scale is needed."
+_ON_COMMAND_LINE = "A file cannot set it. Give --resume CHECKPOINT on the command line."
+_SHARE = "The value is share * train.max_steps."
 
 COUNTERPARTS = (
     # Commands other than training.
@@ -70,18 +78,22 @@ COUNTERPARTS = (
     ),
     Counterpart("num_return_sequences n best_of num_sequences samples", "num_samples"),
     Counterpart("temp t", "temperature"),
-    Counterpart("do_sample sample greedy", "temperature", note="0 takes the likeliest token, above 0 samples."),
+    Counterpart(
+        "do_sample sample greedy",
+        "temperature",
+        note="With 0 the likeliest token is taken. Above 0, tokens are sampled.",
+    ),
     Counterpart("stop_sequences stop_strings stop_words until", "stop"),
     Counterpart("text input start starting_text context p", "prompt"),
     Counterpart("prompt_file input_file prompt_path", "file"),
     Counterpart(
         "penalty frequency_penalty presence_penalty rep_penalty",
         "repetition_penalty",
-        note="It multiplies the log-probability of tokens that occurred; 1 does nothing.",
+        note="The value multiplies the log-probability of tokens that occurred. 1 changes nothing.",
     ),
     Counterpart(
         "num_beams beam beam_size beams",
-        note="There is no beam search: texts are sampled, or greedy with --temperature 0.",
+        note="Beam search is not supported. Texts are sampled, or generated greedily with --temperature 0.",
     ),
     Counterpart("logprobs top_logprobs", "log_probs"),
     Counterpart(
@@ -102,27 +114,27 @@ COUNTERPARTS = (
     Counterpart("subset set dataset_split", "split"),
     Counterpart(
         "tasks task num_fewshot limit",
-        note="lm-evaluation-harness runs tasks: see docs/inference.md.",
+        note="Tasks are run by lm-evaluation-harness (docs/inference.md).",
     ),
     Counterpart(
         "max_tokens num_tokens n_tokens tokens eval_tokens max_eval_tokens max_samples num_samples eval_iters "
         "max_eval_steps max_batches num_batches limit_val_batches max_documents",
-        note="It scores the whole split. To score less, prepare a shorter text and name its corpus with --data; while "
-        "a run trains, eval.max_tokens limits its evaluations.",
+        note="The whole split is scored. To score less, prepare a shorter text and give its corpus with --data. "
+        "During training, eval.max_tokens limits the evaluations.",
         needs="baselines",
     ),
     Counterpart(
         "prompt temperature top_k top_p stop max_new_tokens",
-        note="It scores a text. To write one: txl generate MODEL --prompt TEXT --max-tokens N.",
+        note="`txl evaluate` scores a text. To generate text: txl generate MODEL --prompt TEXT --max-tokens N.",
         needs="baselines",
     ),
     Counterpart(
         "model model_path checkpoint ckpt ckpt_path model_name_or_path model_dir load bundle run",
-        note="The model comes first and without a flag: a run, a checkpoint or a bundle.",
+        note="Give the model first and without a flag: a run, a checkpoint or a bundle.",
     ),
     Counterpart(
         "output output_dir out out_dir save_dir o outfile output_path save",
-        note="The folder to write comes second and without a flag.",
+        note="Give the folder to write second and without a flag.",
         needs="dtype",
     ),
     Counterpart("served_model_name model_name model_alias", "name"),
@@ -158,12 +170,12 @@ COUNTERPARTS = (
     Counterpart("test_file", "test"),
     Counterpart(
         "train train_file train_files input inputs input_file input_dir data corpus files",
-        note="Inputs come first and without a flag: txl prepare FILES --out DIR.",
+        note="Give the inputs first and without a flag: txl prepare FILES --out DIR.",
         needs="valid_fraction",
     ),
     Counterpart("json_keys json_key text_column text_field text_key column jsonl_key field key", "jsonl_field"),
     Counterpart("workers num_proc n_proc nproc processes jobs threads j num_processes", "num_workers"),
-    Counterpart("shard_size tokens_per_shard chunk_size", "shard_len", note="It counts tokens."),
+    Counterpart("shard_size tokens_per_shard chunk_size", "shard_len", note="The value is in tokens."),
     Counterpart("append_eod append_eos add_eos eod", "end_of_text"),
     Counterpart("lowercase uncased do_lower_case lower", "lower_case"),
     Counterpart("dedup deduplicate remove_duplicates", "duplicates", "drop"),
@@ -176,12 +188,12 @@ COUNTERPARTS = (
     Counterpart("num_jobs n_jobs workers parallel j num_workers", "jobs"),
     Counterpart(
         "verbose v debug quiet q",
-        note="There is no such switch: what a command says goes to standard error.",
+        note="There is no such switch. Commands write their messages to standard error.",
     ),
     Counterpart("version V", note="`txl --version` prints the version."),
     Counterpart(
         "config config_file c cfg",
-        note="The configuration file comes first and without a flag: txl train CONFIG.toml.",
+        note="Give the configuration file first and without a flag: txl train CONFIG.toml.",
         needs="run.dir",
     ),
     # Training: length and batch.
@@ -220,7 +232,7 @@ COUNTERPARTS = (
         "train.max_steps",
         note=_TOKENS,
     ),
-    Counterpart("train_samples", "train.max_steps", note="It is samples / train.num_lanes."),
+    Counterpart("train_samples", "train.max_steps", note="The value is samples / train.num_lanes."),
     Counterpart("tgt_len train_tgt_len", "train.segment_len"),
     Counterpart(
         "seq_len seq_length seqlen sequence_length sequence_len max_seq_len max_seq_length max_sequence_length "
@@ -265,19 +277,21 @@ COUNTERPARTS = (
     Counterpart(
         "resid_pdrop residual_dropout resid_dropout",
         "model.projection_dropout",
-        note="The feed-forward layer has model.ff_dropout of its own.",
+        note="For the feed-forward layer, set model.ff_dropout.",
     ),
     Counterpart("ffn_dropout relu_dropout activation_dropout mlp_dropout", "model.ff_dropout"),
     Counterpart("div_val", "model.div_value"),
     Counterpart(
         "adaptive adaptive_softmax adaptive_input adaptive_softmax_cutoff",
         "model.cutoffs",
-        note=("A list of ids switches adaptive softmax on; `txl inspect CORPUS --num-clusters 4` computes good ones."),
+        note=("A list of token ids enables adaptive softmax. `txl inspect CORPUS --num-clusters 4` computes good ids."),
     ),
     Counterpart("tie_projs", "model.tie_projections"),
     Counterpart("tied tie_embeddings tie_word_embeddings tie_weight share_embeddings", "model.tie_weights"),
     Counterpart("not_tied untie_embeddings_and_output_weights untie_weights", "model.tie_weights", "False"),
-    Counterpart("untie_r", "model.share_biases", note="It is the opposite: untie_r=True is share_biases=False."),
+    Counterpart(
+        "untie_r", "model.share_biases", note="The values are opposite: untie_r=True means share_biases=False."
+    ),
     Counterpart("pre_lnorm prenorm pre_ln norm_first normalize_before encoder_normalize_before", "model.pre_norm"),
     Counterpart(
         "attn_type position_embedding_type positional_encoding pos_emb",
@@ -295,12 +309,12 @@ COUNTERPARTS = (
     Counterpart("proj_init_std", "model.projection_init_std"),
     Counterpart(
         "rope rotary use_rotary_position_embeddings rope_theta alibi",
-        note="There are no rotary positions: model.positions is relative, learned_relative or absolute.",
+        note="Rotary positions are not supported. model.positions can be relative, learned_relative or absolute.",
     ),
     # Optimizer and schedule.
     Counterpart("optimizer optimizer_name optimizer_type optimizer.type optim opt optimizer.name", "optim.name"),
     Counterpart("optimizer.params.lr", "optim.lr"),
-    Counterpart("beta1 adam_beta1 beta2 adam_beta2 adam_betas", "optim.betas", note="It takes both: 0.9 0.999."),
+    Counterpart("beta1 adam_beta1 beta2 adam_beta2 adam_betas", "optim.betas", note="Give both values: 0.9 0.999."),
     Counterpart("epsilon adam_epsilon adam_eps", "optim.eps"),
     Counterpart("wd weight_decay_rate decay_rate l2 adam_weight_decay", "optim.weight_decay"),
     Counterpart("mom sgd_momentum", "optim.momentum"),
@@ -323,8 +337,8 @@ COUNTERPARTS = (
         "warmup_epochs",
         "optim.warmup_steps",
         note=(
-            "It is warm-up epochs * tokens of the corpus / (train.num_lanes * train.segment_len); --dry-run "
-            "says how many epochs it is."
+            "The value is warm-up epochs * tokens of the corpus / (train.num_lanes * train.segment_len). --dry-run "
+            "prints the epochs."
         ),
     ),
     Counterpart("warmup_tokens", "optim.warmup_steps", note=_TOKENS),
@@ -358,7 +372,7 @@ COUNTERPARTS = (
     Counterpart(
         "compile torch_compile use_compile",
         "engine.cuda_graph",
-        note="Nothing is compiled; CUDA graphs save the host's time, and engine.attention chooses the kernels.",
+        note="Models are not compiled. CUDA graphs reduce the host's work, and engine.attention selects the kernels.",
     ),
     Counterpart(
         "flash flash_attn flash_attention use_flash_attn use_flash_attention attn_implementation",
@@ -374,7 +388,7 @@ COUNTERPARTS = (
     Counterpart(
         "distributed_timeout distributed_timeout_minutes ddp_timeout nccl_timeout",
         "engine.timeout_s",
-        note="It is in seconds.",
+        note="The value is in seconds.",
     ),
     # Evaluation, checkpoints, reports.
     Counterpart(
@@ -385,7 +399,7 @@ COUNTERPARTS = (
     Counterpart(
         "eval_iters max_eval_steps limit_val_batches eval_batches max_eval_samples",
         "eval.max_tokens",
-        note="It is batches * eval.num_lanes * segment length.",
+        note="The value is batches * eval.num_lanes * segment length.",
     ),
     Counterpart(
         "per_device_eval_batch_size eval_batch_size per_gpu_eval_batch_size val_batch_size eval.batch_size",
@@ -407,7 +421,9 @@ COUNTERPARTS = (
         "print_every log.interval metrics.interval metrics.log_interval",
         "metrics.log_every_steps",
     ),
-    Counterpart("wandb_project wandb_log use_wandb report_to", "metrics.wandb", note="It takes the project's name."),
+    Counterpart(
+        "wandb_project wandb_log use_wandb report_to", "metrics.wandb", note="The value is the project's name."
+    ),
     Counterpart("tensorboard_dir use_tensorboard tensorboard_log_dir", "metrics.tensorboard"),
     Counterpart(
         "output_dir out_dir work_dir save_dir save log_dir logdir checkpoint_dir ckpt_dir default_root_dir "
@@ -419,7 +435,7 @@ COUNTERPARTS = (
         "resume_from_checkpoint resume_from resume_path load load_dir load_checkpoint ckpt_path restart "
         "restart_dir restore_from auto_resume checkpoint_path resume_checkpoint checkpoint ckpt",
         "resume",
-        note="Without it the same command continues the newest checkpoint of run.dir.",
+        note="Without --resume, the same command resumes from the newest checkpoint in run.dir.",
     ),
     Counterpart(
         "resume_from_checkpoint resume resume_from load load_dir restart restart_dir ckpt_path",
@@ -429,18 +445,18 @@ COUNTERPARTS = (
         "init_from pretrained pretrained_model pretrained_path finetune_from model_name_or_path load_pretrained "
         "pretrained_model_name_or_path warm_start model_path model",
         "run.init",
-        note="It takes a bundle: `txl import` or `txl export` make one.",
+        note="The value is a bundle, which `txl import` or `txl export` writes.",
     ),
     Counterpart(
         "dataset dataset_name dataset_path dataset_dir data_dir data_path data_root data_file train_file "
         "train_data train_path corpus corpus_path input_file train_data_path data",
         "data.path",
-        note="It takes a corpus that `txl prepare` made of the text.",
+        note="The value is a corpus that `txl prepare` made from the text.",
     ),
     Counterpart(
         "validation_file valid_data_path val_data",
         "data.eval_split",
-        note="It is a split of the corpus: `txl prepare --valid FILE` makes it.",
+        note="The value is a split of the corpus, which `txl prepare --valid FILE` makes.",
     ),
     Counterpart("max_time time_limit max_run_time exit_duration_in_mins max_wallclock", "max_time"),
     Counterpart("fast_dev_run dryrun dry", "dry_run"),
@@ -453,23 +469,23 @@ COUNTERPARTS = (
     Counterpart(
         "num_workers dataloader_num_workers data_workers pin_memory",
         "data.prefetch_depth",
-        note="One thread reads the corpus; this many steps ahead.",
+        note="One thread reads the corpus, this number of steps ahead of training.",
     ),
 )
 
 
 FOREIGN_COMMANDS = {
-    "run start fit pretrain learn continue resume": ("train CONFIG.toml", "The same command continues a run."),
+    "run start fit pretrain learn continue resume": ("train CONFIG.toml", "`txl train` also resumes a run."),
     "finetune fine_tune fine-tune ft": ("train CONFIG.toml --init BUNDLE", ""),
     "eval test validate score perplexity ppl bench benchmark": ("evaluate RUN", ""),
     "sample chat complete infer inference predict ask talk write prompt decode": ("generate RUN --prompt TEXT", ""),
     "tokenize tokenise preprocess process dataset data build encode download pack shard": (
         "prepare TEXT --out CORPUS",
-        "It learns the tokenizer too.",
+        "`txl prepare` also trains the tokenizer.",
     ),
     "convert": (
         "import FILE BUNDLE --format NAME",
-        "It reads the weights of others; `txl export` writes them, and `txl prepare` converts text.",
+        "`txl import` reads weights of other programs, `txl export` writes them, and `txl prepare` converts text.",
     ),
     "load from_pretrained": ("import FILE BUNDLE --format NAME", ""),
     "save merge upload push push_to_hub publish to_onnx quantize": ("export RUN BUNDLE", ""),
@@ -480,7 +496,7 @@ FOREIGN_COMMANDS = {
     "tune search hpo grid sweeps optimize ablate": ("sweep CONFIG.toml --grid SETTING=VALUES", ""),
     "estimate memory flops size profile predict_memory dry_run dry-run": (
         "plan CONFIG.toml --gpus N --gpu KIND",
-        "`txl train CONFIG.toml --dry-run` says what a run takes on this machine.",
+        "`txl train CONFIG.toml --dry-run` prints the memory that a run needs on this machine.",
     ),
     "distributed torchrun deepspeed accelerate slurm spawn submit": ("launch CONFIG.toml", ""),
     "plot dashboard tensorboard graph curves logs": ("report RUN", ""),
@@ -520,10 +536,11 @@ SECTIONS = {
 
 
 def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
-    """Find the first row for the foreign `name` whose counterpart is among `known`. Returns None if there is none.
+    """Find the first row for the foreign `name` whose counterpart is among `known`. Returns None if there is no such
+    row.
 
     A dotted name is looked up as a whole, then by its key, then by its section. A misspelt name is found too, unless a
-    name in `known` is as similar. Rows with a counterpart come before rows that have only a note.
+    name in `known` is as similar. Rows with a counterpart take precedence over rows that have only a note.
     """
     rows = [row for row in COUNTERPARTS if row.here in known]
     rows += [row for row in COUNTERPARTS if not row.here and (not row.needs or row.needs in known)]
@@ -549,9 +566,9 @@ def find_counterpart(name: str, known: Collection[str]) -> Counterpart | None:
 
 
 def find_command(word: str, commands: Collection[str]) -> str:
-    """Return the end of a message about an unknown command. It begins with a blank.
+    """Return the last part of a message about an unknown command, which suggests our command for the same purpose.
 
-    It names our command for the same purpose. It is empty if no known command is similar.
+    The text begins with a blank, and is empty if no known command is similar.
     """
     for others, (ours, remark) in FOREIGN_COMMANDS.items():
         if word.lower() in others.split() and ours.split()[0] in commands:

@@ -46,7 +46,7 @@ from txl_dist.io.files import decode_text, parse_toml, path_of, read_bytes
 
 
 class Config(Section):
-    """Settings of a run, one field per section. It is frozen."""
+    """Settings of a run, with one field per section. A config cannot be changed."""
 
     run: RunSection = RunSection()
     data: DataSection = DataSection()
@@ -61,14 +61,14 @@ class Config(Section):
 
 
 class BatchPlan(NamedTuple):
-    """Division of the global batch into ranks and micro-batches."""
+    """Division of the global batch among ranks and micro-batches. Lanes are batch rows."""
 
     world_size: int
     lanes_per_rank: int
     microbatch_lanes: int
     num_microbatches: int
-    """Number of micro-batches per rank and step (gradient accumulation). Each is a fixed slice of lanes with its own
-    memory."""
+    """Number of micro-batches per rank and step (gradient accumulation). A micro-batch is a fixed slice of lanes with
+    its own memory."""
     tokens_per_step: int
 
 
@@ -109,26 +109,24 @@ def check_config(config: Config) -> None:
         ),
         (
             len(model.tie_projections) in (0, len(cutoffs) + 1),
-            f"model.tie_projections has {counted(len(model.tie_projections), 'entry', 'entries')}; give one "
-            "per cluster, "
-            f"{len(cutoffs) + 1} for model.cutoffs={list(cutoffs)}, or none",
+            f"model.tie_projections has {counted(len(model.tie_projections), 'entry', 'entries')}, but needs one "
+            f"entry per cluster ({len(cutoffs) + 1} for model.cutoffs={list(cutoffs)}) or no entry",
         ),
         (
             model.embed_width_or_default() // model.div_value ** len(cutoffs) > 0,
             f"model.div_value={model.div_value} leaves the last of {len(cutoffs) + 1} clusters no width: "
-            f"{model.embed_width_or_default()} // {model.div_value}**{len(cutoffs)} = 0",
+            f"{model.embed_width_or_default()} // {model.div_value}**{len(cutoffs)} = 0, so lower model.div_value",
         ),
         (not model.final_norm or model.pre_norm, "model.final_norm=True needs model.pre_norm=True"),
         (
             not model.value_residual or model.num_layers > 1,
-            "model.value_residual=True mixes in the values of another layer: it needs model.num_layers of 2 or more",
+            "model.value_residual=True mixes the values of two layers, and needs model.num_layers of 2 or more",
         ),
         *position_rules,
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
-            f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}; give one for "
-            "data.path and one for each of the "
-            f"{len(config.data.more_paths)} data.more_paths, or none",
+            f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}, but needs one entry for "
+            f"data.path and one for each of the {len(config.data.more_paths)} paths in data.more_paths, or no entry",
         ),
         (
             not engine.offload_optimizer or engine.zero_stage >= 1,
@@ -148,8 +146,8 @@ def check_config(config: Config) -> None:
         ),
         (
             not optim.kind.needs_whole_tensors or engine.zero_stage == 0,
-            f"optim.name={optim.name!r} compares norms of whole tensors, which ZeRO cuts up: it needs "
-            f"engine.zero_stage=0 (is {engine.zero_stage})",
+            f"optim.name={optim.name!r} needs engine.zero_stage=0 (is {engine.zero_stage}), because it computes norms "
+            "of whole tensors, which ZeRO splits",
         ),
         (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
     ]
@@ -172,54 +170,55 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             len(lens) in (0, model.num_layers),
-            f"train.memory_lens={list(lens)} has {counted(len(lens), 'entry', 'entries')}; give one for each "
-            f"of the {counted(model.num_layers, 'layer')}, or none",
+            f"train.memory_lens={list(lens)} has {counted(len(lens), 'entry', 'entries')}, but needs one entry for "
+            f"each of the {counted(model.num_layers, 'layer')}, or no entry",
         ),
         (
             not lens or max(lens) == train.memory_len or bool(train.phases),  # which have memories of their own
-            f"train.memory_lens={list(lens)}: the longest of them must be train.memory_len (is {train.memory_len})",
+            f"train.memory_lens={list(lens)}: the largest entry must equal train.memory_len (is {train.memory_len})",
         ),
         (
             not lens or not model.value_residual or lens[0] == max(lens),
-            f"train.memory_lens={list(lens)} with model.value_residual=True: the values of the first layer are mixed "
-            "into the others', so that none may remember more than it does",
+            f"train.memory_lens={list(lens)}: with model.value_residual=True no layer may have a longer memory than "
+            "the first layer, whose values are mixed into the values of all layers",
         ),
         (
             not lens or model.same_length == "off" or min(lens) > 0,
-            f"train.memory_lens={list(lens)}: model.same_length={model.same_length!r} counts its window in memory, and "
-            "needs some in every layer",
+            f"train.memory_lens={list(lens)}: model.same_length={model.same_length!r} needs a memory in every layer, "
+            "so give entries above 0",
         ),
         (
             model.same_length == "off" or min(train.memory_len, eval_memory_len) > 0,
-            f"model.same_length={model.same_length!r} counts its window in memory: it needs train.memory_len > 0 (is "
-            f"{train.memory_len}) and in evaluation too (is {eval_memory_len})",
+            f"model.same_length={model.same_length!r} needs a memory: train.memory_len (is {train.memory_len}) and the "
+            f"memory_len of evaluation (is {eval_memory_len}) must be above 0",
         ),
         (
             model.scheme.has_table == (model.num_distances > 0),
-            f"model.num_distances={model.num_distances} does not go with model.positions={model.positions!r}: "
-            f"{tabled} needs it (train.segment_len + train.memory_len = {longest} gives every distance a row "
-            "of its own), the others have no table",
+            f"model.num_distances={model.num_distances} does not fit model.positions={model.positions!r}: positions "
+            f"{tabled} need a number above 0 (train.segment_len + train.memory_len = {longest} gives every distance "
+            "its own row), and all other positions need 0",
         ),
         (
             model.takes_memory or (train.memory_len == 0 and eval_memory_len == 0),
-            f"model.positions={model.positions!r} has no memory: it needs train.memory_len=0 (is "
+            f"model.positions={model.positions!r} supports no memory, and needs train.memory_len=0 (is "
             f"{train.memory_len}) and eval.memory_len=0 or -1 (is {evaluation.memory_len}), or "
-            "model.absolute_with_memory=True, to see it fail",
+            "model.absolute_with_memory=True to reproduce how a memory fails",
         ),
         (
             not model.absolute_with_memory or not model.scheme.uses_memory,
-            f"model.absolute_with_memory=True is for model.positions='absolute' (is {model.positions!r}, which knows a "
-            "memory anyway)",
+            f"model.absolute_with_memory=True works only with model.positions='absolute' (is {model.positions!r}, "
+            "which "
+            "supports memory without this setting)",
         ),
         (
             train.initial_memory == "empty" or not config.data.document_mask,
-            f"train.initial_memory={train.initial_memory!r} belongs to no document, and data.document_mask=True shows "
-            "each query its own document only: it needs data.document_mask=False",
+            f"train.initial_memory={train.initial_memory!r} needs data.document_mask=False, because a document mask "
+            "hides keys outside the query's document, and an initial memory belongs to no document",
         ),
         (
             evaluation.overlap_len == 0 or eval_memory_len == 0,
-            f"eval.overlap_len={evaluation.overlap_len} runs context again that a model without memory lacks: it needs "
-            f"eval.memory_len=0 (is {eval_memory_len})",
+            f"eval.overlap_len={evaluation.overlap_len} needs eval.memory_len=0 (is {eval_memory_len}), because the "
+            "overlap replaces the context that a memory gives",
         ),
     ]
 
@@ -228,22 +227,23 @@ def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
     """Refuse cutoffs that do not fit the size of the vocabulary. Raises ConfigError."""
     if model.cutoffs and model.cutoffs[-1] >= vocab_size:
         raise ConfigError(
-            f"model.cutoffs={list(model.cutoffs)} must lie below the vocabulary size {vocab_size} of the corpus. "
+            f"model.cutoffs={list(model.cutoffs)} must be below the vocabulary size {vocab_size} of the corpus. "
             "Lower the cutoffs, prepare the corpus with a larger vocabulary, or write --model.cutoffs without values "
             "for a plain softmax."
         )
 
 
 def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
-    """Read the settings of a run from a TOML file. Settings that it lacks have their default values.
+    """Read the settings of a run from a TOML file. Settings that the file does not contain have their default values.
 
-    `imports_plugins` says whether to import the plugins that the file names. That is right for a file that the user has
-    chosen as settings. For settings in a checkpoint the plugins must already be loaded.
+    `imports_plugins` says whether to import the plugins that the file names. It is True for a file that the user has
+    chosen as settings. For settings in a checkpoint it is False, and the plugins must already be loaded.
 
-    Raises ConfigError for a missing file, broken TOML, an unknown key (with the nearest known one) or a bad value.
+    Raises ConfigError for a missing file, broken TOML, a bad value, or an unknown key, for which the message suggests
+    the nearest known key.
     """
     with translate_errors(
-        ConfigError, f"cannot read the config file {path}", "Name a TOML file, as those in configs/."
+        ConfigError, f"cannot read the config file {path}", "Name a TOML file, such as those in configs/."
     ):
         content = read_bytes(Path(path))
     try:
@@ -254,12 +254,12 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
         values = parse_toml(text)
     except ValueError as error:
         if re.search(r"=\s*(True|False)\b", text):
-            hint = " TOML writes true and false small."
+            hint = " In TOML, write true and false in lower case."
         else:
             hint = ""
         if Path(path).suffix != ".toml":
-            hint = f" If it is a text to train on: `txl prepare {path} --out DIR`, then name DIR with --data.path."
-        raise ConfigError(f"{path} is not valid TOML: {error}. Correct that line.{hint}") from error
+            hint = f" If this file is a text to train on, run `txl prepare {path} --out DIR` and give --data.path DIR."
+        raise ConfigError(f"{path} is not valid TOML: {error}. Correct the line.{hint}") from error
     if imports_plugins:
         load_plugins(_plugins_in(values))
         warn_of_old_names(values, source=str(path))
@@ -269,7 +269,7 @@ def load_config(path: str | Path, *, imports_plugins: bool = False) -> Config:
 def _plugins_in(values: Mapping[str, Any]) -> list[str]:
     """Return `run.plugins` of values that are not validated yet.
 
-    The result is empty if they are not a list of texts.
+    The result is empty if `run.plugins` is not a list of texts.
     """
     run = values.get("run")
     if isinstance(run, Mapping):
@@ -300,10 +300,10 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
 
 
 def _check_texts(value: Any, *, source: str, name: str = "") -> None:
-    """Refuse texts with lone surrogates, which no settings file can hold.
+    """Refuse texts with lone surrogates, which a settings file cannot contain.
 
-    They come from paths whose bytes are not UTF-8, and in an ASCII locale from all paths with other characters. Raises
-    ConfigError, which names the setting.
+    Such texts come from paths whose bytes are not UTF-8. In an ASCII locale they come from all paths with other
+    characters. Raises ConfigError, which names the setting.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
@@ -316,17 +316,17 @@ def _check_texts(value: Any, *, source: str, name: str = "") -> None:
             str(value).encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{source}: {name}={value} is not UTF-8. Rename it; where the locale is ASCII, set PYTHONUTF8=1."
+                f"{source}: {name}={value} is not UTF-8. Use a UTF-8 name. In an ASCII locale, set PYTHONUTF8=1."
             ) from error
 
 
 def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) -> Config:
-    """Return the settings from a TOML file, or the defaults, where the given values replace some of them.
+    """Return the settings of a TOML file, or the defaults, after replacing the values that the caller gives.
 
         configure("configs/quickstart.toml", data={"path": "data/first"}, train={"num_lanes": 8})
 
-    A program calls it before `pretrain`. Plugins that `run.plugins` names are imported. Raises ConfigError for an
-    unknown name or a wrong value. The message suggests the nearest name.
+    A program calls this function before `pretrain`. Plugins that `run.plugins` names are imported. Raises ConfigError
+    for a wrong value, or for an unknown name, for which the message suggests the nearest name.
     """
     load_plugins(_plugins_in(sections))
     if path is None:
@@ -338,7 +338,8 @@ def configure(path: str | Path | None = None, /, **sections: Mapping[str, Any]) 
             raise ConfigError(f"configure: {unknown_setting(section)}")
         if not isinstance(settings, Mapping):
             raise ConfigError(
-                f"configure: {section}={settings!r:.200} is not a section. Give its settings: {section}={{...}}."
+                f"configure: {section}={settings!r:.200} is not a section. Give the settings of the section: "
+                f"{section}={{...}}."
             )
     warn_of_old_names(sections, source="configure()")
     for section, settings in in_new_names(sections, source="configure()").items():
@@ -359,14 +360,14 @@ def changes_to_toml(config: Config) -> str:
     for change in config_changes(Config(), config):
         section, key = change.key.split(".")
         sections.setdefault(section, {})[key] = change.new
-    return f"# settings that differ from the defaults; --all shows every one\n{tomli_w.dumps(sections)}"
+    return f"# settings that differ from the defaults; --all shows all settings\n{tomli_w.dumps(sections)}"
 
 
 def config_fingerprint(config: Config) -> str:
     """Return the sha256 hash of the frozen settings.
 
-    If two configs have the same hash, one may continue the other's run. The hash uses the names of version 0.2, so that
-    renaming a setting does not change it.
+    A run can be resumed with another config only if both configs have the same hash. The hash uses the names of version
+    0.2, so that renaming a setting does not change the hash.
     """
     frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}
     return hashlib.sha256(json.dumps(flat_in_old_names(frozen), sort_keys=True).encode()).hexdigest()
@@ -417,7 +418,7 @@ def flat(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def resume_policy(name: str) -> Literal["frozen", "warned", "free"]:
-    """Return the rule for changing a setting (`section.key`) when a run is resumed. See `Resume`."""
+    """Return what happens to a setting (`section.key`) that has another value when a run is resumed. See `Resume`."""
     section, key = name.split(".")
     marks = [mark for mark in _sections()[section].model_fields[key].metadata if isinstance(mark, Resume)]
     if marks:
@@ -434,13 +435,13 @@ def _explain(error: ValidationError, source: str) -> Iterator[str]:
         elif (setting := ".".join(map(str, problem["loc"][:2]))) in setting_names():
             yield f"{source}: {setting} = {problem['input']!r:.200}: {_rule(setting, problem)}"
         else:
-            yield f"{source}: {name} is a section: write [{name}], and its settings below."
+            yield f"{source}: {name} must be a section. Write [{name}], and the settings of this section below."
 
 
 def value_of(name: str, words: Sequence[str]) -> Any:
-    """Return the value of a setting (`section.key`) that words of a command line give.
+    """Return the value of a setting (`section.key`) that is written as words of a command line.
 
-    Raises ConfigError, in one line, for impossible words.
+    Raises ConfigError, in one line, for words that are not a value of the setting.
     """
     flag = flag_of(name)
     info = _field(name)
@@ -456,9 +457,9 @@ def value_of(name: str, words: Sequence[str]) -> Any:
 
 
 def explain_flag(name: str, words: Sequence[str]) -> str:
-    """Return why a setting (`section.key`) cannot have these words of a command line as its value.
+    """Return the error message for a setting (`section.key`) with these words of a command line as its value.
 
-    The result is empty if it can have them.
+    The result is empty if the words are a valid value.
     """
     try:
         value_of(name, words)
@@ -504,9 +505,9 @@ _KINDS = {
 
 
 def _range(info: FieldInfo, *, is_too_large: bool) -> str:
-    """Return which values a setting can take, such as `a whole number, 1 or more`.
+    """Return the values that a setting can take, such as `a whole number, 1 or more`.
 
-    A bound that only refuses absurd values is named only if it is exceeded.
+    A bound that only refuses absurd values is included only if the value exceeds it.
     """
     kind = info.annotation
     rules = list(info.metadata)
@@ -564,7 +565,7 @@ def unknown_setting(name: str, *, is_section: bool = False) -> str:
             return f"unknown setting {name}. Did you mean {near}?"
     if name in settings:
         section, _, key = name.partition(".")
-        return f'"{name}" in quotes is one key. Write {name} without them, or {key} under [{section}].'
+        return f'"{name}" in quotes is one key. Write {name} without quotes, or {key} under [{section}].'
     counterpart = find_counterpart(name, settings)
     if counterpart:
         return f"unknown setting {name}.{counterpart.hint(spell=_in_file)}"
@@ -590,9 +591,10 @@ def _in_file(name: str, value: str) -> str:
 
 
 def choices_of(name: str) -> tuple[str, ...]:
-    """Return the values that a setting (`section.key`) can take on the command line, if they are few.
+    """Return the values that a setting (`section.key`) can take on the command line, if the setting has a list of
+    choices.
 
-    The result is empty if there are many.
+    The result is empty for all other settings.
     """
     field = _field(name)
     kind = field.annotation

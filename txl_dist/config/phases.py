@@ -33,7 +33,7 @@ _FORM = 'until=SHARE num_lanes=N segment_len=T memory_len=M", for instance "unti
 
 
 class Phase(NamedTuple):
-    """One phase of a run, with its number of lanes (rows) and its lengths."""
+    """One phase of a run, with its number of lanes (batch rows) and its lengths in tokens."""
 
     until: float
     """Share of the run's steps after which the phase ends."""
@@ -97,8 +97,8 @@ def end_of_phase(config: Config, step: int) -> int:
 def each_phase(config: Config) -> Iterator[tuple[range, Config]]:
     """Yield (range of steps, config) for every phase that has a step.
 
-    The range begins with the number of steps that are finished when the phase begins. It stops at the number that are
-    finished when the phase ends.
+    The range starts at the number of steps that are finished when the phase begins. The range stops at the number of
+    steps that are finished when the phase ends.
     """
     step = 0
     while step < config.train.max_steps:
@@ -135,16 +135,17 @@ def _check_order(phases: list[Phase], given: Config) -> None:
     for phase, following in itertools.pairwise(phases):
         if not 0 < phase.until < following.until:
             raise ConfigError(
-                f"train.phases: a phase until {phase.until:g} cannot come before one until {following.until:g}. "
-                "Shares of the run lie between 0 and 1 and grow from phase to phase. After the last phase the settings "
+                f"train.phases: a phase with until={phase.until:g} cannot precede a phase with "
+                f"until={following.until:g}. The values of until must be between 0 and 1, and increase from phase to "
+                "phase. After the last phase the settings "
                 "of [train] apply."
             )
         end = _end(phase, given)
         if end == end_before:
             steps = counted(given.train.max_steps, "step")
             raise ConfigError(
-                f"train.phases: a phase until {phase.until:g} of {steps} has no step. "
-                "Remove this phase, or give it a larger until."
+                f"train.phases: the phase with until={phase.until:g} has no step in a run of {steps}. Remove this "
+                "phase, or increase until."
             )
         end_before = end
 
@@ -156,9 +157,9 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
     if tokens != tokens_of_last:
         raise ConfigError(
             f'train.phases: "{text}" has steps of {phase.num_lanes} x {phase.segment_len} = {tokens:,} tokens, '
-            f"and [train] of {last.num_lanes} x {last.segment_len} = {tokens_of_last:,}. Steps of all phases must "
-            "have equally many tokens, so that one learning rate fits all phases. Segments a quarter as long need four "
-            "times as many lanes."
+            f"but [train] has steps of {last.num_lanes} x {last.segment_len} = {tokens_of_last:,} tokens. Steps of all "
+            "phases must have equally many tokens, so that one learning rate fits all phases. For example, segments a "
+            "quarter as long need four times as many lanes."
         )
     memory_lens = given.train.memory_lens and memory_of_layers(
         phase.memory_len, given.train.memory_lens, num_layers=given.model.num_layers
@@ -180,19 +181,19 @@ def _phases(train: TrainSection) -> list[Phase]:
 
 
 def _parsed(text: str, last: Phase) -> Phase:
-    """Parse one phase. Values that it does not give are those of the last phase.
+    """Parse one phase. Values that the text does not give are the values of the last phase.
 
-    Micro-batches have the same number of tokens in all phases.
+    Micro-batches have the same number of tokens in all phases, unless the text gives microbatch_lanes.
     """
     values: dict[str, Any] = {}
     for word in text.split():
         name, _, value = word.partition("=")
         if name in values:
-            raise ConfigError(f'train.phases: "{text}": {name} is given twice. Write "{_FORM} memory_len=32".')
+            raise ConfigError(f'train.phases: "{text}": {name} occurs twice. Write "{_FORM} memory_len=32".')
         if name not in Phase._fields:
             hint = did_you_mean(name, Phase._fields)
             raise ConfigError(
-                f'train.phases: "{text}": {name} is not part of a phase.{hint} Write "{_FORM} memory_len=32".'
+                f'train.phases: "{text}": a phase has no setting {name}.{hint} Write "{_FORM} memory_len=32".'
             )
         try:
             if name == "until":
@@ -206,7 +207,10 @@ def _parsed(text: str, last: Phase) -> Phase:
                 kind = "a whole number"
             raise ConfigError(f'train.phases: "{text}": {name}={value} is not {kind}. Write "{_FORM}".') from error
     if "until" not in values:
-        raise ConfigError(f'train.phases: "{text}" does not say when it ends. Write "{_FORM} memory_len=32".')
+        raise ConfigError(
+            f'train.phases: "{text}" has no until, the share of the run after which the phase ends. '
+            f'Write "{_FORM} memory_len=32".'
+        )
     if "microbatch_lanes" not in values and "num_lanes" in values:
         lanes = last.microbatch_lanes * int(values["num_lanes"])
         if lanes % last.num_lanes:

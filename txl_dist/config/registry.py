@@ -57,16 +57,16 @@ class OneOf:
 _loaded: dict[str, Plugin] = {}
 """Plugins that this process has loaded, in this order."""
 _added: list[tuple[str, dict[str, Any], str]] = []
-"""Rows that plugins have added, each as (plugin, table, name)."""
+"""Rows that plugins have added, each as (name of the plugin, table, name of the row)."""
 _loading: list[str] = []
-"""Plugin that is being imported now, or None."""
+"""Names of the plugins that are being imported now. If a plugin imports another plugin, the inner one is last."""
 
 
 def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
     """Add a row to a table. Raises ConfigError if the table has the name already, or if the name is not allowed."""
     if not isinstance(name, str) or not name.isidentifier():
         raise ConfigError(
-            f"{what} {name!r:.80}: a name may hold letters, digits and underscores only. Choose another name."
+            f"{what} {name!r:.80}: a name may contain only letters, digits and underscores. Choose another name."
         )
     if name in table:
         owner = _plugin_of(table, name)
@@ -91,7 +91,7 @@ def _plugin_of(table: Mapping[str, Any], name: str) -> str:
 def plugin_errors(
     table: Mapping[str, Any], name: str, *, what: str, kind: type[TxlError] = ConfigError
 ) -> Iterator[None]:
-    """Turn an error in a plugin's code into an error of one line. The plugin is the one that added this row.
+    """Turn an error in a plugin's code into an error of one line, which names the plugin that added this row.
 
     If the row is built in, an error passes unchanged.
     """
@@ -150,7 +150,8 @@ def plugin_changes(recorded: Sequence[Mapping[str, str]], *, where: str) -> list
             sentences.append(f"{where} was made with {_shown(plugin)}, which is not loaded now")
         elif now.sha256 != plugin["sha256"]:
             sentences.append(
-                f"{where} was made with {_shown(plugin)}; it has changed since: now {_shown(now._asdict())}"
+                f"{where} was made with {_shown(plugin)}, but the code of the plugin has changed since then: now "
+                f"{_shown(now._asdict())}"
             )
     return sentences
 
@@ -158,13 +159,13 @@ def plugin_changes(recorded: Sequence[Mapping[str, str]], *, where: str) -> list
 def remedy(name: str) -> str:
     """Return a sentence that says how to load a plugin."""
     return (
-        f"If you trust that code, install it and name it: --plugins {name} (for training: --run.plugins {name}, or "
-        "run.plugins in the file)."
+        f"If you trust the plugin's code, install the plugin and give --plugins {name} (for training: --run.plugins "
+        f"{name}, or run.plugins in the file)."
     )
 
 
 def not_loaded(names: Iterable[str]) -> list[str]:
-    """Return those of the named plugins that are not loaded in this process."""
+    """Return the names of the plugins that are not loaded in this process."""
     return [name for name in names if name not in _loaded]
 
 
@@ -197,19 +198,19 @@ def _why_not(name: str, error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
         return (
             f"the plugin {name} is not installed for {sys.executable}: there is no module {error.name}. Install its "
-            "package (pip install), or put the folder that holds it into PYTHONPATH."
+            "package (pip install), or add the folder that contains the plugin to PYTHONPATH."
         )
     if isinstance(error, TxlError):
         reason = str(error).rstrip(".")
     else:
         reason = in_one_line(error)
-    return f"the plugin {name} cannot be imported: {reason}{_place(error)}. Correct it, or leave it out."
+    return f"the plugin {name} cannot be imported: {reason}{_place(error)}. Correct the plugin, or do not name it."
 
 
 def _place(error: BaseException) -> str:
-    """Return file and line of a plugin's code where an error was raised, in brackets.
+    """Return file and line of a plugin's code where an error was raised, in parentheses.
 
-    The result is empty if the error was raised elsewhere.
+    The result is empty if the error was raised in other code.
     """
     ours = str(Path(__file__).parent)
     frames = [

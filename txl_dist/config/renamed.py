@@ -41,7 +41,7 @@ class Renamed(NamedTuple):
         return value
 
     def reversed(self) -> Renamed:
-        """Return the opposite change of name, from the new spelling to the old one."""
+        """Return the opposite change of names and values, from the new spelling to the old spelling."""
         return self._replace(old=self.new, new=self.old, values=tuple((new, old) for old, new in self.values))
 
 
@@ -106,9 +106,9 @@ _BY_OLD = {renamed.old: renamed for renamed in RENAMED}
 
 
 def in_new_names(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Return settings by section, where each old name is replaced by the new one.
+    """Return settings by section, where each old name is replaced by the new name.
 
-    Raises ConfigError if `source` uses both names of one setting. The message has both names.
+    Raises ConfigError if `source` uses both names of one setting.
     """
     result: dict[str, Any] = {
         section: dict(settings) if isinstance(settings, Mapping) else settings for section, settings in values.items()
@@ -132,7 +132,8 @@ def old_names_in(values: Mapping[str, Any]) -> Iterator[Renamed]:
 
 
 def warn_of_old_names(values: Mapping[str, Any], *, source: str) -> None:
-    """Print a warning for each old name in settings that the user wrote. It shows the line with the new name."""
+    """Print a warning for each old name in settings that the user wrote. The warning shows the line with the new
+    name."""
     for renamed in old_names_in(values):
         section, key = renamed.old.split(".")
         value = renamed.new_value(values[section][key])
@@ -143,8 +144,7 @@ def warn_of_old_names(values: Mapping[str, Any], *, source: str) -> None:
 def words_in_new_names(words: Sequence[str], *, command: str = "train") -> list[str]:
     """Return the words of a command, where renamed flags and their values have the new spelling.
 
-    Each old flag gets a warning. Raises ConfigError if both spellings of one flag are given. The message has both
-    flags.
+    A warning is printed for each old flag. Raises ConfigError if both spellings of one flag are given.
     """
     by_old = _flags_by_old(command)
     result: list[str] = []
@@ -237,7 +237,7 @@ def name_since(name: str) -> str:
 def flat_in_new_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by `section.key` under the names of this version.
 
-    The settings may be of any version. Their values are not checked.
+    The settings may have the names of any version. Their values are not checked.
     """
     return _with_new_keys(values, RENAMED)
 

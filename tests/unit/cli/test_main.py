@@ -70,7 +70,7 @@ def test_a_dry_run_shows_the_settings_that_differ_from_the_defaults_before_what_
         "optim": {"lr": 1e-3},
         "checkpoint": {"keep_best": True},
     }
-    assert settings.startswith("# settings that differ from the defaults; --all shows every one\n")
+    assert settings.startswith("# settings that differ from the defaults; --all shows all settings\n")
     assert len(settings.splitlines()) < 30
     assert "memory per rank" in rest
 
@@ -282,7 +282,7 @@ def test_a_config_file_behind_the_flags_is_refused_and_never_ignored(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code_of("train", "--dry-run", str(config_file)) == 2
-    assert "the config file comes first" in capsys.readouterr().err
+    assert "the configuration file must come first" in capsys.readouterr().err
 
 
 def test_verify_lists_what_is_damaged_and_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,12 +175,12 @@ def test_words_continue_a_prompt_behind_a_blank(shell: Shell, tmp_path: Path) ->
 
 
 WRONG_LINES = [
-    (b"nonsense", r"-, line 3: no JSON"),
-    (b"[" * 100_000, r"-, line 3: no JSON"),
-    (b'{"prompt": "a", "x": NaN}', r"-, line 3: no JSON \(Out of range float"),
-    (b'{"prompt": "a", "x": 1e999}', r"-, line 3: no JSON \(Out of range float"),
-    (b'{"tokens": [1, true]}', r"-, line 3: it must be an object"),
-    (b'["a"]', r"-, line 3: it must be an object"),
+    (b"nonsense", r"-, line 3: the line is not JSON"),
+    (b"[" * 100_000, r"-, line 3: the line is not JSON"),
+    (b'{"prompt": "a", "x": NaN}', r"-, line 3: the line is not JSON \(Out of range float"),
+    (b'{"prompt": "a", "x": 1e999}', r"-, line 3: the line is not JSON \(Out of range float"),
+    (b'{"tokens": [1, true]}', r"-, line 3: the line must be an object"),
+    (b'["a"]', r"-, line 3: the line must be an object"),
     (b'{"tokens": [1, 70000]}', r"-, line 3: the prompt: 70000 is not an id of this model's vocabulary"),
     (b'{"prompt": "a\\ud800"}', r"-, line 3: the prompt is not valid UTF-8 \(character 1\)"),
     (b'{"prompt": "\xff"}', r"-, line 3: the prompt is not valid UTF-8 \(character 0\)"),
@@ -206,7 +206,7 @@ def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
 
 def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:
     given = b'{"prompt": "ab"}\n{"prompt": "c"}\nnonsense\n{"prompt": "d"}\n'
-    assert "line 3: no JSON" in shell.refusal("--jsonl", "-", "--num-samples", "2", "--out", "out.jsonl", given=given)
+    assert "line 3: the line is not JSON" in shell.refusal("--jsonl", "-", "--num-samples", "2", "--out", "out.jsonl", given=given)
     found = records(Path("out.jsonl").read_text())
     assert [(record["prompt"], len(record["ids"]) > 0) for record in found] == [
         (p, True) for p in ("ab", "ab", "c", "c")
@@ -217,7 +217,7 @@ def test_an_empty_key_is_none_and_two_prompts_are_refused(shell: Shell) -> None:
     (record,) = records(shell("--jsonl", "-", "--out", "-", given=b'{"prompt": null, "tokens": [5, 6]}'))
     assert (record["prompt"], record["tokens"]) == (None, [5, 6])
     for line in (b'{"prompt": "a", "tokens": [5]}', b'{"prompt": null}', b"{}"):
-        assert "it must be an object with" in shell.refusal("--jsonl", "-", given=line)
+        assert "the line must be an object with" in shell.refusal("--jsonl", "-", given=line)
 
 
 def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell) -> None:
@@ -233,11 +233,11 @@ def test_ends_of_lines_of_a_pipe_are_kept_and_a_mark_of_utf8_is_not(shell: Shell
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["--tokens"], "--tokens needs an id or more"),
-        (["--prompt"], "--prompt needs a text or more"),
-        (["--save-memory", "-"], "a memory must be a file"),
-        (["--load-memory", "-"], "a memory must be a file"),
-        (["--save-memory", "pipe"], "cannot write pipe: it is not a file. Name another file with --save-memory."),
+        (["--tokens"], "--tokens was given without an id"),
+        (["--prompt"], "--prompt was given without a text"),
+        (["--save-memory", "-"], "a memory must be in a file, not in a pipe"),
+        (["--load-memory", "-"], "a memory must be in a file, not in a pipe"),
+        (["--save-memory", "pipe"], "cannot write pipe: the path is not a file. Name another file with --save-memory."),
         (["--out", "."], "cannot write .: Is a directory. Name another file with --out."),
         (["--save-memory", "nowhere/m"], "cannot write nowhere/m: No such file or directory."),
     ],

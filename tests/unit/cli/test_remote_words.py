@@ -62,7 +62,7 @@ def test_plain_words_stay_readable() -> None:
 def test_what_was_damaged_on_its_way_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for word in (ENCODED + "%%%", ENCODED + "bm90IGpzb24=", ENCODED + "MTI=", ENCODED):
         assert main(["train", word]) == 2
-        assert "written by `txl launch` alone" in capsys.readouterr().err
+        assert "Only `txl launch` may write this flag" in capsys.readouterr().err
 
 
 def test_a_launch_on_several_machines_encodes_and_one_on_this_machine_does_not(
@@ -90,7 +90,7 @@ def test_a_folder_or_a_variable_that_would_change_on_its_way_is_refused(
     assert main(["launch", "--hostfile", "hosts", "c.toml"]) == 2
     assert "this folder" in capsys.readouterr().err
     for name, value in (("PYTHONPATH", "/a/$b"), ("NCCL_DEBUG_FILE", "/log/%h"), ("PYTHONSTARTUP", 'a"b')):
-        with pytest.raises(ConfigError, match=f"the variable {name} holds"):
+        with pytest.raises(ConfigError, match=f"the variable {name} contains"):
             check_remote({}, environment={name: value})
     check_remote({"this folder": "/a/b-c"}, environment={"HOME": "$x", "PYTHONPATH": "/a b:/c"})
     with pytest.raises(ConfigError, match="--venv_script 'a b'"):
@@ -104,6 +104,6 @@ def test_a_launcher_flag_that_would_be_lost_is_refused(
     Path("c.toml").touch()
     assert main(["launch", "--include", "a:0", "--include=b", "c.toml"]) == 2
     assert (
-        "--include is given 2 times, but the launcher accepts the flag only once. Join machines by @"
+        "--include is given 2 times, but the launcher accepts the flag only once. Join the names of machines with @"
         in capsys.readouterr().err
     )

@@ -109,4 +109,4 @@ def test_ranks_without_a_dry_run_are_refused_with_the_command_that_starts_them(
         said = capsys.readouterr().err
         assert "txl launch --num_accelerators 2 c.toml --run.dir 'a b' --train.max_steps 4\n" in said
     assert main(["train", "c.toml", "--ranks", "-3"]) == 2
-    assert "it must be 1 or more" in capsys.readouterr().err
+    assert "--ranks -3: it must be 1 or more" in capsys.readouterr().err

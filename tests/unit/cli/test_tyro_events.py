@@ -148,7 +148,7 @@ def test_too_few_values_and_values_of_another_type_are_invalid_values(given: lis
         (needs_one, [], "one of --red, --blue is needed"),
         (takes_one, ["--red", "--blue"], "--red and --blue cannot be given together"),
         (has_subcommands, [], "one of what:add, what:drop is needed"),
-        (CascadeSubcommandArgs[Defaulted], ["--what.size", "2", "what:drop"], "--what.size has chosen what:add"),
+        (CascadeSubcommandArgs[Defaulted], ["--what.size", "2", "what:drop"], "--what.size selects what:add"),
     ],
 )
 def test_every_other_event_is_a_sentence(target: Any, words: list[str], reason: str) -> None:

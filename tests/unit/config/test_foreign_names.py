@@ -88,7 +88,7 @@ NOTES = [
     ("deepspeed", "engine.zero_stage"),
     ("loss_scale", "engine.precision bf16"),
     ("num_gpus", "txl launch"),
-    ("rope", "no rotary positions"),
+    ("rope", "Rotary positions are not supported"),
 ]
 """Names that no setting has, and what is said of them."""
 
@@ -163,7 +163,7 @@ def test_the_smallest_learning_rate_keeps_its_name(tmp_path: Path, capsys: pytes
         ("[fp16]\nenabled = true", 'engine.precision = "fp16"?'),
         ("[train]\nbatch_size = 8", "batch size per GPU * GPUs * accumulation steps."),
         ("[train]\nepochs = 8", "epochs * tokens of the corpus / (train.num_lanes * train.segment_len)"),
-        ("[train]\nresume_from_checkpoint = 'x'", "give --resume CHECKPOINT on the command line."),
+        ("[train]\nresume_from_checkpoint = 'x'", "Give --resume CHECKPOINT on the command line."),
     ],
 )
 def test_a_file_of_another_code_base_is_answered_in_the_words_of_a_file(
@@ -270,9 +270,9 @@ def test_settings_of_generation_in_a_program_are_answered_too() -> None:
 @pytest.mark.parametrize(
     ("flag", "remedy"),
     [
-        ("--max-tokens", "prepare a shorter text and name its corpus with --data"),
-        ("--max_samples", "prepare a shorter text and name its corpus with --data"),
-        ("--eval-iters", "eval.max_tokens limits its evaluations"),
+        ("--max-tokens", "prepare a shorter text and give its corpus with --data"),
+        ("--max_samples", "prepare a shorter text and give its corpus with --data"),
+        ("--eval-iters", "eval.max_tokens limits the evaluations"),
         ("--temperature", "txl generate MODEL --prompt TEXT --max-tokens N"),
         ("--max-new-tokens", "txl generate MODEL --prompt TEXT --max-tokens N"),
         ("--limit", "lm-evaluation-harness"),

@@ -245,7 +245,7 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("model.div_value=8", {"model": {"cutoffs": [5, 9], "div_value": 8, "embed_width": 32}}),
     ("model.final_norm=True", {"model": {"final_norm": True}}),
     ("model.same_length='memory'", {"model": {"same_length": "memory"}, "train": {"memory_len": 0}}),
-    ("in evaluation too (is 0)", {"model": {"same_length": "memory"}, "eval": {"memory_len": 0}}),
+    ("memory_len of evaluation (is 0)", {"model": {"same_length": "memory"}, "eval": {"memory_len": 0}}),
     ("model.num_distances=0", {"model": {"positions": "learned_relative"}}),
     ("model.num_distances=9", {"model": {"num_distances": 9}}),
     ("train.memory_len=0 (is 128)", {"model": {"positions": "absolute"}}),
@@ -256,10 +256,10 @@ CONTRADICTIONS: list[tuple[str, dict[str, dict[str, Any]]]] = [
     ("engine.offload_parameters=True", {"engine": {"offload_parameters": True, "zero_stage": 2}}),
     ("optim.min_lr=0.5", {"optim": {"min_lr": 0.5, "lr": 0.1}}),
     ("eval.use_ema=True", {"eval": {"use_ema": True}}),
-    ("model.absolute_with_memory=True, to see it fail", {"model": {"positions": "absolute"}}),
-    ("model.absolute_with_memory=True is for", {"model": {"absolute_with_memory": True}}),
+    ("model.absolute_with_memory=True to reproduce how a memory fails", {"model": {"positions": "absolute"}}),
+    ("model.absolute_with_memory=True works only with", {"model": {"absolute_with_memory": True}}),
     (
-        "train.initial_memory='zeros' belongs to no document, and data.document_mask=True shows",
+        "train.initial_memory='zeros' needs data.document_mask=False",
         {"train": {"initial_memory": "zeros"}, "data": {"document_mask": True}},
     ),
 ]
@@ -312,13 +312,13 @@ def test_the_other_kinds_of_positions_and_optimizers_are_accepted_where_they_bel
 @pytest.mark.parametrize(
     ("lens", "model", "words"),
     [
-        ([64, 128, 32], {}, "has 3 entries; give one for each of the 2 layers"),
+        ([64, 128, 32], {}, "has 3 entries, but needs one entry for each of the 2 layers"),
         ([64], {}, "has 1 entry"),
-        ([64, 96], {}, r"the longest of them must be train\.memory_len \(is 128\)"),
-        ([64, 256], {}, r"the longest of them must be train\.memory_len \(is 128\)"),
+        ([64, 96], {}, r"the largest entry must equal train\.memory_len \(is 128\)"),
+        ([64, 256], {}, r"the largest entry must equal train\.memory_len \(is 128\)"),
         ([-1, 128], {}, "memory_lens"),
-        ([64, 128], {"value_residual": True}, "none may remember more than it does"),
-        ([0, 128], {"same_length": "memory"}, "needs some in every layer"),
+        ([64, 128], {"value_residual": True}, "no layer may have a longer memory than the first layer"),
+        ([0, 128], {"same_length": "memory"}, "needs a memory in every layer"),
     ],
 )
 def test_memories_per_layer_that_cannot_be_are_refused(lens: list[int], model: dict[str, Any], words: str) -> None:

@@ -56,19 +56,19 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        (["num_lanes=128 segment_len=16"], "does not say when it ends"),
+        (["num_lanes=128 segment_len=16"], "has no until, the share of the run"),
         (["until=x"], "until=x is not a share of the run"),
         (["until=0.5 num_lanes=1.5"], "num_lanes=1.5 is not a whole number"),
-        (["until=0.5 lanes=128"], "lanes is not part of a phase. Did you mean num_lanes"),
-        (["until=0.5 until=0.6"], "until is given twice"),
-        (["until=0.5 num_lanes=64"], "64 x 64 = 4,096 tokens, and [train] of 32 x 64 = 2,048"),
-        (["until=0.5", "until=0.5"], "until 0.5 cannot come before one until 0.5"),
-        (["until=0"], "until 0 cannot come"),
-        (["until=1.5"], "until 1.5 cannot come before one until 1"),
+        (["until=0.5 lanes=128"], "a phase has no setting lanes. Did you mean num_lanes"),
+        (["until=0.5 until=0.6"], "until occurs twice"),
+        (["until=0.5 num_lanes=64"], "64 x 64 = 4,096 tokens, but [train] has steps of 32 x 64 = 2,048 tokens"),
+        (["until=0.5", "until=0.5"], "until=0.5 cannot precede a phase with until=0.5"),
+        (["until=0"], "until=0 cannot precede"),
+        (["until=1.5"], "until=1.5 cannot precede a phase with until=1"),
         (["until=0.5 memory_len=-1"], "a memory must be 0 to 16,777,216"),
         (["until=0.5 num_lanes=1 segment_len=2048"], "needs its own microbatch_lanes"),
-        (["until=0.001"], "until 0.001 of 100 steps has no step"),
-        (["until=0.25", "until=0.251"], "until 0.251 of 100 steps has no step"),
+        (["until=0.001"], "until=0.001 has no step in a run of 100 steps"),
+        (["until=0.25", "until=0.251"], "until=0.251 has no step in a run of 100 steps"),
         (["until=0.5 memory_len=99999999999"], "a memory must be 0 to 16,777,216"),
     ],
 )
@@ -90,6 +90,6 @@ def test_layers_with_memories_of_their_own_keep_them_in_every_stage() -> None:
     check_phases(changed(config, lens))
     assert at_step(changed(config, lens), 0).train.memory_per_layer(2) == (32, 32)
     assert at_step(changed(config, lens), 30).train.memory_per_layer(2) == (48, 128)
-    for wrong, words in (((48,), "has 1 entry"), ((48, 96), "the longest of them must be train.memory_len")):
+    for wrong, words in (((48,), "has 1 entry"), ((48, 96), "the largest entry must equal train.memory_len")):
         with pytest.raises(ConfigError, match=words):
             check_phases(changed(config, {"train.memory_lens": wrong}))

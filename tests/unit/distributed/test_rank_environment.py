@@ -103,7 +103,7 @@ def test_a_process_that_waits_for_ranks_says_so_and_hears_ctrl_c(command: str, r
         if line.startswith("txl: waiting at"):
             break
     said = "".join(lines)
-    assert f"make this rank {rank} of 2. It waits at 127.0.0.1:{port} for rank {1 - rank}." in said
+    assert f"make this process rank {rank} of 2. The process waits at 127.0.0.1:{port} for rank {1 - rank}." in said
     assert f"txl: waiting at 127.0.0.1:{port} for rank {1 - rank} of 2" in said
     time.sleep(0.2)
     process.send_signal(signal.SIGINT)

@@ -28,8 +28,8 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("plan small.toml --gpus 1 --gpu h100 --vocab-size 100", "txl plan: following steps of small.toml"),
-        ("doctor", "txl doctor: looking at this machine"),
+        ("plan small.toml --gpus 1 --gpu h100 --vocab-size 100", "txl plan: simulating steps of small.toml"),
+        ("doctor", "txl doctor: checking this machine"),
         ("report runs/a", "txl report: reading runs/a"),
         ("compare runs/a runs/b", "txl compare: reading 2 runs"),
     ],

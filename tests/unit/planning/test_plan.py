@@ -287,7 +287,10 @@ def test_a_picture_that_is_not_drawn_is_owned_up_to(
     monkeypatch.setattr(type(GPUS["h100"]), "usable_bytes", property(lambda _: 1000.0))
     words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--png", str(tmp_path / "p.png")]
     assert main(["plan", config_file, *words]) == 0
-    assert f"no picture was drawn to {tmp_path / 'p.png'}: where nothing fits" in capsys.readouterr().out
+    assert (
+        f"no picture was drawn to {tmp_path / 'p.png'}, because the run fits into the memory of no such cluster"
+        in capsys.readouterr().out
+    )
     assert not (tmp_path / "p.png").exists()
 
 
@@ -331,7 +334,7 @@ def test_a_plan_leaves_out_what_means_nothing_for_a_tiny_model_or_a_short_run(fa
 
 def test_the_config_file_comes_first(config_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--train.num_lanes", "64", "--gpus", "4", "--gpu", "h100", config_file]) == 2
-    assert "the config file comes first: txl plan CONFIG" in capsys.readouterr().err
+    assert "the configuration file must come first: txl plan CONFIG" in capsys.readouterr().err
 
 
 def test_without_a_corpus_the_vocabulary_must_be_given(
@@ -361,7 +364,7 @@ def test_help_answers_without_torch() -> None:
 
 
 def test_a_vocabulary_below_the_cutoffs_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must lie below the vocabulary size 1000"):
+    with pytest.raises(ConfigError, match="must be below the vocabulary size 1000"):
         make_plan(changed(CONFIG, model={"cutoffs": (2000,)}), question=question())
     assert plan.ENOUGH < 1
 

@@ -68,7 +68,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused_before_a_model_is_built(
         raise AssertionError("a model was built")
 
     monkeypatch.setattr(run_plan, "count_parameters", fail)
-    with pytest.raises(ConfigError, match=r"model\.cutoffs=\[50, 999999\] must lie below the vocabulary size"):
+    with pytest.raises(ConfigError, match=r"model\.cutoffs=\[50, 999999\] must be below the vocabulary size"):
         planned(tmp_path, model={"cutoffs": [50, 999_999]})
 
 
