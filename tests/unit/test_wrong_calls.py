@@ -56,7 +56,7 @@ PATHS: list[tuple[str, str]] = [
     ("export runs/x runs/x", "runs/x is a run, not a bundle. Choose another output folder"),
     ("export runs/x bundles/x --format onnx", "bundles/x is a bundle, not a folder of ONNX graphs. Choose another"),
     ("export runs/x hf --format huggingface-code", "hf is a Hugging Face folder, not .* with its own code. Choose"),
-    ("evaluate graphs", "graphs is a folder of ONNX graphs, not .* ONNX Runtime runs it; use the run or the bundle"),
+    ("evaluate graphs", "graphs is a folder of ONNX graphs, not .* ONNX Runtime runs these graphs. Use the run"),
     ("import runs/x out --format original", "txl_dist itself wrote it. To get a bundle: `txl export runs/x BUNDLE`"),
     ("import hf out --format nvidia", "Give --format huggingface"),
     ("import data/x out --format original", "data/x is a corpus"),

@@ -206,7 +206,8 @@ def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
 
 def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:
     given = b'{"prompt": "ab"}\n{"prompt": "c"}\nnonsense\n{"prompt": "d"}\n'
-    assert "line 3: the line is not JSON" in shell.refusal("--jsonl", "-", "--num-samples", "2", "--out", "out.jsonl", given=given)
+    words = ("--jsonl", "-", "--num-samples", "2", "--out", "out.jsonl")
+    assert "line 3: the line is not JSON" in shell.refusal(*words, given=given)
     found = records(Path("out.jsonl").read_text())
     assert [(record["prompt"], len(record["ids"]) > 0) for record in found] == [
         (p, True) for p in ("ab", "ab", "c", "c")
