@@ -1,17 +1,18 @@
 """Forward, loss and backward of a micro-batch as one CUDA graph, recorded once per shape and then replayed.
 
 A micro-step of a small model is about a thousand kernels, which a GPU runs faster than Python can launch them. A replay
-copies the inputs into the recorded ones, launches the graph, and passes the recorded gradients to autograd. To that end
-the loss leaves `GraphedModule` with a backward that only returns these gradients. So DeepSpeed's hooks and buckets work
-as usual. Dropout stays a function of the seed: a replay starts from the current state of the default generator.
+copies the inputs into the recorded ones, launches the graph, and passes the recorded gradients to autograd. For this
+the loss that `GraphedModule` returns has a backward pass that only returns the recorded gradients. So DeepSpeed's hooks
+and buckets work as usual. Dropout stays a function of the seed: a replay starts from the current state of the default
+generator.
 
 Shapes are static, except that clusters of the adaptive softmax have a few sizes (`vocabulary_clusters.size_ladder`).
 Each shape is a graph, up to `MAX_GRAPHS`. Further shapes run without a graph, and so does any new shape after a
-recording ran out of memory. All graphs share the inputs, results and gradients of the first one, so another graph
-holds little memory. The first shape, usually the most frequent one, needs no extra copy.
+recording ran out of memory. All graphs share the inputs, results and gradients of the first graph, so each further
+graph needs little memory. The first shape, usually the most frequent one, needs no extra copy.
 
-Limitations: the memory of a micro-step stays reserved. It does not work with ZeRO-3, whose hooks gather weights
-within the micro-step, nor with activation checkpointing, which reads the state of the generator.
+Limitations: the memory of a micro-step stays reserved. CUDA graphs do not work with ZeRO-3, whose hooks gather weights
+within the micro-step. They do not work with activation checkpointing either, which reads the state of the generator.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from txl_dist.console.logging import logger
 
 MAX_GRAPHS = 16
+"""Maximum number of graphs. Each shape of a micro-batch needs its own graph."""
 WARM_UPS = 3
 """Number of runs before a recording, in which libraries choose kernels and allocate workspaces."""
 
@@ -39,11 +41,13 @@ class _Graph(NamedTuple):
     """Recorded forward and backward pass of one micro-batch, for one shape."""
 
     inputs: list[Tensor]
+    """Tensors that the graph reads. A replay first copies the inputs of the call into them."""
     outputs: list[Tensor]
     """Loss, then the tensors of the memory, then one gradient per parameter."""
     spec: Any
     """Nesting of loss and memory (torch's pytree specification)."""
     replay: Callable[[], None]
+    """Function that launches the graph."""
 
 
 class GraphedModule(nn.Module):
@@ -53,7 +57,10 @@ class GraphedModule(nn.Module):
     """
 
     def __init__(self, module: nn.Module, *, scale: Callable[[], float], record: Recorder | None = None) -> None:
-        """Wrap a module. `scale` returns the factor by which the loss will be multiplied before the backward pass."""
+        """Wrap a module. `record` makes the recordings, by default with `record_on_gpu`.
+
+        `scale` returns the factor by which the loss will be multiplied before the backward pass.
+        """
         super().__init__()
         self.module = module
         # One pool of memory is enough: recordings run one after the other, and their results are kept.
@@ -70,7 +77,8 @@ class GraphedModule(nn.Module):
         """Results and gradients that all graphs share, by position, shape and type."""
 
     def forward(self, *arguments: Any) -> Any:
-        """Return the module's result. Training replays a recording, and evaluation calls the module."""
+        """Return the module's result. In training a recording is replayed. In evaluation the module itself is
+        called."""
         values, spec = tree_flatten(arguments)
         key = (spec, *(_signature(value) for value in values))
         is_known = key in self._graphs
@@ -78,7 +86,9 @@ class GraphedModule(nn.Module):
             return self.module(*arguments)
         if not is_known and (self._is_full or len(self._graphs) >= MAX_GRAPHS):
             if not self._is_full:
-                logger.warning("engine.cuda_graph: more than %d shapes; other ones run without a graph", MAX_GRAPHS)
+                logger.warning(
+                    "engine.cuda_graph: more than %d shapes. New shapes run without a CUDA graph", MAX_GRAPHS
+                )
             self._is_full = True
             return self.module(*arguments)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -91,7 +101,7 @@ class GraphedModule(nn.Module):
                 if not _ran_out_of_memory(error):
                     raise
                 self._is_full = True
-                logger.warning("engine.cuda_graph: no memory for another shape; new shapes run without a graph")
+                logger.warning("engine.cuda_graph: no memory for another graph. New shapes run without a CUDA graph")
         if key not in self._graphs:  # after the handler, whose error keeps the recording's tensors alive
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -107,7 +117,8 @@ class GraphedModule(nn.Module):
         return tree_unflatten([_Delivered.apply(loss, gradients, *parameters), *rest], graph.spec)  # type: ignore[no-untyped-call]
 
     def _recorded(self, values: list[Any], spec: Any, inputs: list[Tensor], parameters: Sequence[Tensor]) -> _Graph:
-        """Record forward and backward pass for these inputs. Raises RuntimeError if memory runs out."""
+        """Record forward and backward pass for inputs of a new shape, and return the graph. Raises RuntimeError if
+        memory runs out."""
         for place, value in zip(_places(inputs), inputs, strict=True):
             if place not in self._inputs:
                 self._inputs[place] = torch.empty_like(value)
@@ -139,7 +150,8 @@ class GraphedModule(nn.Module):
 
 
 def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], None]:
-    """Record a function on the current GPU, with memory from a pool that recordings may share."""
+    """Record a function on the current GPU, with memory from a pool that recordings may share. Returns the function
+    that replays it."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -154,14 +166,17 @@ def record_on_gpu(run: Callable[[], Any], *, pool: Any = None) -> Callable[[], N
 
 
 def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy tensors, with one launch per type of tensor."""
+    """Copy the values of tensors into other tensors, with one launch per type of tensor."""
     for dtype in {value.dtype for value in values}:
         pairs = [pair for pair in zip(into, values, strict=True) if pair[1].dtype == dtype]
         torch._foreach_copy_([place for place, _ in pairs], [value for _, value in pairs])
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Whether memory ran out. CUDA may raise another error while it ends the recording, which counts too."""
+    """Return whether an error means that memory ran out.
+
+    CUDA may raise another error while it ends the recording. So the error during which it was raised counts too.
+    """
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or _ran_out_of_memory(error.__context__))
 
 
@@ -173,12 +188,15 @@ def _signature(value: Any) -> Any:
 
 
 def _places(values: Sequence[Tensor]) -> list[Any]:
-    """Return the key of each tensor among the shared tensors: its position, shape and type."""
+    """Return a key for each tensor: its position, shape and type. Graphs share tensors that have the same key."""
     return [(index, _signature(value)) for index, value in enumerate(values)]
 
 
 class _Delivered(torch.autograd.Function):
-    """Loss whose gradients are already computed. They include the factor by which the loss will be multiplied."""
+    """Autograd function that returns a loss whose gradients are recorded already. Its backward pass returns these.
+
+    The recorded gradients include the factor by which the loss will be multiplied.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:

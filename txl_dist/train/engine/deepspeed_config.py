@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, derived from those of a run. Users never write DeepSpeed's JSON."""
+"""DeepSpeed's settings, derived from the settings of a run. Users never write DeepSpeed's JSON."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from txl_dist.config.schema import EngineSection
 BUCKET_LEN = 1 << 25
 """Number of gradient values that are exchanged at once during the backward pass, and of weights gathered at once."""
 PERSISTENT_LEN = 1 << 14
-"""Largest number of values of a parameter that every rank keeps at stage 3.
+"""Maximum number of values of a parameter that every rank keeps whole at ZeRO stage 3.
 
-It includes biases and norms, because gathering them would cost more than keeping them.
+Biases and norms are this small. To gather them for each pass would cost more than to keep them.
 """
 
 

@@ -8,8 +8,8 @@ joined in one copy. So the exchange of gradients still overlaps with the backwar
 
 `Stored` maps parameters of the engine to those of the model, for the optimizer and for checkpoints.
 
-Limitations: it costs a copy of the gradients per micro-batch. It is not used with ZeRO-3, where a view would keep the
-gathered tensor of its layer alive, nor with optimizers that need whole matrices.
+Limitations: flat parameters cost a copy of the gradients per micro-batch. They are not used with ZeRO-3, where a view
+would keep the gathered tensor of its layer alive, nor with optimizers that need whole matrices.
 
     flat   | query.weight | key_value.weight .. | distance.weight |    each begins at a multiple of ALIGNMENT values
 """
@@ -37,7 +37,9 @@ class Slot(NamedTuple):
     """Place of one parameter of the model inside a flat parameter of the engine."""
 
     name: str
+    """Name of the model's parameter."""
     start: int
+    """Place of the parameter's first value in the flat parameter."""
     shape: torch.Size
 
     @property
@@ -47,10 +49,11 @@ class Slot(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Parameter of the engine, with the parameters of the model that it contains, in order."""
+    """Parameter of the engine, and the parameters of the model that it contains."""
 
     tensor: nn.Parameter
     slots: tuple[Slot, ...]
+    """Places of the model's parameters in the tensor, in order."""
 
 
 class Owner(NamedTuple):
@@ -58,10 +61,11 @@ class Owner(NamedTuple):
 
     module: nn.Module
     leaf: str
+    """Name of the parameter in the module."""
 
 
 class FlatModule(nn.Module):
-    """Wrapper that stores a module's small parameters in flat parameters. It passes calls on to the module."""
+    """Wrapper that stores a module's small parameters in flat parameters. Calls are passed on to the module."""
 
     def __init__(self, module: nn.Module, *, prefix: str, matrices: Collection[str] = ()) -> None:
         """Move the module's parameters into flat parameters, in place.
@@ -119,7 +123,7 @@ def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _groups(names: Iterable[str], *, prefix: str, matrices: Collection[str]) -> dict[str, list[str]]:
-    """Return groups of names of parameters that share a flat tensor.
+    """Return the names of the parameters that share a flat tensor, by the name of their group.
 
     The matrices of each block are a group, and all parameters without weight decay are a group. Other parameters, such
     as embeddings, are in no group.
@@ -140,7 +144,7 @@ def _groups(names: Iterable[str], *, prefix: str, matrices: Collection[str]) -> 
 
 
 def _owners(module: nn.Module) -> dict[int, list[Owner]]:
-    """Return the owners of each parameter, by its id."""
+    """Return the modules that use each parameter. The key is the parameter's `id`."""
     owners: dict[int, list[Owner]] = {}
     for part in module.modules():
         for leaf, parameter in part._parameters.items():

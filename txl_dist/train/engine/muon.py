@@ -1,17 +1,17 @@
-"""Muon: steps of orthogonalized momentum for the matrices of the blocks, AdamW's for everything else.
+"""The Muon optimizer: orthogonalized momentum for the matrices of the blocks, and AdamW for all other parameters.
 
 With G the clipped gradient of a matrix [m, n] and B its momentum (Jordan et al. 2024, github.com/KellerJordan/Muon):
 
-    B = mu B + (1 - mu) G            U = mu B + (1 - mu) G            Nesterov's
+    B = mu B + (1 - mu) G            U = mu B + (1 - mu) G            Nesterov momentum
     X = U / (|U| + 1e-7), five times                                  Newton-Schulz: singular values become about 1
     X = a X + (b A + c A A) X with A = X X^T
     W = W - lr decay W - 0.2 sqrt(max(m, n)) lr X                     as large as AdamW's step (arXiv 2502.16982)
 
-The momentum is a moment like Adam's: each rank keeps it for the values that ZeRO gives it, whatever matrix they belong
-to. But X is computed from a whole matrix. So each matrix has an owner, the rank that computes its X. The other ranks
-send the owner their values of U and receive the values of X that they need. That is two exchanges per update at any
-ZeRO stage; what is sent is fixed when the engine is built. Keys and values are two matrices, although one tensor holds
-both.
+The momentum is a moment like Adam's: each rank keeps it for the values that ZeRO gives it, whatever matrix these values
+belong to. But X is computed from a whole matrix. So each matrix has an owner, the rank that computes its X. The other
+ranks send the owner their values of U and receive the values of X that they need. So each update has two exchanges, at
+any ZeRO stage. The ranges to exchange are fixed when the engine is built. Keys and values are two matrices, although
+one tensor holds both.
 
 Limitations: a matrix is never cut, so no more ranks share the work than there are matrices.
 """
@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 NUM_ITERATIONS = 5
+"""Number of Newton-Schulz iterations in an update."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c of the module's formula. They raise small singular values fast, and leave all singular values
 between 0.7 and 1.2."""
@@ -40,6 +41,7 @@ class Matrix(NamedTuple):
     """Matrix that Muon orthogonalizes by itself: consecutive rows of a parameter."""
 
     parameter: str
+    """Name of the parameter that contains the matrix."""
     start: int
     """Place of the matrix's first value in the flattened parameter."""
     rows: int
@@ -58,12 +60,14 @@ class Matrix(NamedTuple):
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon orthogonalizes a parameter of the model. It does for the weights of the linear layers of blocks."""
+    """Return whether Muon orthogonalizes a parameter: a weight of a linear layer in a block. `name` is the parameter's
+    name."""
     return name.startswith("blocks.") and name.endswith(".weight") and "norm." not in name and len(shape) == 2
 
 
 def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
-    """List the matrices of a parameter that Muon orthogonalizes separately. Most parameters have none."""
+    """Return the matrices of a parameter that Muon orthogonalizes separately. The list is empty for other
+    parameters."""
     if not is_matrix(name, shape):
         return []
     layer = name.split(".")[-2]
@@ -83,7 +87,7 @@ class Range(NamedTuple):
     length: int
     """Number of values in the range."""
     tensor: int
-    """Index of the tensor, among those that are updated together."""
+    """Index of the tensor that stores the values, among the tensors that are updated together."""
     offset: int
     """Place of the first value in that tensor."""
 
@@ -134,9 +138,10 @@ class MatrixAssignment:
             self.result_recv_ranges.append(for_other)
 
     def orthogonalize(self, updates: list[Tensor], *, dtype: torch.dtype) -> list[tuple[Range, Tensor]]:
-        """Exchange U, compute X in `dtype`, and exchange X. All ranks call it together.
+        """Send U to the owners of the matrices, compute X there, and send X back. All ranks call this method together.
 
-        `updates` are the flat tensors of U on this rank. Returns the values of X for each range of this rank.
+        `updates` are the flat tensors of U on this rank, and `dtype` is the type of the computation. Returns the values
+        of X for each range of this rank.
         """
         values = _exchange(_values_of_updates(updates, self.send_ranges), self.recv_ranges, like=updates[0])
         parts: dict[int, list[tuple[int, Tensor]]] = {index: [] for index in self.local_matrices}
@@ -195,7 +200,8 @@ class Muon(torch.optim.Optimizer):
     def assign(self, assignments: dict[int, MatrixAssignment], *, dtype: torch.dtype, device: torch.device) -> None:
         """Set which rank computes which matrix, before the first update. X is computed in `dtype` on `device`.
 
-        `assignments` maps the id of the first of the tensors that are updated together to their assignment.
+        `assignments` has one entry for each set of tensors that are updated together. Its key is the `id` of the first
+        tensor.
         """
         self._assignments = assignments
         self._dtype = dtype
@@ -203,7 +209,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters. If any parameter is a matrix, all ranks call it together."""
+        """Update all parameters. If any parameter is a matrix, all ranks call this method together."""
         del closure
         for group in self.param_groups:
             tensors = [tensor for tensor in group["params"] if tensor.grad is not None]
@@ -238,7 +244,7 @@ class Muon(torch.optim.Optimizer):
             weight[part.offset : part.offset + part.length].add_(x.to(weight.device), alpha=-rate)
 
     def _step_others(self, tensors: list[Tensor], group: dict[str, Any]) -> None:
-        """Make AdamW's step, by torch's fused kernel."""
+        """Make AdamW's step for other parameters, by torch's fused kernel."""
         states = [self.state[tensor] for tensor in tensors]
         for tensor, state in zip(tensors, states, strict=True):
             if not state:
@@ -264,7 +270,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def _ranges(matrices: list[Matrix], pieces_by_tensor: RankPieces) -> Iterator[Range]:
-    """Yield the values of matrices that a rank holds."""
+    """Yield each range of a matrix that one rank holds. `pieces_by_tensor` are the pieces of parameters on that
+    rank."""
     by_parameter: dict[str, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_parameter.setdefault(matrix.parameter, []).append(index)
@@ -279,7 +286,10 @@ def _ranges(matrices: list[Matrix], pieces_by_tensor: RankPieces) -> Iterator[Ra
 
 
 def _owners(costs: dict[int, int], *, num_ranks: int) -> dict[int, int]:
-    """Assign each matrix to a rank: the costliest first, each to the rank with the smallest load so far."""
+    """Assign each matrix to a rank, and return the rank of each matrix.
+
+    The costliest matrix comes first. Each matrix goes to the rank with the smallest sum of costs so far.
+    """
     loads = [0] * num_ranks
     owners = {}
     for index in sorted(costs, key=lambda index: (-costs[index], index)):
@@ -290,7 +300,7 @@ def _owners(costs: dict[int, int], *, num_ranks: int) -> dict[int, int]:
 
 
 def _flat(ranges_by_rank: list[list[Range]]) -> list[Range]:
-    """Join the ranges of all ranks, in order of ranks."""
+    """Return the ranges of all ranks in one list, in order of ranks."""
     return [part for ranges in ranges_by_rank for part in ranges]
 
 
@@ -311,7 +321,8 @@ def _values_of_results(results: dict[int, Tensor], ranges_by_rank: list[list[Ran
 
 
 def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Join the parts of a matrix, given with their start, in order."""
+    """Join the parts of a matrix in order. `parts` are pairs (place of the part's first value in the matrix,
+    values)."""
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
     if len(ordered) == 1:
         return ordered[0]
@@ -319,9 +330,10 @@ def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
 
 
 def _exchange(send_values: list[list[Tensor]], recv_ranges: list[list[Range]], *, like: Tensor) -> list[Tensor]:
-    """Send every rank its values, flat and in the type of `like`. All ranks call it together.
+    """Send values to every rank, and return the received values. All ranks call this function together.
 
-    Returns the received values, one tensor per range of `recv_ranges`, in order of ranks.
+    `send_values` has one list per rank. Values are sent flat, in the type of `like`. The result has one tensor per
+    range of `recv_ranges`, in order of ranks.
     """
     if len(send_values) == 1:
         return send_values[0]

@@ -1,14 +1,15 @@
-"""Parameter groups and the optimizer.
+"""The optimizer of a run and its parameter groups.
 
-adam, adamw and sgd are torch's in fused form. They exist on every device, and ZeRO accepts them. DeepSpeed's own CPU
-Adam would be compiled at the first start, and is not faster. lamb is pytorch_optimizer's, with settings that make its
-step NVIDIA's (DeepLearningExamples, lamb.py), with g the clipped gradient:
+The optimizers adam, adamw and sgd are torch's in fused form. They exist on every device, and ZeRO accepts them.
+DeepSpeed's own CPU Adam would be compiled at the first start, and is not faster. The optimizer lamb comes from
+pytorch_optimizer. It has settings that make its step that of NVIDIA's code (DeepLearningExamples, lamb.py). With g the
+clipped gradient:
 
     m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    s = m / (sqrt(v) + eps) + decay w    no bias correction
     w = w - lr s min(|w|, 10) / (|s| + eps)             the ratio is 1 where |w| or |s| is 0
 
-The norms are those of whole tensors, so lamb depends on which weights share a tensor. Here queries have their own
-tensor. In NVIDIA's code they share one with keys and values.
+The norms are those of whole tensors, so the result of lamb depends on which weights share a tensor. Here queries have
+their own tensor. In NVIDIA's code they share one with keys and values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from txl_dist.train.engine.muon import Muon
 
 
 def is_decayed(name: str) -> bool:
-    """Whether a parameter of the model gets weight decay. Matrices get it. Biases, norms and scalars do not."""
+    """Return whether a parameter of the model gets weight decay. Matrices get it. Biases, norms and scalars do not."""
     leaf = name.rpartition(".")[2]
     return "bias" not in leaf and "norm." not in name and leaf not in ("scales", "value_share")
 
@@ -61,9 +62,9 @@ def build_optimizer(
 
 
 def _check_built(optimizer: object, name: str) -> None:
-    """Raise ConfigError on all ranks if an object cannot serve as optimizer.
+    """Raise ConfigError on all ranks if a build function has not returned a usable optimizer.
 
-    It must be a torch optimizer, and it must have no state yet, because ZeRO would lose that state.
+    The result must be a torch optimizer. It must have no state yet, because ZeRO would lose that state.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise raised_everywhere(

@@ -1,15 +1,15 @@
-"""The optimizer state of this rank, as pieces of named parameters: one view of it for all ZeRO stages.
+"""The optimizer state of this rank as pieces of named parameters, in the same form for all ZeRO stages.
 
 ZeRO cuts the fp32 weights and the optimizer's moments into flat tensors, differently for each stage and number of
 ranks. A `Partition` is one such tensor, with the places of the pieces of parameters in it. `fragments` yields the
-pieces as views, each with the name of its parameter and its place in it. So a checkpoint can be loaded at any stage,
-on any number of ranks.
+pieces as views, each with the name of its parameter and its place in the parameter. So a checkpoint can be loaded at
+any stage, on any number of ranks.
 
     stage 0        a partition per parameter, whole, on every rank
     stages 1, 2    a partition per parameter group: this rank's slice of all its parameters, one after the other
     stage 3        a partition per parameter group: this rank's slice of each parameter, one after the other
 
-This module reads attributes of DeepSpeed's optimizers (0.19) and imports nothing of it.
+This module reads attributes of DeepSpeed's optimizers (0.19), but does not import DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from txl_dist.train.engine.flat import Slot, Stored
 
 WEIGHT = "weight"
+"""Name of the fp32 weights among the values of a fragment."""
 AVERAGE = "average"
 """Name of the exponential average of the weights, which is kept and saved like the optimizer's moments."""
 SWAPPED_LEN = 2**20
@@ -30,7 +31,7 @@ SWAPPED_LEN = 2**20
 
 
 class PartitionPiece(NamedTuple):
-    """Consecutive values of one parameter, flattened."""
+    """Consecutive values of one parameter, flattened, and their place in a partition."""
 
     parameter: str
     start: int
@@ -96,7 +97,11 @@ def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) ->
 
 
 def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
-    """Yield the pieces at stages 1 and 2, which link each parameter to its part of this rank's flat tensor, if any."""
+    """Yield the pieces at stages 1 and 2, with the links that DeepSpeed stores in each parameter.
+
+    A link gives the part of the parameter that is in this rank's flat tensor. A parameter without such a part has no
+    link.
+    """
     for parameter in group:
         link = parameter._hp_mapping
         if link is not None:
@@ -164,12 +169,12 @@ def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:
-    """Whether a value of the optimizer's state has one number per weight."""
+    """Return whether a value of the optimizer's state has one number per weight. `tensor` holds the weights."""
     return isinstance(value, Tensor) and name != "step" and value.shape == tensor.shape
 
 
 def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
-    """Return the values of a piece as a view of its partition, or of a moment of that shape."""
+    """Return the values of a piece as a view. `tensor` is the piece's partition, or a moment of the same shape."""
     return tensor.detach().view(-1).narrow(0, piece.offset, piece.length)
 
 
@@ -237,8 +242,8 @@ def norms_of(tensors: list[Tensor]) -> Tensor:
     """Return the norm of each tensor in fp32, [tensors]. The tensors may have any type.
 
     Squares of fp16 gradients would overflow in fp16. On a CPU torch adds all squares of a tensor one after the other in
-    fp32, and the norm of 20 million values is then 1e-3 to 7e-3 too small. Here the squares are added in rows, which
-    gives an error of 1e-6 at the same speed.
+    fp32. The norm of 20 million values is then 1e-3 to 7e-3 too small. Here the squares are added in rows, which gives
+    an error of 1e-6 at the same speed.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, torch.float32))

@@ -1,4 +1,4 @@
-"""The interface between training and an engine. Training uses nothing else of an engine."""
+"""The interface between training and an engine. Training uses nothing of an engine except this interface."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ class Engine(Protocol):
         """
 
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
-        """Run the forward pass of one micro-batch. Returns (the loss, which `backward` takes; the memory after the
-        segment).
+        """Run the forward pass of one micro-batch. Returns (loss, memory after the segment).
 
-        The loss is the sum over the scored tokens divided by `normalizer`.
+        The loss is the sum over the scored tokens divided by `normalizer`. Pass the loss to `backward`.
         """
 
     def backward(self, loss: Tensor) -> None:
@@ -52,14 +51,14 @@ class Engine(Protocol):
     def step(self, *, lr: float, grad_norm: float) -> None:
         """Update the weights with the accumulated gradients, or drop the gradients if `grad_norm` is not finite.
 
-        `grad_norm` is the result of the method of that name.
+        `grad_norm` is the result of the method `grad_norm`, and `lr` is the learning rate.
         """
 
     def squared_norms(self) -> dict[str, list[float]]:
-        """Return by parameter [sum of squares of its gradient before clipping, sum of squares of its weights].
+        """Return two numbers for each parameter: [sum of squares of its gradient, sum of squares of its weights].
 
-        The weights are the fp32 weights, if there are any. The result is the same on every rank. Call this between
-        `grad_norm` and `step`. It waits for the device.
+        The gradient is the one before clipping. The weights are the fp32 weights, if there are any. The result is the
+        same on every rank. Call this method between `grad_norm` and `step`. It waits for the device.
         """
 
     def losses(self, batch: Batch, memory: Memory, *, with_top1_correct: bool = False) -> tuple[Tensor, Memory]:
@@ -98,6 +97,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free the memory of weights, gradients and optimizer, even while there are references to the engine.
 
-        No other method may be called after it. It uses no collective, and waits for this rank's device. A second call
-        does nothing.
+        Afterwards no other method may be called. This method uses no collective, but it waits for this rank's device. A
+        second call does nothing.
         """

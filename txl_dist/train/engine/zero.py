@@ -5,9 +5,9 @@ defaults are set explicitly in `deepspeed_config` or replaced here:
 
     learning rate          set by the loop
     gradients              averaged over micro-batches and ranks by DeepSpeed
-    norm                   computed before the step; it decides, once, whether the step is made
+    norm                   computed once, before the step. The step is skipped if the norm is not finite
     DeepSpeed's checks     are given that norm, or infinity, and clean up as they do after an overflow
-    clipping, loss scale   one number, known on the host; on a GPU torch's fused optimizers divide by it
+    clipping, loss scale   one number, known on the host. On a GPU torch's fused optimizers divide by it
     checkpoints            named fragments of weights and optimizer state (`partitions`), not DeepSpeed's files
 """
 
@@ -127,9 +127,10 @@ class ZeroEngine(Engine):
         self._correct_deepspeed(ranks)
 
     def _store_parameters(self, config: Config, matrix_names: set[str]) -> nn.Module:
-        """Move the model to the device, in flat parameters where possible. Sets `stored`; returns the module to train.
+        """Move the model to the device, in flat parameters where possible, and return the module to train.
 
-        At stage 3 parameters stay as they are: views of flat ones would keep gathered layers alive.
+        This sets `stored`. At stage 3 each parameter stays a tensor of its own, because views of a flat parameter would
+        keep gathered layers alive.
         """
         module = SegmentLoss(self.model).to(self._device)
         if self._stage == 3 or config.optim.kind.needs_whole_tensors:
@@ -140,9 +141,10 @@ class ZeroEngine(Engine):
         return flat_module
 
     def _assign_matrices(self, optimizer: Muon, matrices: list[Matrix], ranks: RankInfo, *, in_half: bool) -> None:
-        """Exchange which rank holds which values of the matrices, and give the optimizer the assignment.
+        """Assign the matrices to ranks, and give the assignment to the optimizer. All ranks call this method together.
 
-        At stage 0 all partitions are updated together. At other stages each partition is updated by itself.
+        The ranks first exchange which values of the matrices each rank holds. At stage 0 all partitions are updated
+        together. At other stages each partition is updated by itself.
         """
         local_pieces: RankPieces = []
         for partition in self._partitions:
@@ -172,7 +174,7 @@ class ZeroEngine(Engine):
         optimizer.assign(assignments, dtype=torch.bfloat16 if in_half else torch.float32, device=ranks.device)
 
     def _correct_deepspeed(self, ranks: RankInfo) -> None:
-        """Undo what DeepSpeed's initialization leaves behind that would change results or cost time."""
+        """Undo those changes of DeepSpeed's initialization that would change results or cost time."""
         if self._stage == 3:
             _reduce_with_first(self._optimizer.leaf_parameters, list(self.model.blocks))
         if hasattr(self._optimizer, "fp32_groups"):
@@ -187,7 +189,7 @@ class ZeroEngine(Engine):
     def _take_over_checks(self) -> None:
         """Make DeepSpeed's optimizers use the norm known on the host, and leave the scaling of gradients to this class.
 
-        They would otherwise read all gradients again, for the norm and for whether it is finite.
+        Otherwise they would read all gradients again, to compute the norm and to check whether it is finite.
         """
         optimizer = self._optimizer
         self._given_norm = 0.0
@@ -211,11 +213,11 @@ class ZeroEngine(Engine):
             scaler.raise_error_at_min_scale = False  # `guard` ends the run, and says why
 
     def _take_over_gradients(self) -> None:
-        """Replace DeepSpeed's norm and its joining of gradients on a GPU.
+        """Replace the functions of DeepSpeed that compute the norm and join the gradients, on a GPU.
 
-        Its norm copies each gradient in fp64 and waits for the device in every group, and it joins gradients before it
-        converts them. On a CPU both stay: with clipped steps, losses would differ in the last bits from those of
-        earlier versions.
+        DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. DeepSpeed also joins
+        gradients before it converts them. On a CPU both functions stay. With clipped steps, losses would otherwise
+        differ in the last bits from those of earlier versions.
         """
         self._compute_norm = self._norm_over_ranks
         if self._stage in (1, 2):
@@ -327,7 +329,8 @@ class ZeroEngine(Engine):
             update_averages(self._partitions, self._base_optimizer, decay=self._decay)
 
     def _step_plugin(self, name: str) -> None:
-        """Update by a plugin's optimizer. Raises TrainingError for state that a checkpoint would lose."""
+        """Update the weights by a plugin's optimizer. Raises TrainingError if the optimizer has state that a checkpoint
+        would lose."""
         before = group_values(self._base_optimizer)
         with plugin_errors(OPTIMIZERS, name, what="optimizer", kind=TrainingError):
             self._engine.step()
@@ -343,9 +346,9 @@ class ZeroEngine(Engine):
             )
 
     def _divide_gradients(self, divisor: float) -> None:
-        """Set the divisor of the gradients in the next update, which holds the clipping and the loss scale.
+        """Set the number by which the next update divides the gradients. It combines clipping and loss scale.
 
-        torch's fused optimizers divide as they read the gradients, which saves a pass over them.
+        On a GPU torch's fused optimizers divide while they read the gradients, which saves a pass over the gradients.
         """
         if self._update_divides:
             if divisor == 1.0:
@@ -358,12 +361,15 @@ class ZeroEngine(Engine):
             self._factor = 1.0 / divisor
 
     def _rescale(self, gradients: list[Tensor]) -> None:
-        """Multiply gradients by the factor that the optimizer does not apply itself."""
+        """Multiply gradients by the factor of `_divide_gradients`, unless the optimizer itself divides them."""
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
 
     def _step_masters(self) -> None:
-        """Update at stage 0 in half precision; DeepSpeed's own method waits for the device four times more."""
+        """Update the weights at stage 0 in half precision.
+
+        This replaces DeepSpeed's own method, which waits for the device four times more.
+        """
         optimizer = self._optimizer
         optimizer.overflow = not math.isfinite(self._given_norm)
         if optimizer.overflow:
@@ -380,11 +386,11 @@ class ZeroEngine(Engine):
             master.grad = None
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters that DeepSpeed sees, flat ones among them."""
+        """Return the parameters that DeepSpeed trains, including the flat ones."""
         return [stored.tensor for stored in self.stored]
 
     def _scale(self) -> float:
-        """Return the factor of the loss in fp16; 1 in other precisions."""
+        """Return the loss scale in fp16, or 1 in other precisions."""
         return float(getattr(self._optimizer, "loss_scale", 1.0))
 
     @override
@@ -396,7 +402,7 @@ class ZeroEngine(Engine):
         return self._infer(batch, memory, None, True)
 
     def _infer(self, *arguments: Any) -> tuple[Tensor, Memory]:
-        """Call the module without gradients or dropout."""
+        """Call the module without gradients or dropout, and return its result."""
         self._engine.module.eval()
         try:
             with torch.no_grad():
@@ -435,7 +441,10 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def _changing_weights(self) -> Iterator[None]:
-        """Copy the fp32 weights, after the block has changed them, to the weights that the model computes with."""
+        """Return a context manager for a block that changes the fp32 weights.
+
+        After the block it copies these weights to the weights that the model computes with.
+        """
         optimizer = self._optimizer
         if self._stage == 3:
             optimizer.checkpoint_event_prologue()
@@ -480,11 +489,14 @@ class ZeroEngine(Engine):
 _PREFIX = "model."
 """Prefix of the names of parameters in a `SegmentLoss`."""
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""Attributes of DeepSpeed's loss scaler that a checkpoint stores."""
 
 
 def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] | None) -> TransformerXL:
-    """Build the model in host memory. Every rank draws the same weights. At stage 3 each rank keeps its part of
-    them."""
+    """Build the model in host memory, with `weights` or with random weights. Every rank draws the same random weights.
+
+    At stage 3 DeepSpeed later leaves each rank only its part of the weights.
+    """
     torch.manual_seed(derive_seed(config.run.seed, "init"))
     model = TransformerXL(
         config.model,
@@ -508,15 +520,15 @@ def _changed_value(before: list[dict[str, Any]], after: list[dict[str, Any]]) ->
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (fp32 weight, the parameter in half precision made from it), at stage 0."""
+    """Yield pairs (fp32 weight, parameter in half precision that is made from it), at stage 0."""
     for masters, parameters in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
         yield from zip(masters, parameters, strict=True)
 
 
 def _loss_scaler(optimizer: Any) -> Any:
-    """Return the object that adapts the loss scale in fp16, else None.
+    """Return DeepSpeed's object that adapts the loss scale in fp16, or None in other precisions.
 
-    DeepSpeed has different names for it with ZeRO and at stage 0.
+    DeepSpeed has different names for this object with ZeRO and at stage 0.
     """
     scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
     is_dynamic = getattr(scaler, "dynamic", False) or getattr(scaler, "dynamic_loss_scale", False)
@@ -526,12 +538,13 @@ def _loss_scaler(optimizer: Any) -> Any:
 
 
 def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a method of DeepSpeed's optimizer. Returns the original; raises TrainingError if there is none."""
+    """Replace a method of DeepSpeed's optimizer, and return the original. Raises TrainingError if there is no such
+    method."""
     original: Callable[..., Any] | None = getattr(optimizer, name, None)
     if original is None:
         raise TrainingError(
-            f"DeepSpeed's {type(optimizer).__name__} has no {name} any more, which gradient clipping needs. Install "
-            f"the version that constraints.txt names."
+            f"DeepSpeed's {type(optimizer).__name__} has no method {name}, which gradient clipping needs. Install "
+            f"the version of DeepSpeed that constraints.txt lists."
         )
     setattr(optimizer, name, method)
     return original

@@ -1,8 +1,8 @@
 """Saved tensors at ZeRO stage 3: the forward pass saves references to gathered weights, and not their values.
 
-DeepSpeed gathers the weights of a layer for its forward pass, frees them after it, and gathers them again for its
-backward pass. But a linear function saves its transposed weight. That is a view, which keeps the values alive, so all
-layers would stay gathered between the passes. Here such a view is saved as its parameter and the place in it. The
+DeepSpeed gathers the weights of a layer for the layer's forward pass, frees them afterwards, and gathers them again for
+the backward pass. But a linear function saves its transposed weight. That is a view, which keeps the values alive, so
+all layers would stay gathered between the passes. Here such a view is saved as its parameter and the place in it. The
 backward pass makes the view again from the values that are gathered then. DeepSpeed's own solution replaces torch's
 linear function in the whole process by a slower one.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 
 class _View(NamedTuple):
-    """Reference to a part of a parameter."""
+    """Reference to a view of a parameter: the parameter, and the view's size, strides and offset in values."""
 
     parameter: nn.Parameter
     size: torch.Size
@@ -28,7 +28,7 @@ class _View(NamedTuple):
 
 @contextmanager
 def saves_no_weights() -> Iterator[None]:
-    """Save no values of weights in the block, which is a forward pass at ZeRO stage 3.
+    """Return a context manager for a forward pass at ZeRO stage 3, in which autograd saves no values of weights.
 
     The backward pass gathers the weights again.
     """

@@ -1,1 +1,1 @@
-"""The memory that a rank needs, foreseen."""
+"""Prediction of the memory that a rank needs, and of the size of a checkpoint."""

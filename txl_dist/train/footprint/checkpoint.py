@@ -1,8 +1,9 @@
-"""Bytes of a checkpoint on the disk, known before a run: `txl train --dry-run`, `txl plan`.
+"""Size of a checkpoint on disk, known before a run: `txl train --dry-run`, `txl plan`.
 
-A checkpoint holds the weights and what the optimizer keeps, in fp32 whatever the precision, and the memory of every
-lane in the type of the engine. With many lanes and a long memory the memories are the larger part. Neither the number
-of ranks nor the ZeRO stage changes it. Left out: the tokenizer, settings and headers, some KiB to a few MiB.
+A checkpoint holds the weights and the optimizer state, in fp32 whatever the precision. It also holds the memory of
+every lane (batch row) in the type of the engine. With many lanes and a long memory the memories are the larger part.
+Neither the number of ranks nor the ZeRO stage changes the size. The tokenizer, settings and headers are not counted.
+They have some KiB to a few MiB.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _DOCUMENT = 8
 
 
 class CheckpointSize(NamedTuple):
-    """Predicted size of a checkpoint in bytes: weights, optimizer state and memories separately."""
+    """Predicted size of a checkpoint in bytes, separately for weights, optimizer state and memories."""
 
     weights: int
     optimizer: int
@@ -40,7 +41,7 @@ class CheckpointSize(NamedTuple):
 
 
 def checkpoint_size(config: Config, *, vocab_size: int) -> CheckpointSize:
-    """Count the bytes that a checkpoint of a run with these settings has on the disk."""
+    """Return the predicted size on disk of a checkpoint of a run with these settings."""
     model = config.model
     train = config.train
     optim = config.optim

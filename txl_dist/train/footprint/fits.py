@@ -1,12 +1,12 @@
-"""A check, before anything is built, that a run fits into the memory, and the settings with which it would.
+"""Check that a run fits into memory, before anything is built. The error names settings with which the run would fit.
 
-    bound        an upper bound by a formula, at once; a run that fits by it is not predicted
+    bound        an upper bound by a formula, at once. If the run fits by the bound, nothing is predicted
     prediction   `footprint`, which follows a step: tenths of a second, or seconds for long segments on a CPU
     refusal      only if the prediction, less the largest error that was measured, is more than there is
 
-On a CPU all ranks of the node share what the system and the control groups leave them. On a GPU each rank has a device.
-Rank 0 checks its own node. Not counted: evaluation larger than training, host memory of offloading, memory that other
-processes will take later, and nodes that are smaller than the first.
+On a CPU all ranks of the node share the memory that the system and the control groups leave. On a GPU each rank has a
+device. Rank 0 checks its own node. The check does not count evaluation larger than training, host memory of offloading,
+or memory that other processes will take later. It does not see nodes that are smaller than the first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 
 Change = dict[str, Any]
-"""Changed settings: values by `section.key`."""
+"""Changed settings: new values by `section.key`."""
 SURE = {"cpu": 0.95, "cuda": 0.9}
 """Share of the predicted bytes that a run needs for certain.
 
@@ -40,10 +40,10 @@ never measured.
 
 
 def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, device: torch.device) -> None:
-    """Refuse a run that certainly does not fit into memory.
+    """Raise ConfigError if a run certainly does not fit into memory.
 
-    Raises ConfigError, which lists settings with which the run fits, if there are any. `num_parameters` is the number
-    of the model's parameters.
+    The message lists settings with which the run fits, if there are any. `num_parameters` is the number of the model's
+    parameters.
     """
     on_gpu = device.type == "cuda"
     room = room_bytes(device)
@@ -68,7 +68,7 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
         except ConfigError:
             return False
 
-    logger.info("memory: following a step, to see whether the run fits")
+    logger.info("memory: predicting the memory of a step, to check that the run fits")
     size = needed(config, plan)
     if size * sure <= room:
         return
@@ -94,10 +94,10 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
 
 
 def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, on_gpu: bool) -> float:
-    """Return an upper bound on the bytes of a rank.
+    """Return an upper bound on the bytes of memory that a rank uses.
 
-    The bound assumes no sharding and no recomputation, keeps every score and activation, and adds the waste of the
-    heap.
+    The bound assumes no sharding and no recomputation. It counts every score and activation as kept, and adds the waste
+    of the heap.
     """
     model = config.model
     train = config.train
@@ -184,7 +184,7 @@ def _first_that_fits(changes: Iterable[Change], fits: Callable[..., bool]) -> Ch
 
 
 def _as_flags(change: Change) -> str:
-    """Write a change as flags of the command line."""
+    """Return a change as flags of the command line, for instance `--engine.zero_stage 2`."""
     return " ".join(f"--{name} {value}" for name, value in change.items())
 
 

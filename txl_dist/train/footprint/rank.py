@@ -1,14 +1,15 @@
 """Prediction of the bytes that a rank will hold, without allocating them (`txl train --dry-run`, `txl plan`).
 
-A step has phases, and the fullest one is the peak: forward and backward of a micro-batch (`footprint.step` follows them
-on tensors without storage), the exchange of gradients, the norm, the update. Weights, optimizer state, memories and the
-copy that a checkpoint is written from are added; they only depend on the ZeRO stage.
+A step has phases: forward and backward pass of a micro-batch, exchange of the gradients, norm, update. The phase that
+needs most memory is the peak. `footprint.step` follows the first phase on tensors without storage. Weights, optimizer
+state, memories and the copy that a checkpoint is written from are added. They depend only on the ZeRO stage.
 
-On a CPU the prediction is of host memory, without what a process holds after its imports. The C library must return
-freed memory (`distributed.malloc`; training sees to it). On a GPU it is of device memory, where a CUDA graph keeps what
-a micro-batch needs apart from everything else.
+On a CPU the prediction is of host memory, without what a process holds after its imports. It assumes that the C library
+returns freed memory, which training arranges (`distributed.malloc`). On a GPU it is of device memory, where a CUDA
+graph keeps what a micro-batch needs apart from everything else.
 
-Not counted: fragmentation, the CUDA context of a GPU, host memory of offloading, and evaluation larger than training.
+The prediction does not count fragmentation, the CUDA context of a GPU, host memory of offloading, and evaluation larger
+than training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from txl_dist.vocabulary_clusters import typical_shares
 
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
-"""Host memory of the reader thread, and of the parts of torch and DeepSpeed that start only with an optimizer."""
+"""Host memory in bytes of the reader thread, and of the parts of torch and DeepSpeed that start only with an
+optimizer."""
 
 HEAP_FACTOR = 2.0
 """Size of the C library's heap, divided by the largest number of bytes of small storages that are alive at once."""
@@ -41,7 +43,7 @@ def bytes_per_rank(
 
     `cluster_shares` are the shares of the tokens, one per cluster of the vocabulary. Without them `typical_shares` are
     used. With offloading the optimizer is not included. Temporary copies of gradients and weights count as activations.
-    So does the start, if it needs more than any step.
+    If the start of the run needs more memory than any step, the additional memory counts as activations too.
     """
     engine = config.engine
     stage = config.engine.zero_stage
@@ -126,7 +128,7 @@ def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
 
 
 def sums_in_fp32(engine: EngineSection) -> bool:
-    """Whether gradients of micro-batches are summed in a wider type than their own (see `deepspeed_config`)."""
+    """Return whether gradients of micro-batches are summed in a wider type than their own (see `deepspeed_config`)."""
     return engine.precision == "bf16" and engine.zero_stage >= 2
 
 
@@ -234,7 +236,7 @@ def _micro_step_peak(
 
 
 def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exchange:
-    """Return how this ZeRO stage uses a complete gradient."""
+    """Return how a complete gradient is used at this ZeRO stage (see `Exchange`)."""
     if engine.replays(on_gpu=on_gpu):
         return "stays"
     if engine.zero_stage == 3:
@@ -249,7 +251,8 @@ def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exc
 
 
 def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
-    """Return the bytes that `muon` uses for this number of values of matrices.
+    """Return the bytes that the optimizer muon uses during an update. `matrices` is the number of all values of
+    matrices.
 
     A rank joins its share of the values, multiplies matrices, and converts the result to fp32. With other ranks it
     exchanges values before and after.

@@ -1,4 +1,4 @@
-"""The memory that a run may take: all of a GPU, or what a machine and its control groups leave."""
+"""Memory that a run may take: all memory of a GPU, or the host memory that a machine and its control groups leave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import psutil
 import torch
 
 GROUPS = Path("/sys/fs/cgroup")
+"""Folder of the control groups."""
 OF_PROCESS = Path("/proc/self/cgroup")
+"""File that lists the control groups of this process."""
 
 
 def room_bytes(device: torch.device) -> float:
@@ -28,7 +30,8 @@ def host_room_bytes() -> float:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it has version 2) for each control group of this process and each parent group."""
+    """Yield (folder, is_v2) for each control group of this process and each parent group. `is_v2` says whether it has
+    version 2."""
     try:
         lines = OF_PROCESS.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -47,8 +50,10 @@ def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _left_bytes(group: Path, *, is_v2: bool) -> float:
-    """Return the bytes that a control group leaves. Cached files count as free. The result is infinite without a
-    limit."""
+    """Return the bytes that a control group leaves. The result is infinite if the group has no limit.
+
+    Cached files count as free, because the system drops them if memory is needed.
+    """
     if is_v2:
         names = ("memory.max", "memory.current")
     else:

@@ -1,16 +1,16 @@
 """Bytes alive in forward and backward of one micro-batch, followed on tensors without storage.
 
-The step itself runs on torch's meta tensors, so no formula has to follow the code. Added to it is what DeepSpeed does
-with each gradient. It stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full bucket is copied flat
-and exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At stage 3 the gathered
+The step itself runs on torch's meta tensors, so no formula has to follow the code. DeepSpeed's use of each gradient is
+added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full bucket is copied flat and
+exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At stage 3 the gathered
 weights count too: those of one block, and those outside the blocks.
 
-    follow   runs the step and notes each storage made or freed, and each complete gradient; slow, so it is cached
-    replay   adds the bytes up, by what becomes of the gradients; so several stages share one trace
+    follow   runs the step and notes each storage made or freed, and each complete gradient. Slow, and cached
+    replay   adds up the bytes for one use of the gradients. So several stages share one trace
 
-Two pools are summed separately, as the C library has them (`distributed.malloc`): large storages are returned when
-freed, small ones stay in its heap. The Triton kernels do not run here. Kernels of rows only make their results. A
-substitute for the attention kernels keeps what they keep for the backward pass.
+Large and small storages are summed separately, because the C library has two pools (`distributed.malloc`). It returns
+large storages when they are freed, and keeps small ones in its heap. The Triton kernels do not run here. Kernels of
+rows only make their results. A substitute for the attention kernels keeps what they keep for the backward pass.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ after the gradient's bucket is exchanged."""
 class MicroStep(NamedTuple):
     """Settings that determine the memory of forward and backward pass of one micro-batch.
 
-    It is the key of a cache, so ZeRO stages and plans with equal settings are traced once.
+    `follow` caches its result by this value, so ZeRO stages and plans with equal settings are traced once.
     """
 
     model: ModelSection
     vocab_size: int
     cluster_shares: tuple[float, ...]
+    """Share of the tokens in each cluster of the vocabulary."""
     lanes: int
+    """Number of lanes (batch rows) in the micro-batch."""
     segment_len: int
     memory_len: int
     dtype: torch.dtype
@@ -70,14 +72,15 @@ class MicroStep(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Largest number of bytes alive at once in a step.
+    """Largest number of bytes alive at once in forward and backward pass of a micro-batch.
 
     Parameters, buckets and the memory that the step receives are not included.
     """
 
     alive: float
+    """Largest number of bytes of all storages together."""
     scores: float
-    """Bytes at that time that attention keeps for the backward pass. Most of them are scores."""
+    """Bytes that attention keeps for the backward pass at the moment of the peak. Most of them are scores."""
     large: float
     """Largest number of bytes of large storages alone."""
     small: float
@@ -116,11 +119,13 @@ class Trace(NamedTuple):
     """Record of the allocations of one forward and backward pass. `replay` computes the peak from it."""
 
     events: tuple[Event, ...]
+    """Allocations, releases and complete gradients, in the order of the step."""
     num_values: int
     """Number of values of all parameters, including padding for alignment."""
     gathered_bytes: float
     """Bytes of the weights that a rank has gathered at once at stage 3."""
     value_bytes: int
+    """Bytes of one value of a gradient."""
     on_gpu: bool
 
 
@@ -187,7 +192,7 @@ def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> Non
 
 
 def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
-    """Compute the peak of a trace.
+    """Compute the peak of a trace for one use of the gradients.
 
     Sharded gradients are divided among `num_owners` ranks. A rank keeps its part of them, in the worst case the part
     that is exchanged first. At stage 3 that part is a buffer that exists from the start, so it is not counted.
@@ -240,7 +245,7 @@ def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
 
 
 class _Sum:
-    """Number of bytes that are alive now, and the largest number so far."""
+    """Counter of the bytes that are alive now, and of the largest number so far."""
 
     def __init__(self) -> None:
         self.large = self.small = self.scores = 0.0
@@ -288,7 +293,7 @@ class _Events(TorchDispatchMode):
         return result
 
     def as_scores(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap a function so that the storages that it makes are counted as scores."""
+        """Return a function that calls `attend`, and counts the storages that are made during the call as scores."""
 
         def called(*arguments: Any, **named: Any) -> Tensor:
             self._makes_scores = True
@@ -326,7 +331,7 @@ class _Events(TorchDispatchMode):
 
 
 def _gathered_bytes(model: TransformerXL) -> float:
-    """Return the bytes of weights that a rank has whole at stage 3.
+    """Return the bytes of the weights that a rank has gathered at once at stage 3.
 
     A block is gathered into a flat tensor and copied out of it, so its weights count twice.
     """
@@ -341,10 +346,10 @@ def _gathered_bytes(model: TransformerXL) -> float:
 
 @contextmanager
 def _without_storage(model: ModelSection) -> Iterator[None]:
-    """Make tensors without storage in the block.
+    """Return a context manager in whose block new tensors have no storage.
 
-    They are meta tensors, or fake ones, which take four times as long, if torch computes attention. Torch chooses the
-    function by the device, and would keep the scores of meta tensors.
+    They are meta tensors. If torch itself computes attention, they are fake tensors, which take four times as long.
+    Torch chooses its attention function by the device, and would keep the scores of meta tensors.
     """
     calls_torch = not model.scheme.has_distance_terms
     if calls_torch:
@@ -357,7 +362,8 @@ def _without_storage(model: ModelSection) -> Iterator[None]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters in a type from the start, since fake ones cannot be converted."""
+    """Set torch's default type in the block, so that parameters have this type from the start. Fake tensors cannot be
+    converted."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -368,7 +374,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _as_on_gpu(step: MicroStep) -> Iterator[None]:
-    """Make the block allocate as on a GPU, though tensors without storage are on none.
+    """Make the block allocate as on a GPU, although tensors without storage are on no GPU.
 
     fused_softmax   logits are computed in chunks as large as on a GPU
     dropout         torch draws the masks
@@ -436,7 +442,7 @@ class _KernelLike(torch.autograd.Function):
 
 
 def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
-    """Make the buffer of scores that the kernels use, of limited size."""
+    """Return a buffer of scores as large as the buffer that the kernels use. Its size is limited."""
     num_queries = query_BTNH[..., 0].numel()
     padded_keys = -(-num_keys // 16) * 16
     largest_len = SCORE_BUFFER_BYTES // query_BTNH.element_size()
@@ -476,5 +482,5 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
 
 
 def _has_storage(value: object) -> TypeGuard[Tensor]:
-    """Whether a value is a dense tensor. The parts of a sparse tensor were noted when they were made."""
+    """Return whether a value is a dense tensor. The parts of a sparse tensor were noted when they were made."""
     return isinstance(value, Tensor) and value.layout == torch.strided

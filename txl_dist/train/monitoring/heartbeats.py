@@ -1,13 +1,15 @@
 """Heartbeats: each rank reports its step and phase once a second, even while its main thread is stuck.
 
-    rank 1 .. n --(JSON lines over TCP)--> hub on rank 0: answers each with its own beat, passes notices to all
+    rank 1 .. n (Spoke) --(JSON lines over TCP)--> rank 0 (Hub)
+
+The hub answers each report with the report of rank 0. It sends notices of a rank, for instance about an error, to all
+ranks. A rank and the hub exchange about 200 bytes per second.
 
 The ranks use sockets of their own, not torch's TCPStore. Calls of a TCPStore wait forever for a frozen server (measured
 with torch 2.13 and SIGSTOP: the timeout does not apply), and print C++ stacks if the server is gone. A socket separates
 the two cases: a process that dies closes its connections at once, a frozen one only stops sending.
 
-Each line carries a random key that the hub shares over the process group. Lines with another key are dropped. A rank
-and the hub exchange about 200 bytes per second.
+Each line carries a random key that the hub shares over the process group. Lines with another key are dropped.
 """
 
 from __future__ import annotations
@@ -26,20 +28,27 @@ from txl_dist.distributed.processes import ProcessId, process_of
 from txl_dist.io.files import parse_object, typed
 
 EXCHANGE_EVERY_S = 1.0
+"""Seconds between two reports of a rank."""
 TICK_S = 0.25
 """Seconds between two checks of the hub (rank 0's end) for new messages."""
 CONNECT_S = 5.0
+"""Maximum number of seconds to wait for a connection to rank 0."""
 MAX_LINE_BYTES = 1 << 16
+"""Maximum length of a line. A connection with a longer line is closed."""
 
 Message = dict[str, Any]
+"""One line of JSON: a report, a notice, or both."""
 
 
 class Beat(NamedTuple):
     """Report of a rank about its own progress, which it sends once a second. In JSON it is a list."""
 
     process: ProcessId
+    """Process of the rank, with its host and pid."""
     step: int
+    """Training step that the rank has reached."""
     phase: str
+    """Part of the step that the main thread has begun, for instance data or save."""
     where: str
     """Line of code that the main thread runs."""
     is_waiting: bool
@@ -57,7 +66,9 @@ class Seen:
     """Latest report of a rank. Times are in seconds, on the monotonic clock of the rank that received the report."""
 
     beat: Beat
+    """The report itself."""
     heard_s: float
+    """Time at which the report was received."""
     closed_s: float | None = None
     """Time at which the rank's connection broke, or None while the connection is open."""
     has_left: bool = False
@@ -127,7 +138,7 @@ class Hub:
         return notices
 
     def tell(self, notice: Message) -> None:
-        """Send a notice to all connected ranks."""
+        """Send a notice to all connected ranks. Connections that fail are closed."""
         for connection in list(self._connections):
             try:
                 connection.send(notice)
@@ -165,7 +176,7 @@ class Hub:
 class Spoke:
     """End of the heartbeats on every rank other than 0.
 
-    It exchanges reports with rank 0 only, so it has reports of rank 0 and of itself.
+    It exchanges reports with rank 0 only, so its `seen` has only the reports of rank 0 and of this rank.
     """
 
     def __init__(self, *, rank: int, key: str, port: int) -> None:
@@ -197,7 +208,8 @@ class Spoke:
         self._say({"beat": own, "notice": notice, "left": True})
 
     def _say(self, message: Message) -> None:
-        """Send a message to rank 0, unless rank 0 has not answered the last one. Unread messages would pile up."""
+        """Send a message to rank 0, if rank 0 has answered the last message. Otherwise unread messages would
+        accumulate."""
         try:
             if self._connection is None:
                 peer = socket.create_connection(self._address, timeout=CONNECT_S)
@@ -236,4 +248,5 @@ class Spoke:
 
 
 def _beat(values: list[Any]) -> Beat:
+    """Return the report that `values`, a list from JSON, describes. Raises ValueError or TypeError for other values."""
     return typed(Beat, [process_of(values[0]), *values[1:]])

@@ -1,12 +1,12 @@
-"""Requests to stop this process. They are only recorded here: the loop reads `reason` once a step, and all ranks agree.
+"""Requests to stop this process. They are only recorded here. The loop reads `reason` once a step, and all ranks agree.
 
-A request is one of these: SIGTERM, SIGINT or SIGUSR1; the file RUN/STOP; a time limit; the loss of the run directory;
-the end of the launcher. The last one is needed because `deepspeed` ends at once on a SIGTERM and leaves its ranks
-running. So does its node launcher when it is killed. So every rank watches the launchers among its ancestors. A shell
-does not count as a launcher.
+A request is one of the following: the signals SIGTERM, SIGINT and SIGUSR1, the file RUN/STOP, a time limit, the loss of
+the run directory, or the end of the launcher. The end of the launcher counts because `deepspeed` ends at once on a
+SIGTERM and leaves its ranks running. Its node launcher does the same when it is killed. So every rank watches the
+launchers among its ancestors. A shell does not count as a launcher.
 
-A thread logs each signal at once. Python calls a signal handler only between two operations of the main thread, and
-one operation of a large step can take minutes.
+A thread logs each signal at once. Python calls a signal handler only between two operations of the main thread, and one
+operation of a large step can take minutes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import parse_json, was_removed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""Signals that ask this process to stop."""
 POLL_EVERY_S = 1.0
 """Seconds between two checks of the file, the clock and the launchers. Signals are checked at every step."""
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
@@ -100,7 +101,7 @@ class PreemptionRequests:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
     def _other_reasons(self) -> Iterator[str]:
-        """Yield the present reasons to stop, apart from signals."""
+        """Yield each reason to stop that exists now, apart from signals."""
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
         if self._stop_file is not None and was_removed(self._stop_file.parent):
@@ -131,8 +132,11 @@ class _Acknowledgement:
         self._receiver.close()
 
     def _log_signals(self) -> None:
-        """Log each signal, in the thread. Of repeated signals only the first repeat is logged, because a launcher may
-        repeat a signal of the terminal."""
+        """Log each signal, in the thread.
+
+        If signals are repeated, only the first repetition is logged, because a launcher may repeat a signal of the
+        terminal.
+        """
         num_logged = 0
         while numbers := self._receiver.recv(64):
             for name in [signal.Signals(number).name for number in numbers if number in SIGNALS]:
@@ -177,7 +181,7 @@ def launchers() -> list[ProcessId]:
 
 
 def _is_launcher(command: list[str]) -> bool:
-    """Whether a command line is that of a launcher of DeepSpeed or torch.
+    """Return whether a command line is that of a launcher of DeepSpeed or torch.
 
     Examples: python .../bin/deepspeed, python -u -m deepspeed.launcher.launch, python .../bin/torchrun.
     """

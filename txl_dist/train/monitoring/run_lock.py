@@ -1,17 +1,18 @@
 """The lock of a run directory: one job per run, with a heartbeat and a safe takeover from a dead job.
 
     RUN/RUN.lock            JSON: the holder's process, its nonce (a random word) and its start time
-    RUN/RUN.lock.NONCE      made by the job that takes over from the holder with that nonce; then renamed to RUN.lock
+    RUN/RUN.lock.NONCE      made by the job that takes over from the holder with that nonce, then renamed to RUN.lock
 
-On the same machine the holder's pid and start time show whether it lives. For a holder on another machine its heartbeat
-does: it updates the file's time. Clocks are not compared. Such a holder must be silent for `STALE_AFTER_S` first.
+The holder is the job that has the lock. On the same machine the holder's pid and start time show whether it is alive.
+On another machine its heartbeat shows this: the holder updates the time of the file every few seconds. Clocks are not
+compared. A job takes over from a holder on another machine only after `STALE_AFTER_S` without a heartbeat.
 
 Two jobs cannot both take over. To take over from nonce N, a job must create RUN.lock.N, and the file system lets only
 one job do so (O_EXCL). The winner renames that file to RUN.lock, which never names N again. A slower job may create
 RUN.lock.N once more. It then sees that RUN.lock does not lead to its file, removes the file and starts again. A release
 works the same way: the holder creates RUN.lock.N itself, and then removes RUN.lock.
 
-Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. It notices the
+Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. Such a job notices the
 loss at its next heartbeat. So call `beat` and then `is_lost` right before anything irreversible.
 """
 
@@ -34,11 +35,13 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import open_regular, parse_object, why_unwritable
 
 BEAT_EVERY_S = 5.0
+"""Seconds between two heartbeats of the holder."""
 STALE_AFTER_S = 60.0
 """Seconds without a heartbeat after which a holder on another machine counts as dead."""
 SEEN_WITHIN_S = 30.0
 """Seconds within which a network file system shows a new file to other nodes."""
 _MAX_BYTES, _MAX_NONCE = 1 << 16, 64
+"""Maximum number of bytes that are read from a lock file, and of characters in a nonce."""
 
 
 class Holder(NamedTuple):
@@ -46,8 +49,11 @@ class Holder(NamedTuple):
 
     process: ProcessId
     nonce: str
+    """Random word that identifies the job."""
     started: str
+    """Date and time of the job's start, for messages."""
     mtime_ns: int
+    """Time of the last heartbeat in nanoseconds: the modification time of the lock file."""
 
 
 class RunLock:
@@ -131,8 +137,8 @@ class RunLock:
 def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: float = SEEN_WITHIN_S) -> None:
     """Check that all nodes share the run directory: each node can write there and sees the files of rank 0.
 
-    All ranks call it together. `nonce` is the random word of rank 0's lock. Other ranks' argument is ignored. Raises
-    ConfigError on all ranks. The message contains the host that has another folder.
+    All ranks call it together. `nonce` is the random word of rank 0's lock. The argument of other ranks is ignored.
+    Raises ConfigError on all ranks. The message names the host that has another folder.
     """
     nonce = broadcast_object(nonce)
     speaks_for_node = ranks.is_rank0 or ranks.local_rank == 0
@@ -178,7 +184,8 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
 
 
 def _end_of_chain(head: Path) -> tuple[Holder | None, Path]:
-    """Return (the present holder of the lock, or None; the file that its successor has to create)."""
+    """Return (holder, path): the present holder of the lock or None, and the path of the file that a successor has to
+    create."""
     holder = None
     successor = head
     passed: set[str] = set()
@@ -199,7 +206,7 @@ def _successor(head: Path, nonce: str) -> Path:
 
 
 def _holds(head: Path, nonce: str) -> bool:
-    """Whether the job with this nonce holds the lock."""
+    """Return whether the job with this nonce holds the lock."""
     holder, _ = _end_of_chain(head)
     return holder is not None and holder.nonce == nonce
 
@@ -250,12 +257,15 @@ def _create(path: Path, content: bytes) -> bool:
 
 
 def _lives(holder: Holder, head: Path, *, stale_after_s: float) -> bool:
-    """Whether the lock's holder is alive. For a holder on another machine this waits for a heartbeat."""
+    """Return whether the lock's holder is alive.
+
+    For a holder on another machine this waits for a heartbeat, at most `stale_after_s` seconds.
+    """
     lives = holder.process.lives()
     if lives is not None:
         return lives
     logger.info(
-        "%s is locked by a job on %s (pid %d); waiting up to %g s for a heartbeat",
+        "%s is locked by a job on %s (pid %d). This job waits up to %g s for a heartbeat of that job",
         head.parent,
         holder.process.host,
         holder.process.pid,

@@ -1,11 +1,12 @@
 """A check for silent corruption: whether the parameters that all ranks replicate still agree, bit for bit.
 
-Each rank hashes its copy on its device. The hash is a sum modulo 2**64 of the bits of every element, read as an
-integer, times an odd number that belongs to its place. Any single changed bit changes the sum for certain, and further
-changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes; only if these differ, a number per parameter.
+Each rank hashes its copy on its device. The hash is a sum over all elements, modulo 2**64. Each element's bits, read as
+an integer, are multiplied by an odd number that belongs to the element's place. Any single changed bit changes the sum
+for certain, and further changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes. Only if these
+differ, they exchange a number per parameter.
 
-Not detected: a corruption that all ranks made together, and parameters that are partitioned (ZeRO-3), where there is
-nothing to compare.
+The check does not detect a corruption that all ranks made together. Parameters that are partitioned (ZeRO-3) cannot be
+checked, because there are no copies to compare.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from txl_dist.distributed.rank_environment import format_ranks
 CHUNK_LEN = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Number of elements that are hashed at once, by kind of device.
 
-On a CPU they fit a cache. On a GPU they keep it busy with little memory.
+On a CPU a chunk of this length fits into a cache. On a GPU it keeps the device busy with little memory.
 """
 GOLDEN = 0x9E3779B97F4A7C15
+"""Odd number from which the factor of each chunk is computed."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer type with the same number of bytes as an element, by number of bytes."""
 
 
 class Deviation(NamedTuple):
@@ -41,10 +44,10 @@ class Deviation(NamedTuple):
     """Whether more than half of the ranks agree. The other ranks must then be wrong."""
 
     def sentence(self) -> str:
-        """Describe the deviation for people, without the remedy."""
+        """Return a sentence that describes the deviation for people, without the remedy."""
         ranks = format_ranks(self.ranks)
         if self.has_majority:
-            return f"parameter {self.parameter} of {ranks} is not that of the other ranks"
+            return f"parameter {self.parameter} on {ranks} differs from that of the other ranks"
         return f"parameter {self.parameter} is not the same on {ranks}, and no majority shows which is right"
 
 
@@ -74,7 +77,7 @@ def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | Non
 
 
 def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit number for the bits of each parameter. It waits for the device once."""
+    """Return a 64-bit hash of the bits of each parameter. This waits for the device once."""
     with torch.no_grad():
         hashes = [_hash(values) for values in parameters]
         if hashes:
@@ -83,7 +86,7 @@ def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:
 
 
 def _hash(values: Tensor) -> Tensor:
-    """Hash the bits of a tensor on its device. Returns a scalar of int64."""
+    """Return a hash of the bits of a tensor as a scalar of int64, computed on the tensor's device."""
     bits = values.detach().reshape(-1).view(INTEGERS[values.element_size()])
     chunk_len = CHUNK_LEN[bits.device.type]
     weights = _weights(min(chunk_len, len(bits)), device=bits.device)

@@ -1,10 +1,11 @@
-"""Detection of stragglers: ranks that the others wait for.
+"""Detection of stragglers: ranks that the other ranks wait for.
 
 All ranks take equally long for a step, because they wait for each other. So only the local part of a step is timed,
 before the rank's first collective: waiting for data, preparing it, and the forward pass of the first micro-batch.
 Reports gather the means of all ranks (`rank_ms`). A rank that stays slower than the others is named with its host.
 
-On a GPU events on the device time the forward pass. They are read after the step has waited for the device anyway.
+On a GPU the forward pass is timed by events on the device. The events are read after the step has waited for the device
+anyway.
 
 Limitations: at ZeRO stage 3 the forward pass has collectives, so only the time before it is measured.
 """
@@ -35,7 +36,8 @@ class StepClock:
     """Clock for the part of each step that a rank spends without waiting for other ranks."""
 
     def __init__(self, device: torch.device, *, sees_forward: bool) -> None:
-        """`sees_forward`: whether the forward pass waits for no other rank, so that it can be timed."""
+        """Make the clock of a rank. `sees_forward` says whether the forward pass has no collectives, so that it can be
+        timed."""
         self._sees_forward = sees_forward
         self._begin_s = self._local_s = 0.0
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -98,10 +100,10 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
 
 
 class StragglerWatch:
-    """Watcher that logs the straggler, and records an event, whenever the straggler is a different rank than before."""
+    """Monitor that logs a straggler and records an event, whenever the straggler is a different rank than before."""
 
     def __init__(self, reporter: MetricReporter) -> None:
-        """Gather the host names of all ranks, which make and call this object together."""
+        """Gather the host names of all ranks. All ranks make and call this object together."""
         self._hosts = gather_objects(socket.gethostname())
         self._reporter = reporter
         self._reports: list[list[float]] = []
@@ -120,8 +122,8 @@ class StragglerWatch:
         rank = straggler(self._reports)
         if rank is not None and rank != self._named:
             warn_for_all(
-                "rank %d on %s keeps the others waiting: its local part of a step takes %.0f ms, %.0f %% longer than "
-                "the median of the others, in %d reports in a row",
+                "rank %d on %s keeps the other ranks waiting: its local part of a step takes %.0f ms, which is %.0f %% "
+                "longer than the median of the other ranks. It was slow in the last %d reports",
                 rank,
                 self._hosts[rank],
                 rank_ms[rank],

@@ -1,16 +1,19 @@
 """The watchdog: finds the rank that hangs or was lost, names it in one line, and ends the run. One thread per rank.
 
-The main thread calls `beat` at every step and phase. The thread sends it to rank 0's thread (`heartbeats`).
+The main thread calls `beat` at every step and phase. The thread of the watchdog sends this heartbeat to the thread of
+rank 0 (`heartbeats`). There are three kinds of failure:
 
-    hang     no beat for the limit: the silent rank, else the one at the lowest step, else the one outside the
-             collective that the others wait in
-    lost     the connection closes without a goodbye: the others end at once, not when a collective times out
-    failed   the rank calls `report` and prints its own error; the others leave without a message
+    hang     no heartbeat of the main thread within the limit. At fault is a rank that is silent, else the rank at the
+             lowest step, else the rank outside the collective in which the other ranks wait
+    lost     a connection closes without an announcement. The other ranks end at once, before a collective times out
+    failed   a rank calls `report` and prints its own error. The other ranks end without a message
 
-Rank 0 judges and prints. If it does not answer, rank 1 does, and the first process of every other node. All ranks write
-the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can. They
-leave by os._exit(HANG), since a stuck main thread cannot. Below this is a safety net in C. If no thread can run past
-the limit, because the interpreter lock is held, the process writes its stacks and exits with code 1.
+Rank 0 decides and prints. If rank 0 does not answer, rank 1 and the first process of every other node do. All ranks
+write the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can.
+They end by os._exit(HANG), because a stuck main thread cannot end.
+
+There is also a safety net in C. If no thread can run past the limit, because the interpreter lock is held, the process
+writes its stacks and exits with code 1.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from txl_dist.io.files import open_to_append
 from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Message, Seen, Spoke
 
 SILENT_AFTER_S = 3.0
-"""Seconds without a beat after which a rank counts as frozen, once another one is stuck."""
+"""Seconds without a report after which a rank counts as frozen, if another rank is stuck."""
 LOST_AFTER_S = 2.0
 """Seconds within which a rank of another node must connect again."""
 DEAD_AFTER_S = 0.3
@@ -46,7 +49,7 @@ DEAD_AFTER_S = 0.3
 NET_S = 4.0
 """Seconds after the limit at which the safety net in C takes effect."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
-"""Seconds, by the kind of verdict, in which the main thread can ask for the first cause and end by itself."""
+"""Seconds in which the main thread can ask for the first cause and end by itself, by kind of verdict."""
 WRITES_S = 2.0
 """Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
@@ -54,6 +57,7 @@ ANSWER_S = 4.0
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
 """Modules whose functions are collectives or wait for one. Other code that waits for ranks uses `waiting`."""
 STDERR = 2
+"""Descriptor of standard error."""
 
 
 class Verdict(NamedTuple):
@@ -62,6 +66,7 @@ class Verdict(NamedTuple):
     kind: str
     """Kind of the failure: hang, lost or failed."""
     ranks: list[int]
+    """Ranks at fault."""
     line: str
     """Message for people. It is empty if the rank at fault has printed the message itself."""
     frozen: list[ProcessId]
@@ -69,10 +74,10 @@ class Verdict(NamedTuple):
 
 
 class Watchdog:
-    """Watcher of this rank's main thread, and together with other ranks of the whole job.
+    """Monitor of this rank's main thread, and together with the other ranks of the whole job.
 
-    All ranks make one together. `limit_s` are the seconds without a beat after which a rank counts as hung. `stacks` is
-    the folder for files of stack traces.
+    All ranks make one together. `limit_s` is the number of seconds without a beat after which a rank counts as hung.
+    `stacks` is the folder for files of stack traces.
     """
 
     def __init__(self, ranks: RankInfo, *, limit_s: float, stacks: Path | None = None) -> None:
@@ -100,18 +105,24 @@ class Watchdog:
         self._thread.start()
 
     def beat(self, phase: str, *, step: int | None = None) -> None:
-        """Record that the main thread has begun a phase. Without `step` the step is the same as before. It takes no
-        time."""
+        """Record that the main thread has begun a phase of the step. This takes almost no time.
+
+        Without `step` the step number stays the same.
+        """
         _, last_step, _ = self._last
         self._last = (time.monotonic(), last_step if step is None else step, phase)
 
     def limit(self, limit_s: float) -> None:
-        """Change the limit, in seconds. It is long for the start, and shorter after the first step."""
+        """Set the number of seconds without a beat after which a rank counts as hung.
+
+        The limit is long during the start, and shorter after the first step.
+        """
         self._limit_s = limit_s
         self._arm()
 
     def write_stacks_to(self, folder: Path | None) -> None:
-        """Write stack traces to files in this folder instead of standard error. The folder is created."""
+        """Write stack traces to a file in this folder, which is created, and not to standard error. None keeps the
+        present place."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
@@ -137,8 +148,10 @@ class Watchdog:
         return self._line
 
     def report(self, error: BaseException) -> None:
-        """Announce that this rank ends because of its own error, which it prints. The other ranks then end without a
-        message."""
+        """Announce that this rank ends because of its own error, which it prints.
+
+        The other ranks then end without a message.
+        """
         self._notices.put({"failed": self._ranks.rank})
         self._leave()
 
@@ -198,14 +211,16 @@ class Watchdog:
         )
 
     def _judge(self, now_s: float) -> Verdict | None:
-        """Return the verdict of the first row that applies. The hub knows all ranks, a spoke only rank 0 and itself.
+        """Return the verdict of the first row that applies, or None.
 
-        a rank is lost                                          lost: these ranks
-        no rank is stalled, and none asks for the first cause   no verdict: all is well
-        a rank is silent                                        hang: the silent ranks
-        a rank's beat is late                                   no verdict yet: it may be about to count as silent
-        a rank is stalled, and rank 0 cannot judge instead      hang: the ranks that the others wait for
-        otherwise                                               no verdict: no other rank has caused the error
+        Rank 0 has reports of all ranks. Any other rank has only the reports of rank 0 and of itself.
+
+            a rank is lost                                          lost: these ranks
+            no rank is stalled, and none asks for the first cause   no verdict: all is well
+            a rank is silent                                        hang: the silent ranks
+            a rank's beat is late                                   no verdict yet: it may be about to count as silent
+            a rank is stalled, and rank 0 cannot judge instead      hang: the ranks that the others wait for
+            otherwise                                               no verdict: no other rank has caused the error
         """
         seen = {rank: rank_seen for rank, rank_seen in self._link.seen.items() if not rank_seen.has_left}
         lost = [rank for rank, rank_seen in seen.items() if _is_lost(rank_seen, now_s)]
@@ -226,22 +241,23 @@ class Watchdog:
         return None
 
     def _lost_verdict(self, lost: list[int], seen: dict[int, Seen]) -> Verdict:
-        """Return the verdict for ranks whose connection broke, or None."""
+        """Return the verdict for the ranks in `lost`, whose connection broke."""
         line = f"{self._name(lost)} was lost at {self._position(seen[lost[0]].beat)}: killed, crashed or cut off."
         return Verdict("lost", lost, f"{line} The same command continues from the last checkpoint.", [])
 
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
-        """Return the verdict for ranks that do not answer, the first of them for `silence_s`."""
+        """Return the verdict for the ranks in `silent`, which do not answer. `silence_s` is the silence of the first of
+        them."""
         if len(silent) > 1:
             have = "have"
         else:
             have = "has"
-        where = f"{self._position(seen[silent[0]].beat)}; its process or host is frozen, or the link to it is cut"
+        where = f"{self._position(seen[silent[0]].beat)}. The process or its host is frozen, or the network link is cut"
         line = self._hang_line(silent, f"{have} not answered for {silence_s:.0f} s: {where}")
         return Verdict("hang", silent, line, [seen[rank].beat.process for rank in silent])
 
     def _stalled_verdict(self, seen: dict[int, Seen]) -> Verdict:
-        """Return the verdict for ranks that answer but make no progress, and for which other ranks wait."""
+        """Return the verdict for ranks that send reports but make no progress, while other ranks wait for them."""
         idle_beats = {rank: rank_seen.beat for rank, rank_seen in seen.items() if rank_seen.beat.is_idle}
         culprits = ranks_waited_for(idle_beats)
         first = seen[culprits[0]].beat
@@ -253,18 +269,18 @@ class Watchdog:
         return Verdict("hang", culprits, self._hang_line(culprits, how), [])
 
     def _hang_line(self, culprits: list[int], how: str) -> str:
-        """Make the message of a hang: which ranks, how they hang, where stacks are, and the remedy."""
+        """Return the message of a hang: which ranks hang and how, where the stack traces are, and the remedy."""
         if self._stacks:
             stacks = f" Stacks of all ranks: {self._stacks.parent}."
         else:
             stacks = ""
         return (
-            f"{self._name(culprits)} {how}.{stacks} The same command continues from the last checkpoint; if a step may "
-            "take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
+            f"{self._name(culprits)} {how}.{stacks} The same command continues from the last checkpoint. If a step "
+            "may take longer, raise --engine.timeout_s (before the first step --engine.start_timeout_s)."
         )
 
     def _name(self, ranks: list[int]) -> str:
-        """Name the first three ranks with host and process, and count the others."""
+        """Return the first three ranks with host and process, and the number of the other ranks, as text."""
         names = []
         for rank in ranks[:3]:
             process = self._link.seen[rank].beat.process
@@ -274,9 +290,9 @@ class Watchdog:
         return " and ".join(names)
 
     def _position(self, beat: Beat) -> str:
-        """Say which step and phase the run had reached.
+        """Return the step and phase that the run had reached, as text.
 
-        The last beat of a silent rank may be a second old, but other ranks do not get far without it.
+        The last beat of a silent rank may be a second old, but other ranks do not get far without that rank.
         """
         _, step, phase = self._last
         if step <= beat.step:
@@ -285,9 +301,10 @@ class Watchdog:
         return f"step {step}, in phase `{phase}`"
 
     def _pass_on(self, verdict: Verdict) -> None:
-        """Send this rank's verdict to the other ranks, or print it, and carry it out.
+        """Send this rank's verdict to the other ranks, or print it, and then carry it out.
 
-        Without rank 0 no rank knows which ranks are left, so one rank per node prints it.
+        If rank 0 does not answer, ranks cannot learn which other ranks still run. So one rank per node prints the
+        verdict.
         """
         if isinstance(self._link, Hub):
             self._link.tell({"verdict": verdict})
@@ -338,7 +355,7 @@ def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
 
 
 def _is_lost(seen: Seen, now_s: float) -> bool:
-    """Whether a rank's connection broke so long ago that the rank will not connect again."""
+    """Return whether a rank's connection has been closed for so long that the rank counts as lost."""
     if seen.closed_s is None:
         return False
     is_dead = seen.beat.process.lives() is False
@@ -350,15 +367,17 @@ def _is_lost(seen: Seen, now_s: float) -> bool:
 
 
 def _line(frame: FrameType | None) -> str:
-    """Name the line that a thread runs."""
+    """Return the line of code that a thread runs, as text."""
     if frame is None:
         return "an unknown line"
     return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Whether a thread is in a collective or waits for one. A collective that DeepSpeed calls within a pass counts
-    too."""
+    """Return whether a thread is in a collective or waits for one.
+
+    A collective that DeepSpeed calls within a pass counts too.
+    """
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith(COLLECTIVES):
             return True
@@ -369,8 +388,8 @@ def _is_in_collective(frame: FrameType | None) -> bool:
 def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
     """End frozen processes of this node.
 
-    One rank of the node `asks`: it sends SIGABRT, on which a process that still can writes its stacks, in C. A second
-    SIGABRT would end it while it writes.
+    One rank of the node has `asks` set. It sends SIGABRT, at which a process writes its stacks in C, if it still can. A
+    second SIGABRT would end the process while it writes. After `WRITES_S` seconds each rank sends SIGKILL.
     """
     if asks:
         _send(signal.SIGABRT, processes)

@@ -119,7 +119,7 @@ def test_the_straggler_is_named_with_its_host_and_again_after_it_had_recovered(
     assert [(event["step"], event["rank"], event["host"]) for event in events] == [(3, 2, "node2"), (9, 2, "node2")]
     warnings = [message for level, message in lines if level == "WARNING"]
     assert len(warnings) == 2
-    assert warnings[0].startswith("rank 2 on node2 keeps the others waiting")
+    assert warnings[0].startswith("rank 2 on node2 keeps the other ranks waiting")
     assert watch([10.0], step=10) == {}, "a rank alone keeps nobody waiting"
 
 
