@@ -1,9 +1,9 @@
-"""Output for people, in which foreign text cannot control the terminal.
+"""Output for people, in which text from files cannot control the terminal.
 
 File names, splits, fields of a bundle, records and generated text may contain escape sequences, which move the cursor,
 rename the window or overwrite earlier output. So control characters except newline and tab, marks of writing
-direction, and lone surrogates are escaped (\\x1b). This holds for the output of commands, log lines and errors. Only
-text that a model generates is written unchanged to a file or a pipe; on a terminal it is escaped too.
+direction, and lone surrogates are escaped (\\x1b). This applies to the output of commands, log lines and errors. Only
+text that a model generates is written unchanged to a file or a pipe. On a terminal generated text is escaped too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _FIRST_COLUMN = re.compile(r"\s+(\S+\s{2,})?|usage: ")
 
 
 class LostOutputError(OSError):
-    """Standard output cannot be written: its disk is full, for instance."""
+    """Failed write to standard output, for instance because its disk is full."""
 
 
 def guard_streams() -> None:
     """Prepare standard output and standard error of this process for full disks and readers that have ended.
 
     A failed write to standard output raises LostOutputError, or BrokenPipeError if its reader has ended. A failed write
-    to standard error is dropped: a lost message never changes what a command does.
+    to standard error is ignored, so that a lost message never changes what a command does.
     """
     # Python has None for a stream that was closed before it started.
     if sys.stdout is None:
@@ -49,7 +49,7 @@ def flush_output() -> None:
 
 
 def drop_output() -> None:
-    """Discard all further standard output: Python would fail on it again at its end."""
+    """Discard all further standard output, because Python would fail on the broken stream when it exits."""
     sys.stdout = _nowhere()
 
 
@@ -75,7 +75,10 @@ def _nowhere() -> TextIO:
 
 
 def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
-    """Return a stream that writes through another class. A stream without a file, as in a notebook, is unchanged."""
+    """Return a stream that writes to the same file through the class `kind`.
+
+    A stream without a file, as in a notebook, is returned unchanged.
+    """
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -92,10 +95,10 @@ def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
 
 
 def fitted(text: str, *, width: int = 0) -> str:
-    """Wrap each long line of a text to a width in columns; 0 means the width of the terminal.
+    """Wrap each long line of a text to a width in columns. A width of 0 means the width of the terminal.
 
-    Continuation lines begin where the words of the line begin: after its indentation, and after a name in a column of
-    its own. Colours take no column.
+    Continuation lines are indented to where the words of the line begin: after its indentation, and after a name in a
+    column of its own. Colour codes take no column.
     """
     width = width or shutil.get_terminal_size().columns
     lines: list[str] = []
@@ -123,7 +126,7 @@ def echo(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
 
 
 def write_text(text: str) -> None:
-    """Write a piece of generated text to standard output at once; it is escaped only on a terminal."""
+    """Write a piece of generated text to standard output at once. Only on a terminal is the text escaped."""
     stream = sys.stdout
     stream.write(_encodable(escaped(text) if stream.isatty() else text, stream))
     stream.flush()

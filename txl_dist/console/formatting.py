@@ -8,16 +8,16 @@ from collections.abc import Sequence
 _LONGEST_PLAIN = 1e15
 """Smallest number that is written with an exponent."""
 _MOST_CHARACTERS = 14
-"""Most characters of a number that a reader takes in without counting digits."""
+"""Maximum number of characters of a number that a person reads without counting digits."""
 _COUNT_UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
-"""Smallest value, divisor and letter of each unit of a count."""
+"""Smallest value, divisor and letter of each unit of a count, the largest unit first."""
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose first row is the head.
+    """Return the lines of a table whose first row is the header.
 
     Columns of numbers are aligned to the right, all others to the left. An empty cell, `-` and `?` count as missing
-    numbers. All rows must have equally many cells.
+    numbers. All rows must have the same number of cells.
     """
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -32,7 +32,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _holds_numbers(cells: Sequence[str]) -> bool:
-    """Return whether the cells of a column are numbers, at least one of them present."""
+    """Return whether the cells of a column are numbers. At least one number must be present."""
     present = [cell for cell in cells if cell not in ("", "-", "?")]
     if not present:
         return False
@@ -70,7 +70,7 @@ def clock(seconds: float) -> str:
 def format_count(value: float, *, digits: int = 3) -> str:
     """Format a number with `digits` digits and k, M, G or T: 131,072,000 is 131M, 0.00025 is 0.00025.
 
-    A number below 10,000 gets one digit more. From 1e15 it has an exponent. A number that is not finite is `-`.
+    A number below 10,000 has one more digit. A number from 1e15 on has an exponent. A number that is not finite is `-`.
     """
     if not math.isfinite(value):
         return "-"
@@ -83,10 +83,10 @@ def format_count(value: float, *, digits: int = 3) -> str:
 
 
 def bounded(value: float, form: str = ".4f") -> str:
-    """Format a number with `form` (four decimals, as for losses), or with an exponent where that is too long.
+    """Format a number with `form` (four decimals, as for losses), or with an exponent if that is too long.
 
-    The loss of an exploding run is 1.23e+30, not 31 digits before the point. A number that is not finite is inf, -inf
-    or nan.
+    For example the loss of an exploding run is 1.23e+30, not 31 digits before the point. A number that is not finite is
+    inf, -inf or nan.
     """
     if not math.isfinite(value):
         return str(float(value))
@@ -98,7 +98,10 @@ def bounded(value: float, form: str = ".4f") -> str:
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a count with its noun: 1 rank, 2 ranks, 1,024 ranks. `plural` is needed where it is not noun + s."""
+    """Return a count with its noun: 1 rank, 2 ranks, 1,024 ranks.
+
+    `plural` is the plural of the noun, if it is not the noun with an s.
+    """
     word = noun
     if number != 1:
         word = plural or noun + "s"
@@ -106,7 +109,10 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def cluster_starts(cutoffs: Sequence[object]) -> str:
-    """Say where the clusters of an adaptive softmax begin. A value that is not an integer is written as it is."""
+    """Return a sentence that says where the clusters of an adaptive softmax begin.
+
+    A value that is not an integer is written as it is.
+    """
     starts = []
     for start in cutoffs:  # a damaged file may hold anything
         starts.append(f"{start:,}" if type(start) is int else str(start))
@@ -114,7 +120,7 @@ def cluster_starts(cutoffs: Sequence[object]) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Return a text that is safe on a page, a picture or a terminal.
+    """Return a text that is safe to show on a page, in a picture or on a terminal.
 
     Control characters, line breaks and lone surrogates are replaced by U+FFFD, except the characters in `keep`.
     """

@@ -1,8 +1,9 @@
-"""One log format for all ranks: rank 0 logs everything, the others only warnings, with their rank in front.
+"""Log format of all ranks: rank 0 logs everything, and the other ranks log only warnings, with their rank in front.
 
-Lines go to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run. A terminal or pipe that is
-gone gets nothing, and a file on a full disk lacks the lines of that time and continues after them. Only a terminal gets
-colours (none with NO_COLOR set), and lines that can be shortened are shortened to its width.
+Lines are written to standard error and, on rank 0, to `log.txt` of the run. Logging never ends a run. If the terminal
+or pipe has closed, lines to it are dropped. If the disk of the log file is full, the file lacks the lines of that time
+and continues afterwards. Only a terminal gets colours (none if NO_COLOR is set). Long lines are shortened to the width
+of the terminal where that is possible.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from txl_dist.io.files import open_to_append
 
 logger = logging.getLogger("txl_dist")
 FIT = "fit"
-"""Extra of a record: a function that shortens the message to a number of columns. Files get the whole line."""
+"""Name of an extra attribute of a log record: a function that shortens the message to a number of columns. A file gets
+the whole line."""
 _COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 _WIDTH_OF_A_TERMINAL = 80
-"""Columns of a terminal whose width is unknown."""
+"""Columns that are assumed for a terminal whose width is unknown."""
 
 
 class GrowingFile:
-    """File to which whole pieces are appended, each by one write, so that no piece is split by another.
+    """File to which whole pieces are appended, each by one write, so that two writers never mix their pieces.
 
-    After an error the file is opened again for the next piece: a disk that was full or missing may be back. A removed
-    file is created again.
+    After an error the file is opened again for the next piece, because a disk that was full or missing may be available
+    again. A removed file is created again.
     """
 
     def __init__(self, path: Path, *, separator: bytes = b"") -> None:
-        """Keep the path without opening it.
+        """Keep the path without opening the file.
 
         The separator is written after each piece. It is also written first if a killed run left it out.
         """
@@ -45,7 +47,7 @@ class GrowingFile:
         self._descriptor = -1
 
     def append(self, piece: bytes) -> None:
-        """Append a piece. Raises OSError; then no part of the piece is in the file."""
+        """Append a piece to the file. If this raises OSError, no part of the piece is in the file."""
         try:
             if not self.is_continuous:
                 self.close()
@@ -57,11 +59,14 @@ class GrowingFile:
 
     @property
     def is_continuous(self) -> bool:
-        """Return whether the next piece follows earlier pieces: no error has occurred, and the file still exists."""
+        """Return whether the next piece follows directly after the earlier pieces.
+
+        This holds if no error has occurred and the file still exists.
+        """
         return self._descriptor >= 0 and os.fstat(self._descriptor).st_nlink > 0
 
     def close(self) -> None:
-        """Close the file; another piece would open it again."""
+        """Close the file. Appending another piece would open it again."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -81,7 +86,7 @@ class GrowingFile:
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that escapes control characters; colours are added later."""
+    """Formatter that escapes control characters. Colours are added later."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:
@@ -89,7 +94,7 @@ class _Formatter(logging.Formatter):
 
 
 class _StandardError(logging.StreamHandler[Any]):
-    """Handler that writes to the current `sys.stderr`, which a progress bar replaces to keep its place."""
+    """Handler that writes to the current `sys.stderr`, which a progress bar replaces while it is shown."""
 
     @property
     def stream(self) -> Any:
@@ -115,7 +120,7 @@ class _StandardError(logging.StreamHandler[Any]):
         return line
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
-        """Ignore a stream that is gone (OSError) or closed (ValueError). Any other error is a defect of ours."""
+        """Ignore errors of a stream that is closed or cannot be written. Report any other error, which is a defect."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
 
@@ -128,7 +133,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _width(stream: Any) -> int:
-    """Return the columns of a terminal; COLUMNS takes precedence, as for other programs."""
+    """Return the columns of a terminal. The variable COLUMNS takes precedence, as in other programs."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)
@@ -139,7 +144,7 @@ def _width(stream: Any) -> int:
 
 
 class _LogFile(logging.Handler):
-    """Handler that appends lines to a file, and warns once when that fails and once when it works again."""
+    """Handler that appends lines to a file. It warns once when writing fails, and once when writing works again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -158,7 +163,7 @@ class _LogFile(logging.Handler):
         if self._num_lost:
             num_lost = self._num_lost
             self._num_lost = 0
-            logger.warning("%s is written again; it lacks %s", self._file.path, counted(num_lost, "line"))
+            logger.warning("%s is written again, but lacks %s", self._file.path, counted(num_lost, "line"))
 
     @override
     def close(self) -> None:
@@ -167,7 +172,10 @@ class _LogFile(logging.Handler):
 
 
 def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
-    """Set up the package's logger for this process; it may be called again, for instance once the file is known."""
+    """Set up the package's logger for this process, with the log file `file` if it is given.
+
+    The function may be called again, for instance after the path of the file is known.
+    """
     if rank == 0:
         prefix = ""
     else:
@@ -187,7 +195,7 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
 
 
 def note_in_file(message: str) -> None:
-    """Write a line to `log.txt` alone, about something that the console shows in another way."""
+    """Write a line only to `log.txt`, about an event that the console shows in another way."""
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:
         if isinstance(handler, _LogFile):
@@ -195,6 +203,6 @@ def note_in_file(message: str) -> None:
 
 
 def warn_for_all(message: str, *values: object) -> None:
-    """Warn about something that all ranks know. All ranks may call it, and rank 0 alone logs the warning."""
+    """Log a warning about something that all ranks have found. All ranks may call it, but only rank 0 logs."""
     if logger.isEnabledFor(logging.INFO):  # on rank 0 only
         logger.warning(message, *values)

@@ -1,4 +1,4 @@
-"""Progress of a long job: a bar on a terminal, a line every ten seconds elsewhere, nothing for short jobs."""
+"""Progress of a long job: a bar on a terminal, a line every ten seconds elsewhere, and nothing for a short job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MB = 1e6
 
 
 class Progress:
-    """Progress in bytes or tokens, of a total. It is a context manager; `reach` may be called very often."""
+    """Display of the progress of a job in bytes or tokens. Use it as a context manager, and call `reach` often."""
 
     def __init__(
         self,
@@ -28,10 +28,10 @@ class Progress:
         unit: Literal["MB", "tokens"] = "MB",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start at `done`, which was finished before and does not count for the rate.
+        """Start at `done`, the amount that was finished before and does not count for the rate.
 
-        A `total` of 0 means unknown. With an infinite `every_s` there are no lines, only the bar. With the unit MB all
-        amounts are in bytes.
+        A `total` of 0 means that it is unknown. `every_s` is the time between two lines in seconds. If it is infinite,
+        only the bar is shown. If `unit` is MB, all amounts are in bytes.
         """
         self._what = what
         self._total = total
@@ -53,7 +53,7 @@ class Progress:
             self._bar.stop()
 
     def reach(self, done: int) -> None:
-        """Set the amount that is done, and show it if it is time."""
+        """Set the amount that is done, and show it if enough time has passed."""
         self._done = done
         now = self._clock()
         if sys.stderr.isatty():
@@ -64,7 +64,7 @@ class Progress:
             logger.info("%s", self.line())
 
     def advance(self, more: int) -> None:
-        """Add to the amount that is done."""
+        """Add `more` to the amount that is done, and show it if enough time has passed."""
         self.reach(self._done + more)
 
     def line(self) -> str:

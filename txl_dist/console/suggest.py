@@ -1,9 +1,10 @@
 """Suggestions for a misspelt name: settings in a file or as flags, values of a choice, commands, folders.
 
-Names are compared by difflib, ignoring case and hyphens. A setting (`section.key`) that is written under another
-section, or under none, counts as slightly less similar than under its own. So `train.lr` leads to `optim.lr`. Equally
-similar names are all suggested. Of equally similar keys in other sections only the first is suggested, so
-`model.memory_len` leads to `train.memory_len` and not to the evaluation's. This module imports no torch.
+Names are compared by difflib, ignoring case and hyphens. A setting (`section.key`) can be written under a wrong section
+or under none. It is then slightly less similar than under its own section. So `train.lr` gives the suggestion
+`optim.lr`. All equally similar names are suggested. Of equally similar keys in other sections only the first is
+suggested, so `model.memory_len` gives `train.memory_len` and not the setting of the evaluation. This module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from collections.abc import Callable, Iterable
 from difflib import SequenceMatcher
 
 LEAST_ALIKE = 0.6
-"""Default of the least similarity for a suggestion: 1 means equal, 0 means nothing in common."""
+"""Minimum similarity for a suggestion, by default. 1 means equal, 0 means nothing in common."""
 ELSEWHERE = 0.9
 """Factor on the similarity of a key that is written under a wrong section, or under none."""
 MAX_LEN = 200
-"""Longest name in characters that is compared: the time grows with the length."""
+"""Maximum length in characters of a name that is compared. The time of a comparison grows with the length."""
 _MAX_SUGGESTIONS = 3
-"""Largest number of equally similar names that a message suggests."""
+"""Maximum number of equally similar names that a message suggests."""
 
 
 def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE) -> list[str]:
-    """Return the names of `known` that are most similar to `name`; none if all are below `least_alike`.
+    """Return the names of `known` that are most similar to `name`. Empty if all are below `least_alike`.
 
-    A known name with a dot is a setting: it is compared by its key alone too.
+    A known name with a dot is a setting, and its key alone is compared too.
     """
     if len(name) > MAX_LEN:
         return []
@@ -43,10 +44,10 @@ def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
-    """Return a question that ends a message, with a leading blank; empty if no name is similar.
+    """Return a question that ends a message, with a leading blank. Empty if no name is similar.
 
-    `spell` writes a name as the user would type it. More than three equally similar names are no help, so then the
-    text is empty too.
+    `spell` writes a name as the user would type it. The text is also empty if more than three names are equally
+    similar, because so many names do not help.
     """
     candidates = nearest(name, known)
     if not 1 <= len(candidates) <= _MAX_SUGGESTIONS:
@@ -60,7 +61,7 @@ def _plain(name: str) -> str:
 
 
 def _similarity(name: str, other: str) -> tuple[float, bool]:
-    """Return the similarity, and whether it is that of the setting's key alone."""
+    """Return (similarity of two names, whether it was found by the key of a setting alone)."""
     whole = SequenceMatcher(None, name, other).ratio()
     if "." not in other:
         return whole, False

@@ -1,16 +1,16 @@
 """Reading, writing and naming of files on a disk that other users can write too.
 
 Writing   Content goes into a new file, never through a link, and is flushed to the disk. A rename then replaces the old
-          file, or a link of that name. So nothing outside is overwritten, and a crash leaves the old content or the
-          new. The next write removes a temporary file that a crash left. Files that grow (`open_to_append`) and files
-          that a user names (`write_output`) follow links, because the owner of the folder may want them elsewhere.
+          file, or a link of that name. So no file in another folder is overwritten, and a crash leaves the old content
+          or the new content. The next write removes a temporary file that a crash left. Links are followed only for
+          files that grow (`open_to_append`) and files that a user names (`write_output`).
 Reading   Only regular files are read, so that no FIFO or device can block. Sizes are bounded, and so is the depth of
-          JSON and TOML. Wrong content is a ValueError, failed access an OSError. Text goes through `decode_text` or
-          `open_text`: a byte order mark, which editors and shells of Windows write, gives the encoding and is not part
-          of the text. Text without a mark is UTF-8.
+          JSON and TOML. Wrong content raises ValueError, and failed access raises OSError. `decode_text` and
+          `open_text` read text: a byte order mark, which editors and shells of Windows write, gives the encoding and
+          is not part of the text. Text without a mark is UTF-8.
 Names     Names that a manifest lists stay in its folder (`resolve_inside`).
 
-Two processes must not write one file at the same time. Locks exclude that where it matters.
+Two processes must not write one file at the same time. Where that could happen, the callers hold a lock.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ from txl_dist.errors import ConfigError, translate_errors
 T = TypeVar("T")
 
 MAX_TEXT_BYTES = 1 << 30
-"""Largest JSON or TOML file. The largest in use, tokenizers and indices, have some hundred MiB."""
+"""Maximum size in bytes of a JSON or TOML file. The largest files in use, tokenizers and indices, have some hundred
+MiB."""
 MAX_DEPTH = 64
-"""Largest depth of nested objects. Files of this package have 6, a Hugging Face tokenizer about 10."""
+"""Maximum depth of nested objects in JSON and TOML. Files of this package have a depth of 6, and a tokenizer of Hugging
+Face has about 10."""
 _MARKS = {  # the mark of UTF-32 begins with that of UTF-16, so it comes first; these codecs drop the mark
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -51,9 +53,9 @@ UTF8 = "utf-8-sig"
 """Codec of UTF-8 that drops a byte order mark."""
 _MAX_NAME = 255
 _MOST_DIGITS = 4000
-"""Digits of the longest whole number that is converted; Python's own limit is 4,300."""
+"""Maximum number of digits of a whole number that is converted. Python's own limit is 4,300."""
 _KEPT_DEPTH = 1
-"""Number of levels that are kept from a record that is nested too deeply."""
+"""Number of levels that are read from a record that is nested too deeply."""
 _BRACKETS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\]]')
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
@@ -65,9 +67,9 @@ def path_of(path: str | Path) -> Path:
 
 
 def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
-    """Open a new, empty file to write and read. A file or link of this name is removed first.
+    """Open a new, empty file to write and read. An existing file or link of this name is removed first.
 
-    Raises OSError, also if another process makes the name again in between, or if it is a folder.
+    Raises OSError if the path is a folder, or if another process creates the file at the same moment.
     """
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -77,7 +79,10 @@ def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that replaces `path` durably when the block ends. After an error the new file is removed."""
+    """Open a new file that replaces `path` when the block ends. The file is flushed to the disk before.
+
+    If the block raises an exception, the new file is removed and the old file remains.
+    """
     temporary = path.with_name(path.name + ".tmp")
     stream = open_new(temporary)
     try:
@@ -93,13 +98,13 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_replace(path: Path, data: bytes) -> None:
-    """Replace a file so that a crash leaves the old content or the new, never a part."""
+    """Replace the content of a file. After a crash the file has the old content or the new content, never a part."""
     with atomic_write(path) as stream:
         stream.write(data)
 
 
 def why_unwritable(path: Path, error: OSError) -> str:
-    """Return why nothing can be written at a path, with the folder above it that prevents it."""
+    """Return the reason why `path` cannot be written, with the existing folder above it that prevents it."""
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     reasons = {
         errno.ENOENT: f"no folder can be made in {above}",
@@ -109,22 +114,25 @@ def why_unwritable(path: Path, error: OSError) -> str:
         errno.EROFS: f"{above} is read-only",
         errno.ENOSPC: f"the disk of {above} is full",
         errno.EDQUOT: f"the quota of this user is used up in {above}",
-        errno.ENAMETOOLONG: "a name in it is too long",
+        errno.ENAMETOOLONG: "a name in the path is too long",
     }
     return reasons.get(error.errno or 0, str(error.strerror or error))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a new file and flush it to the disk. For folders that are committed as a whole later."""
+    """Write a new file and flush it to the disk.
+
+    A crash can leave a part of the file, so use it only in folders that get their final name later.
+    """
     with open_new(path) as stream:
         stream.write(data)
         fsync(stream)
 
 
 def write_output(path: Path, data: bytes) -> None:
-    """Write to a file that a user named. Links are followed; a pipe, a terminal and /dev/stdout are allowed.
+    """Write data to a file that a user named. Links are followed, and pipes, terminals and /dev/stdout are allowed.
 
-    Raises ConfigError.
+    Raises ConfigError if the file cannot be written.
     """
     with translate_errors(ConfigError, f"cannot write {path}", "Choose another file."), path.open("wb") as stream:
         stream.write(data)
@@ -135,7 +143,8 @@ def write_output(path: Path, data: bytes) -> None:
 def open_to_append(path: Path) -> int:
     """Open a file to read and append, and return its descriptor. A missing file is created.
 
-    A link is followed: logs may be on another disk, or in /dev/null. Raises OSError for a folder or a FIFO.
+    Links are followed, because a user may keep logs on another disk or in /dev/null. Raises OSError for a folder or a
+    FIFO.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     return _regular(descriptor, path, or_device=True)
@@ -148,7 +157,10 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
-    """Return the descriptor of a regular file, or of a character device; else close it and raise OSError."""
+    """Return `descriptor` if it is a regular file, or with `or_device` a character device.
+
+    Otherwise close it and raise OSError.
+    """
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode) or (or_device and stat.S_ISCHR(mode)):
         return descriptor
@@ -159,7 +171,7 @@ def _regular(descriptor: int, path: Path, *, or_device: bool = False) -> int:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """Read a whole file. Raises OSError if it is not a regular file, or larger than `max_bytes`."""
+    """Return the content of a file. Raises OSError if it is not a regular file or is larger than `max_bytes`."""
     with open_regular(path) as stream:
         if os.fstat(stream.fileno()).st_size > max_bytes:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
@@ -167,9 +179,9 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def text_encoding(start: bytes) -> str:
-    """Return the codec of a text from its first four bytes: by its byte order mark, else UTF-8.
+    """Return the codec of a text whose first four bytes are `start`.
 
-    The codec drops the mark.
+    A byte order mark determines the codec, which drops the mark. Without a mark the codec is UTF-8.
     """
     for mark, encoding in _MARKS.items():
         if start.startswith(mark):
@@ -188,14 +200,14 @@ def has_mark(content: bytes) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Read a whole text file without its byte order mark. Raises OSError or UnicodeDecodeError."""
+    """Return the content of a text file, without its byte order mark. Raises OSError or UnicodeDecodeError."""
     return decode_text(read_bytes(path))
 
 
 def open_text(path: Path, *, errors: str = "strict") -> TextIOWrapper:
-    """Open a text to read it line by line, without its byte order mark. `\\r` is kept. A FIFO is allowed.
+    """Open a text file to read it line by line, without its byte order mark. Carriage returns are kept.
 
-    Raises OSError; reading raises UnicodeDecodeError.
+    The file may be a FIFO. Raises OSError. Reading the result raises UnicodeDecodeError if the text is invalid.
     """
     stream = path.open("rb")
     try:
@@ -207,7 +219,7 @@ def open_text(path: Path, *, errors: str = "strict") -> TextIOWrapper:
 
 
 def read_as_text(stream: TextIOWrapper) -> None:
-    """Set standard input up to be decoded like a file, in every locale. Invalid bytes become surrogates."""
+    """Set up standard input to be decoded like a text file, in every locale. Invalid bytes become surrogates."""
     start = b""
     if isinstance(stream.buffer, BufferedReader):
         start = stream.buffer.peek(_LONGEST_MARK)[:_LONGEST_MARK]
@@ -220,7 +232,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError for anything else, and if it is nested too deeply."""
+    """Return the value of a JSON text. Raises ValueError if the text is not JSON or is nested too deeply."""
     if isinstance(content, bytes):
         text = decode_text(content)
     else:
@@ -234,7 +246,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 class Record(dict[str, Any]):
-    """A JSON object of a user. A key may occur more than once; its last value is kept."""
+    """JSON object in a user's file. If a key occurs more than once, its last value is kept."""
 
     repeated: frozenset[str] = frozenset()
     """Keys that occur more than once."""
@@ -245,10 +257,10 @@ class LongNumber(str):
 
 
 def parse_record(line: str) -> Any:
-    """Parse a line of a user's JSON, of any depth and with numbers of any length. Objects become `Record`s.
+    """Return the value of a line of JSON that a user wrote. Objects become `Record`s.
 
-    Whole numbers of more than 4,000 digits become `LongNumber`s. If an object is nested too deeply for Python's
-    parser, its own members are read, and the values nested in them are left empty. Raises ValueError.
+    The line can have any depth. If it is nested too deeply for Python's parser, nested values are left empty. Whole
+    numbers of more than 4,000 digits become `LongNumber`s. Raises ValueError if the line is not JSON.
     """
     try:
         return _decode_record(line)
@@ -257,7 +269,7 @@ def parse_record(line: str) -> Any:
 
 
 def _decode_record(line: str) -> Any:
-    """Parse a line with Python's parser. Raises ValueError or RecursionError."""
+    """Return the value of a line of JSON, as Python's parser reads it. Raises ValueError or RecursionError."""
     return json.loads(line, object_pairs_hook=_as_record, parse_int=_as_int)
 
 
@@ -276,7 +288,10 @@ def _as_int(digits: str) -> int | LongNumber:
 
 
 def _shallow(line: str) -> Any:
-    """Parse an object or a list with empty nested values, which are found by their brackets, without recursion."""
+    """Return the value of a JSON object or list in which all nested objects and lists are left empty.
+
+    Brackets are matched without recursion.
+    """
     flat = []
     depth = end = 0
     for token in _BRACKETS.finditer(line):
@@ -296,7 +311,7 @@ def _shallow(line: str) -> Any:
 
 
 def parse_object(content: bytes | str) -> dict[str, Any]:
-    """Parse a JSON object as `parse_json` does. Raises ValueError, also for other JSON values."""
+    """Return the value of a JSON text that must be an object. Raises ValueError for any other text."""
     values = parse_json(content)
     if not isinstance(values, dict):
         raise ValueError("it holds no JSON object")
@@ -307,7 +322,7 @@ def typed(kind: Callable[..., T], values: object) -> T:
     """Make a named tuple or dataclass from a JSON object, or from a JSON list in the order of the fields.
 
     Fields of type str, int, float and bool are checked, and integers must be in 0 .. 2**63 - 1. The caller checks all
-    other fields. Raises ValueError.
+    other fields. Raises ValueError if a field is missing, unknown or of the wrong type.
     """
     names, hints = _form(kind)
     if isinstance(values, list) and len(values) <= len(names):
@@ -328,7 +343,7 @@ def typed(kind: Callable[..., T], values: object) -> T:
 
 @lru_cache  # an index names tens of thousands of shards, and this takes longer than making one
 def _form(kind: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names of the fields in their order, and their types by name."""
+    """Return (names of the fields in order, types of the fields by name)."""
     return tuple(inspect.signature(kind).parameters), get_type_hints(kind)
 
 
@@ -337,7 +352,7 @@ def _shown(value: object) -> str:
 
 
 def parse_toml(content: bytes | str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError for anything else, and if it is nested too deeply."""
+    """Return the values of a TOML text. Raises ValueError if the text is not TOML or is nested too deeply."""
     if isinstance(content, bytes):
         text = decode_text(content)
     else:
@@ -352,7 +367,7 @@ def parse_toml(content: bytes | str) -> dict[str, Any]:
 
 
 def _check_depth(values: Any) -> None:
-    """Raise ValueError if values are nested too deeply. Level by level, so without recursion."""
+    """Raise ValueError if values are nested more than MAX_DEPTH deep. Levels are checked in turn, without recursion."""
     if isinstance(values, dict | list):
         level = [values]
     else:
@@ -373,17 +388,17 @@ def _too_deep() -> ValueError:
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether a name can only mean a file directly in a folder."""
+    """Return whether `name` is a valid name of a file directly in a folder, without any path."""
     if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
         return False
     return len(name.encode(errors="replace")) <= _MAX_NAME
 
 
 def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
-    """Return the path of a file that a manifest lists, which is always below the manifest's folder.
+    """Return the path of a file that is listed in the manifest of `folder`. The path never leads out of the folder.
 
-    `nested` allows names with /. A snapshot in huggingface_hub's cache holds links to the blobs of its repository,
-    which count as inside. Raises ValueError for an invalid name, or one that leads out of the folder.
+    `nested` allows names with /. A snapshot in huggingface_hub's cache contains links to the blobs of its repository,
+    and these links are allowed. Raises ValueError if the name is invalid or leads out of the folder.
     """
     parts: list[object] = [name]
     if nested and isinstance(name, str):
@@ -400,7 +415,7 @@ def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
 
 
 def _leads_inside(link: Path, folder: Path) -> bool:
-    """Return whether a link leads into the folder, or from a snapshot of the Hub's cache to its blobs."""
+    """Return whether a link leads to a file in the folder, or from a snapshot in the Hub's cache to its blobs."""
     home = Path(os.path.realpath(folder))
     target = Path(os.path.realpath(link))
     if target.is_relative_to(home):
@@ -411,7 +426,7 @@ def _leads_inside(link: Path, folder: Path) -> bool:
 def canonical_hash(values: dict[str, Any]) -> str:
     """Return the sha256 of JSON values in a canonical form.
 
-    The key `self_sha256` is left out, because a file keeps this hash there.
+    The key `self_sha256` is left out, because a file stores this hash under that key.
     """
     hashed = {key: value for key, value in values.items() if key != "self_sha256"}
     text = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
@@ -419,24 +434,24 @@ def canonical_hash(values: dict[str, Any]) -> str:
 
 
 def hashed_json(values: dict[str, Any]) -> bytes:
-    """Return the bytes of a JSON file that contains its own canonical hash, which detects any flipped bit."""
+    """Return the content of a JSON file that includes its own canonical hash. The hash detects any flipped bit."""
     text = json.dumps(values | {"self_sha256": canonical_hash(values)}, sort_keys=True, indent=1)
     return text.encode() + b"\n"
 
 
 def write_hashed_json(path: Path, values: dict[str, Any]) -> None:
-    """Write JSON together with its own canonical hash, durably."""
+    """Write a JSON file that includes its own canonical hash, and flush it to the disk."""
     write_bytes(path, hashed_json(values))
 
 
 def fsync(stream: IO[bytes]) -> None:
-    """Flush a file to the disk. Without this a rename can survive a power cut that the content did not."""
+    """Flush a file to the disk. Otherwise a power cut could keep a later rename of the file but lose its content."""
     stream.flush()
     os.fsync(stream.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Flush a folder to the disk, so that new and renamed files in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -445,7 +460,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def was_removed(folder: Path) -> bool:
-    """Return whether a folder that existed is gone. Any other error of the file system means False."""
+    """Return whether a folder that existed is missing now. Returns False for any other error of the file system."""
     try:
         folder.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -456,7 +471,7 @@ def was_removed(folder: Path) -> bool:
 
 
 def unique_path(path: Path, word: str) -> Path:
-    """Return the first of NAME.word-1, NAME.word-2 ... that does not exist."""
+    """Return the first of the paths NAME.word-1, NAME.word-2 and so on that does not exist."""
     number = 1
     while True:
         candidate = path.with_name(f"{path.name}.{word}-{number}")
@@ -471,6 +486,6 @@ def sha256_of_bytes(data: bytes) -> str:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the sha256 of a file of any size. Raises OSError, also if it is not a regular file."""
+    """Return the sha256 of a file of any size. Raises OSError if it cannot be read or is not a regular file."""
     with open_regular(path) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

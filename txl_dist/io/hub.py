@@ -1,10 +1,12 @@
-"""Models on the Hugging Face Hub: `hf://OWNER/NAME[@REVISION]` names one wherever a bundle is named.
+"""Models on the Hugging Face Hub: `hf://OWNER/NAME[@REVISION]` names a model wherever a command takes a bundle.
 
-huggingface_hub downloads and uploads. Its cache, its token and its environment variables apply: HF_HOME, HF_TOKEN,
-HF_ENDPOINT, HF_HUB_OFFLINE. Only the files that a bundle's manifest lists are downloaded, so other files of the
-repository do no harm. The downloaded folder is verified like a local one, by its hashes and by its probe.
+A bundle is the folder of an exported model. huggingface_hub downloads and uploads it, with its own cache, its own token
+and its environment variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Only the files that a bundle's manifest
+lists are downloaded, so other files of the repository do no harm. A downloaded bundle is verified like a local bundle:
+by its hashes, and by the losses that it stores for some fixed tokens (probe).
 
-Every function raises TxlError in one line: no package, no such repository or revision, no token, no network.
+Every function raises TxlError with a message of one line if a package, the repository, the revision, the token or the
+network is missing.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ NAME_OF_A_REPOSITORY = re.compile(
 )
 """Pattern of OWNER/NAME, as the Hub allows it."""
 SCHEME = "hf:/"
-"""Beginning of an address. A `Path` has lost the second slash, so only one is compared."""
+"""Beginning of an address. Only one slash is compared, because a `Path` drops the second slash."""
 _READ_BY_IMPORTERS = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.txt", "*.model", "*.pkl"]
 """Files that are downloaded from a repository without a manifest."""
 
@@ -36,7 +38,7 @@ class Address(NamedTuple):
     repository: str
     """OWNER/NAME of the repository."""
     revision: str | None
-    """Branch, tag or commit; None means the default branch."""
+    """Branch, tag or commit. None means the default branch."""
 
     def __str__(self) -> str:
         if self.revision:
@@ -52,7 +54,10 @@ class Address(NamedTuple):
 
 
 def address_of(path: str | Path) -> Address | None:
-    """Return the address that a path spells; None for a local path. Raises ConfigError for an incomplete address."""
+    """Return the Hub address that a path contains, or None for a local path.
+
+    Raises ConfigError for an incomplete address.
+    """
     text = str(path)
     if not text.startswith(SCHEME):
         return None
@@ -65,7 +70,7 @@ def address_of(path: str | Path) -> Address | None:
 
 
 def local_model(path: str | Path) -> Path:
-    """Return the path itself, or the local folder with the downloaded model of an address.
+    """Return a local path unchanged. For a Hub address, download the model and return its local folder.
 
     Raises ConfigError for an incomplete address or a missing package, CheckpointError if the download fails.
     """
@@ -89,14 +94,20 @@ def local_model(path: str | Path) -> Path:
 
 
 def _listed(manifest: str) -> list[str]:
-    """Return the file names in a manifest as patterns. Raises CheckpointError if it is not a manifest."""
+    """Return the names of the files in a manifest, as patterns for the download.
+
+    Raises CheckpointError if the file is not a manifest.
+    """
     what = f"{manifest} is not a manifest of txl_dist"
     with translate_errors(CheckpointError, what, of=(ValueError, KeyError, TypeError, AttributeError)):
         return [re.sub(r"([*?[])", r"[\1]", name) for name in read_json(Path(manifest))["files"]]
 
 
 def check_login(repository: str) -> None:
-    """Check before minutes of work that the user can push. Raises ConfigError or CheckpointError."""
+    """Check that the user is logged in to the Hub, before an export that takes minutes.
+
+    Raises ConfigError if `repository` is not OWNER/NAME or the package is missing, CheckpointError if the login fails.
+    """
     if not NAME_OF_A_REPOSITORY.fullmatch(repository):
         raise ConfigError(f"--push-to-hub {repository}: it must name a repository of the Hub, OWNER/NAME.")
     hub = _library()
@@ -111,7 +122,7 @@ def push_folder(folder: Path, repository: str, *, private: bool) -> str:
     """
     hub = _library()
     api = hub.HfApi(library_name="txl_dist")
-    remedy = f". {folder} is written; `hf upload {repository} {folder}` pushes it again"
+    remedy = f". The folder {folder} is complete. To push it again, run `hf upload {repository} {folder}`"
     with _explained(f"cannot push to {repository}", remedy):
         api.create_repo(repository, exist_ok=True, private=private or None)
         commit = api.upload_folder(
@@ -134,7 +145,10 @@ def _library() -> Any:
 
 @contextmanager
 def _explained(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn every error of the library and the network in the block into a CheckpointError of one line."""
+    """Replace every exception of the block by a CheckpointError with a message of one line.
+
+    A TxlError is raised unchanged.
+    """
     try:
         yield
     except TxlError:
@@ -144,7 +158,7 @@ def _explained(what: str, remedy: str = "") -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return why a request failed, and the remedy."""
+    """Return the reason why a request failed, with the remedy."""
     from huggingface_hub import constants, errors
 
     login = "log in with `hf auth login`, or set HF_TOKEN"

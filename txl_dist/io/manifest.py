@@ -1,11 +1,12 @@
-"""Folders that are whole or do not exist: manifest, verification, and the rename that commits.
+"""Folders that are either complete or absent: written under a temporary name, renamed at the end, and verifiable.
 
-All files are written into `NAME.tmp-NONCE` and fsynced, the manifest last. Then the folder is renamed to `NAME`. A
-crash before the rename leaves a temporary folder that no program reads. `MANIFEST.json` lists every file with its bytes
-and sha256, and contains a hash of itself. So a truncation or a flipped bit is found before loading.
+All files are written into the folder `NAME.tmp-NONCE` and flushed to the disk, the manifest last. Then the folder is
+renamed to `NAME`. A crash before the rename leaves a temporary folder that no program reads. `MANIFEST.json` lists the
+size in bytes and the sha256 of every file, and contains a hash of itself. So a truncated file or a flipped bit is found
+before loading.
 
-Some files may change, appear and vanish: `FOR_PEOPLE`, which people edit and no program reads, and hidden files at the
-top of the folder, which version control, hubs and desktops leave there.
+Some files may be changed, added and removed: the files in `FOR_PEOPLE`, which people edit and no program reads, and
+hidden files at the top of the folder, which version control, hubs and desktops create.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from txl_dist.io.files import (
 
 MANIFEST = "MANIFEST.json"
 FOR_PEOPLE = ("README.md", "LICENSE")
-"""Files that people write and edit; no program reads them."""
+"""Names of files that people write and edit, and that no program reads."""
 FORMAT_VERSION = 1
 
 
 def describe_file(path: Path) -> dict[str, Any]:
-    """Flush a file to the disk, and return its bytes and sha256."""
+    """Flush a file to the disk, and return its entry for a manifest: its size in bytes and its sha256."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -61,7 +62,10 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
-    """Publish a finished temporary folder. An existing folder of that name is damaged; it is moved aside."""
+    """Rename a finished temporary folder to its final name.
+
+    An existing folder of that name is damaged. It is renamed to NAME.damaged-1, NAME.damaged-2 and so on.
+    """
     if os.path.lexists(final):
         final.rename(unique_path(final, "damaged"))
     temporary.rename(final)
@@ -69,7 +73,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """Publish a finished temporary folder in place of an older one, which is deleted afterwards."""
+    """Rename a finished temporary folder to its final name. An older folder of that name is deleted afterwards."""
     old = final.with_name(f"{final.name}.old-{secrets.token_hex(4)}")
     if os.path.lexists(final):
         final.rename(old)
@@ -79,10 +83,10 @@ def replace_folder(temporary: Path, final: Path) -> None:
 
 
 def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return one line for each difference from the manifest; empty if the folder is whole.
+    """Return one line for each difference of a folder from its manifest. No line means that the folder is complete.
 
-    Several processes may share the work. Process `part` of `num_parts` checks its part of the files, and the folder is
-    whole if no process finds a difference.
+    Several processes can share the work: process `part` of `num_parts` checks its part of the files. The folder is
+    complete if no process finds a difference.
     """
     path = folder / MANIFEST
     try:
@@ -114,20 +118,23 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
 
 
 def _may_differ(name: str) -> bool:
-    """Return whether a file may differ from the manifest: one for people, or one hidden at the top of the folder."""
+    """Return whether a file may differ from the manifest: a file for people, or a hidden file at the top."""
     top = name.partition("/")[0]
     return name in FOR_PEOPLE or (top.startswith(".") and top not in (".", ".."))
 
 
 def check_folder(folder: Path, *, remedy: str) -> None:
-    """Raise CheckpointError if a folder is damaged, with up to five problems and the remedy."""
+    """Raise CheckpointError if a folder differs from its manifest.
+
+    The message lists up to five differences and ends with `remedy`.
+    """
     problems = problems_of(folder)
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:5])}. {remedy}")
 
 
 def _file_problem(folder: Path, name: str, facts: dict[str, Any]) -> str | None:
-    """Return how a file differs from its entry in the manifest; None if it does not."""
+    """Return how a file differs from its entry in the manifest, or None if it does not differ."""
     try:
         path = resolve_inside(folder, name, nested=True)
         size = path.stat().st_size

@@ -1,9 +1,9 @@
 """Tensors on disk as safetensors: written as a stream that is hashed while it is written, and read in slices.
 
-The library writes a file in one call from tensors that are all in memory, and a hash needs a second pass. Here each
-chunk is made, hashed and written once, in the calling thread. Hashing and writing release the interpreter lock, so that
-training continues meanwhile. The library reads by mapping a file, whose pages count as memory of this process as long
-as it is mapped. `TensorFile` reads only the values that are asked for and keeps none.
+The library safetensors writes a file in one call from tensors that are all in memory, and a hash needs a second pass.
+Here each chunk is made, hashed and written once, in the calling thread. Hashing and writing release the interpreter
+lock, so training continues at the same time. The library reads by mapping a file, whose pages count as memory of the
+process as long as the file is mapped. `TensorFile` reads only the requested values and keeps no map.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 class Stream(NamedTuple):
-    """Tensor that is written in pieces, one after the other."""
+    """Tensor that is written to a file in pieces, so that the whole tensor need not be in memory."""
 
     dtype: torch.dtype
     shape: torch.Size
     pieces: Iterable[Tensor]
-    """Contiguous host tensors of this type, which together have as many values as the shape."""
+    """Contiguous host tensors of this dtype, which together have as many values as the shape."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,11 @@ def write_tensors(
     metadata: Mapping[str, str] | None = None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """Write contiguous host tensors to a new file as `write_streams` does."""
+    """Write contiguous tensors in host memory to a new safetensors file.
+
+    Returns the size (`bytes`) and the `sha256` of the file. `on_progress` is called with the size of each chunk in
+    bytes.
+    """
     streams = {name: Stream(tensor.dtype, tensor.shape, (tensor,)) for name, tensor in tensors.items()}
     return write_streams(path, streams, metadata=metadata, on_progress=on_progress)
 
@@ -64,9 +68,10 @@ def write_streams(
     metadata: Mapping[str, str] | None = None,
     on_progress: Callable[[int], None] = lambda num_bytes: None,
 ) -> dict[str, Any]:
-    """Write tensors to a new file piece by piece, and flush it to the disk. Returns its bytes and sha256.
+    """Write tensors piece by piece to a new safetensors file, and flush the file to the disk.
 
-    `on_progress` is called with the size of each chunk in bytes. Raises OSError, and errors of the streams.
+    Returns the size (`bytes`) and the `sha256` of the file. `on_progress` is called with the size of each chunk in
+    bytes. Raises OSError, and any exception that a stream raises while its pieces are read.
     """
     digest = hashlib.sha256()
     num_bytes = 0
@@ -83,21 +88,26 @@ def write_streams(
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Estimate the bytes that `write_tensors` needs on the disk, slightly too high."""
+    """Return an upper estimate of the bytes that `write_tensors` needs on the disk."""
     return sum(tensor.nbytes + 256 for tensor in tensors.values()) + 4096
 
 
 def open_tensors(path: Path) -> Any:
-    """Open a regular file with `safe_open`, which would wait for ever at a FIFO. Raises OSError or SafetensorError."""
+    """Open a safetensors file with `safe_open`, for reading on the CPU.
+
+    Raises OSError if the path is not a regular file, because `safe_open` would wait forever at a FIFO. Raises
+    SafetensorError if the file is damaged.
+    """
     open_regular(path).close()
     return safe_open(path, "pt", device="cpu")
 
 
 class TensorFile:
-    """File of tensors whose values are read on request. It keeps no open descriptor."""
+    """Safetensors file from which parts of tensors are read on request. No file is kept open."""
 
     def __init__(self, path: Path) -> None:
-        """Read the header. Raises OSError, ValueError, or SafetensorError, with which the library reports damage."""
+        """Read the header of the file. Raises OSError if it cannot be read, ValueError or SafetensorError for
+        damage."""
         self._path = path
         file = open_tensors(path)
         self.metadata: dict[str, str] = file.metadata() or {}

@@ -2,13 +2,13 @@
 
 Key properties:
 - Ids are in order of frequency in the training split, end-of-text included (see training.py).
-- The code that joins documents adds end-of-text. `encode` never produces it, not even from its literal spelling.
-  A vocabulary may have none: `end_of_text` is None, and documents join without a mark.
-- The file is canonical JSON. Its sha256 is the fingerprint, and the order of symbols is the order of ids. It holds
-  only those settings that differ from their defaults.
+- The code that joins documents adds end-of-text. `encode` never returns end-of-text, not even for its literal
+  spelling. If a vocabulary has no end-of-text, `end_of_text` is None, and documents are joined without a mark.
+- The file is canonical JSON, and its sha256 is the fingerprint of the tokenizer. The file lists the symbols in the
+  order of ids. Settings at their defaults are left out.
 
 Our own kinds are `SpelledTokenizer`s: every id stands for fixed bytes. So decoding joins bytes, and can be streamed.
-This need not hold for the tokenizers of other programs (foreign.py).
+In the tokenizers of other programs (foreign.py) the text of an id can depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ FORMAT_VERSION = 1
 END_OF_TEXT = "<|endoftext|>"
 UNKNOWN = "<unk>"
 REFUSED = -1
-"""Value in place of an id for an unknown symbol, in a vocabulary that has no id for unknown symbols."""
+"""Value in place of the id of an unknown symbol, in a vocabulary that has no id for unknown symbols."""
 
 
 class Tokenizer(ABC):
-    """Map from text to ids and back. `symbols` names every id in order, end-of-text included."""
+    """Base class of all tokenizers, which convert text to token ids and back."""
 
     kind: ClassVar[str]
     """Name of the kind in the tokenizer's file."""
     spellings: Sequence[bytes] | None = None
-    """Bytes of each id; None if they depend on neighbouring ids."""
+    """Bytes that each id stands for. None if they depend on neighbouring ids."""
     spells_text: ClassVar[bool] = True
     """Whether ids stand for text, so that bits per byte have a meaning."""
     unit: ClassVar[str] = "token"
-    """Word for the text of one id, in messages."""
+    """Word for the text of one id in messages, such as token or word."""
     unknown_id: int | None = None
-    """Id that stands for every unknown symbol; None if there is none."""
+    """Id that stands for every unknown symbol. None if there is no such id."""
 
     def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         self.symbols = tuple(symbols)
+        """Name of every id in order, end-of-text included."""
         self.end_of_text = end_of_text
+        """Id of end-of-text. None if the vocabulary has no end-of-text."""
 
     @property
     def vocab_size(self) -> int:
@@ -70,7 +72,7 @@ class Tokenizer(ABC):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text that can be encoded decodes to the same bytes, for any text."""
+        """Whether every text that can be encoded decodes to the same bytes."""
         return False
 
     def keeps_text(self, *, num_unknown: int) -> bool:
@@ -82,15 +84,15 @@ class Tokenizer(ABC):
         """Return the ids of a text, without end-of-text."""
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a text that is to be continued: its last line has not ended."""
+        """Return the ids of a prompt. Its last line has not ended, because the model continues it."""
         return self.encode(text)
 
     def joint(self, text: str) -> str:
-        """Return the text to show between a prompt and its continuation."""
+        """Return the text to show between the prompt `text` and its continuation, such as a blank."""
         return ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text: equal to `encode` of each, and faster where possible."""
+        """Return the ids of each text, as `encode` does for one text. Some tokenizers encode many texts faster."""
         return [self.encode(text) for text in texts]
 
     @abstractmethod
@@ -106,7 +108,8 @@ class Tokenizer(ABC):
         """
 
     def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
-        """Yield pieces of text, each as soon as its last byte is known; joined they equal `decode` of all ids."""
+        """Yield pieces of text, each as soon as its last byte is known. Joined, the pieces equal `decode` of all
+        ids."""
         decoder = self.decoder(after=after)
         for i in ids:
             piece = decoder.push(i)
@@ -117,7 +120,7 @@ class Tokenizer(ABC):
             yield last_piece
 
     def to_json(self) -> str:
-        """Return the canonical text of the file: equal tokenizers have equal texts."""
+        """Return the canonical JSON text of the tokenizer's file. Equal tokenizers have equal texts."""
         values = {"format_version": FORMAT_VERSION, "kind": self.kind, "end_of_text": self.end_of_text}
         return json.dumps(values | self._values(), sort_keys=True, separators=(",", ":"))
 
@@ -136,17 +139,17 @@ class Tokenizer(ABC):
 
 
 class StreamDecoder(Protocol):
-    """Decoder of ids as they come. The results of all `push` calls and of `close`, joined, are the whole text."""
+    """Interface of a decoder that takes one id at a time. The results of all calls, joined, are the whole text."""
 
     def push(self, i: int) -> str:
-        """Return the text that is complete with one more id; it may be empty."""
+        """Return the text that is complete after one more id. It can be empty."""
 
     def close(self) -> str:
-        """Return the text that was held back, because no more ids follow."""
+        """Return the remaining text, because no more ids follow."""
 
 
 class _SpellingDecoder:
-    """Stream decoder of ids that stand for fixed bytes."""
+    """Stream decoder of a tokenizer whose ids stand for fixed bytes."""
 
     def __init__(self, spellings: Sequence[bytes]) -> None:
         self._spellings = spellings
@@ -160,11 +163,11 @@ class _SpellingDecoder:
 
 
 class SpelledTokenizer(Tokenizer):
-    """Tokenizer whose ids stand for fixed bytes."""
+    """Base class of tokenizers whose ids stand for fixed bytes, so that decoding joins bytes."""
 
     spellings: Sequence[bytes]
     defaults: ClassVar[dict[str, Any]] = {}
-    """Settings of this kind that are left out of its file at these values."""
+    """Settings of this kind by name, with their default values. A setting at its default is left out of the file."""
 
     def __init__(self, symbols: Sequence[str], *, end_of_text: int | None) -> None:
         super().__init__(symbols, end_of_text=end_of_text)

@@ -1,8 +1,9 @@
-"""Tokenizers with one id per byte, or one per code point.
+"""Tokenizers with one id per byte, or one id per code point (character).
 
-By default they encode any text: there are all 256 bytes, and `<unk>` for unseen characters. With `only_seen` they
-have exactly the symbols of the training split, as character-level benchmarks count: enwik8 has 204 ids, text8 27.
-Text with other symbols is then refused, because there is no id for them.
+By default both encode any text: the byte tokenizer has all 256 bytes, and the character tokenizer has `<unk>` for
+unseen characters. With `only_seen` a tokenizer has exactly the symbols of the training split, as character-level
+benchmarks count: 204 ids for enwik8, 27 ids for text8. Text with other symbols then raises DataError, because no id
+stands for them.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from txl_dist.tokenizers.base import (
 
 
 class ByteTokenizer(SpelledTokenizer):
-    """Tokenizer with one id per byte of UTF-8: all 256 of them, unless `only_seen`.
+    """Tokenizer with one id per byte of UTF-8. With `only_seen` only bytes of the training split have an id.
 
-    Text that was read with `surrogateescape` is encoded to the bytes that it was read from, UTF-8 or not.
+    Text that was read with `surrogateescape` is encoded to its original bytes, even if these are not UTF-8.
     """
 
     kind = "byte"
@@ -42,11 +43,11 @@ class ByteTokenizer(SpelledTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes: always, because a byte without an id is refused."""
+        """Whether every text decodes to the same bytes. Always True, because a byte without an id is refused."""
         return True
 
     def encode(self, text: str) -> Ids:
-        """Return one id per byte. Raises DataError for a byte that has no id (`only_seen`)."""
+        """Return one id per byte of the text. Raises DataError for a byte that has no id (`only_seen`)."""
         content = np.frombuffer(text.encode("utf-8", errors="surrogateescape"), dtype=np.uint8)
         ids: Ids = self._id_of_byte[content]
         if self.only_seen:
@@ -60,9 +61,10 @@ class ByteTokenizer(SpelledTokenizer):
 
 
 class CharTokenizer(SpelledTokenizer):
-    """Tokenizer with one id per code point.
+    """Tokenizer with one id per code point (character).
 
-    Other code points become the symbol `unknown`, shown as U+FFFD. With `unknown` None they are refused.
+    A code point without an id becomes the symbol `unknown`, which decodes to U+FFFD. If `unknown` is None, such a code
+    point raises DataError. With `lower_case` text is converted to lower case first.
     """
 
     kind = "char"
@@ -95,15 +97,21 @@ class CharTokenizer(SpelledTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes: if unknown characters are refused, and case is kept."""
+        """Whether every text decodes to the same bytes. True if unknown characters are refused and case is kept."""
         return self.unknown is None and not self.lower_case
 
     def keeps_text(self, *, num_unknown: int) -> bool:
-        """Return whether a text decodes to the same bytes: if none of its characters is unknown, and case is kept."""
+        """Return whether a text with `num_unknown` unknown characters decodes to the same bytes.
+
+        This holds if no character is unknown and case is kept.
+        """
         return not self.lower_case and not num_unknown
 
     def encode(self, text: str) -> Ids:
-        """Return one id per code point. Raises DataError for one that is unknown, if there is no `unknown`."""
+        """Return one id per code point of the text.
+
+        Raises DataError for a code point without an id, if there is no symbol `unknown`.
+        """
         if self.lower_case:
             text = text.lower()
         points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")

@@ -1,9 +1,9 @@
-"""Reader of the tokenizer in a folder, as hubs and `save_pretrained` lay it out.
+"""Reads the tokenizer in a folder, in the layouts of model hubs and of `save_pretrained`.
 
-    tokenizer.json                      of any tokenizer of Hugging Face; ours, of a corpus or a bundle
+    tokenizer.json                      any Hugging Face tokenizer, or ours in a corpus or an exported model (bundle)
     *.model                             a sentencepiece model (spiece.model, tokenizer.model)
     vocab.json  merges.txt              GPT-2's byte-level BPE in its older form
-    snapshots/COMMIT/                   a model in the cache of huggingface_hub: its newest commit that has one of these
+    snapshots/COMMIT/                   a model in huggingface_hub's cache: its newest commit that has one of these
 
 Not supported: a folder with vocab.txt alone, which does not say how text is split, or whether case is kept.
 """
@@ -22,9 +22,10 @@ VOCABULARY, MERGES = "vocab.json", "merges.txt"
 
 
 def tokenizer_of_folder(folder: Path) -> bytes:
-    """Return the bytes of the tokenizer file in a folder, or of a file made of its vocabulary and merges.
+    """Return the content of the tokenizer file in a folder, or of a file made from its vocabulary and merges.
 
-    Raises OSError, and DataError for a folder that has none, several, or one that must be converted first.
+    Raises OSError if a file cannot be read. Raises DataError if the folder has no tokenizer, several tokenizers, or a
+    tokenizer that must be converted first.
     """
     candidates = [folder, *_snapshots(folder)]
     for candidate in candidates:
@@ -35,7 +36,7 @@ def tokenizer_of_folder(folder: Path) -> bytes:
         models = sorted(candidate.glob("*.model"))
         if len(models) > 1:
             names = ", ".join(path.name for path in models)
-            raise DataError(f"{candidate} holds several sentencepiece models ({names}). Name one of them.")
+            raise DataError(f"{candidate} holds several sentencepiece models ({names}). Name one of these files.")
         if models:
             return read_bytes(models[0])
         if (candidate / VOCABULARY).is_file() and (candidate / MERGES).is_file():
@@ -45,7 +46,7 @@ def tokenizer_of_folder(folder: Path) -> bytes:
         raise DataError(
             f"{folder} holds a vocabulary without {TOKENIZER}, which says how text is split. Make this file: python -c "
             f'\'from transformers import AutoTokenizer as T; T.from_pretrained("{folder}").save_pretrained("NEW")\', '
-            "and name NEW."
+            "and name the folder NEW."
         )
     raise DataError(
         f"{folder} is a folder without a tokenizer: neither {TOKENIZER}, nor a sentencepiece .model, nor {VOCABULARY} "
@@ -54,18 +55,23 @@ def tokenizer_of_folder(folder: Path) -> bytes:
 
 
 def _snapshots(folder: Path) -> list[Path]:
-    """Return the folders of commits in a cache of huggingface_hub, newest first; empty for any other folder."""
+    """Return the folders of commits in a cache of huggingface_hub, the newest first. Empty for any other folder."""
     commits = [path for path in (folder / "snapshots").glob("*") if path.is_dir()]
     return sorted(commits, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
 
 
 def _byte_level_bpe(folder: Path) -> str:
-    """Return the text of a tokenizer.json with GPT-2's pipeline. Raises DataError for damage, or another pipeline."""
+    """Return the text of a tokenizer.json for GPT-2's byte-level BPE, made from vocab.json and merges.txt.
+
+    Raises DataError if a file is damaged, or if the vocabulary is not that of a byte-level BPE.
+    """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library
 
     ids = _vocabulary(folder / VOCABULARY)
-    with translate_errors(DataError, f"{folder / MERGES} is not a list of merges", "Copy it again.", of=(ValueError,)):
+    with translate_errors(
+        DataError, f"{folder / MERGES} is not a list of merges", "Copy the file again.", of=(ValueError,)
+    ):
         merges = _merges(read_text(folder / MERGES))
         try:
             library = Library(models.BPE(vocab=ids, merges=merges))
@@ -89,8 +95,8 @@ def _byte_level_bpe(folder: Path) -> str:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Read a vocab.json: ids by symbol. Raises DataError."""
-    with translate_errors(DataError, f"{path} is not a vocabulary", "Copy it again.", of=(OSError, ValueError)):
+    """Return the ids in a vocab.json by symbol. Raises DataError if the file cannot be read or is damaged."""
+    with translate_errors(DataError, f"{path} is not a vocabulary", "Copy the file again.", of=(OSError, ValueError)):
         values: Any = parse_json(read_bytes(path))
         if not isinstance(values, dict) or not all(type(i) is int and i >= 0 for i in values.values()):
             raise ValueError("it holds no object of symbols and ids")

@@ -2,13 +2,14 @@
 
 The program's own library encodes and decodes. This module adds the permutation between its ids and ours, which are in
 order of frequency in the training split, because adaptive softmax cuts the vocabulary at ids. Our file is
-self-contained: it holds the foreign file unchanged, and the foreign id of each of ours (-1 for an added end-of-text).
+self-contained: it contains the foreign file unchanged, and the foreign id of each of our ids (-1 for an added
+end-of-text).
 
-Text is never encoded to special tokens. None is added around it, and their spelling in a text is encoded as text, in
-two separate halves if necessary. Truncation, padding and dropout are switched off.
+Text is never encoded to special tokens. No special token is added around a text. The spelling of a special token in a
+text is encoded as text, in two separate halves if necessary. Truncation, padding and dropout are switched off.
 
-Limitations: memory is not bounded, since a text is encoded whole, at some hundred bytes per token. (It is cut only
-where that provably changes no id.) And a stream may differ from `decode` where ids make bytes that are not UTF-8.
+Limitations: memory is not bounded, because a text is encoded as a whole, with some hundred bytes per token. The text is
+cut only where a cut provably changes no id. Streamed text can differ from `decode` where bytes are not UTF-8.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from txl_dist.tokenizers.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, T
 from txl_dist.tokenizers.subwords import PIECE_LEN, LibraryTokenizer
 
 ADDED = -1
-"""Value in place of the foreign id of an end-of-text that the foreign vocabulary does not have."""
+"""Value in place of the foreign id, for an end-of-text that the foreign vocabulary does not have."""
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])")
-"""Pattern of a place where a text may be cut: a Latin letter before a blank and another one."""
+"""Pattern of a place where a text may be cut: a Latin letter, before a blank and another Latin letter."""
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 _LOCAL_SPLITTERS = {"ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation"}
 
 
 class ForeignTokenizer(Tokenizer):
-    """Base of both kinds: the permutation of ids.
+    """Base class of tokenizers of other programs: converts between the ids of the other program and our ids.
 
-    `content` is the foreign file as text. `foreign_ids` has the foreign id of each of our ids, in our order.
+    `content` is the other program's file as text. `foreign_ids` has the other program's id for each of our ids. Our ids
+    are in order of frequency in the training split.
     """
 
     def __init__(self, content: str, *, foreign_ids: Sequence[int], end_of_text: int) -> None:
@@ -70,9 +72,9 @@ class ForeignTokenizer(Tokenizer):
 
     @classmethod
     def in_foreign_order(cls, content: str) -> Self:
-        """Build a tokenizer that keeps the order of foreign ids; a missing end-of-text is added as the last id.
+        """Build a tokenizer that keeps the order of foreign ids. A missing end-of-text is added as the last id.
 
-        Raises as `from_values` does.
+        Raises ValueError if the content is not a file of this kind.
         """
         foreign_symbols = cls._open(content)[1]
         ids = sorted(foreign_symbols)
@@ -82,7 +84,7 @@ class ForeignTokenizer(Tokenizer):
         return cls(content, foreign_ids=[*ids, ADDED], end_of_text=len(ids))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids: each document by itself, as the foreign library decodes it."""
+        """Return the text of the ids. The foreign library decodes each document separately."""
         text = ""
         document: list[int] = []
         for i in ids:
@@ -106,9 +108,9 @@ class ForeignTokenizer(Tokenizer):
         return {"content": self.content, "foreign_ids": self.foreign_ids.tolist()}
 
     def _renumber(self, text: str, foreign_ids: Ids) -> Ids:
-        """Return our ids of a text, from its foreign ids. A text that spells a special token is encoded again.
+        """Convert the foreign ids of a text to our ids. A text that spells a special token is encoded again.
 
-        Raises DataError if its ids have a special token even so.
+        Raises DataError if the new ids contain a special token too.
         """
         if self._is_forbidden[foreign_ids].any():
             foreign_ids = self._encode_without_special(text)
@@ -123,7 +125,7 @@ class ForeignTokenizer(Tokenizer):
         return ids
 
     def _encode_without_special(self, text: str) -> Ids:
-        """Return the foreign ids of a text that is cut in the middle of each special token it spells."""
+        """Return the foreign ids of a text that is cut in the middle of each special token that it spells."""
         parts = []
         start = 0
         for match in self._special_pattern.finditer(text):
@@ -136,15 +138,18 @@ class ForeignTokenizer(Tokenizer):
     @staticmethod
     @abstractmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
-        """Return the library's object, and the symbol of each foreign id. Raises ValueError for another file."""
+        """Return (the library's tokenizer, symbol of each foreign id). Raises ValueError for a file of another kind."""
 
     @abstractmethod
     def _special(self) -> set[int]:
-        """Return the foreign ids of special tokens, perhaps with that of unknown symbols: no text may become them."""
+        """Return the foreign ids of special tokens, which no text may be encoded to.
+
+        The id of unknown symbols can be among them.
+        """
 
     @abstractmethod
     def _unknown(self) -> int | None:
-        """Return the foreign id of unknown symbols; None if there is none."""
+        """Return the foreign id of unknown symbols, or None if there is no such id."""
 
     @abstractmethod
     def _encode(self, text: str) -> Ids:
@@ -156,7 +161,7 @@ class ForeignTokenizer(Tokenizer):
 
 
 class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
-    """Tokenizer of any pipeline of the library `tokenizers`; `content` is the text of its tokenizer.json."""
+    """Tokenizer that Hugging Face's library `tokenizers` runs. `content` is the text of its tokenizer.json."""
 
     kind = "huggingface"
 
@@ -168,11 +173,11 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes: known of byte-level BPE as in GPT-2 only."""
+        """Whether every text is known to decode to the same bytes. True only for byte-level BPE as in GPT-2."""
         return self._is_byte_level
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return our ids of each text, with few calls of the library for all pieces."""
+        """Return our ids of each text. The library encodes the pieces of all texts in few calls."""
         batch = super().encode_batch(texts)
         return [self._renumber(text, foreign_ids) for text, foreign_ids in zip(texts, batch, strict=True)]
 
@@ -223,12 +228,12 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
 
 class SentencePieceTokenizer(ForeignTokenizer):
-    """Tokenizer of the library `sentencepiece`; `content` is the .model file in base64."""
+    """Tokenizer that the library `sentencepiece` runs. `content` is its .model file in base64."""
 
     kind = "sentencepiece"
 
     def encode(self, text: str) -> Ids:
-        """Return our ids of the text, which is encoded whole."""
+        """Return our ids of the text, which is encoded as a whole."""
         return self._renumber(text, self._encode(text))
 
     @staticmethod
@@ -259,9 +264,9 @@ class SentencePieceTokenizer(ForeignTokenizer):
 def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
     """Return whether a text may be cut before a blank between two Latin letters without changing any id.
 
-    That holds under four conditions. Normalizers change characters in place. Splitters into words always split at
-    such a blank, as they do in samples. Their patterns do not look further (no look-behind, and no look-ahead except
-    for blanks). And no added token extends across such a blank.
+    This holds under four conditions. Normalizers change characters in place. Splitters into words always split at such
+    a blank, as they do in samples. The patterns of splitters do not look further (no look-behind, and no look-ahead
+    except for blanks). No added token extends across such a blank.
     """
     splitters = set(_stages(pipeline.get("pre_tokenizer")))
     normalizers = set(_stages(pipeline.get("normalizer")))
@@ -281,7 +286,10 @@ def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
 
 
 def _is_byte_level(pipeline: dict[str, Any], library: Any) -> bool:
-    """Return whether it is byte-level BPE as in GPT-2: the text's bytes unchanged, each byte a symbol."""
+    """Return whether a pipeline is byte-level BPE as in GPT-2.
+
+    Such a pipeline leaves the bytes of a text unchanged and has a symbol for each byte.
+    """
     model = pipeline["model"]
     splitter = pipeline.get("pre_tokenizer") or {}
     decoder = pipeline.get("decoder") or {}
@@ -316,8 +324,9 @@ def _stages(stage: dict[str, Any] | None) -> list[str]:
 class _NeighbourDecoder:
     """Stream decoder of ids whose text depends on the ids before them.
 
-    It keeps the ids of the current piece after those of the piece before, whose `_num_shown` ids were shown. A piece
-    that ends in half a character is held back until the rest has come.
+    It keeps the ids of the previous piece of text, which was already returned, and of the current piece. `_num_shown`
+    is the number of ids of the previous piece. A piece that ends in half a character is held back until the rest of the
+    character has come.
     """
 
     def __init__(self, tokenizer: ForeignTokenizer, after: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Import of existing tokenizers: detects the file's kind, and numbers its ids by their frequency in our texts."""
+"""Imports existing tokenizers: detects the kind of a file, and numbers the ids by their frequency in our texts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _SENTENCEPIECE_START = b"\n"
 
 
 def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
-    """Read an existing tokenizer: Hugging Face's tokenizer.json, sentencepiece's .model, or one of ours.
+    """Read an existing tokenizer: Hugging Face's tokenizer.json, sentencepiece's .model, or a tokenizer.json of ours.
 
-    A foreign tokenizer gets ids in order of frequency in the texts, equally frequent ones in the foreign order. It
-    also gets an end-of-text if it has no `<|endoftext|>`. One of ours is not changed.
-    Raises DataError if the file is none of these or damaged, a package is missing, or there is no text.
+    The ids of a foreign tokenizer are numbered by their frequency in the texts, and equally frequent ids keep the
+    foreign order. If a foreign tokenizer has no `<|endoftext|>`, an end-of-text is added. A tokenizer of ours is not
+    changed. Raises DataError if the file is of another kind or damaged, if a package is missing, or if there is no
+    text.
     """
     content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
@@ -39,9 +40,9 @@ def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Read an existing tokenizer without texts: a foreign one keeps the order of its ids.
+    """Read an existing tokenizer without texts. A foreign tokenizer keeps the order of its ids.
 
-    Raises DataError as `import_tokenizer` does.
+    Raises DataError if the file is not a tokenizer or is damaged, or if a package is missing.
     """
     content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
@@ -63,7 +64,7 @@ def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
         "model, or a tokenizer.json that `txl prepare` wrote."
     )
     damage = (KeyError, TypeError, ValueError, IndexError, AttributeError)
-    with translate_errors(DataError, f"{name} is not a tokenizer that this program knows", remedy, of=damage):
+    with translate_errors(DataError, f"{name} is not a tokenizer of a known kind", remedy, of=damage):
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
         if not content.startswith(_SENTENCEPIECE_START):

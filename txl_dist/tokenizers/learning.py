@@ -1,4 +1,4 @@
-"""Options for training a tokenizer. Light to import, because the command line makes flags of them."""
+"""Options for training a tokenizer. This module imports little, because the command line makes flags of the options."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 MOST_IDS = 1 << 24
-"""Largest vocabulary that may be requested; the library `tokenizers` allocates memory for all of it."""
+"""Maximum size of a vocabulary that may be requested. The library `tokenizers` allocates memory for all of it."""
 
 
 class LearntKind(NamedTuple):
-    """Properties of a kind of tokenizer that `txl prepare` can train. training.py trains our own kinds."""
+    """Properties of a kind of tokenizer that `txl prepare` can train."""
 
     settings: tuple[str, ...]
-    """Fields of `Learning` that it uses, in addition to `end_of_text`."""
+    """Names of the fields of `Learning` that the kind uses, in addition to `end_of_text`."""
     smallest: int
-    """Smallest number of ids, special symbols not counted."""
+    """Minimum number of ids, special symbols not counted."""
     learn: Callable[[Iterable[str], Learning], Any] | None = None
-    """Function of a plugin's kind: trains the `Tokenizer` on texts, which it may read more than once."""
+    """Function that trains a plugin's kind on texts and returns a `Tokenizer`. It may read the texts more than once.
+    None for our own kinds, which training.py trains."""
 
 
 LEARNT_KINDS: dict[str, LearntKind] = {
@@ -32,7 +33,7 @@ LEARNT_KINDS: dict[str, LearntKind] = {
     "bpe": LearntKind(("vocab_size", "min_frequency"), 256),
     "unigram": LearntKind(("vocab_size",), 256),
 }
-"""Trainable kinds by name; a plugin may add rows (`plugins.register_tokenizer`)."""
+"""Trainable kinds by name. A plugin can add kinds (`plugins.register_tokenizer`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +41,17 @@ class Learning:
     """Options for training a tokenizer of any kind. Options that a kind does not use must be at their defaults."""
 
     vocab_size: int = 0
-    """Largest vocabulary of word, bpe and unigram. 0 means 4096, but no limit for word."""
+    """Maximum number of ids of a word, bpe or unigram tokenizer. 0 means 4096, but no limit for word."""
     min_frequency: int = 1
-    """Minimum occurrences of a word, or of a bpe merge."""
+    """Minimum number of occurrences of a word, or of a bpe merge."""
     lower_case: bool = False
-    """Make text lower case (char, word)."""
+    """Convert text to lower case (char, word)."""
     end_of_text: bool = True
     """Add an end-of-text token after each document, except in named corpora with the papers' tokenizer."""
     observed_symbols: bool = False
     """Give ids only to bytes or characters that occur (byte, char)."""
     double_eos: bool = False
-    """Mark the start and end of each line, as lm1b does (word)."""
+    """Mark the start and the end of each line, as lm1b does (word)."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an option by the name that an earlier version gave it, which a plugin may use."""
@@ -60,18 +61,18 @@ class Learning:
         return getattr(self, new_name)
 
     def num_marks(self, kind: str) -> int:
-        """Return the number of ids that are not text: end-of-text, and for words the line mark and the unknown."""
+        """Return the number of ids that are not text: end-of-text, and for word the line mark and the unknown word."""
         return self.end_of_text + (2 if kind == "word" else 0)
 
     def learning(self) -> dict[str, Any]:
-        """Return these options by name, without those of a subclass."""
+        """Return the values of these options by name, without the options of a subclass."""
         return {field.name: getattr(self, field.name) for field in fields(Learning)}
 
     def check_kind(self, kind: str) -> None:
-        """Raise ConfigError for an unknown kind, an option that it does not have, or an impossible size."""
+        """Raise ConfigError for an unknown kind, an option that the kind does not use, or an impossible size."""
         if kind not in LEARNT_KINDS:
             hint = did_you_mean(kind, LEARNT_KINDS)
-            raise ConfigError(f"unknown tokenizer {kind!r}; choose one of {', '.join(LEARNT_KINDS)}.{hint}")
+            raise ConfigError(f"unknown tokenizer {kind!r}. Choose one of {', '.join(LEARNT_KINDS)}.{hint}")
         for name, least in (("vocab_size", 0), ("min_frequency", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be {least} or more.")
@@ -83,7 +84,7 @@ class Learning:
             is_set = getattr(self, name) != getattr(Learning, name)
             if is_set and kind not in kinds:
                 raise ConfigError(
-                    f"{name} has no meaning for a {kind} tokenizer, only for {' and '.join(kinds)}; leave it out."
+                    f"{name} has no meaning for a {kind} tokenizer, only for {' and '.join(kinds)}. Remove this option."
                 )
         smallest = self.num_marks(kind) + LEARNT_KINDS[kind].smallest
         if 0 < self.vocab_size < smallest:

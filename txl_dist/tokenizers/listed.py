@@ -1,8 +1,8 @@
 """Tokenizer for ids that exist already, each with a name from a list: music events, protein residues, log lines.
 
-A document of such ids is prepared as the text of their names with a blank after each, so that all code for text works
-with it. The ids do not change: the list is the vocabulary in order, and end-of-text follows its last name. Prompts and
-generated texts consist of names.
+A document of such ids is prepared as a text: the names of the ids with a blank after each name. So all code for text
+works with such documents. The ids do not change: the list is the vocabulary in order, and end-of-text follows the last
+name. Prompts and generated texts consist of names.
 
 Limitations: ids are in the order of the list. Adaptive softmax needs them in order of frequency.
 """
@@ -21,7 +21,10 @@ from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 
 class ListedTokenizer(WordTokenizer):
-    """Tokenizer with one id per name between blanks, and no marks of lines. A name not in the list is refused."""
+    """Tokenizer for a list of names, with one id per name between blanks and no line marks.
+
+    A name that is not in the list raises DataError.
+    """
 
     kind = "listed"
     unit = "token"
@@ -33,16 +36,17 @@ class ListedTokenizer(WordTokenizer):
 
 
 def listed_tokenizer(names: Sequence[str], *, end_of_text: bool) -> ListedTokenizer:
-    """Return the tokenizer for names in the order of their ids, with end-of-text as the last id if asked for."""
+    """Return the tokenizer for names in the order of their ids. With `end_of_text` the last id is end-of-text."""
     if end_of_text:
         return ListedTokenizer([*names, END_OF_TEXT], end_of_text=len(names))
     return ListedTokenizer(names, end_of_text=None)
 
 
 def read_names(path: str | Path) -> tuple[str, ...]:
-    """Read a list of names, one per line, that of id 0 first; a byte order mark is skipped.
+    """Return the names in a list with one name per line, beginning with the name of id 0.
 
-    Raises DataError, with the line, for a line that is not a name or repeats one.
+    A byte order mark is skipped. Raises DataError with the number of the line if a line is not a name or repeats a
+    name.
     """
     remedy = "Give a UTF-8 file with a token's name in each line, that of id 0 first."
     with translate_errors(
@@ -65,5 +69,5 @@ def read_names(path: str | Path) -> tuple[str, ...]:
             continue
         raise DataError(f"{path}, line {number}: the name of id {number - 1} {problem}. {remedy}")
     if len(lines) > MOST_IDS:
-        raise DataError(f"{path} has {len(lines):,} names; a vocabulary has at most {MOST_IDS:,}.")
+        raise DataError(f"{path} has {len(lines):,} names, but a vocabulary has at most {MOST_IDS:,}.")
     return tuple(lines)

@@ -1,10 +1,10 @@
 """Byte-level BPE and unigram tokenizers, run by the library `tokenizers`. Both are lossless for any text.
 
-Text is first split into words as GPT-2 does. Its bytes are spelled in GPT-2's alphabet of 256 printable characters,
-all of which are symbols. So no text is unknown, and every id stands for fixed bytes.
+A text is first split into words as GPT-2 does. The bytes of the words are spelled in GPT-2's alphabet of 256 printable
+characters, all of which are symbols. So no text is unknown, and every id stands for fixed bytes.
 
-Not supported: normalisation, added tokens, and the speed of one encode over a huge text. Texts are first cut into
-pieces of about 64 KiB, by a rule that is part of the tokenizer (`cut_pieces`), so memory stays bounded.
+Not supported: normalisation and added tokens. To bound memory, a text is first cut into pieces of about 64 KiB, by a
+rule that is part of the tokenizer (`cut_pieces`). Encoding a huge text is therefore slower than in one call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from txl_dist.tokenizers.base import Ids, SpelledTokenizer, Tokenizer, batches, 
 PIECE_LEN = 1 << 16
 """Maximum number of characters that the library encodes as one piece."""
 BATCH_LEN = 32 * PIECE_LEN
-"""Number of characters per call of the library, which takes some hundred bytes for each token it returns."""
+"""Number of characters per call of the library. A call takes some hundred bytes of memory for each token."""
 
 
 class LibraryTokenizer(Tokenizer):
-    """Tokenizer that the library `tokenizers` runs, piece by piece."""
+    """Base class of tokenizers that the library `tokenizers` runs. A text is encoded in pieces, to bound memory."""
 
     _library: Any
 
@@ -33,7 +33,7 @@ class LibraryTokenizer(Tokenizer):
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of each text, with few calls of the library for all pieces."""
+        """Return the ids of each text. The library encodes the pieces of all texts in few calls."""
         pieces_of_texts = [self._cut(text) for text in texts]
         encoded = self._encode_pieces(list(chain.from_iterable(pieces_of_texts)))
         ids_of_texts = []
@@ -53,11 +53,11 @@ class LibraryTokenizer(Tokenizer):
 
 
 class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):
-    """Tokenizer whose symbols are byte strings spelled in GPT-2's alphabet, among them every single byte."""
+    """Base class of tokenizers whose symbols are byte strings, spelled in GPT-2's alphabet. Every byte is a symbol."""
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes: always."""
+        """Whether every text decodes to the same bytes. Always True, because every byte is a symbol."""
         return True
 
     def _spell(self, symbol: str) -> bytes:
@@ -65,7 +65,7 @@ class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):
 
 
 class BpeTokenizer(ByteLevelTokenizer):
-    """Byte-level BPE as in GPT-2, with `merges` in the order in which they are applied."""
+    """Byte-level BPE tokenizer as in GPT-2. `merges` are in the order in which they are applied."""
 
     kind = "bpe"
     _required: ClassVar[tuple[str, ...]] = ("merges",)
@@ -83,9 +83,9 @@ class BpeTokenizer(ByteLevelTokenizer):
 
 
 class UnigramTokenizer(ByteLevelTokenizer):
-    """Unigram tokenizer: the most probable pieces of each word (Kudo 2018).
+    """Unigram tokenizer, which splits each word into its most probable pieces (Kudo 2018).
 
-    `scores` are log-probabilities in the order of ids. End-of-text has the score None: no text contains it.
+    `scores` are log-probabilities in the order of ids. The score of end-of-text is None, because no text contains it.
     """
 
     kind = "unigram"
@@ -115,7 +115,7 @@ class UnigramTokenizer(ByteLevelTokenizer):
 
 
 def byte_level(model: Any) -> Any:
-    """Return the library's tokenizer with this model, over GPT-2's words and alphabet."""
+    """Return the library's tokenizer with this model, which splits and spells text as GPT-2 does."""
     from tokenizers import Tokenizer as Library
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -7,8 +7,8 @@
     huggingface,       tokenizers of other programs, their ids            foreign.py
     sentencepiece        renumbered by frequency
 
-byte, bpe and unigram encode any text, and decode it to the same bytes. char and word have `<unk>`, or refuse unknown
-symbols, as listed does. The base classes are in base.py, and training is in training.py.
+The kinds byte, bpe and unigram encode any text, and decode it to the same bytes. The kinds char and word have `<unk>`,
+or refuse unknown symbols, as listed does. The base classes are in base.py, and training is in training.py.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _CLASSES: tuple[type[Tokenizer], ...] = (
     SentencePieceTokenizer,
 )
 KINDS: dict[str, type[Tokenizer]] = {tokenizer_class.kind: tokenizer_class for tokenizer_class in _CLASSES}
-"""Classes by the `kind` in the file; a plugin may add rows (`plugins.register_tokenizer`)."""
+"""Classes of tokenizers by the `kind` in the file. A plugin can add kinds (`plugins.register_tokenizer`)."""
 _REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus again."
 
 
 class UnknownKindError(ValueError):
-    """Kind of tokenizer that this process does not know."""
+    """Kind of tokenizer that neither this package nor a loaded plugin has."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -51,9 +51,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
-    """Read the bytes of a tokenizer of any kind, from its file or the folder that holds it.
+    """Return the content of a tokenizer's file, of any kind, from the file itself or the folder that contains it.
 
-    A byte order mark is removed. Raises DataError.
+    A byte order mark is removed. Raises DataError with `remedy` if the tokenizer cannot be read.
     """
     path = Path(path)
     with translate_errors(DataError, f"cannot read the tokenizer {path}", remedy, of=(OSError, UnicodeDecodeError)):
@@ -67,7 +67,10 @@ def tokenizer_bytes(path: str | Path, *, remedy: str = _REMEDY) -> bytes:
 
 
 def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
-    """Build the tokenizer in the bytes of a tokenizer.json. Raises DataError as `load_tokenizer` does."""
+    """Build a tokenizer from the content of a tokenizer.json. `name` is the file's name in messages.
+
+    Raises DataError if the content is damaged or of another format version.
+    """
     with translate_errors(DataError, f"the tokenizer {name} is not valid JSON", _REMEDY, of=(ValueError,)):
         values = parse_object(content)
     try:
@@ -89,7 +92,7 @@ def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
     """Build a tokenizer from the values of its file. Raises ValueError or KeyError if they are inconsistent."""
     if values["kind"] not in KINDS:
         raise UnknownKindError(
-            f"unknown kind {values['kind']!r}, known are {', '.join(KINDS)}; one of a plugin needs the plugin, by "
+            f"unknown kind {values['kind']!r}, known kinds are {', '.join(KINDS)}. To read a plugin's kind, add "
             "--plugins NAME (for training: --run.plugins NAME)"
         )
     try:

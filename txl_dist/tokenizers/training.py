@@ -1,15 +1,15 @@
-"""Training of a tokenizer on the training split: choose the symbols, count them, number them by frequency.
+"""Training of a tokenizer on the training split: choose the symbols, count them, and number them by frequency.
 
-Id 0 is the most frequent symbol of the training split. Adaptive softmax cuts the vocabulary at ids, so ids must be in
-order of frequency. End-of-text takes part: its frequency is the number of documents. Equally frequent symbols are in
-code point order, so that the same text gives the same ids on every machine.
+Id 0 is the most frequent symbol of the training split. Ids are in order of frequency because adaptive softmax cuts the
+vocabulary at ids. End-of-text is numbered like any other symbol, with the number of documents as its frequency. Equally
+frequent symbols are in code point order, so that the same text gives the same ids on every machine.
 
-The texts are never in memory as a whole. They are read once (byte, char, word), or twice (bpe, unigram: to learn the
-pieces, then to count them). So `texts` is a function that starts a new pass. The result depends only on the texts and
-the arguments. Empty texts do not count as documents.
+The texts are never in memory as a whole. They are read once for byte, char and word. For bpe and unigram they are read
+twice, to learn the pieces and then to count them. So `texts` is a function that starts a new pass. The result depends
+only on the texts and the arguments. Empty texts do not count as documents.
 
-Limitations: unigram holds the suffixes of all distinct words in memory. And the library `tokenizers` learns bpe
-and unigram, so another version of it may learn other pieces.
+Limitations: unigram keeps the suffixes of all distinct words in memory. The library `tokenizers` learns bpe and
+unigram, so another version of the library can learn other pieces.
 """
 
 from __future__ import annotations
@@ -41,15 +41,17 @@ BATCH_LEN = 1 << 20
 
 
 def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
-    """Train a tokenizer on the texts; the settings are the fields of `Learning`.
+    """Train a tokenizer on the texts. The settings are the fields of `Learning`.
 
-    `vocab_size` is the largest number of ids, all marks included. 0 means 4,096 for bpe and unigram, and no limit for
-    word; byte and char do not use it. `min_frequency` is the fewest occurrences of a word, or of a BPE merge. Without
-    `end_of_text` documents join without a mark, as in other code bases. With `observed_symbols` byte and char have no
-    id for symbols that the texts lack, and no `<unk>`. A word vocabulary always has a symbol for unknown words, because
-    validation text may have some. Where the text itself spells that symbol, as WikiText and PTB do, it is the same
-    one. `double_eos` are those of lm1b: `<S>` at both ends of each line, and `<UNK>`.
-    Raises ConfigError for an impossible size or a setting that the kind does not have, and DataError without text.
+    `vocab_size` is the maximum number of ids, all marks included. 0 means 4,096 for bpe and unigram, and no limit for
+    word. The kinds byte and char do not use it. `min_frequency` is the minimum number of occurrences of a word, or of a
+    BPE merge. Without `end_of_text` documents are joined without a mark, as in other code bases. With
+    `observed_symbols` byte and char have no id for symbols that the texts lack, and no `<unk>`.
+
+    A word vocabulary always has a symbol for unknown words, because validation text may have some. If the text itself
+    spells that symbol, as WikiText and PTB do, both share one id. `double_eos` sets the marks of lm1b: `<S>` at both
+    ends of each line, and `<UNK>`. Raises ConfigError for an impossible size or a setting that the kind does not have,
+    and DataError if there is no text.
     """
     learning = Learning(**settings)
     learning.check_kind(kind)
@@ -101,7 +103,10 @@ def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
 
 
 def _check_plugin_tokenizer(tokenizer: Any, kind: str) -> Tokenizer:
-    """Return a plugin's tokenizer. Raises ConfigError if it is of another kind, or not equal after it is read back."""
+    """Return a plugin's tokenizer after checking it.
+
+    Raises ConfigError if the tokenizer is of another kind, or differs after it is written and read again.
+    """
     if not isinstance(tokenizer, Tokenizer) or tokenizer.kind != kind:
         raise ConfigError(
             f"the plugin's tokenizer {kind!r} is a {type(tokenizer).__name__}: learn must return a Tokenizer of that "
@@ -116,7 +121,7 @@ def _check_plugin_tokenizer(tokenizer: Any, kind: str) -> Tokenizer:
 
 
 class CountedTexts:
-    """Texts without the empty ones; `count` is their number in the last pass.
+    """Texts for training a tokenizer, without empty texts. `count` is the number of texts in the last pass.
 
     A pass raises DataError at its end if there was no text.
     """
@@ -137,7 +142,7 @@ class CountedTexts:
 
 
 def _number(kind: str, counts: dict[str, int], values: dict[str, Any], *, end_of_text: bool = False) -> Tokenizer:
-    """Build the tokenizer whose ids are in order of frequency. Scores by symbol become a list in that order.
+    """Build the tokenizer whose ids are in order of frequency. Scores by symbol become a list in the order of ids.
 
     End-of-text has no score.
     """
@@ -165,7 +170,10 @@ def _count_bytes(texts: Iterable[str], *, only_seen: bool) -> dict[str, int]:
 def _count_words(
     texts: Iterable[str], marks: dict[str, Any], not_words: set[str], *, max_size: int, min_frequency: int
 ) -> dict[str, int]:
-    """Count line marks, words and unknown words: all words that are rare, beyond `max_size`, or in `not_words`."""
+    """Return the counts of line marks, words and the unknown word, by symbol.
+
+    Words that are rare, beyond the `max_size` most frequent words, or in `not_words` count as the unknown word.
+    """
     start = marks["line_start"]
     end = marks["line_end"]
     words: Counter[str] = Counter()
@@ -181,7 +189,7 @@ def _count_words(
 
 
 def _learn_bpe(texts: CountedTexts, *, size: int, min_frequency: int) -> tuple[dict[str, int], list[str]]:
-    """Learn byte-level BPE; return counts by symbol, and the merges."""
+    """Learn a byte-level BPE. Returns (counts by symbol, merges)."""
     from tokenizers.models import BPE
     from tokenizers.trainers import BpeTrainer
 
@@ -200,7 +208,7 @@ def _learn_bpe(texts: CountedTexts, *, size: int, min_frequency: int) -> tuple[d
 
 
 def _learn_unigram(texts: CountedTexts, *, size: int) -> tuple[dict[str, int], dict[str, float]]:
-    """Learn a unigram vocabulary; return counts and scores by symbol.
+    """Learn a unigram vocabulary. Returns (counts by symbol, scores by symbol).
 
     Scores that depend on the order of the library's hash tables are replaced, so that the result is reproducible.
     """
@@ -244,12 +252,12 @@ def count_ids(tokenizer: Tokenizer, texts: Iterable[str]) -> npt.NDArray[np.int6
 
 
 def by_frequency(counts: Mapping[str, int]) -> list[str]:
-    """Return the symbols, most frequent first, equally frequent ones in code point order."""
+    """Return the symbols, the most frequent first. Equally frequent symbols are in code point order."""
     return sorted(counts, key=lambda symbol: (-counts[symbol], symbol))
 
 
 def most_frequent(counts: Mapping[str, int], *, max_size: int, min_frequency: int) -> dict[str, int]:
-    """Return the counts of symbols that occur `min_frequency` times or more, of the `max_size` most frequent ones.
+    """Return the counts of the `max_size` most frequent symbols that occur `min_frequency` times or more.
 
     A `max_size` of 0 means no limit.
     """

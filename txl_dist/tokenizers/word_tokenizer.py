@@ -16,11 +16,12 @@ END_OF_LINE = "<eos>"
 
 
 class WordTokenizer(SpelledTokenizer):
-    """Tokenizer with one id per word between blanks; each line ends in `<eos>`, as WikiText and PTB count.
+    """Tokenizer with one id per word between blanks, and `<eos>` after each line, as WikiText and PTB count.
 
-    Decoding puts a blank after every word, and a newline for `<eos>`; any other white space is lost.
-    Imported vocabularies may have another symbol or none at the start and end of lines, and for unknown words. With
-    `unknown` None unknown words are refused. The mark at the end of a line decodes to a newline.
+    Decoding writes a blank after every word and a newline for `<eos>`. Any other white space of the text is lost. An
+    imported vocabulary may have other symbols, or none, for the start and the end of lines (`line_start`, `line_end`)
+    and for unknown words. If `unknown` is None, an unknown word raises DataError. The symbol at the end of a line
+    decodes to a newline.
     """
 
     kind = "word"
@@ -56,7 +57,10 @@ class WordTokenizer(SpelledTokenizer):
             raise ValueError(f"the marks of lines {sorted(map(str, missing))} are not among the symbols")
 
     def encode(self, text: str) -> Ids:
-        """Return one id per word and line mark. Raises DataError for an unknown word, if there is no `unknown`."""
+        """Return one id per word and line mark.
+
+        Raises DataError for an unknown word, if the vocabulary has no symbol for unknown words.
+        """
         id_of = self._ids.get
         if self.unknown_id is None:
             unknown_id = REFUSED
@@ -69,7 +73,7 @@ class WordTokenizer(SpelledTokenizer):
         return ids
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids without the mark that `encode` puts after a last line that has no newline."""
+        """Return the ids of a prompt, without the line mark that `encode` adds if the last line has no newline."""
         ids = self.encode(text)
         has_added_mark = self.line_end is not None and text != "" and not text.endswith("\n")
         if has_added_mark:
@@ -77,7 +81,7 @@ class WordTokenizer(SpelledTokenizer):
         return ids
 
     def joint(self, text: str) -> str:
-        """Return a blank, or nothing for a prompt that is empty or ends in white space."""
+        """Return a blank, or an empty text if the prompt is empty or ends in white space."""
         if text and not text[-1].isspace():
             return " "
         return ""
@@ -96,7 +100,7 @@ class WordTokenizer(SpelledTokenizer):
 
 
 def split_words(text: str, *, line_start: str | None = None, line_end: str | None = END_OF_LINE) -> Iterator[str]:
-    """Yield a text's words, with the marks at the start and end of each line; the last line needs no newline."""
+    """Yield a text's words, with the marks at the start and the end of each line. The last line needs no newline."""
     for line in _lines(text):
         if line_start is not None:
             yield line_start
@@ -106,7 +110,7 @@ def split_words(text: str, *, line_start: str | None = None, line_end: str | Non
 
 
 def _lines(text: str) -> Iterator[str]:
-    """Yield the lines between newlines only; `splitlines` would end them at other characters too."""
+    """Yield the lines of a text, which end only at newlines. `splitlines` would split at other characters too."""
     start = 0
     while start < len(text):
         end = text.find("\n", start)

@@ -453,7 +453,7 @@ def test_a_damaged_permutation_is_refused(name: str, tokenizers: dict[str, Token
 def test_a_text_is_not_taken_for_a_sentencepiece_model(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_bytes(content)
-    with pytest.raises(DataError, match="is not a tokenizer that this program knows"):
+    with pytest.raises(DataError, match="is not a tokenizer of a known kind"):
         import_tokenizer(path, lambda: iter(["a b c"]))
 
 

@@ -174,7 +174,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bpe", {"vocab_size": 255, "end_of_text": False}, "needs 256 or more"),
     ("word", {"min_frequency": 0}, "must be 1 or more"),
     ("word", {"vocab_size": -1}, "must be 0 or more"),
-    ("syllable", {}, "choose one of byte, char, word, bpe, unigram"),
+    ("syllable", {}, "Choose one of byte, char, word, bpe, unigram"),
 ]
 
 
