@@ -186,7 +186,7 @@ FLAGS: list[tuple[str, str]] = [
     ("sweep e.toml --grid optim.lrr=1,2", "unknown setting optim.lrr. Did you mean optim.lr?"),
     ("sweep e.toml --grid optim.lr=1e-3,fast", "--optim.lr fast: it must be a number, above 0"),
     ("sweep e.toml --grid optim.lr=1e-3,0.001", "has a value twice"),
-    ("sweep e.toml --grid run.seed=1,2", "run.seed is not an axis: --seeds says how many"),
+    ("sweep e.toml --grid run.seed=1,2", "run.seed is not an axis: --seeds sets the number"),
     ("sweep e.toml --grid optim.lr=1 --grid optim.lr=2", "--grid has optim.lr twice"),
     ("sweep e.toml --grid optim.lr=1e-3,2e-3 --seeds 0", "--seeds 0: it must be 1 or more"),
     ("sweep e.toml --grid optim.lr=1e-3,2e-3 --jobs 0", "--jobs 0: it must be 1 or more"),

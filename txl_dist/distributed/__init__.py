@@ -1,1 +1,1 @@
-"""Processes and ranks: rendezvous, collectives, the environment of a rank."""
+"""Processes and ranks: rendezvous, collectives, and the environment variables of a rank."""

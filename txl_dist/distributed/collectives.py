@@ -1,8 +1,8 @@
-"""Process groups, collectives, and decisions of all ranks. Everything here works for a single process too.
+"""Process groups, collectives, and decisions that all ranks make together. Everything works for one process too.
 
-The `deepspeed` launcher, torchrun and srun wrappers all describe a job by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
-and MASTER_PORT. Without these variables the job has one rank. On GPUs collectives of device tensors use NCCL, and
-collectives of host tensors use gloo. On CPUs all use gloo.
+The `deepspeed` launcher, torchrun and srun wrappers describe a job by the variables RANK, WORLD_SIZE, LOCAL_RANK,
+MASTER_ADDR and MASTER_PORT. Without these variables the job has one rank. On GPUs, collectives of tensors on the device
+use NCCL, and collectives of tensors on the host use gloo. On CPUs all collectives use gloo.
 """
 
 from __future__ import annotations
@@ -26,44 +26,58 @@ from txl_dist.errors import ConfigError, LostRankError, TxlError
 T = TypeVar("T")
 
 _waiting: dict[int, int] = {}
-"""Number of `waiting` blocks that each thread is in, by thread id."""
+"""Number of `waiting` blocks that each thread has entered and not left, by thread id."""
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Place of this process in the job, and its device."""
+    """Place of this process in a distributed job: its rank, the number of ranks, and its device."""
 
     rank: int
+    """Number of this process in the job, from 0 to `world_size` - 1."""
     world_size: int
+    """Number of ranks (processes) in the job."""
     local_rank: int
+    """Number of this process on its machine, counted from 0. On GPUs it is the index of the GPU."""
     device: torch.device
+    """Device on which this process computes, a GPU or the CPU."""
     num_threads: int
-    """CPU threads that torch uses in this process."""
+    """Number of CPU threads that torch uses in this process."""
 
     @property
     def is_rank0(self) -> bool:
-        """Return whether this is rank 0, which decides everything that depends on clock or disk, and prints."""
+        """Return whether this process is rank 0.
+
+        Rank 0 prints, and makes every decision that depends on the clock or the disk.
+        """
         return self.rank == 0
 
 
 class StepFlags(NamedTuple):
-    """Flags of one rank at the end of a step; after the reduction, flags of the job."""
+    """Flags that the ranks exchange at the end of each training step.
+
+    Each rank sets its own flags. `all_reduce_flags`, or the reduction of the step, combines them into the flags of the
+    whole job.
+    """
 
     stop: bool = False
-    """True if this rank was asked to stop; for the job, if any rank was."""
+    """True if this rank was asked to stop. In the flags of the job it is True if any rank was asked to stop."""
     written: bool = False
-    """True if this rank has written its part of the pending checkpoint; for the job, if all ranks have."""
+    """True if this rank has written its part of the pending checkpoint. In the flags of the job it is True if all ranks
+    have written their parts."""
     save: bool = False
-    """True if a checkpoint is due by the clock of rank 0; for the job, if any rank says so."""
+    """True if the clock of rank 0 says that it is time for a checkpoint. In the flags of the job it is True if any rank
+    has set it."""
 
 
 @contextmanager
 def distributed_context(*, timeout_s: int, num_threads: int = 0) -> Iterator[RankInfo]:
-    """Join the job that the environment describes, and leave it at the end of the block.
+    """Join the job that the environment describes, and leave the job at the end of the block.
 
-    `num_threads` is the number of CPU threads per rank; 0 means OMP_NUM_THREADS, else cores // local ranks. Raises
-    ConfigError if the launcher's variables contradict each other, and if ranks are missing after `timeout_s`; the
-    message names them.
+    `num_threads` is the number of CPU threads per rank. 0 means OMP_NUM_THREADS, or else the number of cores divided by
+    the number of ranks on this machine. `timeout_s` is the longest wait for other ranks in seconds. Raises ConfigError
+    if the launcher's variables contradict each other, or if ranks are missing after `timeout_s`. The message names the
+    missing ranks.
     """
     ranks = _join(timeout_s=timeout_s, num_threads=num_threads)
     try:
@@ -79,17 +93,20 @@ def distributed_context(*, timeout_s: int, num_threads: int = 0) -> Iterator[Ran
 
 
 def set_timeout(*, timeout_s: int) -> None:
-    """Set the timeout of every process group, also of those that a library made: `new_group` does not inherit it."""
+    """Set the timeout of every process group, including groups that a library made.
+
+    A group that `new_group` makes does not inherit the timeout of other groups.
+    """
     for group in list(torch_dist.distributed_c10d._world.pg_map):
         torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Mark the block as one that waits for other ranks without calling a collective.
+    """Mark the block as waiting for other ranks, although it calls no collective.
 
-    Reading the result of a collective from the device is an example. A rank in such a block is not the one that the
-    others wait for (train/monitoring/watchdog.py).
+    An example is reading the result of a collective from the device. When the job hangs, the watchdog
+    (train/monitoring/watchdog.py) does not suspect a rank that is in such a block.
     """
     thread = threading.get_ident()
     _waiting[thread] = _waiting.get(thread, 0) + 1
@@ -105,15 +122,15 @@ def is_waiting(thread: int) -> bool:
 
 
 def all_reduce_sum(values: Tensor) -> Tensor:
-    """Sum a tensor over all ranks in place, and return it."""
+    """Sum a tensor over all ranks in place, and return this tensor."""
     torch_dist.all_reduce(values)
     return values
 
 
 def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
-    """Return the flags of the job from those of every rank. All ranks call it, between steps.
+    """Combine the flags of all ranks, and return the flags of the job. Every rank must call it, between steps.
 
-    Within a step the step's own reduction carries the flags.
+    Within a step this call is not needed, because the reduction of the step includes the flags.
     """
     counts = all_reduce_sum(torch.tensor(votes, dtype=torch.float32))
     num_stop, num_written, num_save = counts.tolist()
@@ -121,25 +138,25 @@ def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
 
 
 def gather_objects(value: T) -> list[T]:
-    """Return the values of all ranks, in rank order, on every rank."""
+    """Return the list of the values that the ranks pass, in rank order. Every rank gets the whole list."""
     gathered: list[Any] = [None] * torch_dist.get_world_size()
     torch_dist.all_gather_object(gathered, value)
     return gathered
 
 
 def broadcast_object(value: T) -> T:
-    """Return rank 0's value on every rank; the values that other ranks pass are ignored."""
+    """Return rank 0's value on every rank. The values that other ranks pass are ignored."""
     box = [value]
     torch_dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def run_on_all_ranks(action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return its result. If it raises on any rank, every rank raises.
+    """Run `action` on every rank and return the result of this rank. If it raises on any rank, every rank raises.
 
-    So no rank waits in the next collective for one that gave up. The error is that of the lowest rank that failed. A
-    TxlError is the same on every rank. Any other exception is raised unchanged on the rank where it happened, and as
-    a TxlError on the others. `action` must not use collectives.
+    So no rank waits in the next collective for a rank that has failed. The error of the lowest rank that failed is
+    raised. A TxlError is raised on every rank. Any other exception is raised unchanged on the rank where it occurred,
+    and as a TxlError on the other ranks. `action` must not use collectives.
     """
     result: Any = None
     error: Exception | None = None
@@ -164,7 +181,7 @@ def run_on_all_ranks(action: Callable[[], T]) -> T:
 
 
 def run_on_rank0(action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only. Every rank returns its result, or raises its TxlError."""
+    """Run `action` on rank 0 only, and return its result on every rank. If `action` raises, every rank raises."""
 
     def run_if_rank0() -> T:
         if torch_dist.get_rank() == 0:
@@ -175,7 +192,7 @@ def run_on_rank0(action: Callable[[], T]) -> T:
 
 
 def barrier() -> None:
-    """Wait on the host until all ranks have called this."""
+    """Wait on the host until all ranks have called this function."""
     gather_objects(None)
 
 
@@ -185,7 +202,7 @@ def get_rank() -> int:
 
 
 def local_world_size(default: int) -> int:
-    """Return the number of ranks on this machine, as deepspeed, torchrun or a script sets it."""
+    """Return the number of ranks on this machine, as deepspeed, torchrun or a script sets it, or else `default`."""
     local_size = os.environ.get("LOCAL_SIZE", str(default))
     return int(os.environ.get("LOCAL_WORLD_SIZE", local_size))
 
@@ -199,7 +216,7 @@ def uses_gpu() -> bool:
 
 
 def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
-    """Wait for all ranks, and make the process group. Raises ConfigError."""
+    """Wait for all ranks, and make the process group. Raises ConfigError if ranks are missing or cannot connect."""
     place = read_rank_environment(os.environ)
     rank = place.rank
     world_size = place.world_size
@@ -220,7 +237,7 @@ def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
         device = torch.device("cuda", local_rank)
         backend = "cpu:gloo,cuda:nccl"
         if local_rank >= torch.cuda.device_count():
-            problem = f"local rank {local_rank} has no GPU of its own: there are {torch.cuda.device_count()}"
+            problem = f"local rank {local_rank} has no GPU: the number of GPUs is {torch.cuda.device_count()}"
     store = rendezvous(rank=rank, world_size=world_size, problem=problem, timeout_s=timeout_s)
     if device.type == "cuda":
         torch.cuda.set_device(device)

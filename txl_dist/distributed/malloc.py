@@ -1,15 +1,15 @@
-"""Set-up of glibc's allocator before torch is imported, so that memory is returned: a CPU rank is a third smaller.
+"""Set-up of glibc's memory allocator before torch is imported. It reduces the host memory of a CPU rank by a third.
 
-Once a block of up to 32 MiB was freed, glibc serves blocks of its size from the heap. Weights, gradients and buckets
-of all sizes then lie between one another, and freed memory stays with the process. The resident set of a CPU rank grew
-by 20 to 45 % over its live memory. With a fixed threshold large blocks come from the system and return to it. Fresh
-pages of 4 KiB would make a step an eighth slower. Huge pages cost nothing that can be measured, so this is only done
-where torch may ask for huge pages.
+After a block of up to 32 MiB was freed, glibc takes further blocks of this size from the heap. Then weights, gradients
+and buckets of all sizes are mixed in the heap, and freed memory stays with the process. The resident set of a CPU rank
+grew to 20 to 45 % more than its live memory. With a fixed threshold, large blocks are mapped by the system and returned
+when they are freed. New pages of 4 KiB would make a step an eighth slower, but huge pages have no measurable cost. So
+the threshold is set only where torch may use huge pages.
 
     blocks >= 2 MiB    mapped separately, on huge pages, returned when freed
     smaller blocks     from the heap, which keeps its size (`train/footprint` counts them so)
 
-On a GPU, whose memory has its own allocator, it changes nothing. Another C library than glibc is left unchanged.
+GPU memory has its own allocator and is not affected. A C library other than glibc is left unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 MAPPED_BYTES = 1 << 21
-"""Smallest block in bytes that is mapped separately: the size of a huge page."""
+"""Size in bytes from which on a block is mapped separately. It is the size of a huge page."""
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _HEAP_KEPT_BYTES = 64 << 20
@@ -28,10 +28,10 @@ _BY_USER = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 
 
 def give_memory_back() -> bool:
-    """Set the threshold, and let torch ask for huge pages. Call it before torch is imported.
+    """Make glibc return freed memory to the system, and let torch use huge pages. Call it before torch is imported.
 
-    Returns whether it was done. It is not done if the user has configured the allocator, if the system has no huge
-    pages, if torch is imported already, or if the C library has no such setting.
+    Returns whether the settings were made. Nothing is changed if the user has configured the allocator, if the system
+    has no huge pages, if torch is already imported, or if the C library has no such setting.
     """
     is_torch_imported = "torch" in sys.modules
     is_set_by_user = any(os.environ.get(name) for name in _BY_USER)

@@ -1,7 +1,7 @@
-"""Identity of a process beyond its pid: pids are reused, and mean nothing on another host or in another container.
+"""Identity of a process beyond its pid, because pids are reused and mean nothing on another host or in a container.
 
-A process is identified by host, boot, pid namespace, pid and start time. Where one of them cannot be known (another
-host, a system without /proc), `lives` returns None instead of a guess.
+A process is identified by its host, boot, pid namespace, pid and start time. If one of these cannot be known (on
+another host, or on a system without /proc), `ProcessId.lives` returns None instead of a guess.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ _MAX_NAME = 512
 
 
 class ProcessId(NamedTuple):
-    """Identity of one process on any host. JSON keeps it as a list."""
+    """Identity of one process on any host, for example of the owner of a lock. JSON stores it as a list."""
 
     host: str
+    """Name of the host on which the process runs."""
     place: str
-    """Boot id and pid namespace. Pids can be compared only if these are equal; empty if they are unknown."""
+    """Boot id and pid namespace. Pids can be compared only if these are equal. Empty if they are unknown."""
     pid: int
     start_ticks: int
     """Clock ticks from boot to the start of the process. Changes of the wall clock do not affect it."""
 
     def lives(self) -> bool | None:
-        """Return whether the process still exists, running or stopped; None if that cannot be seen from here."""
+        """Return whether the process still exists, running or stopped. Returns None if this host cannot know it."""
         if not self.place or (self.host, self.place) != _here():
             return None
         status = _status(self.pid)
@@ -35,7 +36,7 @@ class ProcessId(NamedTuple):
 
 
 def process_of(values: object) -> ProcessId:
-    """Return the process that JSON values describe. Raises ValueError for anything else."""
+    """Return the process identity that JSON values describe. Raises ValueError for any other values."""
     process = typed(ProcessId, values)
     if max(len(process.host), len(process.place)) > _MAX_NAME or process.pid >= 1 << 31:
         raise ValueError(f"{process!r:.80} is not a process")
@@ -43,7 +44,7 @@ def process_of(values: object) -> ProcessId:
 
 
 def process_id(pid: int = 0) -> ProcessId:
-    """Return the identity of a process that is visible here; pid 0 means this process."""
+    """Return the identity of a process of this host. A pid of 0 means the present process."""
     pid = pid or os.getpid()
     status = _status(pid)
     if status:
@@ -55,7 +56,7 @@ def process_id(pid: int = 0) -> ProcessId:
 
 
 def parent_of(pid: int) -> int:
-    """Return the pid of a process's parent; 0 if it has none, has ended or cannot be seen."""
+    """Return the pid of a process's parent. Returns 0 if it has no parent, has ended or cannot be seen."""
     status = _status(pid)
     if status:
         return status.parent
@@ -63,7 +64,7 @@ def parent_of(pid: int) -> int:
 
 
 def command_of(pid: int) -> list[str]:
-    """Return the words of a process's command line; empty if it has ended or cannot be seen."""
+    """Return the words of a process's command line. The list is empty if the process has ended or cannot be seen."""
     try:
         content = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -72,7 +73,7 @@ def command_of(pid: int) -> list[str]:
 
 
 def group_members(group: int) -> list[int]:
-    """Return the pids of the living processes of a process group."""
+    """Return the pids of the running or stopped processes in a process group."""
     members = []
     for path in Path("/proc").glob("[0-9]*"):
         pid = int(path.name)
@@ -83,17 +84,20 @@ def group_members(group: int) -> list[int]:
 
 
 class _Status(NamedTuple):
-    """Fields of /proc/PID/stat that are used here."""
+    """Fields of /proc/PID/stat that this module uses."""
 
     state: str
-    """One letter; Z is a zombie and X a dead process."""
+    """State as one letter. Z is a zombie, and X is a dead process."""
     parent: int
+    """Pid of the parent process."""
     group: int
+    """Id of the process group."""
     start_ticks: int
+    """Clock ticks from boot to the start of the process."""
 
 
 def _status(pid: int) -> _Status | None:
-    """Return the status of a process; None if it has ended or cannot be seen."""
+    """Return the status of a process, or None if the process has ended or cannot be seen."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -103,7 +107,7 @@ def _status(pid: int) -> _Status | None:
 
 
 def _here() -> tuple[str, str]:
-    """Return the host and the place of this process; the place is empty on a system without /proc."""
+    """Return (host, place) of this process. The place is empty on a system without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return socket.gethostname(), f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

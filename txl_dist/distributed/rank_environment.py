@@ -1,7 +1,7 @@
 """Environment variables that describe this rank: read and checked before torch is imported.
 
-Some or all of RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT may be left over from another job. Then a
-process that was started alone would wait for ranks that nobody starts.
+Some of the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT can be left over from another job. A
+process that was started alone would then wait for ranks that do not exist.
 """
 
 from __future__ import annotations
@@ -15,21 +15,27 @@ RUN_ALONE = "To run alone: unset WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_P
 
 
 class RankEnvironment(NamedTuple):
-    """Place of this process in a job; rank 0 of 1 without any variable."""
+    """Place of this process in a job, as environment variables describe it. Without variables it is rank 0 of 1."""
 
     rank: int
+    """Number of this process in the job, from 0 to `world_size` - 1."""
     world_size: int
+    """Number of ranks (processes) in the job."""
     local_rank: int
+    """Number of this process on its machine, counted from 0."""
     local_size: int
     """Number of ranks on this machine."""
     num_threads: int
-    """Number of CPU threads that OMP_NUM_THREADS gives; 0 if it is not set."""
+    """Number of CPU threads from OMP_NUM_THREADS. 0 if this variable is not set."""
     address: str
-    """HOST:PORT where the ranks meet; empty if it is not set."""
+    """HOST:PORT where the ranks meet. Empty for a single rank."""
 
 
 def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
-    """Return the place that the variables describe. Raises ConfigError if they contradict each other."""
+    """Return the place of this process that the variables describe.
+
+    Raises ConfigError if the variables are not numbers, contradict each other or are incomplete.
+    """
 
     def number(name: str, default: int) -> int:
         text = environment.get(name, str(default))
@@ -64,15 +70,15 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
 
 
 def without_local_rank(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without the launcher's `--local_rank=N`, which LOCAL_RANK says too.
+    """Return the words of a command without `--local_rank=N`, which the variable LOCAL_RANK says too.
 
-    The `deepspeed` launcher puts that word before the command.
+    The `deepspeed` launcher adds this word to the command.
     """
     return [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks with their noun and as ranges: "rank 3", or "ranks 0-2, 5" for 0, 1, 2, 5. Empty for none."""
+    """Return ranks as text with ranges: "rank 3", or "ranks 0-2, 5" for 0, 1, 2, 5. Empty if there are none."""
     if not ranks:
         return ""
     ranges: list[list[int]] = []

@@ -1,9 +1,9 @@
-"""Rendezvous of the ranks of a job within a bounded time; the message names the ranks that are missing.
+"""Rendezvous of the ranks of a job within a time limit. If ranks are missing, the error message names them.
 
-    store     at MASTER_ADDR:MASTER_PORT, held by rank 0 or by torchrun
-    answer    rank 0 counts the ranks that have come, and answers all of them which are missing or cannot take part
+    store     key-value store at MASTER_ADDR:MASTER_PORT, in the process of rank 0 or of torchrun
+    answer    rank 0 counts the ranks that arrive, and writes to the store which are missing or cannot take part
 
-Every wait has a limit. So if a node does not come, the other nodes print a message and do not wait in silence.
+Every wait has a limit. So if a node does not arrive, the other nodes print a message instead of waiting forever.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from txl_dist.distributed.rank_environment import RUN_ALONE, format_ranks
 from txl_dist.errors import ConfigError
 
 NO_ANSWER_S = 30
-"""Seconds beyond the timeout that the ranks wait for the answer of rank 0."""
+"""Seconds, in addition to the timeout, that the ranks wait for the answer of rank 0."""
 SAY_AFTER_S = 3.0
-"""Seconds of waiting after which a message names the missing ranks."""
+"""Seconds of waiting after which a line that names the missing ranks is printed."""
 _PIECE_S = 1.0
-"""Seconds of one wait. During a wait torch does not react to signals."""
+"""Seconds of one wait. A long wait is divided, because torch does not react to signals while it waits."""
 
 
 def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:
     """Wait for all ranks, and return the store that they share.
 
-    `problem` says why this rank cannot take part; empty if it can. Raises ConfigError on every rank that came, if a
-    rank is missing after `timeout_s` seconds or has a problem.
+    `problem` is the reason why this rank cannot take part, or an empty text. Raises ConfigError on every rank that has
+    arrived, if a rank is missing after `timeout_s` seconds or a rank has a problem.
     """
     store = _store(rank=rank, world_size=world_size, timeout_s=timeout_s)
     store.set(f"here/{rank}", json.dumps([socket.gethostname(), problem]))
@@ -62,7 +62,7 @@ def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> S
 
 
 def _wait_for_ranks(store: Store, *, world_size: int, timeout_s: int) -> list[int]:
-    """Wait on rank 0 for the other ranks, and return those that are missing at the end."""
+    """Wait on rank 0 for the other ranks. Returns the ranks that are still missing after `timeout_s` seconds."""
     missing = list(range(1, world_size))
     wait = _BoundedWait(timeout_s)
     while True:
@@ -75,7 +75,7 @@ def _wait_for_ranks(store: Store, *, world_size: int, timeout_s: int) -> list[in
 def _wait_for_answer(store: Store, *, timeout_s: int) -> None:
     """Wait for rank 0's answer in short pieces, because torch ignores Ctrl-C while it waits.
 
-    Raises DistStoreError after the last piece.
+    Raises DistStoreError if there is no answer after `timeout_s` seconds.
     """
     end_s = time.monotonic() + timeout_s
     while True:
@@ -87,7 +87,7 @@ def _wait_for_answer(store: Store, *, timeout_s: int) -> None:
 
 
 class _BoundedWait:
-    """Wait with a time limit that prints once, after a few seconds, which ranks it waits for."""
+    """Time limit of a wait for other ranks. After a few seconds it prints once which ranks are missing."""
 
     def __init__(self, timeout_s: int) -> None:
         self._timeout_s = timeout_s
@@ -109,7 +109,7 @@ class _BoundedWait:
 
 
 def _store(*, rank: int, world_size: int, timeout_s: int) -> TCPStore:
-    """Connect to the store, or make it on rank 0. Raises ConfigError."""
+    """Connect to the store, or make the store on rank 0. Raises ConfigError if that fails."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun made it
@@ -130,7 +130,10 @@ def _store(*, rank: int, world_size: int, timeout_s: int) -> TCPStore:
 
 
 def _wait_for_listener(address: str, port: int, *, timeout_s: int) -> None:
-    """Wait until a process listens at the address, because torch ignores Ctrl-C while it connects. Raises OSError."""
+    """Wait until a process listens at the address. Raises OSError after `timeout_s` seconds.
+
+    The wait is done here because torch ignores Ctrl-C while it connects.
+    """
     wait = _BoundedWait(timeout_s)
     while True:
         try:
@@ -143,11 +146,11 @@ def _wait_for_listener(address: str, port: int, *, timeout_s: int) -> None:
 
 
 def _no_store(error: Exception, *, rank: int, where: str, timeout_s: int) -> str:
-    """Return why this rank cannot reach the others."""
+    """Return the message that says why this rank cannot reach the store."""
     if "EADDRINUSE" in str(error):
         return (
-            f"{where}, where the ranks are to meet, is in use, by another job perhaps. Give this one another port: "
-            "--master_port of the launcher, or MASTER_PORT."
+            f"{where}, where the ranks are to meet, is in use, perhaps by another job. Give this job another port with "
+            "--master_port of the launcher, or with MASTER_PORT."
         )
     if rank == 0:
         return (
@@ -155,15 +158,15 @@ def _no_store(error: Exception, *, rank: int, where: str, timeout_s: int) -> str
             f"launcher. {RUN_ALONE}"
         )
     return (
-        f"rank {rank} on {socket.gethostname()} found no rank 0 at {where} in {timeout_s} s. See whether it has "
-        f"started there, and whether a firewall is between. {RUN_ALONE}"
+        f"rank {rank} on {socket.gethostname()} found no rank 0 at {where} in {timeout_s} s. Check whether rank 0 has "
+        f"started there, and whether a firewall blocks the port. {RUN_ALONE}"
     )
 
 
 def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: int) -> str:
-    """Return why the job cannot begin: missing ranks, or problems of those that came. Empty if it can.
+    """Return the reason why the job cannot begin, or an empty text if it can begin.
 
-    `here` holds [host, problem] of each rank that came.
+    The reasons are missing ranks, or problems of ranks. `here` contains [host, problem] of each rank that has arrived.
     """
     if missing:
         hosts: dict[str, list[int]] = {}
@@ -171,14 +174,14 @@ def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: in
             hosts.setdefault(host, []).append(rank)
         came = ", ".join(f"{host} ({format_ranks(ranks)})" for host, ranks in hosts.items())
         return (
-            f"{format_ranks(missing)} of {len(here) + len(missing)} did not come in {timeout_s} s; "
-            f"here are {came}. See on the nodes that are not in this list whether the program started and reaches this "
-            "one."
+            f"{format_ranks(missing)} of {len(here) + len(missing)} did not come in {timeout_s} s. "
+            f"Present are {came}. On every node that is not in this list, check whether the program has started and "
+            "can reach the node of rank 0."
         )
     problems = [f"{host}, rank {rank}: {problem}" for rank, (host, problem) in here.items() if problem]
     if not problems:
         return ""
-    return f"{'; '.join(problems)}. Start fewer ranks on that node."
+    return f"{'; '.join(problems)}. Start fewer ranks on the nodes named here."
 
 
 def free_port() -> int:
@@ -189,7 +192,7 @@ def free_port() -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error of torch, whose further lines are a stack trace."""
+    """Return the first line of an exception of torch. Its further lines are a stack trace."""
     lines = str(error).splitlines()
     if not lines:
         return type(error).__name__

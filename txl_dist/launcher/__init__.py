@@ -1,1 +1,1 @@
-"""Starts runs: the `deepspeed` launcher, its files and output, sweeps over settings."""
+"""Starts runs: through the `deepspeed` launcher, or as sweeps over settings."""

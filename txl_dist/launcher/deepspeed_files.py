@@ -1,7 +1,7 @@
 """Copies, without byte order marks, of files that the `deepspeed` launcher reads.
 
 Editors and shells of Windows write such a mark, and the launcher reads it as the first character of a machine's or a
-variable's name. So it gets a copy without the mark, which exists as long as the run.
+variable's name. So the launcher reads copies without the mark, which exist as long as the run.
 """
 
 from __future__ import annotations
@@ -17,19 +17,28 @@ from txl_dist.errors import ConfigError, translate_errors
 from txl_dist.io.files import decode_text, has_mark, read_bytes
 
 ENVIRONMENT_FILE = "DS_ENV_FILE"
-"""Variable that names the file of variables for other machines."""
+"""Variable that names the file of environment variables for other machines."""
 
 
 class LauncherFiles(NamedTuple):
-    """Flags and variables that make the launcher read the copies; empty where it reads the files themselves."""
+    """Flags and environment variables that make the launcher read the copies of its files.
+
+    Both are empty if the launcher can read its files without copies.
+    """
 
     flags: list[str]
+    """Flags of the launcher, which name the copy of the hostfile."""
     environment: dict[str, str]
+    """Environment variables of the launcher, which name the copy of the file of variables."""
 
 
 @contextmanager
 def files_for_launcher(hostfile: Path) -> Iterator[LauncherFiles]:
-    """Copy the hostfile and the files of variables where they have a mark. Raises ConfigError for what is not text."""
+    """Copy the hostfile and the files of environment variables if they have a byte order mark.
+
+    Yields the flags and variables that name the copies. The copies are removed when the block ends. Raises ConfigError
+    if a file is not text.
+    """
     with tempfile.TemporaryDirectory(prefix="txl-launch-") as folder:
         flags = []
         environment = {}
@@ -47,19 +56,19 @@ def files_for_launcher(hostfile: Path) -> Iterator[LauncherFiles]:
 
 
 def environment_files() -> list[Path]:
-    """Return the files of variables for other machines, in the order in which the launcher reads them."""
+    """Return the files of environment variables for other machines, in the order in which the launcher reads them."""
     name = os.environ.get(ENVIRONMENT_FILE, ".deepspeed_env")
     files = dict.fromkeys([Path.home() / name, Path.cwd() / name])
     return [path for path in files if path.is_file()]
 
 
 def _text_without_mark(files: list[Path]) -> str | None:
-    """Return the files as one text without marks; None if no file has a mark."""
+    """Return the content of the files, joined and without byte order marks, or None if no file has a mark."""
     texts = []
     is_marked = False
     for path in files:
         with translate_errors(
-            ConfigError, f"cannot read {path}", "Save it as UTF-8.", of=(OSError, UnicodeDecodeError)
+            ConfigError, f"cannot read {path}", "Save the file as UTF-8.", of=(OSError, UnicodeDecodeError)
         ):
             content = read_bytes(path)
             is_marked |= has_mark(content)

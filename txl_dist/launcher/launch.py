@@ -1,13 +1,13 @@
-"""A run of the `deepspeed` launcher: signals arrive once, no process is left, and the exit code is right.
+"""Runs the `deepspeed` launcher so that each signal arrives once, no process is left, and the exit code is right.
 
-The launcher alone dies of a SIGTERM at once and leaves its ranks. It exits with 0 when its node launcher was killed. On
-SIGTERM it kills ranks that need more than 30 s to save. So here it runs in a process group of its own:
-    signals       go to the ranks of this node; without ranks here RUN/STOP is written, which every rank obeys
-    end           processes that are left in the group get time to save, then SIGKILL
-    own death     sends SIGTERM to the launcher; the ranks notice its end, save and exit
-    output        lacks the launcher's chatter (output_filter.py); a run that is not done ends with a line from here
-    exit code     0 only if this start wrote RUN/DONE; 75 to start again; 76 if a rank was lost; else the launcher's
-    other nodes   ssh gives up if its node is silent; otherwise a lost node would keep the launcher for ever
+Alone, the launcher ends at once on SIGTERM and leaves its ranks, or it kills ranks that need more than 30 s to save.
+It exits with 0 when its node launcher was killed. So it runs in a process group of its own:
+    signals       are passed to the ranks of this node. Without ranks here, RUN/STOP is written, and every rank stops
+    end           processes that are left in the group get time to save, and then SIGKILL
+    own death     the launcher gets a SIGTERM when this process dies. Then the ranks save and exit
+    output        useless lines of the launcher are removed (output_filter.py), and a last line says how the run ended
+    exit code     0 if this start wrote RUN/DONE, 75 to start again, 76 if a rank was lost, else that of the launcher
+    other nodes   ssh ends if its node does not respond, because the launcher would otherwise wait forever
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NODE_LAUNCHER = "deepspeed.launcher.launch"
 GRACE_S = 60.0
 """Seconds for ranks to finish their step, save and exit after their launcher has ended."""
 SSH_KEEP_ALIVE = "-o ServerAliveInterval=5 -o ServerAliveCountMax=3"
-"""Options of ssh for pdsh, so that the ssh to a node that is cut off ends after 15 to 20 s (exit code 255)."""
+"""Options of ssh for pdsh. With them the ssh to an unreachable node ends after 15 to 20 s (exit code 255)."""
 SSH_ARGUMENTS = "PDSH_SSH_ARGS_APPEND"
 PR_SET_PDEATHSIG = 1
 
@@ -52,8 +52,9 @@ def launch_ranks(
 ) -> int:
     """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
 
-    `seen_within_s` is the longest delay in seconds after which a file of another node is visible here. With `verbose`
-    the launcher's output is not filtered. Main thread only. Raises ConfigError if there is no `deepspeed` program.
+    Call it in the main thread only. `grace_s` are the seconds that ranks have to save and exit after the launcher has
+    ended. `seen_within_s` is the longest delay in seconds after which a file of another node is visible here. With
+    `verbose` the launcher's output is not filtered. Raises ConfigError if there is no `deepspeed` program.
     """
     if shutil.which("deepspeed") is None:
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
@@ -99,7 +100,8 @@ def launch_ranks(
 def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
     """Return the exit code of `txl launch`.
 
-    `code` is the launcher's. `is_done` says that this start wrote DONE. `sent` holds the signals passed to ranks.
+    `code` is the exit code of the launcher. `is_done` says whether this start of the run wrote DONE. `sent` contains
+    the signals that were passed to the ranks.
     """
     if is_done:
         return 0
@@ -112,7 +114,10 @@ def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
 
 
 def signal_of(code: int) -> int:
-    """Return the signal in an exit code of a shell, of sys.exit(-n) or of Python; 0 if there is none."""
+    """Return the number of the signal that an exit code means, or 0 if it means no signal.
+
+    The exit code can be that of a shell, of sys.exit(-n) or of Python's subprocess.
+    """
     if 128 < code < 192:
         number = code - 128
     elif code >= 192:
@@ -125,15 +130,18 @@ def signal_of(code: int) -> int:
 
 
 def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
-    """Return how a run ended; empty if a rank has printed it: the run is done, or was refused."""
-    remedy = "the same command continues"
+    """Return a text that says how a run ended.
+
+    The text is empty if the run is done or its settings were refused, because then a rank has printed it.
+    """
+    remedy = "The same command continues"
     if code in (0, ConfigError.exit_code):
         return ""
     if code == REQUEUE:
-        return f"stopped; {remedy}"
+        return f"stopped. {remedy}"
     if code != HANG:
         log = run_dir / LOG
-        return "training failed; the reason is above" + (f", and what led to it in {log}" if log.is_file() else "")
+        return "training failed. The reason is above" + (f", and the log of the run is {log}" if log.is_file() else "")
     number = signal_of(launcher_code)
     if number:
         if number in set(signal.Signals):
@@ -141,24 +149,25 @@ def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
         else:
             name = f"signal {number}"
         if number == signal.SIGKILL:
-            hint = "; when memory runs out the system does that, see `dmesg`"
+            hint = ". The system does that when host memory runs out, see `dmesg`"
         else:
             hint = ""
-        return f"a rank died of {name}{hint}; {remedy} from the last checkpoint"
+        return f"a rank died of {name}{hint}. {remedy} from the last checkpoint"
     if launcher_code == HANG:
         lost = "a rank hung or was lost"
     else:
         lost = "the launcher ended before the run was done"
-    return f"{lost}; {remedy} from the last checkpoint"
+    return f"{lost}. {remedy} from the last checkpoint"
 
 
 class _Forwarding:
-    """Handlers that pass stop signals on to the ranks until they are closed."""
+    """Signal handlers that pass stop signals on to the ranks until `close` is called."""
 
     def __init__(self, group: int, stop_file: Path) -> None:
         self.sent: set[int] = set()
+        """Signals that this process has received."""
         self.ended_launcher = False
-        """True if the launcher itself was stopped, before there was a run."""
+        """True if a signal was sent to the launcher itself, because the run had not begun."""
         self._group = group
         self._stop_file = stop_file
         self._made_stop_file = False
@@ -188,12 +197,12 @@ class _Forwarding:
             self._acknowledge(number, f"{self._stop_file} asks the ranks to save and exit")
             return
         self.ended_launcher = True
-        self._acknowledge(number, "the run has not begun, and ends")
+        self._acknowledge(number, "the run had not begun, and ends now")
         with suppress(ProcessLookupError):
             os.killpg(self._group, number)
 
     def _acknowledge(self, number: int, what: str) -> None:
-        """Print at once that a signal has arrived; only the first of each kind is printed."""
+        """Print at once that a signal has arrived. Each kind of signal is printed only once."""
         if number in self._acknowledged:
             return
         self._acknowledged.add(number)
@@ -202,7 +211,7 @@ class _Forwarding:
 
 
 def _end_group(group: int, *, grace_s: float) -> None:
-    """Wait for processes that the launcher left, which notice its end and exit; then kill the others."""
+    """Wait up to `grace_s` seconds for the ranks to exit after the launcher has ended, and then kill the rest."""
     end_s = time.monotonic() + grace_s
     while group_members(group) and time.monotonic() < end_s:
         time.sleep(0.1)
@@ -211,7 +220,7 @@ def _end_group(group: int, *, grace_s: float) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return values that change when a file is written again; None if there is no file."""
+    """Return (time, inode) of a file, which change when it is written again, or None if there is no file."""
     try:
         status = path.stat()
     except OSError:
@@ -220,9 +229,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Return a function for the child, which makes the kernel send it SIGTERM when this process dies.
+    """Return a function to call in a child, which makes the kernel send SIGTERM when this process dies.
 
-    None on a system without prctl.
+    Returns None on a system without prctl.
     """
     try:
         prctl = ctypes.CDLL(None).prctl  # looked up here: the child may only do little

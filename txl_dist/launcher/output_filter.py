@@ -1,8 +1,8 @@
 """Filter that removes useless lines of the `deepspeed` launcher and its libraries from a run's output.
 
-A line is removed only if its exact form is known, and if people do not need it or read it elsewhere. Everything else
-passes unchanged: tracebacks, errors of other programs, the output of a dying library. If standard error is a terminal,
-the ranks get a terminal of the same width too, so that they draw their progress bar.
+A line is removed only if its exact form is known, and if people do not need it or can read it elsewhere. All other
+output is unchanged, such as tracebacks and errors of other programs. If standard error is a terminal, the ranks get a
+terminal of the same width too, so that they show their progress bar.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _CHATTER = [
     r"\(errno: 97 - Address family not supported by protocol\)\.",
 ]
 _NO_HOSTFILE = _DEEPSPEED + r"\[WARNING\] \[runner\.py:\d+:fetch_hostfile\] Unable to find hostfile, .*"
-"""Line that is dropped unless a hostfile was named."""
+"""Line that is removed unless the user named a hostfile."""
 _OF_A_NODE = r"(?:\S+: )?"
-"""Prefix that pdsh writes before a line of another machine."""
+"""Prefix that pdsh writes before each line of another machine."""
 _PATIENCE_S = 0.1
-"""Seconds that the beginning of a line waits for its end: a progress bar has none."""
+"""Seconds after which the beginning of an unfinished line is written. A progress bar never ends its line."""
 _LONGEST_LINE = 1 << 16
 
 
 def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
-    """Return a pattern of the whole lines, without their end, that are removed."""
+    """Return a pattern of the whole lines that are removed, without the end of the line."""
     if wants_hostfile:
         patterns = _CHATTER
     else:
@@ -56,16 +56,16 @@ def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
 
 
 class LineFilter:
-    """Filter of the lines in a stream of bytes, which may arrive in any pieces."""
+    """Removes lines that match a pattern from a stream of bytes, which can arrive in any pieces."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         self._chatter = chatter
         self._held = b""
         self.is_inside = False
-        """True if the beginning of the current line has passed, so that its end must pass too."""
+        """True if the beginning of the current line was returned, so that its end must be returned too."""
 
     def feed(self, piece: bytes) -> bytes:
-        """Return the bytes that pass now; the beginning of an unfinished line is kept."""
+        """Return the bytes that pass the filter now. The beginning of an unfinished line is kept."""
         *whole, self._held = (self._held + piece).split(b"\n")
         passed = b""
         for line in whole:
@@ -75,7 +75,7 @@ class LineFilter:
         return passed + (self.flush() if self.is_inside or len(self._held) > _LONGEST_LINE else b"")
 
     def flush(self) -> bytes:
-        """Return the bytes that are kept, although their line has not ended."""
+        """Return the bytes that were kept, although their line has not ended."""
         held = self._held
         self._held = b""
         self.is_inside = self.is_inside or bool(held)
@@ -83,7 +83,8 @@ class LineFilter:
 
 
 class Strained:
-    """Standard output and error for a child process, whose filtered lines are written to those of this process."""
+    """Standard output and standard error for a child process. Their filtered lines go to the streams of this
+    process."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         output, self.stdout = os.pipe()
@@ -100,7 +101,7 @@ class Strained:
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
     def started(self) -> None:
-        """Begin to copy the output of the process, which has its ends of the streams now."""
+        """Begin to copy the output of the child process, which has been started."""
         os.close(self.stdout)
         if self._width_before is None:  # a terminal is kept to be resized
             os.close(self.stderr)
@@ -110,7 +111,10 @@ class Strained:
         self._thread.start()
 
     def close(self) -> None:
-        """Write the remaining output of the process, which has ended. Its children that still write are not awaited."""
+        """Write the remaining output of the child process, which has ended.
+
+        Children of that process that still write are not waited for.
+        """
         self._ends_at_s = time.monotonic()
         self._thread.join()
         for descriptor, (target, strainer) in self._streams.items():
@@ -146,7 +150,7 @@ class Strained:
 
 
 def _terminal_like(descriptor: int) -> tuple[int, int]:
-    """Return the reading and the writing end of a raw terminal that is as wide as this one."""
+    """Return (reading end, writing end) of a raw terminal that is as wide as the given terminal."""
     master, slave = os.openpty()
     tty.setraw(slave)
     with suppress(termios.error):
@@ -155,7 +159,7 @@ def _terminal_like(descriptor: int) -> tuple[int, int]:
 
 
 def _read(source: int) -> bytes:
-    """Read from a stream; empty at its end, which a terminal reports by an error."""
+    """Read bytes from a stream. Empty at its end, which a terminal reports by an error."""
     try:
         return os.read(source, 1 << 16)
     except OSError:
@@ -163,7 +167,7 @@ def _read(source: int) -> bytes:
 
 
 def _write(target: int, data: bytes) -> None:
-    """Write all bytes. If the terminal or pipe is gone, they are dropped and the run continues."""
+    """Write all bytes. If the terminal or pipe has closed, the bytes are dropped and the run continues."""
     while data:
         try:
             data = data[os.write(target, data) :]

@@ -2,10 +2,10 @@
 
     axes, seeds -> trials, each with its whole configuration -> checks -> run the trials that are not done -> table
 
-A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. This process
-keeps no state, so the same command continues where the last one ended. Trials with the first seed come first. A point
-of the grid is ranked by its validation losses at the end of training, and only if all of its seeds are done. The mean
-over the seeds that did not diverge would favour a learning rate that is too high. Not supported:
+A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. The sweep
+stores no state of its own, so the same command continues an interrupted sweep. Trials with the first seed run first. A
+point of the grid is ranked by the mean of its validation losses at the end of training, and only if all of its seeds
+are done. A mean over only the seeds that did not diverge would favour a learning rate that is too high. Not supported:
 several ranks per run (`txl launch`), and stopping bad runs early.
 """
 
@@ -53,31 +53,32 @@ from txl_dist.train.monitoring.preemption import LAUNCHED_BY, SIGNALS
 FAILED = 1
 """Exit code of a sweep in which a run failed."""
 DECISIVE = 2.0
-"""Smallest margin in standard deviations that is not called chance."""
-STOPPED = "stopped; the same command continues"
+"""Minimum margin, in standard deviations of a run, that is not called chance."""
+STOPPED = "stopped (the same command continues)"
 TABLE, PAGE = "sweep.csv", "compare.html"
-_NOT_AN_AXIS = {"run.dir": "--out says where the runs lie", "run.seed": "--seeds says how many there are"}
-"""Settings that the sweep sets itself, with the flag that controls each."""
+_NOT_AN_AXIS = {"run.dir": "--out sets the folder of the runs", "run.seed": "--seeds sets the number of seeds"}
+"""Settings that the sweep sets itself, with the flag that controls each setting."""
 _POLL_S = 0.2
 _LOG_TAIL_BYTES = 20_000
-"""Bytes at the end of a run's log that are searched for the reason of its end."""
+"""Number of bytes at the end of a run's log in which the reason of its end is searched."""
 
 
 class Axis(NamedTuple):
-    """A setting and its values, in the order given."""
+    """Setting that a sweep varies, with its values in the order given."""
 
     name: str
     values: tuple[Any, ...]
 
 
 class Trial(NamedTuple):
-    """One run: a point of the grid with a seed."""
+    """One run of a sweep: a point of the grid of settings, with one seed."""
 
     point: str
-    """Settings of the grid with their values, as a file name; empty if only the seed varies."""
+    """Settings of the grid with their values, as a file name. Empty if only the seed varies."""
     values: tuple[Any, ...]
     """Values of the settings, in the order of the axes."""
     config: Config
+    """Whole configuration of the run."""
 
     @property
     def run_dir(self) -> Path:
@@ -91,42 +92,44 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of a trial."""
+    """Result of one trial (run) of a sweep."""
 
     trial: Trial
     run: RunRecords | None
-    """Records of the run; None if it is not done."""
+    """Records of the run. None if the run is not done."""
     state: str
-    """Either "done", or the reason why it is not."""
+    """Either "done", or the reason why the run is not done."""
 
 
 class PointScore(NamedTuple):
-    """Validation losses of a point of the grid."""
+    """Validation losses of one point of the grid, over its seeds."""
 
     point: str
     values: tuple[Any, ...]
     losses: tuple[float, ...]
-    """Losses at the end of training of the runs that are done, by seed."""
+    """Losses at the end of training of the finished runs, in the order of the seeds."""
     problem: str
-    """Reason why the point is not ranked: that of its first run that is not done. Empty if all are done."""
+    """Reason why the first unfinished run of this point is not done. The point is then not ranked. Empty if all of its
+    runs are done."""
 
     @property
     def mean(self) -> float:
-        """Mean of the losses, of which there must be at least one."""
+        """Mean of the losses. There must be at least one loss."""
         return statistics.fmean(self.losses)
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of one run, estimated from the seeds (n - 1); NaN for a single seed."""
+        """Standard deviation of one run, estimated from the seeds (n - 1). NaN for a single seed."""
         if len(self.losses) < 2:
             return math.nan
         return statistics.stdev(self.losses)
 
 
 def parse_axis(words: str) -> Axis:
-    """Parse `optim.lr=1e-3,2e-3`. Entries of a list are separated by blanks: `model.cutoffs=512 2048,1000`.
+    """Parse the text of an axis, such as `optim.lr=1e-3,2e-3`.
 
-    Raises ConfigError for an unknown setting, an impossible value, no value, or the same value twice.
+    Entries of a list are separated by blanks: `model.cutoffs=512 2048,1000` has two values. Raises ConfigError for an
+    unknown setting, an impossible value, no value, or the same value twice.
     """
     spelt, _, text = words.partition("=")
     name = spelt.strip().removeprefix("--").replace("-", "_")
@@ -143,9 +146,9 @@ def parse_axis(words: str) -> Axis:
 
 
 def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) -> list[Trial]:
-    """Return all trials, those of the first seed first. The seeds count up from base.run.seed.
+    """Return all trials (runs) of a sweep, those of the first seed first. The seeds count up from base.run.seed.
 
-    Raises ConfigError for an axis twice, no seed, or fewer than two runs.
+    Raises ConfigError if an axis is given twice, if there is no seed, or if there are fewer than two runs.
     """
     names = [axis.name for axis in axes]
     for name in names:
@@ -181,9 +184,9 @@ def _file_name_part(value: Any) -> str:
 
 
 def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) -> None:
-    """Refuse settings that can be seen to be wrong before the first run. Raises ConfigError.
+    """Raise ConfigError, before the first run, for settings that are certainly wrong.
 
-    `check` checks the paths of one configuration. Settings of runs made earlier must be those of the trials.
+    `check` checks the paths of one configuration. If a run exists already, its settings must be those of its trial.
     """
     for trial in trials:
         if not trial.config.data.eval_split:
@@ -206,11 +209,11 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
 
 
 def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = ()) -> tuple[dict[Path, str], bool]:
-    """Train the trials that are not done, `jobs` at a time. Main thread only.
+    """Train the trials that are not done, `jobs` at a time. Call it in the main thread only.
 
-    `devices` are GPUs by their names in CUDA_VISIBLE_DEVICES, which the jobs use in turn. Without any, that variable
-    is left unchanged. Returns the reasons of the runs that are not done, by run directory, and whether this process
-    was asked to stop. If it was, the running trials were asked to stop too, and have saved.
+    `devices` are GPUs by their names in CUDA_VISIBLE_DEVICES, which the jobs use in turn. Without `devices` that
+    variable is not changed. Returns (reason for each run that is not done, by run directory, whether this process was
+    asked to stop). After a request to stop, the running trials save and exit before this function returns.
     """
     waiting = [trial for trial in trials if not trial.is_done]
     running: dict[int, tuple[Trial, subprocess.Popen[bytes]]] = {}
@@ -233,7 +236,7 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
             if received_signals and running and not stopped_pids:
                 name = signal.Signals(received_signals[0]).name
                 num_running = counted(len(running), "run")
-                echo(f"{name}: {num_running} to save and exit; no further one starts", to=sys.stderr)
+                echo(f"{name}: {num_running} will save and exit, and no further run starts", to=sys.stderr)
             for slot, (trial, process) in list(running.items()):
                 if received_signals and process.pid not in stopped_pids:
                     process.terminate()
@@ -247,7 +250,7 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
                     state = _why_not_done(trial, code, was_asked_to_stop=process.pid in stopped_pids)
                     problems[trial.run_dir] = state
                 num_left = len(waiting) + len(running)
-                echo(f"{trial.run_dir.name}: {state}; {num_left} to go", to=sys.stderr)
+                echo(f"{trial.run_dir.name}: {state}. Runs left: {num_left}", to=sys.stderr)
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler)
@@ -255,7 +258,7 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
 
 
 def _why_not_done(trial: Trial, code: int, *, was_asked_to_stop: bool) -> str:
-    """Return why a trial is not done whose process has ended with the exit code `code`."""
+    """Return the reason why a trial is not done, from the exit code of its process."""
     died_of_request = was_asked_to_stop and code == -signal.SIGTERM
     if code == REQUEUE or died_of_request:
         return STOPPED
@@ -263,7 +266,7 @@ def _why_not_done(trial: Trial, code: int, *, was_asked_to_stop: bool) -> str:
 
 
 def _environment(slot: int, *, jobs: int, devices: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment of a run: its share of cores and GPUs, and the process whose end stops it."""
+    """Return the environment of a run: its share of cores and GPUs, and the process at whose end it stops."""
     variables = {LAUNCHED_BY: json.dumps(process_id())}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
         num_cores = len(os.sched_getaffinity(0))
@@ -274,7 +277,10 @@ def _environment(slot: int, *, jobs: int, devices: Sequence[str]) -> Mapping[str
 
 
 def _start(trial: Trial, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Write the settings of a trial, and start its process with its output in its log. Raises ConfigError."""
+    """Write the settings of a trial, and start its process with the output in its log.
+
+    Raises ConfigError if these files cannot be written.
+    """
     settings = trial.run_dir.with_name(f"{trial.run_dir.name}.toml")
     with translate_errors(ConfigError, f"cannot write to {settings.parent}", "Choose another --out."):
         settings.parent.mkdir(parents=True, exist_ok=True)
@@ -298,9 +304,9 @@ def _log_of(trial: Trial) -> Path:
 
 
 def reason_of(code: int, log: Path) -> str:
-    """Return why a run is not done: the last error that its process printed, else the last line."""
+    """Return why a run is not done: the last error that its process printed, or else its last line."""
     if code < 0:
-        return f"died of {signal.Signals(-code).name}; see {log}"
+        return f"died of {signal.Signals(-code).name}, see {log}"
     tail = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace")
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     errors = [line.partition(" error: ")[2] for line in lines if line.startswith("txl train: error: ")]
@@ -308,11 +314,11 @@ def reason_of(code: int, log: Path) -> str:
         return errors[-1]
     if lines:
         return lines[-1]
-    return f"ended with {code}"
+    return f"ended with exit code {code}"
 
 
 def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[Outcome]:
-    """Return the outcome of every trial, in their order."""
+    """Return the outcome of every trial, in the order of the trials."""
     outcomes = []
     for trial in trials:
         run = None
@@ -328,9 +334,9 @@ def outcomes_of(trials: Sequence[Trial], problems: Mapping[Path, str]) -> list[O
 
 
 def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[PointScore]:
-    """Return one score per point: ranked points first, the best first, then the others in the order of the grid.
+    """Return one score per point of the grid: ranked points first, with the best first, then the other points.
 
-    `column` names the validation loss in the records.
+    `column` is the name of the validation loss in the records.
     """
     ranked = []
     unranked = []
@@ -346,7 +352,7 @@ def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[PointScore]:
 
 
 def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], *, column: str) -> PointScore:
-    """Return the score of one point from the outcomes of all."""
+    """Return the score of one point of the grid. `outcomes` are those of all trials."""
     losses = []
     problems = []
     for trial, run, state in outcomes:
@@ -368,13 +374,13 @@ def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], 
 
 
 def best_point_lines(scores: Sequence[PointScore], axes: Sequence[Axis]) -> list[str]:
-    """Return the best point with its margin over the next, and each axis whose grid may end too early.
+    """Return lines that name the best point, its margin over the second, and axes whose grid may be too short.
 
     The margin is compared with the standard deviation of a run.
     """
     ranked = [score for score in scores if not score.problem]
     if not ranked:
-        return ["no point of the grid has all of its runs: none is best"]
+        return ["no point of the grid has finished all of its runs, so none is best"]
     best = ranked[0]
     line = f"best: {best.point or 'the settings as they are'} with {bounded(best.mean)}"
     if len(ranked) > 1:
@@ -384,17 +390,17 @@ def best_point_lines(scores: Sequence[PointScore], axes: Sequence[Axis]) -> list
         if len(axis.values) <= 2 or not isinstance(value, int | float):
             continue
         if value in (min(axis.values), max(axis.values)):
-            lines.append(f"{axis.name} is best at the end of its grid, {value}: look beyond it")
+            lines.append(f"{axis.name} is best at the end of its grid, {value}: add values beyond this one")
     return lines
 
 
 def _margin(best: PointScore, second: PointScore) -> str:
-    """Return the margin of the best point over the second, and whether it may be chance."""
+    """Return a text with the margin of the best point over the second, and whether the margin may be chance."""
     margin = second.mean - best.mean
     text = f", {bounded(margin)} below {second.point}"
     num_seeds = len(best.losses)
     if num_seeds == 1:
-        return f"{text}; of one seed each, so how much is chance is not known (--seeds 3)"
+        return f"{text}. With one seed per point, chance cannot be estimated (give --seeds 3)"
     deviation = math.sqrt((best.deviation**2 + second.deviation**2) / 2)
     spread = f"{bounded(deviation)} over {counted(num_seeds, 'seed')}"
     if margin < DECISIVE * deviation:
@@ -407,7 +413,7 @@ def _margin(best: PointScore, second: PointScore) -> str:
 
 
 def table_of(scores: Sequence[PointScore]) -> list[str]:
-    """Return a table with one line per point, the best first. A point that is not ranked says why."""
+    """Return a table with one line per point, the best first. For an unranked point the line contains the reason."""
     rows = [["settings", "validation", "deviation", "seeds", ""]]
     for score in scores:
         if score.losses:
@@ -457,10 +463,11 @@ def train_grid(
     check: Callable[[Config], None],
     devices: Callable[[], Sequence[str]],
 ) -> tuple[list[str], int]:
-    """Run the grid. Returns lines for people and the exit code: 0, REQUEUE if asked to stop, FAILED if a run failed.
+    """Run a whole sweep. Returns (lines for people, exit code).
 
-    `check` checks the paths of a configuration; `devices` returns the GPUs. Raises ConfigError before the first run
-    for everything that can be seen to be wrong then.
+    The exit code is 0, REQUEUE if the sweep was asked to stop, or FAILED if a run failed. `check` checks the paths of a
+    configuration, and `devices` returns the GPUs. Raises ConfigError before the first run for settings that are
+    certainly wrong.
     """
     trials = trials_of(base, axes, num_seeds=num_seeds, out=out)
     check_trials(trials, check=check)
@@ -479,7 +486,7 @@ def train_grid(
         atomic_replace(out / TABLE, records_csv(outcomes).encode())
     lines = _summary_lines(outcomes, axes, page=out / PAGE)
     duration = format_duration(3600 * sum(run.history.hours for run in runs))
-    lines.append(f"records: {out / TABLE}; {duration} of work in {counted(len(runs), 'run')}")
+    lines.append(f"records: {out / TABLE}, with {duration} of work in {counted(len(runs), 'run')}")
     if was_stopped:
         return lines, REQUEUE
     if len(runs) < len(trials):
@@ -488,7 +495,7 @@ def train_grid(
 
 
 def _summary_lines(outcomes: Sequence[Outcome], axes: Sequence[Axis], *, page: Path) -> list[str]:
-    """Return the table and what it means, and write the page with the curves of the best runs."""
+    """Return the table of points with its explanation, and write the page with the curves of the best runs."""
     runs = [outcome.run for outcome in outcomes if outcome.run]
     if runs:
         unit = unit_of(runs)
@@ -509,7 +516,7 @@ def _summary_lines(outcomes: Sequence[Outcome], axes: Sequence[Axis], *, page: P
 
 
 def _best_run_dirs(outcomes: Sequence[Outcome], scores: Sequence[PointScore]) -> list[Path]:
-    """Return up to MAX_RUNS finished runs for the page: those with the first seed first, the best points first."""
+    """Return up to MAX_RUNS finished runs for the page: runs with the first seed first, and the best points first."""
     rank_of_point = {score.point: rank for rank, score in enumerate(scores)}
     done = [trial for trial, run, _ in outcomes if run]
     done.sort(key=lambda trial: (trial.config.run.seed, rank_of_point[trial.point]))

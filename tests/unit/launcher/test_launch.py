@@ -359,6 +359,8 @@ def test_where_other_machines_run_the_ranks_the_corpora_are_not_looked_for_here(
 
 
 def test_a_log_is_named_only_where_there_is_one(tmp_path: Path) -> None:
-    assert last_word(1, launcher_code=1, run_dir=tmp_path) == "training failed; the reason is above"
+    assert last_word(1, launcher_code=1, run_dir=tmp_path) == "training failed. The reason is above"
     (tmp_path / "log.txt").touch()
-    assert last_word(1, launcher_code=1, run_dir=tmp_path).endswith(f", and what led to it in {tmp_path / 'log.txt'}")
+    assert last_word(1, launcher_code=1, run_dir=tmp_path).endswith(
+        f", and the log of the run is {tmp_path / 'log.txt'}"
+    )

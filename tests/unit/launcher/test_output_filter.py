@@ -148,7 +148,7 @@ def test_only_chatter_is_missing_in_what_a_launch_prints_and_the_last_word_is_ou
     assert process.stdout.split("\n")[:-1] == expected
     assert process.stderr.split("\n")[: len(expected)] == expected
     assert process.stderr.endswith(
-        "a terminal of 0 columns\nno end of line\ntxl launch: stopped; the same command continues (exit code 75)\n"
+        "a terminal of 0 columns\nno end of line\ntxl launch: stopped. The same command continues (exit code 75)\n"
     )
     assert "return code = 75" not in process.stdout + process.stderr
 
@@ -168,7 +168,7 @@ def test_a_run_that_is_done_has_nothing_added(folder: Path) -> None:
 def test_a_death_by_signal_is_told_with_its_name(folder: Path) -> None:
     process = launch(folder, code=-9)
     assert process.returncode == 76
-    assert process.stderr.endswith("see `dmesg`; the same command continues from the last checkpoint (exit code 76)\n")
+    assert process.stderr.endswith("see `dmesg`. The same command continues from the last checkpoint (exit code 76)\n")
 
 
 def test_the_ranks_write_to_a_terminal_as_wide_as_ours(folder: Path) -> None:
@@ -219,12 +219,12 @@ def test_a_terminal_that_is_made_wider_is_wider_for_the_ranks(folder: Path) -> N
     [
         (0, 0, ""),
         (2, 2, ""),
-        (75, 1, "stopped; the same command continues"),
-        (76, 76, "a rank hung or was lost; the same"),
-        (76, 0, "the launcher ended before the run was done; the same"),
-        (76, 139, "a rank died of SIGSEGV; the same"),
-        (76, 247, "a rank died of SIGKILL; when memory runs out"),
-        (1, 1, "training failed; the reason is above"),
+        (75, 1, "stopped. The same command continues"),
+        (76, 76, "a rank hung or was lost. The same"),
+        (76, 0, "the launcher ended before the run was done. The same"),
+        (76, 139, "a rank died of SIGSEGV. The same"),
+        (76, 247, "a rank died of SIGKILL. The system does that"),
+        (1, 1, "training failed. The reason is above"),
     ],
 )
 def test_the_last_word_says_what_became_of_the_run(code: int, launcher_code: int, expected: str) -> None:

@@ -157,12 +157,12 @@ def test_a_margin_that_seeds_alone_can_make_is_called_chance() -> None:
 def test_of_one_seed_nothing_is_known_about_chance() -> None:
     assert math.isnan(score(2e-3, 4.0).deviation)
     (line,) = best_point_lines([score(2e-3, 4.0), score(1e-3, 4.5)], [RATES])
-    assert line.endswith("of one seed each, so how much is chance is not known (--seeds 3)")
+    assert line.endswith("With one seed per point, chance cannot be estimated (give --seeds 3)")
 
 
 def test_a_best_value_at_the_end_of_its_grid_asks_for_more_of_it() -> None:
     assert best_point_lines([score(4e-3, 4.0), score(1e-3, 4.5)], [RATES])[1] == (
-        "optim.lr is best at the end of its grid, 0.004: look beyond it"
+        "optim.lr is best at the end of its grid, 0.004: add values beyond this one"
     )
 
 
@@ -171,8 +171,8 @@ def test_a_best_value_at_the_end_of_its_grid_asks_for_more_of_it() -> None:
     [
         (2, "txl train: error: no such thing.\ntorch: goodbye\n", "no such thing."),
         (1, "Traceback ...\nValueError: a defect\n\n", "ValueError: a defect"),
-        (-9, "step 1/2\n", "died of SIGKILL; see "),
-        (3, "", "ended with 3"),
+        (-9, "step 1/2\n", "died of SIGKILL, see "),
+        (3, "", "ended with exit code 3"),
     ],
 )
 def test_why_a_run_failed_is_what_it_said_itself(tmp_path: Path, code: int, said: str, reason: str) -> None:
