@@ -344,7 +344,7 @@ def test_far_more_ranks_than_cores_get_a_word_and_start(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     settings = Config(train=TrainSection(num_lanes=int(ranks), microbatch_lanes=1))
     assert run_launch(["--num_accelerators", ranks, "c.toml"], read_settings=lambda *_: settings) == 0
-    assert ("100 ranks share 2 cores" in capsys.readouterr().err) == is_warned
+    assert ("100 ranks share 2 CPU cores" in capsys.readouterr().err) == is_warned
 
 
 def test_where_other_machines_run_the_ranks_the_corpora_are_not_looked_for_here(

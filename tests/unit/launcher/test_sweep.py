@@ -214,7 +214,7 @@ def test_a_setting_of_all_runs_is_none_of_the_grid(tmp_path: Path) -> None:
     recipe.write_text("")
     words = [str(recipe), "--grid", "optim.lr=1e-3,2e-3", "--out", str(tmp_path / "out")]
     for flag in (["--optim.lr", "5e-3"], ["--optim.lr=5e-3"]):
-        with pytest.raises(ConfigError, match=r"^optim\.lr is set for all runs and in --grid"):
+        with pytest.raises(ConfigError, match=r"^optim\.lr is set for all runs and also in --grid"):
             run_sweep([*words, *flag], read_settings=lambda words: Config())
     with pytest.raises(ConfigError, match=r"train\.max_steps is set for all runs"):
         run_sweep(
