@@ -1,12 +1,11 @@
 """Conversion of a segment (numpy, host) to the micro-batches of a rank (tensors, device).
 
-The cluster partitions are made here, where the token ids are known without asking the device. `BatchMaker` and `pinned`
-run in the prefetch thread. Only `to_device` runs in the training thread.
+Token ids are sorted into the clusters of the vocabulary here, where they are in host memory. So no operation waits for
+the device. `BatchMaker` and `pinned` run in the prefetch thread. Only `to_device` runs in the training thread.
 
-With CUDA graphs the sizes of a partition are a rung of a ladder, the lowest that holds the batch
-(`vocabulary_clusters.size_ladder`). All clusters climb together, so text has a handful of shapes, each a graph, though
-its numbers of rare words never repeat. A rung depends on the settings and the batch alone, so a resumed run has the
-same ones.
+CUDA graphs need few different shapes. So the clusters are then padded to one of a few tuples of sizes, the smallest
+that has room for the batch (`vocabulary_clusters.size_ladder`). Each tuple is one shape, and one graph. The tuple
+depends only on the settings and the batch, so a resumed run has the same shapes.
 """
 
 from __future__ import annotations
@@ -29,46 +28,51 @@ from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partitio
 
 
 class StepInput(NamedTuple):
-    """Input of one training step on this rank. The reader thread prepares it."""
+    """Input of one training step on this rank. The reader thread prepares it for the training loop."""
 
     batches: list[Batch]
-    """One batch per micro-batch, in the order of the lanes. It is in pinned host memory if the device is a GPU."""
+    """One batch per micro-batch, in the order of the lanes (batch rows). They are in pinned host memory if the device
+    is a GPU."""
     num_scored: int
     """Number of this rank's targets that are scored."""
     stream: StreamState
-    """Position of the stream after this step."""
+    """Position in the training text after this step, for a checkpoint."""
 
 
 class BatchMaker(NamedTuple):
     """Converter of token segments to model batches, for training and validation.
 
-    It sorts token ids into the clusters of the vocabulary, whose borders are the two edges, and marks the targets that
-    are scored.
+    It sorts token ids into the clusters of the vocabulary, and marks the targets that are scored.
     """
 
     embedding_edges: tuple[int, ...]
+    """Edges of the clusters of the embedding: the first id of each cluster, then the vocabulary size."""
     softmax_edges: tuple[int, ...]
+    """Edges of the clusters of the softmax, in the same form."""
     mask_documents: bool
+    """Whether tokens attend only within their document."""
     rows_multiple: int = 0
     """Multiple to which each cluster's rows are padded. 0 pads them to one of a few fixed sizes."""
     half_loss: bool = False
     """Whether only the last half of a segment's targets is scored. `for_training` sets it."""
 
     def for_training(self, *, half_loss: bool) -> BatchMaker:
-        """Return the maker for training text. With `train.half_loss` it scores fewer targets."""
+        """Return the maker for training text. With `half_loss` it marks only the last half of the targets as scored."""
         return self._replace(half_loss=half_loss)
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
-        """Cut a rank's segment into micro-batches of `lanes` lanes each, in lane order."""
+        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows) each, in lane order."""
         num_lanes = segment.tokens.shape[0]
         return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, num_lanes, lanes)]
 
     def batch(self, segment: Segment, *, rows: slice = slice(None)) -> Batch:
-        """Make one batch of some lanes. It shares the segment's memory where possible.
+        """Make one batch of the segment's `rows`, by default of all rows. It shares the segment's memory where
+        possible.
 
-        With document masks an end-of-text belongs, as an input, to the document that it opens. It attends to itself
-        alone and predicts that document's first token. A target is not scored if it is not in its input's document.
-        That happens where a document begins without an end-of-text, or was cut at the border of a lane's piece.
+        With document masks an end-of-text token belongs, as an input, to the document that it opens. It attends to
+        itself alone and predicts the first token of that document. A target is not scored if it is not in its input's
+        document. That is the case where a document begins without an end-of-text token, or where the border of a lane's
+        text cuts a document.
         """
         tokens = segment.tokens[rows, :-1]
         targets = segment.tokens[rows, 1:]
@@ -108,7 +112,8 @@ class BatchMaker(NamedTuple):
         return sizes_for(counts, edges=self.softmax_edges, num_tokens=targets.size)
 
     def _partition(self, ids: np.ndarray, edges: tuple[int, ...], sizes: tuple[int, ...]) -> Partition | None:
-        """Sort the ids into clusters. Returns None if there is only one cluster."""
+        """Return the ids sorted into clusters. `edges` are the edges of the clusters. Returns None if there is only one
+        cluster."""
         if len(edges) == 2:
             return None
         flat = np.ascontiguousarray(ids).reshape(-1)
@@ -119,7 +124,7 @@ class BatchMaker(NamedTuple):
 def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool = False) -> BatchMaker:
     """Return the maker of batches for a model. With `for_graphs` its batches have only a few different shapes.
 
-    Ids that are out of range raise DataError when a batch is made, not here.
+    Ids outside the vocabulary raise DataError only when a batch is made.
     """
     if model.embedding.weight(0).device.type == "cpu":
         kind = "cpu"
@@ -133,9 +138,9 @@ def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool 
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to pinned memory, in the reader thread. On a CPU it returns the batch itself.
+    """Return a copy of a batch in pinned memory. On a CPU the batch itself is returned. Called in the reader thread.
 
-    torch keeps a ring of such buffers, and reuses a buffer only after the copy from it has ended.
+    torch keeps a set of pinned buffers, and uses a buffer again only after the copy from it has ended.
     """
     if device.type == "cpu":
         return batch
@@ -143,7 +148,8 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy a batch to a device. The copy does not wait if the batch is pinned. On a CPU it returns the batch itself."""
+    """Return a copy of a batch on a device. The host does not wait if the batch is pinned. On a CPU the batch itself is
+    returned."""
     if device.type == "cpu":
         return batch
     return _mapped(batch, lambda value: value.to(device, non_blocking=True))
@@ -174,10 +180,10 @@ def read_inputs(
     depth: int,
     device: torch.device,
 ) -> Iterator[StepInput]:
-    """Yield the input of each step of this rank's `lanes`, from a position of the stream on.
+    """Yield the input of each step for this rank's `lanes`, from the position `stream` on.
 
-    It runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that are
-    prefetched.
+    This runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that
+    are prefetched.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
@@ -198,10 +204,10 @@ def read_inputs(
 
 
 def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
-    """Yield, without end, the batches that a run of one process trains on: for a training loop of your own.
+    """Yield the training batches of a run in one process, without end. Use it in a training loop of your own.
 
-    Each batch has all lanes; the first one is that of the first step. Raises DataError if the corpus of `data.path`
-    cannot be read.
+    Each batch has all lanes (batch rows), and the first batch is that of the first step. Raises DataError if the corpus
+    of `data.path` cannot be read.
     """
     train = config.train
     mask_documents = config.data.document_mask

@@ -2,14 +2,14 @@
 
     on_train_start -> (on_step_end | on_validation_end | on_save) ... -> on_train_end, or on_exception
 
-A callback is any object with at least one of these methods. It may derive from that class, but need not.
+A callback is any object with at least one of these methods. It may derive from `Callback`, but this is not necessary.
 
-Every method runs on every rank, at the same step, except `state_dict`, which runs on rank 0. What a method gets is
-read-only: values, and copies of arrays. Random generators and torch's global settings are put back after each call. So
-a run with callbacks has the losses of a run without them, bit for bit.
+Every method runs on every rank, at the same step, except `state_dict`, which runs on rank 0. The arguments of a method
+are read-only: values, and copies of arrays. Random generators and torch's global settings are restored after each call.
+So a run with callbacks has the losses of a run without them, bit for bit.
 
-A method that raises on one rank ends the run on all ranks with one error, which names the callback, the rank and the
-step. The ranks therefore agree after each event that a callback handles: one small collective on the host.
+If a method raises an error on one rank, the run ends on all ranks with one error. This error names the callback, the
+rank and the step. Therefore the ranks exchange a small message on the host after each event that a callback handles.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class RunResult(NamedTuple):
     checkpoint: Path | None
     """The newest checkpoint of the run."""
     run_dir: Path
+    """Folder of the run."""
 
     @property
     def exit_code(self) -> int:
@@ -71,9 +72,13 @@ class TrainStart(NamedTuple):
     step: int
     """Number of finished steps: 0 for a new run, else the step of the checkpoint that the run resumes."""
     rank: int
+    """Number of this rank, from 0."""
     world_size: int
+    """Number of ranks."""
     device: str
+    """Device of this rank, for instance cuda:0 or cpu."""
     num_parameters: int
+    """Number of trainable values of the model."""
     vocab_size: int
 
     @property
@@ -92,6 +97,7 @@ class StepEnd(NamedTuple):
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
+    """Learning rate of the step."""
     skipped: bool
     """Whether the step changed no weight, because its loss or gradient was not finite."""
     tokens_seen: int
@@ -104,8 +110,9 @@ class ValidationEnd(NamedTuple):
     """Argument of the callback method `on_validation_end`. All fields are the same on every rank."""
 
     step: int
+    """Number of finished steps at this validation."""
     loss: float
-    """Loss of the first corpus' validation split in nats per token."""
+    """Loss of the first corpus's validation split in nats per token."""
     losses: Mapping[str, float]
     """Losses by the name of their record in metrics.jsonl: `eval`, and `eval_NAME` for further corpora."""
     is_best: bool
@@ -223,7 +230,7 @@ class Callbacks:
             )
         self._has_started = False
         self.validated_step = -1
-        """Step of the last validation that the callbacks know of."""
+        """Step of the last validation that was passed to the callbacks. It is -1 before the first validation."""
 
     @property
     def stateful(self) -> list[str]:
@@ -248,7 +255,7 @@ class Callbacks:
                 )
 
     def handles(self, hook: str) -> bool:
-        """Whether any callback has this method."""
+        """Return whether any callback has this method."""
         return any(_has(callback, hook) for callback in self._callbacks)
 
     def start(self, start: TrainStart) -> None:
@@ -302,11 +309,15 @@ class Callbacks:
         known = {_name(callback): callback for callback in self._callbacks if _has(callback, "state_dict")}
         if get_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
-                logger.warning("callback %s: the checkpoint of step %d has no state of it; it starts new", name, step)
+                logger.warning(
+                    "callback %s: the checkpoint of step %d has no state of this callback. The callback starts new",
+                    name,
+                    step,
+                )
             for name in sorted(states.keys() - known.keys()):
                 logger.warning(
-                    "callback %s: the checkpoint of step %d has its state, but the run has no such callback; the state "
-                    "is dropped",
+                    "callback %s: the checkpoint of step %d has a state of it, but the run has no such callback. The "
+                    "state is dropped",
                     name,
                     step,
                 )
@@ -371,7 +382,7 @@ def _shown(thing: object) -> str:
 
 
 def _has(callback: object, method: str) -> bool:
-    """Whether a callback has a method of its own, not the one of `Callback` that does nothing."""
+    """Return whether a callback has a method of its own. The methods of `Callback`, which do nothing, do not count."""
     function = getattr(callback, method, None)
     return callable(function) and getattr(function, "__func__", None) is not getattr(Callback, method)
 
@@ -390,7 +401,7 @@ def _name(callback: object) -> str:
 
 @contextmanager
 def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
-    """Turn an error of a callback into a TrainingError that names the callback.
+    """Return a context manager that turns an error of a callback into a TrainingError that names the callback.
 
     Changes that the callback makes to global state are undone.
     """
@@ -406,7 +417,7 @@ def _guarded(callback: object, method: str, *, step: int) -> Iterator[None]:
 
 @contextmanager
 def _untouched() -> Iterator[None]:
-    """Put back what the block changes of random generators and of torch's global settings."""
+    """Return a context manager that restores random generators and torch's global settings after its block."""
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     torch_state = torch.get_rng_state()
@@ -435,7 +446,7 @@ def _untouched() -> Iterator[None]:
 
 
 def _described(error: BaseException) -> str:
-    """Describe an error in one line, with the place that raised it."""
+    """Return a description of an error in one line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     if frames:
         where = f" ({frames[-1].filename}:{frames[-1].lineno})"

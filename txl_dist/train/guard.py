@@ -37,14 +37,14 @@ class Guard:
         self._settings = context.config.guard
 
     def should_rewind(self, health: Health) -> bool:
-        """Whether the last steps had so many spikes that the run must rewind."""
+        """Return whether the last steps had enough spikes that the run must rewind to an earlier checkpoint."""
         return rules.should_rewind(health, self._settings)
 
     def judge(self, before: TrainState, decision: StepResult, *, step: int) -> Health:
-        """Return the health after a step, and report skipped steps and spikes. Raises TrainingError if a limit is
-        reached.
+        """Return the health of the run after a step, and report skipped steps and spikes.
 
-        `before` is the state before the step, and `decision` is the step's result.
+        `before` is the state before the step, and `decision` is the step's result. Raises TrainingError if a limit of
+        the section `guard` is reached.
         """
         skipped = not math.isfinite(decision.grad_norm)
         health, spikes = rules.after_step(
@@ -57,7 +57,7 @@ class Guard:
         )
         if skipped:
             warn_for_all(
-                "step %d is skipped on all ranks: loss %s, gradient norm %s; weights and memories stay as they were",
+                "step %d is skipped on all ranks: loss %s, gradient norm %s. Weights and memories are unchanged",
                 step,
                 decision.loss,
                 decision.grad_norm,
@@ -65,7 +65,7 @@ class Guard:
             self._reporter.write("event", {"event": "skipped", "step": step, "loss": decision.loss})
         for spike in spikes:
             warn_for_all(
-                "spike at step %d: %s %.4g, the median before it %.4g (%.1f sigma)",
+                "spike at step %d: %s %.4g after a median of %.4g (%.1f sigma)",
                 step,
                 spike.what,
                 spike.value,
@@ -83,8 +83,8 @@ class Guard:
     def check_replicas(self, parameters: Iterable[tuple[str, Tensor]], *, step: int) -> None:
         """Compare the weights of all ranks, if this step requires it. Raises TrainingError if they differ.
 
-        Call it before the update. At stages 1 and 2 the update gives every rank the weights of their owners, so it
-        would hide a difference.
+        Call it before the update. At ZeRO stages 1 and 2 each weight has an owner. The update overwrites the other
+        ranks' copies with the owner's weights, so a difference would no longer be visible.
         """
         every = self._settings.check_replicas_every_steps
         if not every or step % every or self._context.config.engine.zero_stage == 3:  # where no weight is replicated
@@ -118,6 +118,7 @@ class Guard:
         else:
             ranks = ""
         return (
-            f"{reason}. The run stops before saving it; step {before.step + 1}{ranks} read {documents}. Continue from "
-            "the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 instead of fp16."
+            f"{reason}. The run stops before a checkpoint stores this state. Step {before.step + 1}{ranks} read "
+            f"{documents}. Continue from the last checkpoint with a lower optim.lr, more optim.warmup_steps, or bf16 "
+            "instead of fp16."
         )

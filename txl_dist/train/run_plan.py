@@ -1,10 +1,10 @@
 """The plan of a run: everything that follows from its settings, ranks and corpora, derived once and passed on.
 
-    settings -> stages -> batch plan, corpora, warnings of each -> number of parameters
+    settings -> phases -> batch plan, corpora, warnings of each phase -> number of parameters
 
-The start, the dry run, the report of a run and its checkpoints read these values and derive none of them again. Nothing
-is written here, nothing large is allocated, and no checkpoint is read. So every rank can make the plan, and it can be
-refused before anything is touched.
+The start, the dry run, the report of a run and its checkpoints read these values and derive none of them again. To make
+a plan, nothing is written, no checkpoint is read, and no large memory is allocated. So every rank can make the plan,
+and settings that do not fit are refused before anything is changed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Stage(NamedTuple):
 
 
 class RunPlan(NamedTuple):
-    """Everything that is known about a run before its start. It is the same on every rank, apart from the rank's
+    """All values that are known about a run before its start. They are the same on every rank, except the rank's
     lanes."""
 
     saved_settings: SavedSettings

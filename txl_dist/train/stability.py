@@ -4,13 +4,13 @@
 This module uses no torch, ranks or files. All ranks compute the same from the same numbers.
 
 A spike is a loss or a gradient norm far above those of the steps before it. Both are positive and their noise is
-proportional, so distances are taken between logarithms: a value is a spike when
+proportional, so distances are taken between logarithms. A value is a spike when
 
-    ln(value / median)  >  spike_sigma * max(1.4826 * MAD, 0.02)        over the last spike_window accepted steps,
+    ln(value / median) > spike_sigma * max(1.4826 * MAD, 0.02)    over the last spike_window accepted steps
 
-with MAD the median distance from the median, which neither a spike nor a falling loss changes much. A spike does not
-enter the window. More than `spike_patience` spikes in a row are a new level: their values enter the window, and they
-are not reported any more.
+MAD is the median distance from the median. Neither a spike nor a falling loss changes MAD much. A spike does not enter
+the window. More than `spike_patience` consecutive spikes are a new level: their values enter the window, and they are
+not reported any more.
 
 Limitations: a rise that is slow compared with the window moves the median, and is never a spike.
 """
@@ -62,7 +62,7 @@ class Health:
     grad_norms: tuple[float, ...] = ()
     """Gradient norms of the last accepted steps, at most `spike_window` of them."""
     spikes_in_row: int = 0
-    """Length of the present row of spikes. Steps that were skipped after the first spike count too."""
+    """Number of consecutive spikes up to now. Steps that were skipped after the first spike count too."""
     num_spikes: int = 0
     """Number of steps with a reported spike in the whole run."""
     rewinds: int = 0
@@ -90,8 +90,8 @@ def after_step(
 ) -> tuple[Health, list[Spike]]:
     """Return (the health after a step, the spikes to report).
 
-    `loss` in nats per token and `grad_norm` are the values of all ranks, where 0 means unknown. `skipped` says that the
-    step changed no weight, because one of these values is not finite or the optimizer refused the step. The function
+    `loss` in nats per token and `grad_norm` are the values of all ranks, and 0 means that a value is unknown. `skipped`
+    says that the step changed no weight, because a value is not finite or the optimizer refused the step. The function
     takes tens of microseconds.
     """
     if skipped:
@@ -141,12 +141,12 @@ def after_rewind(health: Health, *, to: Health) -> Health:
 
 
 def should_rewind(health: Health, guard: GuardSection) -> bool:
-    """Whether the last step completed the number of consecutive spikes that causes a rewind."""
+    """Return whether the last step completed the number of consecutive spikes that causes a rewind."""
     return guard.on_spike == "rewind" and health.spikes_in_row == guard.spike_patience
 
 
 def reason_to_stop(health: Health, guard: GuardSection) -> str:
-    """Return the limit that was reached, as the start of an error message, or an empty text."""
+    """Return the limit that the run has reached, as the start of an error message, or an empty text."""
     if health.skipped_in_row >= guard.max_consecutive_skips:
         return (
             f"the loss or the gradient was not finite in {counted(health.skipped_in_row, 'step')} in a row "
@@ -159,19 +159,19 @@ def reason_to_stop(health: Health, guard: GuardSection) -> str:
         )
     if should_rewind(health, guard) and health.rewinds >= guard.max_rewinds:
         return (
-            f"loss or gradient norm rose out of the ordinary again after {health.rewinds} rewinds "
+            f"the loss or the gradient norm had a spike again after {health.rewinds} rewinds "
             f"(guard.max_rewinds={guard.max_rewinds})"
         )
     return ""
 
 
 def _is_known(value: float) -> bool:
-    """Whether a value was measured and is finite."""
+    """Return whether a value was measured and is finite."""
     return 0 < value < math.inf
 
 
 def _spike(step: int, what: str, value: float, window: tuple[float, ...], *, guard: GuardSection) -> Spike | None:
-    """Return the spike if a value is one compared with its window, else None.
+    """Return the spike if a value is a spike compared with its window, else None.
 
     The result is also None if the window is less than half full.
     """

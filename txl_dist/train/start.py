@@ -2,7 +2,7 @@
 
     join ranks -> check the run -> lock the run -> choose a checkpoint -> open the run -> build the engine -> `loop`
 
-Until the run is opened nothing is written but its lock, so a run that is refused leaves no trace.
+Before the run is opened, only its lock is written. So a run that is refused leaves no files.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def pretrain(
     Args:
         config: A `Config`, the path of a TOML file, or settings by section, as `configure` takes them:
             `{"data": {"path": "data/first"}, "train": {"max_steps": 100}}`.
-        callbacks: The caller's own code at the events of the run; the same on every rank. Objects with some of the
-            methods of `Callback`.
-        resume: auto resumes the newest undamaged checkpoint if there is one, must requires one, never refuses one. The
-            path of a checkpoint folder resumes that one.
-        max_time_s: Age of the process in seconds after which the run saves and stops; 0 means no limit.
+        callbacks: The caller's own code at the events of the run. They are objects with some of the methods of
+            `Callback`, and must be the same on every rank.
+        resume: "auto" resumes the newest undamaged checkpoint if there is one. "must" requires a checkpoint, and
+            "never" refuses one. The path of a checkpoint folder resumes that checkpoint.
+        max_time_s: Age of the process in seconds after which the run saves and stops. 0 means no limit.
         profile: Steps that rank 0 traces (see `profile`).
 
     Raises TxlError on every rank: ConfigError for settings, callbacks or paths that cannot be used, TrainingError for
-    what a callback raises, and others.
+    an error that a callback raises, and others.
     """
     config = _as_config(config)
     check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume=resume)
@@ -171,7 +171,7 @@ def _train(
 
 @contextmanager
 def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
-    """Close the engine at the end of the block, also after an error.
+    """Return a context manager that closes the engine at the end of its block, also after an error.
 
     On a GPU the engine stays open after an error of this rank alone. Closing waits for the device, and the device may
     wait for ranks that no longer exist.
@@ -187,7 +187,10 @@ def _closing(engine: Engine, ranks: RankInfo) -> Iterator[None]:
 
 
 def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Start, Engine]:
-    """Start the phase in which the run continues. Returns (its context, its start, an engine for it)."""
+    """Start the phase in which the run continues: choose a checkpoint, open the run directory, build the engine.
+
+    Returns (the context of the phase, the result of the checks, the engine).
+    """
     choice = choose_together(plan.run_dir, resume, ranks=plan.ranks)
     stage = plan.stage_at(choice.saved.step if choice.saved else 0)
     context = stage.context
@@ -241,7 +244,7 @@ def _check_plugins() -> None:
 
 
 def _describe_plugins(plugins: Iterable[Plugin]) -> str:
-    """List names, versions and hashes of plugins; "none" if there are none."""
+    """Return names, versions and hashes of plugins as text, or "none" if there are no plugins."""
     described = [f"{plugin.name} {plugin.version} ({plugin.sha256[:12]})".replace("  ", " ") for plugin in plugins]
     return ", ".join(described) or "none"
 
@@ -261,7 +264,7 @@ def _check_fits(plan: RunPlan) -> None:
 def _check_run(stage: Stage, choice: Choice) -> Start:
     """Check shards, tokenizer and the chosen checkpoint, on rank 0. Nothing is written.
 
-    Returns how the run starts. Raises TxlError if the run cannot start.
+    Returns the result of the checks, which says how training starts. Raises TxlError if the run cannot start.
     """
     context = stage.context
     saved = choice.saved
@@ -305,7 +308,10 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
 
 
 def _open_run(plan: RunPlan, start: Start) -> None:
-    """Make or continue the run directory, on rank 0, after all checks. Raises ConfigError if that fails."""
+    """Create the run directory, or continue to use it, on rank 0. All checks come first.
+
+    Raises ConfigError if that fails.
+    """
     run_dir = plan.run_dir
     if start.saved:
         checkpoint = start.saved.folder
@@ -328,7 +334,7 @@ def _leave(plan: RunPlan, state: TrainState, watch: Watch, result: RunResult) ->
     """
     stopped = result.ended == "stopped"
     if stopped:
-        warn_for_all("stopped at step %d by %s; the same command continues", state.step, result.reason)
+        warn_for_all("stopped at step %d by %s. The same command continues the run", state.step, result.reason)
     if plan.ranks.is_rank0:
         try:
             watch.stops.clear()
@@ -344,6 +350,6 @@ def _leave(plan: RunPlan, state: TrainState, watch: Watch, result: RunResult) ->
 
 
 def _remove_if_empty(run_dir: Path) -> None:
-    """Remove the folder of a run that was refused."""
+    """Remove the folder of a run if the folder is empty, because the run was refused."""
     with suppress(OSError):
         run_dir.rmdir()

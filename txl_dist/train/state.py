@@ -22,12 +22,13 @@ class EvaluationPlan(NamedTuple):
     """Lengths and options of the evaluations of the validation splits during a run."""
 
     num_lanes: int
+    """Number of lanes (batch rows): stripes into which a split is cut."""
     segment_len: int
     """Tokens per lane and forward pass."""
     overlap_len: int
     """Tokens before each segment that are run again as context and not scored."""
     memory_len: int
-    """Tokens of memory per batch row."""
+    """Tokens of memory (hidden states of earlier segments) per batch row."""
     max_tokens: int
     """Largest number of tokens of a split that are scored. 0 means all tokens."""
     with_accuracy: bool
@@ -41,25 +42,29 @@ class RunContext:
     config: Config
     """Settings of this phase."""
     saved_settings: SavedSettings
+    """Settings of the whole run, as config.toml and the checkpoints store them."""
     steps: range
     """Steps of this phase: from the number of finished steps at its beginning to the number at its end."""
     plan: BatchPlan
+    """Division of the batch into ranks and micro-batches."""
     ranks: RankInfo
+    """This rank, the number of ranks, and the device."""
     corpora: Corpora
-    """The splits to train on and to evaluate, and where the lanes of a new run begin."""
+    """The splits to train on and to evaluate, and the positions at which the lanes of a new run begin."""
     run_dir: Path
     """Folder of the run."""
     vocab_size: int
     """Vocabulary size, the same for all corpora."""
     lanes: range
-    """Global ids of this rank's lanes."""
+    """Global ids of this rank's lanes (batch rows, each with its own token stream)."""
     scored_len: int
     """Number of targets per segment whose loss counts in training. They are the last targets of the segment."""
     evaluation: EvaluationPlan
+    """Lengths and options of evaluations during the run."""
     flops: dict[str, float]
     """Operations per trained token, by part of the model (`flops_by_part`)."""
     peak_flops: float
-    """Peak rate of all devices together in operations per second. 0 if it is not known."""
+    """Peak rate of all devices together in operations per second, or 0 if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,6 @@ class TrainState:
     health: Health
     """Counts of skipped steps, and recent losses, which the detection of spikes uses."""
     stream: StreamState
-    """Position after the last segment that was trained on. Prefetched segments do not count."""
+    """Position in the training text after the last segment that was trained on. Prefetched segments do not count."""
     memories: tuple[Memory, ...]
     """One memory per micro-batch of this rank, in lane order. A skipped step does not change it."""

@@ -1,8 +1,8 @@
 """One training step of this rank, up to its update: the micro-batches, and a decision that all ranks take together.
 
 Only that decision (`reduce_step`) waits for the device. One small reduction shows every rank whether loss and gradient
-are finite everywhere, whether a stop was asked for, and whether a checkpoint is written. All ranks skip a step that is
-not finite: weights, moments and memories stay as they were, and the step's text is skipped.
+are finite everywhere, whether a stop was requested, and whether a checkpoint is written. All ranks skip a step that is
+not finite: weights, moments and memories stay unchanged, and the step's text is skipped.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class Stepper:
     ) -> tuple[tuple[Memory, ...], StepResult]:
         """Make step number `step`, counted from 1, without the weight update. `votes` are the flags of this rank.
 
-        Returns (the memories after the step, or the given memories if the step is skipped; the result for all ranks).
+        Returns (memories, result). The memories are those after the step, or the given ones if the step is skipped. The
+        result is that of all ranks.
         """
         fault = failpoint("step", step=step)
         if fault == "flip":
@@ -115,10 +116,10 @@ class Stepper:
         return tuple(memories if is_skipped else after), decision
 
     def _normalizer(self, step_input: StepInput, fault: str) -> Tensor | float:
-        """Return the divisor of a micro-batch's summed loss.
+        """Return the number by which the summed loss of a micro-batch is divided.
 
-        With it, the mean over micro-batches and ranks is the mean over all scored tokens. Ranks score different
-        numbers of tokens with document masks, or when damaged text is skipped.
+        With this number the mean over micro-batches and ranks is the mean over all scored tokens. Ranks score different
+        numbers of tokens if documents are masked, or if damaged text is skipped.
         """
         fault_factor = {"nan": math.nan, "inf": 0.0, "spike": 0.02}.get(fault, 1.0)
         plan = self._plan
@@ -130,9 +131,9 @@ class Stepper:
 
 
 def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags, world_size: int) -> StepResult:
-    """Combine the results and flags of all ranks. This is the one point of a step that waits for the device.
+    """Combine the results and flags of all ranks. Only here does a step wait for the device.
 
-    `loss` is the mean of this rank, `grad_norm` that of all ranks. `skip` asks all ranks to skip the step.
+    `loss` is the mean of this rank, and `grad_norm` is that of all ranks. `skip` asks all ranks to skip the step.
     """
     with waiting():  # on a GPU also for the kernels issued before, and for those of the other ranks
         local_loss = loss.double()
@@ -152,16 +153,17 @@ def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags
 
 
 def _corrupted(memory: Memory, fault: str) -> Memory:
-    """Make a memory NaN if the injected fault is "nan", because wrong activations would reach the memory too."""
+    """Return the memory, with NaN in all its values if the injected fault is nan. Wrong activations would reach the
+    memory too."""
     if fault != "nan":
         return memory
     return memory._replace(hidden=tuple(hidden_BMD * math.nan for hidden_BMD in memory.hidden))
 
 
 def _flip_bit(parameter: Tensor) -> None:
-    """Inject silent corruption into one value of this rank's weights, by about a tenth of the value.
+    """Inject silent corruption: change one value of this rank's weights by about a tenth of the value.
 
-    The last bit would not do: the next update could round it away.
+    A change of the last bit would not be enough, because the next update could round it away.
     """
     place = parameter.element_size() - 2
     parameter.detach().view(-1).view(torch.uint8)[place : place + 1] ^= 0x10

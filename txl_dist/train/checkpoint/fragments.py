@@ -119,7 +119,7 @@ class FragmentFiles:
 
 
 class _FragmentFile:
-    """One open file of fragments."""
+    """One open file of fragments, as `FragmentFiles` reads it."""
 
     def __init__(self, path: Path) -> None:
         """Open the file and read its index. Raises CheckpointError if it is damaged."""

@@ -1,7 +1,7 @@
-"""The decisions about checkpoints: when to save, and which to keep. `writer` writes them.
+"""The decisions about checkpoints: when to save, and which checkpoints to keep. `writer` writes them.
 
-One save is in flight at a time. A failed one is tried again. Old checkpoints are removed after a new one is complete.
-All methods are called by all ranks together.
+One save is in progress at a time. A failed save is tried again. Old checkpoints are removed after a new one is
+complete. All ranks call all methods together.
 """
 
 from __future__ import annotations
@@ -108,8 +108,10 @@ class CheckpointManager:
 
     @property
     def is_late(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last save began. Always False on ranks other than
-        0."""
+        """Whether `checkpoint.every_minutes` have passed since the last save began.
+
+        It is always False on ranks other than 0.
+        """
         interval_s = 60 * self._context.config.checkpoint.every_minutes
         return self._context.ranks.is_rank0 and interval_s > 0 and self._clock_s() - self._counts_from_s >= interval_s
 
@@ -189,9 +191,9 @@ class CheckpointManager:
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
         """Save the state before the run ends, and retry a failed save for `patience_s` seconds.
 
-        A stop request during these retries leads to one last attempt at once. If the run ends because it was `stopped`,
-        only a second request does so. Raises CheckpointError on every rank if the state cannot be saved, or if the run
-        directory no longer exists.
+        A stop request during these retries leads to one last attempt at once. If the run ends because of a stop request
+        (`stopped`), only a second request does so. Raises CheckpointError on every rank if the state cannot be saved,
+        or if the run directory no longer exists.
         """
         if stopped:
             self._obeyed_stops = None
@@ -263,7 +265,7 @@ class CheckpointManager:
         return "starts from step 0"
 
     def _wait(self, seconds: float) -> bool:
-        """Wait equally long on all ranks. Returns whether any rank was asked to stop (`_is_asked_to_leave`)."""
+        """Wait for the same time on all ranks. Returns whether any rank was asked to stop (`_is_asked_to_leave`)."""
         end_s = time.monotonic() + seconds
         is_over = is_asked = False
         while not is_over and not is_asked:
@@ -355,7 +357,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
 
 
 def _may_be_taken(descriptor: int) -> bool:
-    """Whether no process is reading the folder, according to the folder's lock."""
+    """Return whether no process is reading the folder, according to the folder's lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -7,12 +7,13 @@
       state.json                      TrainState, stream position, fingerprints, shapes of the parameters
       MANIFEST.json                   every file's bytes and sha256
 
-Nothing in it depends on the number of ranks or the ZeRO stage. Memories are stored by lane, weights by parameter, and
-each rank reads the slices it needs. Nothing in it is a pickle. A run resumes the newest checkpoint that its manifest
-proves complete: newest by step, never by clock.
+A checkpoint does not depend on the number of ranks or the ZeRO stage. Memories are stored by lane, weights by
+parameter, and each rank reads the slices it needs. No file is a pickle. A run resumes the newest checkpoint that its
+manifest proves complete. The newest is the one with the highest step, not with the latest time.
 
-config.toml keeps the paths of the corpora as given, which may be relative. state.json has the absolute paths too, so
-that the corpora are found from another working directory. They are not compared when a run resumes.
+The file config.toml keeps the paths of the corpora as given, which may be relative. The file state.json has the
+absolute paths too, so that the corpora are found from another working directory. The absolute paths are not compared
+when a run resumes.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ from txl_dist.train.state import RunContext, TrainState
 
 @contextmanager
 def keep_while_reading(folder: Path) -> Iterator[None]:
-    """Keep a checkpoint from being pruned during the block, by a lock that is released at the latest when this process
-    ends.
+    """Return a context manager that keeps a checkpoint from being pruned during its block, by a lock.
 
-    The checkpoint can still disappear before the block begins. On a file system without such locks it can also
-    disappear during the block. So a caller that cannot read the checkpoint must check whether it still exists.
+    The lock is released at the latest when this process ends. The checkpoint can still disappear before the block
+    begins. On a file system without such locks it can also disappear during the block. So a caller that cannot read the
+    checkpoint must check whether it still exists.
     """
     descriptor = -1
     with suppress(OSError):
@@ -85,13 +86,13 @@ class Choice(NamedTuple):
     """Decision whether a run resumes a checkpoint or starts with new weights."""
 
     saved: SavedState | None
-    """State of the checkpoint to resume; None for a new run."""
+    """State of the checkpoint to resume, or None for a new run."""
     remarks: list[str]
     """Warnings for the log, one sentence each."""
 
 
 def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
-    """Find the newest checkpoint of a run in which the function `look` finds no problem."""
+    """Find the newest checkpoint of a run in which the function `look` finds no problem, by default `examine`."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
         problems, saved = look(path)
@@ -104,11 +105,11 @@ def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
 def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) -> Choice:
     """Choose the checkpoint to resume by `--resume auto|must|never|PATH`.
 
-    With PATH, a run that already has checkpoints of its own continues from those.
+    With PATH, a run that already has checkpoints of its own continues from its own checkpoints.
 
-    Raises CheckpointError if a checkpoint is required and none is whole, if the whole one has another format version,
-    if the run has checkpoints and `resume` is never, or if PATH is an older checkpoint of this same run. In that case
-    its newer checkpoints would be mixed with those of the new branch.
+    Raises CheckpointError if a checkpoint is required and none is undamaged, or if the undamaged one has another format
+    version. Raises it also if `resume` is never and the run has checkpoints. PATH must not be an older checkpoint of
+    the same run, because the newer checkpoints would be mixed with those of the new branch.
     """
     existing = list_checkpoints(run_dir)
     remarks = []
@@ -155,7 +156,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
 
 
 def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
-    """Choose the checkpoint on rank 0 by `choose_checkpoint`, with all ranks sharing the hashing of files.
+    """Choose the checkpoint on rank 0 by `choose_checkpoint`. All ranks hash a share of the files.
 
     All ranks call it together. Only rank 0 lists folders, because on a network file system the cache of another node
     may show an older listing.
@@ -187,10 +188,10 @@ def examine_together(folder: Path, ranks: RankInfo) -> Examination:
 
 
 def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
-    """Refuse a checkpoint that this job cannot continue. Returns the warnings for the log, one sentence each.
+    """Check that this job can continue a checkpoint, and return the warnings for the log, one sentence each.
 
-    Raises CheckpointError if the tokenizer differs, or if losses before and after would count different tokens. Raises
-    ConfigError if a frozen setting differs.
+    Raises CheckpointError if the tokenizer differs, or if losses before and after the resume would count different
+    tokens. Raises ConfigError if a frozen setting differs.
     """
     folder = saved.folder
     config = load_config(saved.folder / SETTINGS)
@@ -222,7 +223,7 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
 
 
 def scores_first_tokens(config: Config, saved: SavedState) -> bool:
-    """Whether the program that wrote a checkpoint scored the first token of a document after an end-of-text token.
+    """Return whether the program that wrote a checkpoint scored the first token of a document after an end-of-text.
 
     Older programs did not score this token with document masks. `config` contains the checkpoint's settings.
     """
@@ -230,7 +231,7 @@ def scores_first_tokens(config: Config, saved: SavedState) -> bool:
 
 
 def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
-    """Return (position at which the stream continues, warnings for the log).
+    """Return (the position in the text at which training continues, warnings for the log).
 
     `wanted` is the first state of a new run with the present settings. Raises CheckpointError if the checkpoint was
     trained on other data or with another seed.

@@ -1,10 +1,12 @@
 """The checks that a checkpoint is sound: complete by its manifest, files of the right form, and all of one save.
 
 A manifest proves that no byte has changed, but not that all files are of the same save. So every file of tensors holds
-the sha256 of the `state.json` that it was saved with (`STATE_KEY`). `state.json` in turn holds those of the settings
-and of `tokenizer.json`. A file of memories also names its lanes (`LANES_KEY`). File names and shapes must cover each
-lane and each parameter once. Hashes that an older program did not write are not compared. It always wrote that of the
-tokenizer, and its files of tensors hold their state's hash all or none.
+the sha256 of the `state.json` that it was saved with (`STATE_KEY`). `state.json` in turn holds the sha256 of the
+settings and of `tokenizer.json`. A file of memories also names its lanes (`LANES_KEY`). File names and shapes must
+cover each lane and each parameter once.
+
+Hashes that an older program did not write are not compared. Every older program wrote the hash of the tokenizer. Either
+all or none of its files of tensors hold the hash of `state.json`.
 
 Limitations: only headers of tensors are read here. The probe checks the values (`engine_probe.check_probe`).
 """

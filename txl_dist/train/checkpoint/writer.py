@@ -1,12 +1,12 @@
-"""The writer of checkpoints, in the background: each is complete or absent, and one is written at a time.
+"""The background writer of checkpoints. A checkpoint is complete or absent, and one is written at a time.
 
-    step boundary   state is copied into host memory                   `begin`, all ranks; the step waits for this
+    step boundary   state is copied into host memory                   `begin`, all ranks. The step waits for this
     during steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives
-    step boundary   all ranks have written: manifest and rename        `finish`, all ranks; the rename commits
+    step boundary   all ranks have written: manifest and rename        `finish`, all ranks. The rename commits
 
-Files go to `step_N.tmp-NONCE`. A crash leaves the committed folder or that one, which nobody reads and the next start
-removes. An error of the file system never ends a run here. The files written are removed, `finish` returns the reason
-on every rank, and the loop tries again later.
+Files are first written to the folder `step_N.tmp-NONCE`. After a crash, either this folder or the committed folder
+exists. No code reads the temporary folder, and the next start removes it. An error of the file system never ends a run
+here. The written files are removed, `finish` returns the reason on every rank, and the loop tries again later.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class AsyncWriter:
         """Wait until all ranks have written their files.
 
         The collectives are short, so a rank with a slow disk does not count as hanging. This rank sends a heartbeat
-        while its files grow or are finished. So the watchdog reports the rank whose disk makes no progress.
+        while its files grow, and after they are finished. So the watchdog reports the rank whose disk makes no
+        progress.
         """
         last_num_bytes = -1
         while not all(gather_objects(self.is_written)):
@@ -210,8 +211,10 @@ class AsyncWriter:
         return files
 
     def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
-        """Copy tensors to host memory. Tensors that are on the host and are written before the next step are not
-        copied."""
+        """Return copies of tensors in host memory.
+
+        Tensors that are on the host already, and are written before the next step, are not copied.
+        """
         if self._host is not None:
             return self._host.copy(files)
         on_host: dict[str, Content] = {}
@@ -348,5 +351,7 @@ def _explained(error: Exception, path: Path, *, needed: int) -> str:
     if isinstance(error, OSError):
         where = error.filename or path
         reason = f"cannot write {where}: {error.strerror or error}"
-        return f"{reason}. A checkpoint needs {format_bytes(needed)}; free space or fix permissions in {path.parent}."
-    return f"cannot write {path}: {error!r}. This is a defect of the program; please report it."
+        return (
+            f"{reason}. A checkpoint needs {format_bytes(needed)}. Free space or correct permissions in {path.parent}."
+        )
+    return f"cannot write {path}: {error!r}. This is a defect of the program. Please report it."

@@ -96,7 +96,8 @@ class FlatModule(nn.Module):
         return self.module(*arguments)
 
     def _install(self) -> None:
-        """Set the modules' parameters to views of the flat tensors."""
+        """Set the parameters of the module's parts to views of the flat tensors. `forward` calls this method each
+        time."""
         for stored, owners in zip(self.stored, self._owners, strict=False):
             views = _Unflatten.apply(stored.tensor, stored.slots)  # type: ignore[no-untyped-call]
             for view, places in zip(views, owners, strict=True):
@@ -113,7 +114,7 @@ def stored_whole(module: nn.Module, *, prefix: str) -> list[Stored]:
 
 
 def named_values(stored: list[Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, values) of every parameter of the model, as views. At stage 3 the values are empty."""
+    """Yield (name, values) of every parameter of the model, as views. At ZeRO stage 3 the values are empty."""
     for tensor, slots in stored:
         if not tensor.numel():  # ZeRO-3 has partitioned it
             yield from ((slot.name, tensor.detach()) for slot in slots)

@@ -99,7 +99,8 @@ RankPieces = list[list[tuple[str, int, int, int]]]
 class MatrixAssignment:
     """Assignment of matrices to ranks, and the values that ranks exchange because of it. `Muon` uses it.
 
-    It covers the tensors that are updated together. Each list of ranges below has one entry per rank.
+    It covers the tensors that are updated together. The owner of a matrix is the rank that orthogonalizes it. Each list
+    of ranges below has one entry per rank.
     """
 
     def __init__(
@@ -120,13 +121,13 @@ class MatrixAssignment:
         self.local_matrices = [index for index in sorted(present) if owners[index] == rank]
         """Indices of the matrices that this rank owns."""
         self.send_ranges: list[list[Range]] = []
-        """Values of U that this rank sends to the owner."""
+        """Values of the momentum update U that this rank sends to each owner."""
         self.recv_ranges: list[list[Range]] = []
-        """Values of U that this rank, as an owner, receives."""
+        """Values of the momentum update U that this rank, as an owner, receives from each rank."""
         self.result_send_ranges: list[list[Range]] = []
-        """Values of X that this rank, as an owner, sends back."""
+        """Values of the orthogonalized update X that this rank, as an owner, sends to each rank."""
         self.result_recv_ranges: list[list[Range]] = []
-        """Values of X that this rank receives from the owner."""
+        """Values of the orthogonalized update X that this rank receives from each owner."""
         for other in range(num_ranks):
             for_other = [part for part in local_ranges if owners[part.matrix] == other]
             from_other = [part for part in ranges_by_rank[other] if owners[part.matrix] == rank]
@@ -138,10 +139,10 @@ class MatrixAssignment:
             self.result_recv_ranges.append(for_other)
 
     def orthogonalize(self, updates: list[Tensor], *, dtype: torch.dtype) -> list[tuple[Range, Tensor]]:
-        """Send U to the owners of the matrices, compute X there, and send X back. All ranks call this method together.
+        """Send the momentum updates U to the owners, orthogonalize them there, and return the results X for this rank.
 
-        `updates` are the flat tensors of U on this rank, and `dtype` is the type of the computation. Returns the values
-        of X for each range of this rank.
+        All ranks call this method together. `updates` are the flat tensors of U on this rank, and `dtype` is the type
+        of the computation. The result has the values of X for each range of this rank.
         """
         values = _exchange(_values_of_updates(updates, self.send_ranges), self.recv_ranges, like=updates[0])
         parts: dict[int, list[tuple[int, Tensor]]] = {index: [] for index in self.local_matrices}
@@ -154,7 +155,10 @@ class MatrixAssignment:
         return list(zip(_flat(self.result_recv_ranges), values, strict=True))
 
     def _orthogonalize_local(self, updates: dict[int, Tensor], *, dtype: torch.dtype) -> dict[int, Tensor]:
-        """Compute X, flat, of each matrix that this rank owns. Matrices of the same shape are computed at once."""
+        """Return the orthogonalized update X, flat, of each matrix that this rank owns, by index of the matrix.
+
+        Matrices of the same shape are computed at once.
+        """
         shapes: dict[tuple[int, int], list[int]] = {}
         for index in updates:
             matrix = self.matrices[index]
@@ -305,7 +309,7 @@ def _flat(ranges_by_rank: list[list[Range]]) -> list[Range]:
 
 
 def _values_of_updates(updates: list[Tensor], ranges_by_rank: list[list[Range]]) -> list[list[Tensor]]:
-    """Return views of the ranges in the tensors of U, per rank."""
+    """Return, for each rank, views of its ranges in `updates`, the tensors of the momentum updates."""
     views: list[list[Tensor]] = []
     for ranges in ranges_by_rank:
         views.append([updates[part.tensor][part.offset : part.offset + part.length] for part in ranges])
@@ -313,7 +317,7 @@ def _values_of_updates(updates: list[Tensor], ranges_by_rank: list[list[Range]])
 
 
 def _values_of_results(results: dict[int, Tensor], ranges_by_rank: list[list[Range]]) -> list[list[Tensor]]:
-    """Return views of the ranges in the whole matrices of X, per rank."""
+    """Return, for each rank, views of its ranges in `results`, the whole orthogonalized matrices."""
     views: list[list[Tensor]] = []
     for ranges in ranges_by_rank:
         views.append([results[part.matrix][part.start : part.start + part.length] for part in ranges])

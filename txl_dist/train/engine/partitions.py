@@ -88,7 +88,10 @@ def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
 
 
 def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) -> Iterator[PartitionPiece]:
-    """Yield the pieces in the values [start, start + length) of a tensor, which begin at `offset` of a partition."""
+    """Yield the pieces of parameters in a range of a tensor of the engine.
+
+    The range is [start, start + length) of the flattened tensor. A partition stores the range from `offset` on.
+    """
     for slot in slots:
         begin = max(start, slot.start)
         end = min(start + length, slot.stop)
@@ -185,7 +188,7 @@ class Source(Protocol):
         """Return the kinds of values that a parameter has. `weight` is one of them."""
 
     def read(self, kind: str, parameter: str, *, start: int, length: int) -> Tensor:
-        """Return [length] fp32 values of the flattened parameter, from the value `start` on, in host memory."""
+        """Return `length` fp32 values of the flattened parameter, from the value `start` on, in host memory."""
 
     def step_of(self, parameter: str) -> float:
         """Return the number of updates that the optimizer had counted for a parameter."""
@@ -255,7 +258,7 @@ _ROW = 1_024
 
 
 def _norm_in_rows(values: Tensor) -> Tensor:
-    """Return the norm of a flat tensor: the norm of its rows' norms, repeatedly."""
+    """Return the norm of a flat tensor. Rows of `_ROW` values are replaced by their norms until one row remains."""
     while values.numel() > _ROW:
         whole = values.numel() // _ROW * _ROW
         norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1, dtype=torch.float32)
@@ -265,7 +268,10 @@ def _norm_in_rows(values: Tensor) -> Tensor:
 
 
 def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (parameter, some of its values) from flat tensors that follow each other in a partition."""
+    """Yield (name of the parameter, values) for each overlap of a piece with a tensor of `parts`.
+
+    `parts` are flat tensors that together have the layout of the partition to which the pieces belong.
+    """
     begin = 0
     for part in parts:
         end = begin + part.numel()

@@ -21,12 +21,12 @@ class Engine(Protocol):
     model: TransformerXL
     """The network. Its parameters may be sharded, so other code reads only its settings and shapes."""
     shapes: dict[str, list[int]]
-    """Shape of each whole parameter by name, also at stage 3. A tied parameter occurs once."""
+    """Shape of each whole parameter by name, also at ZeRO stage 3. A tied parameter occurs once."""
 
     def named_values(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, values) of each parameter, as views of the weights that this rank computes with.
 
-        At stage 3 the views are empty.
+        At ZeRO stage 3 the views are empty.
         """
 
     def forward(self, batch: Batch, memory: Memory, *, normalizer: Tensor | float) -> tuple[Tensor, Memory]:
@@ -69,7 +69,8 @@ class Engine(Protocol):
         """
 
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        """Return log p_BV of the token after the batch, and the next memory, without gradients or dropout."""
+        """Return log p_BV of the token after the batch, and the next memory. The pass has no gradients and no
+        dropout."""
 
     def swap_averages(self) -> None:
         """Exchange the weights and their averages (`optim.ema_decay`).
@@ -79,7 +80,8 @@ class Engine(Protocol):
         """
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """Return an empty memory in the compute type, on the device."""
+        """Return an empty memory for `num_lanes` batch rows of `memory_len` tokens, on the device and in the type of
+        the computation."""
 
     def fragments(self) -> list[Fragment]:
         """Return weights and optimizer state of this rank, as views. The next step changes them."""

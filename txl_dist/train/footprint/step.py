@@ -42,8 +42,9 @@ from txl_dist.train.engine.flat import FlatModule
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
-"""Use of a complete gradient. dropped: it is added to other gradients, which the caller counts. added: the same happens
-after the gradient's bucket is exchanged."""
+"""Use of a complete gradient. stays: it is kept to the end of the pass. sharded: it is exchanged at stage 2, and each
+rank keeps a part. gathered: the same at stage 3. dropped: it is added to other gradients, which the caller counts.
+added: the same happens after the gradient's bucket is exchanged."""
 
 
 class MicroStep(NamedTuple):
@@ -167,7 +168,7 @@ def follow(step: MicroStep) -> Trace:
 
 
 def _uses_kernels(step: MicroStep) -> bool:
-    """Whether the Triton kernels compute attention in this step."""
+    """Return whether the Triton kernels compute attention in this step."""
     if step.attention not in ("auto", "triton") or not step.on_gpu:
         return False
     model = step.model
@@ -450,7 +451,7 @@ def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
 
 
 def _batch(model: TransformerXL, step: MicroStep) -> Batch:
-    """Make a batch of ids without values, with partitions of the sizes that `cluster_shares` give."""
+    """Return a batch of ids without storage. Its cluster partitions have the sizes that `cluster_shares` give."""
     shape = (step.lanes, step.segment_len)
     num_tokens = step.lanes * step.segment_len
     counts = [int(num_tokens * share) for share in step.cluster_shares]

@@ -38,7 +38,7 @@ MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 
 
 class PreemptionRequests:
-    """Watcher for requests to stop this process. The main thread makes it and reads it.
+    """Monitor of requests to stop this process. The main thread creates this object and reads `reason`.
 
     `stop_file` is a file in the run directory. `max_time_s` is the largest age of this process in seconds, and 0 means
     no limit. Only rank 0 uses these two.
@@ -69,7 +69,7 @@ class PreemptionRequests:
 
     @property
     def count(self) -> int:
-        """Number of requests so far. Each signal counts, so a waiting caller can see new requests."""
+        """Number of requests so far. Each signal counts, so that repeated signals can be noticed."""
         self._update()
         return len(self._signals) + len(self._others)
 
@@ -166,7 +166,8 @@ def parse_duration(text: str) -> float:
 
 
 def launchers() -> list[ProcessId]:
-    """Return the launchers that this process descends from."""
+    """Return the launchers among the ancestors of this process, for instance `deepspeed`, `torchrun` or `txl
+    launch`."""
     launcher = os.environ.get(LAUNCHED_BY)
     if launcher:
         processes = [process_of(parse_json(launcher))]

@@ -134,8 +134,8 @@ class Watchdog:
     def first_cause(self, error: BaseException) -> str | None:
         """Find out whether another rank has caused an error of this rank. This can take a few seconds.
 
-        Returns None if this rank's error is its own. Otherwise returns the first cause in one line. The line is empty
-        if another rank prints it.
+        Returns None if no other rank has caused the error. Otherwise returns the first cause in one line. The line is
+        empty if another rank prints it.
         """
         may_be_caused = isinstance(error, RuntimeError) and not isinstance(error, TxlError)
         if not may_be_caused or self._ranks.world_size == 1:
@@ -194,7 +194,7 @@ class Watchdog:
             self._link.tell(notice)
 
     def _local_beat(self) -> Beat:
-        """Return the heartbeat of this rank: its step, its phase, and whether it makes progress."""
+        """Return the heartbeat of this rank: its step and phase, and whether its main thread makes progress."""
         when_s, step, phase = self._last
         frame = sys._current_frames().get(self._main)
         idle_s = time.monotonic() - when_s
@@ -314,7 +314,7 @@ class Watchdog:
         self._carry_out(verdict)
 
     def _carry_out(self, verdict: Verdict) -> None:
-        """End this process, unless the main thread asks for the first cause and leaves by itself."""
+        """End this process because of a verdict, unless the main thread asks for the first cause and ends by itself."""
         self._verdict = verdict
         if verdict.kind == "hang":
             self._dump()
@@ -336,7 +336,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._limit_s + NET_S, exit=True, file=self._stacks_fd)
 
     def _dump(self) -> None:
-        """Write the stacks of all threads."""
+        """Write the stacks of all threads to the file of stacks."""
         with suppress(OSError):
             title = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._ranks.rank}\n"
             os.write(self._stacks_fd, title.encode())
@@ -346,7 +346,7 @@ class Watchdog:
 def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
     """Return the ranks for which the other ranks wait.
 
-    Among the ranks at the lowest step these are the ranks in no collective, or else all of them.
+    These are ranks at the lowest step. If some of them are in no collective, only those count.
     """
     lowest = min(beat.step for beat in beats.values())
     late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}
@@ -400,7 +400,7 @@ def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
 
 
 def _send(number: int, processes: list[ProcessId]) -> None:
-    """Send a signal to those of the processes that are alive."""
+    """Send a signal to those processes that are alive."""
     for process in processes:
         if process.lives():
             with suppress(OSError):
@@ -409,6 +409,6 @@ def _send(number: int, processes: list[ProcessId]) -> None:
 
 
 def _verdict(values: list[Any]) -> Verdict:
-    """Read a verdict from its JSON form."""
+    """Return the verdict that `values`, a list from JSON, describes."""
     kind, ranks, line, frozen = values
     return Verdict(kind, ranks, line, [process_of(process) for process in frozen])
