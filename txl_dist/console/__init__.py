@@ -1,1 +1,1 @@
-"""The terminal and the log: text for people, sizes and tables, progress, near names."""
+"""Output for the terminal and the log: text for people, sizes and tables, progress, and similar names."""

@@ -7,7 +7,7 @@
       train-000000.tar.idx       one 16-byte record per document
       train-counts.npy           how often each id occurs in the split (int64)
       prepared.json              hashes of the sources of the corpus, which no reader needs
-      valid-000000.tar ...
+      valid-000000.tar ...       the files of the other splits
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids on.
   Each document ends with end-of-text. KEY is the number of the sample's first document in its split, in 9 digits.
@@ -77,16 +77,18 @@ class SplitInfo:
     longest: int = 0
     """Number of tokens of the longest document."""
     changed_documents: int | None = None
-    """Number of documents whose tokens do not spell the original text byte for byte. None if it was not counted."""
+    """Number of documents whose tokens do not spell the original text byte for byte. None if this number is not
+    known."""
     unknown_tokens: int | None = None
-    """Number of tokens that are the unknown symbol. None if it was not counted."""
+    """Number of tokens that are the unknown symbol. None if this number is not known."""
     counts_sha256: str = ""
-    """Hash of SPLIT-counts.npy, which says how often each id occurs (int64). Cutoffs can be computed from it."""
+    """Hash of SPLIT-counts.npy, which says how often each id occurs (int64). The cutoffs of adaptive softmax can be
+    computed from these counts."""
     shards: list[ShardInfo] = field(default_factory=list)
     """Entries of the shards of the split, in order."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as JSON values for index.json. Values that were not counted are left out."""
+        """Return the entry as JSON values for index.json. Values that are not known are left out."""
         counted = {name: value for name, value in asdict(self).items() if value is not None}
         return counted | {"shards": [shard._asdict() for shard in self.shards]}
 

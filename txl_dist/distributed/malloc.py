@@ -7,7 +7,7 @@ when they are freed. New pages of 4 KiB would make a step an eighth slower, but 
 the threshold is set only where torch may use huge pages.
 
     blocks >= 2 MiB    mapped separately, on huge pages, returned when freed
-    smaller blocks     from the heap, which keeps its size (`train/footprint` counts them so)
+    smaller blocks     from the heap, which keeps its size (train/footprint assumes this)
 
 GPU memory has its own allocator and is not affected. A C library other than glibc is left unchanged.
 """

@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of a job within a time limit. If ranks are missing, the error message names them.
 
     store     key-value store at MASTER_ADDR:MASTER_PORT, in the process of rank 0 or of torchrun
-    answer    rank 0 counts the ranks that arrive, and writes to the store which are missing or cannot take part
+    answer    rank 0 counts the ranks that arrive, and writes to the store which ranks are missing or have a problem
 
 Every wait has a limit. So if a node does not arrive, the other nodes print a message instead of waiting forever.
 """

@@ -79,7 +79,7 @@ def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that replaces `path` when the block ends. The file is flushed to the disk before.
+    """Open a new file that replaces `path` when the block ends. Before that the new file is flushed to the disk.
 
     If the block raises an exception, the new file is removed and the old file remains.
     """
@@ -190,7 +190,7 @@ def text_encoding(start: bytes) -> str:
 
 
 def decode_text(content: bytes) -> str:
-    """Decode text that a user may have written, without its byte order mark. Raises UnicodeDecodeError."""
+    """Return text that a user may have written, without its byte order mark. Raises UnicodeDecodeError."""
     return content.decode(text_encoding(content[:_LONGEST_MARK]))
 
 
@@ -227,7 +227,7 @@ def read_as_text(stream: TextIOWrapper) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises OSError, and ValueError as `parse_json` does."""
+    """Return the value in a JSON file. Raises OSError if it cannot be read, ValueError if it is not JSON."""
     return parse_json(read_bytes(path))
 
 
@@ -384,7 +384,7 @@ def _check_depth(values: Any) -> None:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"it is nested more than {MAX_DEPTH} deep")
+    return ValueError(f"it has more than {MAX_DEPTH} nested levels")
 
 
 def is_file_name(name: object) -> bool:
@@ -404,7 +404,7 @@ def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
     if nested and isinstance(name, str):
         parts = [*name.split("/")]
     if not all(map(is_file_name, parts)):
-        raise ValueError(f"{_shown(name)} is not a name of a file in this folder")
+        raise ValueError(f"{_shown(name)} is not the name of a file in this folder")
     path = folder
     for part in map(str, parts):
         path = path / part

@@ -109,7 +109,7 @@ def check_login(repository: str) -> None:
     Raises ConfigError if `repository` is not OWNER/NAME or the package is missing, CheckpointError if the login fails.
     """
     if not NAME_OF_A_REPOSITORY.fullmatch(repository):
-        raise ConfigError(f"--push-to-hub {repository}: it must name a repository of the Hub, OWNER/NAME.")
+        raise ConfigError(f"--push-to-hub {repository} is not the name of a repository of the Hub. Write OWNER/NAME.")
     hub = _library()
     with _explained(f"cannot push to {repository}"):
         hub.HfApi(library_name="txl_dist").whoami()

@@ -53,7 +53,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest as the last file of a folder, and flush it and all folders to the disk."""
+    """Write the manifest as the last file of a folder. Flush the manifest and all folders to the disk."""
     content: dict[str, Any] = {"format_version": FORMAT_VERSION, "files": dict(sorted(files.items()))}
     write_hashed_json(folder / MANIFEST, content)
     subfolders = [path for path in folder.rglob("*") if path.is_dir()]

@@ -1,10 +1,10 @@
 """Runs the `deepspeed` launcher so that each signal arrives once, no process is left, and the exit code is right.
 
 Alone, the launcher ends at once on SIGTERM and leaves its ranks, or it kills ranks that need more than 30 s to save.
-It exits with 0 when its node launcher was killed. So it runs in a process group of its own:
-    signals       are passed to the ranks of this node. Without ranks here, RUN/STOP is written, and every rank stops
+It also exits with 0 after its node launcher was killed. So this module runs it in a process group of its own:
+    signals       are passed to the ranks of this node. If there are none, RUN/STOP is written, which stops every rank
     end           processes that are left in the group get time to save, and then SIGKILL
-    own death     the launcher gets a SIGTERM when this process dies. Then the ranks save and exit
+    own death     sends SIGTERM to the launcher. Then the ranks notice its end, save and exit
     output        useless lines of the launcher are removed (output_filter.py), and a last line says how the run ended
     exit code     0 if this start wrote RUN/DONE, 75 to start again, 76 if a rank was lost, else that of the launcher
     other nodes   ssh ends if its node does not respond, because the launcher would otherwise wait forever

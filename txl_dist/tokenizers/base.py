@@ -1,4 +1,4 @@
-"""Base classes of tokenizers: text to ids and back, one file, one fingerprint.
+"""Base classes of tokenizers, which convert text to ids and back. Each has one file and one fingerprint.
 
 Key properties:
 - Ids are in order of frequency in the training split, end-of-text included (see training.py).
@@ -46,7 +46,7 @@ class Tokenizer(ABC):
     kind: ClassVar[str]
     """Name of the kind in the tokenizer's file."""
     spellings: Sequence[bytes] | None = None
-    """Bytes that each id stands for. None if they depend on neighbouring ids."""
+    """Bytes that each id stands for. None if the bytes depend on neighbouring ids."""
     spells_text: ClassVar[bool] = True
     """Whether ids stand for text, so that bits per byte have a meaning."""
     unit: ClassVar[str] = "token"
@@ -104,7 +104,7 @@ class Tokenizer(ABC):
         """Return a decoder that takes one id at a time.
 
         Args:
-            after: The ids before, whose text was shown already. The text of the next id may depend on them.
+            after: The preceding ids, whose text has been shown. The text of the next id may depend on these ids.
         """
 
     def decode_stream(self, ids: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
@@ -198,7 +198,7 @@ class SpelledTokenizer(Tokenizer):
         return cls(symbols, end_of_text=end_of_text, **optional, **required)
 
     _required: ClassVar[tuple[str, ...]] = ()
-    """Values that the file of this kind must hold besides its symbols."""
+    """Names of the values that the file of this kind must contain, in addition to its symbols."""
 
     def _spell(self, symbol: str) -> bytes:
         return symbol.encode("utf-8")
@@ -235,7 +235,7 @@ def batches(
 
 
 def unknown_error(what: str, symbol: str) -> DataError:
-    """Return the error for a symbol without an id, in a vocabulary that has no symbol for unknown ones."""
+    """Return the error for a symbol without an id, in a vocabulary that has no id for unknown symbols."""
     return DataError(
         f"the {what} {symbol!r} is not in the vocabulary, which has no symbol for unknown text. Remove this {what} "
         f"from the text, or use another tokenizer."

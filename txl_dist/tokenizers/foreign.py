@@ -118,7 +118,7 @@ class ForeignTokenizer(Tokenizer):
             if is_forbidden.any():
                 symbol = self.symbols[self._our_ids[foreign_ids[is_forbidden.argmax()]]]
                 raise DataError(
-                    f"this tokenizer makes its special token {symbol!r} out of ordinary text, {text[:60]!r} ... "
+                    f"this tokenizer encodes ordinary text to its special token {symbol!r}: {text[:60]!r} ... "
                     "Use another tokenizer, or train one with `txl prepare --tokenizer bpe`."
                 )
         ids: Ids = self._our_ids[foreign_ids]
@@ -188,7 +188,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
         try:
             library = Library.from_str(content)
         except Exception as error:  # the library raises nothing more particular
-            raise ValueError(f"the library tokenizers does not read it: {error}") from error
+            raise ValueError(f"the library tokenizers cannot read it: {error}") from error
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # their spelling is encoded like any other text
@@ -245,7 +245,7 @@ class SentencePieceTokenizer(ForeignTokenizer):
         try:
             library.LoadFromSerializedProto(base64.b64decode(content, validate=True))
         except RuntimeError as error:
-            raise ValueError(f"the library sentencepiece does not read it: {error}") from error
+            raise ValueError(f"the library sentencepiece cannot read it: {error}") from error
         return library, {i: library.id_to_piece(i) for i in range(library.vocab_size())}
 
     def _special(self) -> set[int]:

@@ -46,7 +46,7 @@ class UnknownKindError(ValueError):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises DataError naming the file if it is missing, damaged or of another format."""
+    """Read a tokenizer.json. Raises DataError with the file's name if it is missing, damaged or of another format."""
     return read_tokenizer(tokenizer_bytes(path), name=str(path))
 
 
@@ -89,7 +89,7 @@ def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
 
 
 def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
-    """Build a tokenizer from the values of its file. Raises ValueError or KeyError if they are inconsistent."""
+    """Build a tokenizer from the values of its file. Raises ValueError or KeyError if the values are inconsistent."""
     if values["kind"] not in KINDS:
         raise UnknownKindError(
             f"unknown kind {values['kind']!r}, known kinds are {', '.join(KINDS)}. To read a plugin's kind, add "

@@ -115,7 +115,8 @@ def _check_plugin_tokenizer(tokenizer: Any, kind: str) -> Tokenizer:
     again = read_tokenizer(tokenizer.to_json().encode(), name=f"{kind} of a plugin")
     if again.to_json() != tokenizer.to_json():
         raise ConfigError(
-            f"the plugin's tokenizer {kind!r} reads another tokenizer from its own file. Correct its from_values."
+            f"the plugin's tokenizer {kind!r} reads another tokenizer from its own file. "
+            "Correct from_values of the plugin."
         )
     return tokenizer
 

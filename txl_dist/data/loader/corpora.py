@@ -71,8 +71,8 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
     for corpus in others:
         if corpus.tokenizer_sha256 != first.tokenizer_sha256:
             raise ConfigError(
-                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one corpus "
-                f"with `--tokenizer-file` and the tokenizer.json of the other corpus."
+                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one of them "
+                f"again, with `--tokenizer-file` and the tokenizer.json of the other corpus."
             )
     fingerprints = {corpus.fingerprint for corpus in opened}
     if len(fingerprints) < len(opened):

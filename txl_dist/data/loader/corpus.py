@@ -3,8 +3,8 @@
 Damage raises an error that names the file, the document and the remedy. Each check runs as early as it is cheap:
 
     opening a corpus     index.json: version, its own hash
-    opening a shard      size of the tar (a cut at a member boundary is silent in other readers), hash of its .idx
-    touching a document  crc32 of its tokens, ids below the vocabulary size; once per open shard
+    opening a shard      size of the tar (other readers do not notice a cut between two members), hash of its .idx
+    reading a document   crc32 of its tokens, and ids below the vocabulary size, at the first read after opening
     `txl verify`         all of these checks for every document, and sha256 of every file
 
 Limitations: the sha256 of a shard is not checked at each opening, because hashing a whole shard takes seconds. The
@@ -60,7 +60,7 @@ class Shard:
         records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
         if len(records) % RECORD.itemsize:
-            raise DataError(f"{self.name}.idx has {len(records)} bytes, not a whole number of records. {REMEDY}")
+            raise DataError(f"{self.name}.idx has {len(records)} bytes, but records have 16 bytes each. {REMEDY}")
         table = np.frombuffer(records, dtype=RECORD)
         self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
         """[documents] offset in the tar of each document's first token, in bytes."""
@@ -262,8 +262,9 @@ class LostShard:
 
 
 class Shards:
-    """Open shards of one split, at most `max_open`: opens a shard on demand and closes the least recently used one.
+    """Cache of the open shards of one split.
 
+    It opens a shard on demand, and closes the least recently used shard if more than `max_open` shards are open.
     `damage` decides whether a damaged document ends the run or is replaced by end-of-text tokens.
     """
 
@@ -341,7 +342,7 @@ class Corpus:
 
     @property
     def folder(self) -> Path:
-        """Folder of the corpus's files. It is valid only for a corpus that is not at a URL."""
+        """Folder of the corpus's files. Use it only for a corpus in a folder, not at a URL."""
         return Path(self.location)
 
     @property

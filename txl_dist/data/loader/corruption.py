@@ -35,8 +35,8 @@ class CorruptionPolicy:
             return
         if self.num_skipped + count > self._max_skipped:
             raise DataError(
-                f"{error} If this damage is skipped too, this rank has skipped {self.num_skipped + count} damaged "
-                f"documents, but data.max_skipped={self._max_skipped}."
+                f"{error} With this damage, the number of skipped documents of this rank would be "
+                f"{self.num_skipped + count}, more than data.max_skipped={self._max_skipped}."
             ) from error
         self._skipped.add((shard, document))
         self.num_skipped += count

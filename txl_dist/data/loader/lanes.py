@@ -17,7 +17,7 @@ the same length, so no batch is short, and ranks need not communicate.
 Repartitioning (another number of lanes in the middle of an epoch): `rest_of_epoch` lists the token ranges that no lane
 has read yet. These ranges are joined and cut into new stripes. Then the lanes continue with the next whole epoch.
 
-    epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, the ranges after it and "." are unread
+    epoch 0    |=====> lane 0|=====> lane 1|=====> lane 2|.    "=" is read, and the rest is unread
     new stripes       | lane 0  | lane 1 ...
 
 Skips are ranges of lane positions that no lane reads. If training diverges and the run returns to an earlier checkpoint
@@ -71,8 +71,8 @@ class TokenSlice(NamedTuple):
     length: int
     """Number of tokens up to the end of the document or of the lane's range, whichever is first."""
     begin: int
-    """Lane position of the document's first token, or of the first token that the lane's range contains of the
-    document."""
+    """Lane position of the document's start. If the lane's range begins inside the document, it is the lane position
+    where the range begins."""
     shard_left: int
     """Number of tokens up to the end of the shard or of the lane's range, whichever is first."""
 
@@ -247,8 +247,10 @@ class LanePlan:
         self._orders: OrderedDict[tuple[int, int], tuple[Int64s, Int64s]] = OrderedDict()
 
     def locate(self, lane: int, position: int) -> TokenSlice:
-        """Return the tokens that a lane reads from `position` on, up to the end of the document or of the lane's
-        range."""
+        """Return the place of the tokens that a lane reads from `position` on.
+
+        They end where their document or the lane's contiguous range of the epoch ends, whichever is first.
+        """
         epoch, token, in_piece, left = self.token_at(lane, position)
         shard, in_shard, shard_left = self._find_shard(epoch, token)
         document, offset, document_left = self._find_document(epoch, shard, in_shard)
@@ -266,8 +268,7 @@ class LanePlan:
         """Find the token that a lane reads at a position.
 
         Returns (epoch, index of the token in the order of the epoch, number of tokens before it in its range, number of
-        tokens from it on in its range). The range is the contiguous part of the epoch that the lane reads around
-        `position`.
+        tokens from it on in its range). A range is a contiguous part of the epoch that one lane reads.
         """
         if position < self.first_stripe_len:
             place = self.token_in_rest(lane, position)
@@ -343,7 +344,7 @@ class LanePlan:
     def shard_after(self, lane: int, position: int, stretch: TokenSlice) -> int:
         """Return the index of the shard that a lane reads after the shard of `stretch`.
 
-        `stretch` describes the tokens that the lane reads at `position`.
+        `stretch` is the place of the tokens that the lane reads at `position`.
         """
         epoch, token, _, _ = self.token_at(lane, position + stretch.shard_left)
         shard, _, _ = self._find_shard(epoch, token)

@@ -9,7 +9,7 @@ Key properties:
   batch contains the corpora in the same proportion. `stream_state` keeps the positions.
 
     lane's stream   a b c d e f g h i ...       segment_len 3
-    tokens row      a b c d                     inputs a b c, targets b c d; the next row is d e f g
+    tokens row      a b c d                     inputs a b c, targets b c d (the next row is d e f g)
 
 Limitations: a lane jumps to another place of the corpus at the end of its part of an epoch (stripe), between ranges of
 a new partition, and at skipped ranges. At each jump one target belongs to the new text. With document masks such a
@@ -134,10 +134,10 @@ class LaneStream:
                 yield _steps_of(block, step * self.segment_len, self.segment_len), state
 
     def _read_steps(self, state: StreamState, block: Segment, steps: int) -> int:
-        """Fill a block of `steps` training steps, and return how many of them can be used.
+        """Fill a block of `steps` training steps, and return the number of steps that were read.
 
         If a document of the block is damaged, only the first step is read. Raises DataError if the first step is
-        damaged too.
+        damaged.
         """
         try:
             self._read(state, block)
@@ -152,15 +152,17 @@ class LaneStream:
         return steps
 
     def segment_at(self, state: StreamState) -> Segment:
-        """Return the segment that follows `state`, which must divide the corpora among the lanes as `self.state`
-        does."""
+        """Return the segment that training reads next at `state`.
+
+        `state` must divide the corpora among the lanes as `self.state` does.
+        """
         segment = self._buffer()
         self._read(state, segment)
         return segment
 
     def stretch_at(self, lane: int, state: StreamState) -> tuple[int, TokenSlice]:
-        """Return (index of the corpus, place in the corpus) of the tokens that a lane of this rank reads from `state`
-        on."""
+        """Return (index of the corpus, place in the corpus) of the tokens that a lane of this rank reads next at
+        `state`."""
         row = self.lanes.index(lane)
         corpus = self._corpus_of_row[row]
         tokens = self._rows[row].locate(state.corpora[corpus].position)
@@ -282,7 +284,10 @@ class _LaneReader:
         tokens, self._is_whole = self._corpus.shards.document(place.shard, place.document)
         self._tokens = tokens[place.offset : place.offset + place.length]
         if not len(self._tokens):
-            raise DataError(f"lane {self._lane}, position {position}: shard {place.shard} changed while it was read.")
+            raise DataError(
+                f"lane {self._lane}, position {position}: shard {place.shard} changed during the run. "
+                "Start the run again."
+            )
         self._start = position
         self._begin = place.begin
         self._begins_document = place.offset == 0

@@ -47,7 +47,7 @@ class Storage(ABC):
     def read(self, file: str, *, sha256: str = "") -> bytes:
         """Return the content of a small file.
 
-        Raises DataError if the file cannot be read, or if its sha256 differs from `sha256`, unless that is empty.
+        Raises DataError if the file cannot be read, or if a `sha256` is given and the file has another hash.
         """
 
     @abstractmethod

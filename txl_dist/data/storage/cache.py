@@ -90,7 +90,7 @@ class CachedStorage(RemoteStorage):
     def prefetch(self, infos: Sequence[ShardInfo]) -> None:
         """Download these shards in background threads.
 
-        The threads do not delay the end of the process. A download that is interrupted by the end leaves a part file.
+        The threads do not delay the end of the process. A download that is in progress at the end leaves a part file.
         """
         with self._hints_lock:
             self._hints.update((info.name, info) for info in infos)

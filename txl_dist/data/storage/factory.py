@@ -5,7 +5,7 @@
     URL, no cache_dir      each document is read by a range request: ranges.py
     pipe:COMMAND {file}    like a URL with cache_dir, but a shell command reads the files: remote.py
 
-All of them implement the interface `Storage`. The setting data.allow_protocols must name pipe before it is used.
+All storages implement the interface `Storage`. A pipe is refused unless data.allow_protocols names it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20
 """Maximum number of bytes of documents that are kept in memory. If the documents that a rank reads at the same time
-exceeded it, each segment would fetch its whole documents again."""
+were larger, each segment would fetch its whole documents again."""
 
 
 class RangeStorage(RemoteStorage):

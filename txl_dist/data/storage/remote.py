@@ -52,7 +52,7 @@ class UrlOrigin(Origin):
     """Remote files at a URL, which fsspec reads."""
 
     def __init__(self, url: str, *, allow: Sequence[str] = ()) -> None:
-        """Open the URL. Raises DataError as `filesystem_of` does."""
+        """Open the file system of the URL. Raises DataError if the URL is not allowed or cannot be opened."""
         self.location = url
         self._protocol = check_protocol(url, allow=allow)
         self._file_system, self._folder = filesystem_of(url, allow=allow)
@@ -129,7 +129,7 @@ class PipeOrigin(Origin):
             last_output = complaints.read()[-500:].decode(errors="replace").strip()
         if status != 0:
             if last_output:
-                suffix = f" and the output: {last_output}"
+                suffix = f" and printed: {last_output}"
             else:
                 suffix = ""
             raise OSError(f"the command ended with exit status {status}{suffix}")
@@ -176,7 +176,9 @@ class RemoteStorage(Storage):
             return
         for info in infos:
             if info.name not in sizes:
-                raise DataError(f"cannot read {self.name_of(info.name)}: it does not exist. Restore it from a copy.")
+                raise DataError(
+                    f"cannot read {self.name_of(info.name)}: the file does not exist. Restore it from a copy."
+                )
             check_size(self.name_of(info.name), sizes[info.name], info)
 
 

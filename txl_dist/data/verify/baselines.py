@@ -1,10 +1,10 @@
 """Baselines from counts: losses that a trained model has to beat on a corpus.
 
-The order-0 baseline predicts each token b from its frequency alone: p(b) = (c_b + 1) / (N + V), for a count c_b of N
-tokens and V ids. The bigram baseline also uses the token a before it: p(b | a) = (c_ab + k p(b)) / (c_a + k). Its
-smoothing k is the best of a few values on the validation split, which favours the baseline. Counts come from the
-training split. Losses are in nats per validation token, over all targets in file order. Only pairs that occur are
-counted, so memory grows with the number of tokens and not with the square of V.
+The order-0 baseline predicts each token b from its frequency alone: p(b) = (c_b + 1) / (N + V). Here c_b of the N
+training tokens are b, and the vocabulary has V ids. The bigram baseline also uses the token a before b: p(b | a) =
+(c_ab + k p(b)) / (c_a + k). The smoothing k is the best of a few values on the validation split, which favours the
+baseline. Losses are in nats per validation token, over all targets in file order. Only pairs that occur are counted, so
+memory grows with the number of tokens and not with the square of V.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 - Nothing is extracted, executed or unpickled. Headers are parsed, and arrays are made from their bytes.
 - A tar must be complete. Other readers take a damaged header, or a truncation between two members, for the end of the
   tar. Here a tar must end in two blocks of zeros with nothing after them. Otherwise an error names the offset.
-- A member that cannot contain tokens is refused with an error that names it. Examples are links, devices, absolute
+- A member that cannot contain tokens raises an error that names the member. Examples are links, devices, absolute
   names, names with `..`, and other types of numbers.
 - Only one sample is in memory at a time.
 
@@ -167,7 +167,7 @@ def read_samples(stream: ForwardReader, *, on_ignored: Callable[[str], object] =
         ends = np.append(starts[1:], len(tokens))
         if not len(starts) or starts[0] != 0 or (ends < starts).any():
             raise DataError(
-                f"{name}, sample {key}: its starts of documents do not ascend from 0 to its {len(tokens)} tokens. "
+                f"{name}, sample {key}: the starts of its documents must ascend from 0 to its {len(tokens)} tokens. "
                 + _REMEDY
             )
         is_empty = ends == starts

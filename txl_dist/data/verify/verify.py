@@ -42,7 +42,7 @@ MAX_LISTED = 20
 
 
 def verify_corpus(location: str | Path, settings: DataSection | None = None) -> list[str]:
-    """Compare a whole corpus with its hashes. Returns one line per problem, and no line if it is intact."""
+    """Compare a whole corpus with its hashes. Returns one line per problem, and no line for an intact corpus."""
     settings = settings or DataSection()
     try:
         return list(each_problem(open_corpus(location, settings), settings))
@@ -110,9 +110,9 @@ def each_problem(
 
 
 def strangers(corpus: Corpus) -> list[str]:
-    """Return the files in a corpus's folder that do not belong to the corpus. Such files are not damage.
+    """Return the names of the files in a corpus's folder that do not belong to the corpus. Such files are not damage.
 
-    The result is empty for a corpus at a URL.
+    The list is empty for a corpus at a URL.
     """
     if not isinstance(corpus.storage, LocalStorage):
         return []
@@ -164,7 +164,7 @@ def _check_counts(split: Split) -> None:
 
 
 class _ShardTask(NamedTuple):
-    """Task of a worker process: one shard to verify, with what is needed to open it."""
+    """Task of a worker process: one shard to verify, with the location and settings to open it."""
 
     location: str
     settings: DataSection
