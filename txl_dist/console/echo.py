@@ -1,7 +1,7 @@
 """Output for people, in which text from files cannot control the terminal.
 
-File names, splits, fields of a bundle, records and generated text may contain escape sequences, which move the cursor,
-rename the window or overwrite earlier output. So control characters except newline and tab, marks of writing
+File names, splits, fields of an exported model, records and generated text may contain escape sequences. These can move
+the cursor, rename the window or overwrite earlier output. So control characters except newline and tab, marks of writing
 direction, and lone surrogates are escaped (\\x1b). This applies to the output of commands, log lines and errors. Only
 text that a model generates is written unchanged to a file or a pipe. On a terminal generated text is escaped too.
 """
@@ -97,8 +97,8 @@ def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
 def fitted(text: str, *, width: int = 0) -> str:
     """Wrap each long line of a text to a width in columns. A width of 0 means the width of the terminal.
 
-    Continuation lines are indented to where the words of the line begin: after its indentation, and after a name in a
-    column of its own. Colour codes take no column.
+    Continuation lines are indented like the first word of their line, or like its second column if the line begins with
+    a name in a column. Colour codes take no column.
     """
     width = width or shutil.get_terminal_size().columns
     lines: list[str] = []

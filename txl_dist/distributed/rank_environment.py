@@ -15,7 +15,7 @@ RUN_ALONE = "To run alone: unset WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_P
 
 
 class RankEnvironment(NamedTuple):
-    """Place of this process in a job, as environment variables describe it. Without variables it is rank 0 of 1."""
+    """Place of this process in a job, as environment variables describe it. Without them it is rank 0 of one rank."""
 
     rank: int
     """Number of this process in the job, from 0 to `world_size` - 1."""

@@ -5,8 +5,8 @@ renamed to `NAME`. A crash before the rename leaves a temporary folder that no p
 size in bytes and the sha256 of every file, and contains a hash of itself. So a truncated file or a flipped bit is found
 before loading.
 
-Some files may be changed, added and removed: the files in `FOR_PEOPLE`, which people edit and no program reads, and
-hidden files at the top of the folder, which version control, hubs and desktops create.
+Two kinds of files may be changed, added and removed. People edit the files in `FOR_PEOPLE`, which no program reads.
+Version control, hubs and desktops create hidden files at the top of the folder.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 def commit_folder(temporary: Path, final: Path) -> None:
     """Rename a finished temporary folder to its final name.
 
-    An existing folder of that name is damaged. It is renamed to NAME.damaged-1, NAME.damaged-2 and so on.
+    A folder that already has the final name must be damaged. It is renamed to NAME.damaged-1, NAME.damaged-2 and so on.
     """
     if os.path.lexists(final):
         final.rename(unique_path(final, "damaged"))

@@ -65,7 +65,10 @@ class LineFilter:
         """True if the beginning of the current line was returned, so that its end must be returned too."""
 
     def feed(self, piece: bytes) -> bytes:
-        """Return the bytes that pass the filter now. The beginning of an unfinished line is kept."""
+        """Take the next bytes of the stream, and return the bytes that pass the filter now.
+
+        The beginning of an unfinished line is kept for the next call.
+        """
         *whole, self._held = (self._held + piece).split(b"\n")
         passed = b""
         for line in whole:
@@ -75,7 +78,7 @@ class LineFilter:
         return passed + (self.flush() if self.is_inside or len(self._held) > _LONGEST_LINE else b"")
 
     def flush(self) -> bytes:
-        """Return the bytes that were kept, although their line has not ended."""
+        """Return the beginning of a line that was kept, although the line has not ended."""
         held = self._held
         self._held = b""
         self.is_inside = self.is_inside or bool(held)

@@ -4,9 +4,9 @@
 
 A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. The sweep
 stores no state of its own, so the same command continues an interrupted sweep. Trials with the first seed run first. A
-point of the grid is ranked by the mean of its validation losses at the end of training, and only if all of its seeds
-are done. A mean over only the seeds that did not diverge would favour a learning rate that is too high. Not supported:
-several ranks per run (`txl launch`), and stopping bad runs early.
+point of the grid is ranked by the mean of its validation losses at the end of training. A point is ranked only if the
+runs of all seeds are done, because a mean over the seeds that did not diverge would favour a high learning rate. Not
+supported: several ranks per run (`txl launch`), and stopping bad runs early.
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ class PointScore(NamedTuple):
 
 
 def parse_axis(words: str) -> Axis:
-    """Parse the text of an axis, such as `optim.lr=1e-3,2e-3`.
+    """Parse the text of an axis, such as `optim.lr=1e-3,2e-3`. Values are separated by commas.
 
-    Entries of a list are separated by blanks: `model.cutoffs=512 2048,1000` has two values. Raises ConfigError for an
-    unknown setting, an impossible value, no value, or the same value twice.
+    If a value is a list, its entries are separated by blanks: `model.cutoffs=512 2048,1000` has two values. Raises
+    ConfigError for an unknown setting, an impossible value, no value, or the same value twice.
     """
     spelt, _, text = words.partition("=")
     name = spelt.strip().removeprefix("--").replace("-", "_")

@@ -1,7 +1,7 @@
 """Tokenizers of other programs, with their ids renumbered: a Hugging Face tokenizer.json, a sentencepiece .model.
 
-The program's own library encodes and decodes. This module adds the permutation between its ids and ours, which are in
-order of frequency in the training split, because adaptive softmax cuts the vocabulary at ids. Our file is
+The program's own library encodes and decodes. This module converts between the ids of the library and our ids. Our ids
+are in order of frequency in the training split, because adaptive softmax cuts the vocabulary at ids. Our file is
 self-contained: it contains the foreign file unchanged, and the foreign id of each of our ids (-1 for an added
 end-of-text).
 
@@ -32,7 +32,7 @@ from txl_dist.tokenizers.subwords import PIECE_LEN, LibraryTokenizer
 ADDED = -1
 """Value in place of the foreign id, for an end-of-text that the foreign vocabulary does not have."""
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])")
-"""Pattern of a place where a text may be cut: a Latin letter, before a blank and another Latin letter."""
+"""Pattern of a place where a text may be cut: after a Latin letter that a blank and another Latin letter follow."""
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
 _LOCAL_SPLITTERS = {"ByteLevel", "Split", "Whitespace", "WhitespaceSplit", "BertPreTokenizer", "Digits", "Punctuation"}
 

@@ -1,4 +1,4 @@
-"""Options for training a tokenizer. This module imports little, because the command line makes flags of the options."""
+"""Options for training a tokenizer. This module imports little, because the command line needs it at each start."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Learning:
         return getattr(self, new_name)
 
     def num_marks(self, kind: str) -> int:
-        """Return the number of ids that are not text: end-of-text, and for word the line mark and the unknown word."""
+        """Return the number of ids that are not text: end-of-text, and for the kind word the line mark and `<unk>`."""
         return self.end_of_text + (2 if kind == "word" else 0)
 
     def learning(self) -> dict[str, Any]:

@@ -173,7 +173,8 @@ def _count_words(
 ) -> dict[str, int]:
     """Return the counts of line marks, words and the unknown word, by symbol.
 
-    Words that are rare, beyond the `max_size` most frequent words, or in `not_words` count as the unknown word.
+    A word counts as the unknown word if it is rare, if it is not among the `max_size` most frequent words, or if it is
+    in `not_words`.
     """
     start = marks["line_start"]
     end = marks["line_end"]

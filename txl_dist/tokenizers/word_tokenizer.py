@@ -1,4 +1,4 @@
-"""Tokenizer with one id per word between blanks, as PTB and WikiText count: `<eos>` after each line, and `<unk>`.
+"""Tokenizer with one id per word between blanks, an `<eos>` after each line, and `<unk>`, as in PTB and WikiText.
 
 Lines and words are read one by one, so that a text of half a gigabyte never becomes a list of its words.
 """

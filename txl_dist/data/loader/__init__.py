@@ -1,1 +1,1 @@
-"""Loader of prepared corpora: contiguous lanes of tokens for training, and segments for evaluation."""
+"""Loader of prepared corpora: a token stream for each row of the training batch (lane), and segments for evaluation."""

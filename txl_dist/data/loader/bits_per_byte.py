@@ -1,9 +1,9 @@
 """Units in which a loss may be reported: bits per byte only if the loss measures the whole text.
 
-A loss in nats per token is the cost of tokens. It is also the cost of the text, and comparable between tokenizers, if
-every token is scored and the tokens spell the whole text, byte for byte. If only a part of a split is scored, the
-number of bytes in that part is not known. `text_units` alone decides which units a loss has. All code that shows,
-records or compares losses uses the result of `text_units`, or a record of this result.
+A loss in nats per token is the cost of tokens. It is also the cost of the text if every token is scored and the tokens
+spell the whole text, byte for byte. Only then can losses of different tokenizers be compared. If only a part of a split
+is scored, the number of bytes in that part is not known. `text_units` alone decides which units a loss has. All code
+that shows, records or compares losses uses the result of `text_units`, or a record of this result.
 """
 
 from __future__ import annotations

@@ -284,7 +284,10 @@ class Shards:
         return self._opened(index).lengths
 
     def starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the index in shard `index` of each document's first token. Raises DataError as `lengths` does."""
+        """Return the position of each document's first token, counted from the start of shard `index`.
+
+        Raises DataError as `lengths` does.
+        """
         return self._opened(index).starts
 
     def document(self, index: int, document: int) -> tuple[Tokens, bool]:

@@ -2,7 +2,7 @@
 
 Key properties:
 - A lane is a row of the batch with its own token stream. `LaneStream` yields pairs (segment, state). After training on
-  a segment a checkpoint stores the state of this pair, no matter how many segments were prefetched.
+  a segment, a checkpoint stores the state of this pair, no matter how many segments were prefetched.
 - The content of a segment depends only on (corpora, state, lanes, segment_len). So resuming takes milliseconds at any
   position, ranks exchange no data, and the global batches do not depend on the number of ranks.
 - Several corpora are mixed by lane: each lane reads one corpus, and each corpus has its own position and epochs. Every
@@ -42,7 +42,7 @@ MAX_TOKENS_AT_ONCE = 1 << 20
 
 
 class Segment(NamedTuple):
-    """Input of one forward pass: T tokens for each of some lanes (batch rows), with their targets and marks."""
+    """Input of one forward pass: T tokens of each lane (row of the batch), with their targets and marks."""
 
     tokens: Int64s
     """[lanes, T+1] token ids. Inputs are [:, :-1] and targets are [:, 1:]. The last token of a segment is the first

@@ -1,7 +1,7 @@
 """State of the training stream: the positions of all lanes, as a checkpoint stores them. This module reads no files.
 
-A lane is a row of the batch with its own token stream. All lanes of a corpus have the same position: the number of
-tokens that each lane has passed since the corpus was divided among its lanes (partitioned). If the weights or the
+A lane is a row of the batch with its own token stream. All lanes of a corpus have the same position. It is the number
+of tokens that each lane has passed since the corpus was divided among its lanes (partitioned). If the weights or the
 number of lanes change, `continued` makes a new partition of the tokens that no lane has read yet. So no token is read
 twice or left out. If training diverges and the run returns to an earlier checkpoint (rewind), `with_skip` marks the
 tokens to skip. A lane reads only positions outside the skips of its corpus.
@@ -65,7 +65,7 @@ class CorpusState:
     """Ranges of lane positions in this partition that no lane trains on, including ranges already passed."""
 
     def cut(self) -> LanePartition:
-        """Return how the corpus is divided among its lanes, for `LanePlan`."""
+        """Return the division of the corpus among its lanes (rows of the batch), as `LanePlan` takes it."""
         return LanePartition(num_lanes=self.num_lanes, epoch=self.epoch, unread=self.unread)
 
     def next_ranges(self, num_tokens: int) -> Iterator[PositionRange]:
@@ -252,7 +252,7 @@ def _names(corpora: Iterable[CorpusState]) -> str:
 
 
 def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> CorpusState:
-    """Return the state of one corpus in which the lanes of `new` continue where the lanes of `old` stopped."""
+    """Return the state of one corpus in which the lanes of the state `new` continue where those of `old` stopped."""
     if old.num_lanes == new.num_lanes:
         return replace(old, name=new.name)
     if not old.num_lanes:  # it was paused: `unread` has listed its unread tokens since then
