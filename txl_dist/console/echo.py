@@ -1,9 +1,9 @@
 """Output for people, in which text from files cannot control the terminal.
 
 File names, splits, fields of an exported model, records and generated text may contain escape sequences. These can move
-the cursor, rename the window or overwrite earlier output. So control characters except newline and tab, marks of writing
-direction, and lone surrogates are escaped (\\x1b). This applies to the output of commands, log lines and errors. Only
-text that a model generates is written unchanged to a file or a pipe. On a terminal generated text is escaped too.
+the cursor, rename the window or overwrite earlier output. So control characters except newline and tab, marks of
+writing direction, and lone surrogates are escaped (\\x1b). This applies to the output of commands, log lines and
+errors. Only text that a model generates is written unchanged to a file or a pipe. On a terminal it is escaped too.
 """
 
 from __future__ import annotations
