@@ -1,8 +1,9 @@
 """Named random streams that are derived from one seed.
 
 Every use of randomness has its own name, so a new use does not change the random numbers of another use. Dropout masks
-are a function of (seed, step, first lane of the micro-batch). A seed derived from these is set on torch's default
-generator before each micro-batch. So resuming needs no generator state, and no two ranks have the same mask.
+are a function of (seed, step, first lane of the micro-batch), where a lane is a batch row. A seed derived from these
+numbers is set on torch's default generator before each micro-batch. So resuming needs no generator state, and no two
+ranks have the same mask.
 
 The default generator is used because activation checkpointing, which computes activations twice, restores no other
 generator. With another mask the second time, the gradients would be wrong, without an error.

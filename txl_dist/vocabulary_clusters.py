@@ -33,7 +33,7 @@ RUNG_ROWS = 32
 LOWEST_SHARE = 0.2
 """Share of a cluster's typical number of tokens for which the smallest sizes of `size_ladder` have room."""
 RUNG_GROWTH = 1.5
-"""Factor of the number of tokens from one tuple of sizes in `size_ladder` to the next."""
+"""Factor by which the number of tokens grows from one tuple of sizes in `size_ladder` to the next."""
 SPREAD = 2.0
 """Additional rows in `size_ladder` above the mean number of tokens, in standard deviations of independently drawn
 tokens."""

@@ -248,7 +248,7 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
     shutil.rmtree(elsewhere)
     with pytest.raises(CheckpointError, match="--resume is never"):
         choose_checkpoint(tmp_path / "run", "never")
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+    with pytest.raises(CheckpointError, match="the run has no checkpoint"):
         choose_checkpoint(tmp_path / "other", "must")
     prune_checkpoints(tmp_path / "run", keep=steps_to_keep([3, 5, 7], keep_last=1, keep_every=0), newest=folders[0])
     assert [folder.exists() for folder in folders] == [True, False, True]

@@ -310,14 +310,14 @@ class Callbacks:
         if get_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
                 logger.warning(
-                    "callback %s: the checkpoint of step %d has no state of this callback. The callback starts new",
+                    "callback %s: the checkpoint of step %d has no state of this callback, which starts without one",
                     name,
                     step,
                 )
             for name in sorted(states.keys() - known.keys()):
                 logger.warning(
-                    "callback %s: the checkpoint of step %d has a state of it, but the run has no such callback. The "
-                    "state is dropped",
+                    "callback %s: the checkpoint of step %d has a state of this callback, but the run does not "
+                    "use it. The state is dropped",
                     name,
                     step,
                 )

@@ -95,8 +95,8 @@ class Guard:
             raise raised_everywhere(
                 TrainingError(
                     f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before a "
-                    f"checkpoint stores it. Take the machine of that rank out of service, and start again from the "
-                    f"last checkpoint."
+                    f"checkpoint stores these values. Take the machine of that rank out of service, and start "
+                    f"again from the last checkpoint."
                 )
             )
         seconds = round(time.perf_counter() - start_s, 4)

@@ -3,8 +3,8 @@
     until the last step or a stop request: train one step, all-reduce the flags, report, save, evaluate
 
 Decisions that depend on the clock or the disk are made on rank 0 and sent to all ranks. Other events may be noticed by
-one rank only: a signal, a loss that is not finite, or a checkpoint that is written. One all-reduce per step tells all
-ranks of such events.
+one rank only: a signal, a loss that is not finite, or a checkpoint that is written. One all-reduce per step passes such
+events to all ranks.
 
 Dropout is seeded per micro-batch from (seed, step, first lane), where a lane is a batch row with its own token stream.
 So a resumed run continues bit for bit, although checkpoints store no state of random generators.
@@ -57,11 +57,11 @@ from txl_dist.train.state import RunContext, TrainState
 from txl_dist.train.stepper import Stepper
 
 _PATIENCE_S = {"stopped": 15.0, "phase": 900.0, "done": 900.0}
-"""Seconds for which a failed final checkpoint is retried, by the reason for the end. They are few after a stop request,
-and many at the end of a phase or of the run."""
+"""Seconds for which a failed final checkpoint is retried, by the event that ends the loop. The time is short after a
+stop request, and long at the end of a phase or of the run."""
 _GROUP_GRACE_S = 30
-"""Seconds by which the timeout of collectives exceeds the watchdog's. The watchdog then reports a hang first, and its
-message is more exact."""
+"""Seconds by which collectives time out later than the watchdog. So the watchdog, whose message names the rank at
+fault, reports a hang first."""
 
 
 class Start(NamedTuple):
@@ -398,9 +398,7 @@ class TrainingRun:
         first_bad = state.step - state.health.spikes_in_row + 1
         target = find_rewind(self.context, state, first_bad=first_bad, began=(self.start.step, self.start.stream))
         if target is None:
-            warn_for_all(
-                "no rewind: the run has no checkpoint from before the spike at step %d, so it continues", first_bad
-            )
+            warn_for_all("no rewind: the run has no checkpoint from before the spike at step %d", first_bad)
             return None
         saved, stream = target
         run_on_rank0(lambda: quarantine(self.context.run_dir, newer_than=saved.folder, word="rewound"))

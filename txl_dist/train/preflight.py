@@ -26,16 +26,16 @@ from txl_dist.model.kernels.attention_launch import unsupported_reason, unsuppor
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
-"""Number of epochs above which a run warns. Source: Muennighoff et al. 2023 ("Scaling Data-Constrained Language
-Models", arXiv 2305.16264). There, text that is read 4 times is nearly as good as new text. After about 15 epochs, the
+"""A run warns if it reads a training split more times than this. In Muennighoff et al. 2023 ("Scaling Data-Constrained
+Language Models", arXiv 2305.16264), text that is read 4 times is nearly as good as new text. After about 15 epochs, the
 value of reading the text again has fallen to a third."""
 LARGE_SHARE = 0.1
-"""Share of a training split that is read in one step. A run warns from this share on."""
+"""A run warns if one step reads at least this share of a training split."""
 LARGE_MODEL = 10
-"""Number of parameters per token of training text above which a run warns. The largest ratio in the Transformer-XL
-paper (arXiv 1901.02860) is 3 without stronger regularization: 277 million parameters for the 90 million tokens of
-enwik8. For Penn Treebank the ratio is 26 (24 million for 0.9 million), and the paper regularized that model more
-strongly."""
+"""A run warns if the model has more than this number of parameters per token of training text. In the Transformer-XL
+paper (arXiv 1901.02860) the largest ratio without stronger regularization is 3: 277 million parameters for the 90
+million tokens of enwik8. For Penn Treebank the ratio is 26 (24 million for 0.9 million), and the paper regularized that
+model more strongly."""
 
 
 def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None) -> None:

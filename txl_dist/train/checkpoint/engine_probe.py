@@ -101,7 +101,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
         return worst
 
     worst = max(gather_objects(run_on_all_ranks(compare)))
-    return f"its weights reproduce its probe to {worst:.1e} nats; this took {time.perf_counter() - start_s:.2f} s"
+    return f"its weights reproduce its probe to {worst:.1e} nats. The check took {time.perf_counter() - start_s:.2f} s"
 
 
 def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:

@@ -163,7 +163,9 @@ class CheckpointManager:
         result = self._saver.finish()
         if result.error:
             self._plan_retry(step)
-            warn_for_all("no checkpoint of step %d: %s The run will try again.", result.step, result.error)
+            warn_for_all(
+                "the checkpoint of step %d could not be saved: %s The run will try again.", result.step, result.error
+            )
             self._reporter.write("event", {"event": "save_failed", "step": result.step})
             if self._context.ranks.is_rank0 and self._newest is not None:
                 self._prune(self._newest)  # the user may have lowered checkpoint.keep_last to free space
@@ -250,8 +252,8 @@ class CheckpointManager:
         else:
             how = f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
         warn_for_all(
-            "step %d, the last, is not saved yet: the run tries again for up to %s. To leave earlier: %s; it then "
-            "tries once more. If that fails, the same command %s.",
+            "step %d, the last, is not saved yet: the run tries again for up to %s. To end the run earlier, use "
+            "%s. The run then tries once more. If that fails, the same command %s.",
             step,
             limit,
             how,

@@ -116,7 +116,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     folder = Path(resume)
     is_path = resume not in ("auto", "must", "never")
     if is_path and existing and folder.resolve().parent != existing[-1].resolve().parent:
-        remarks = [f"{run_dir} has checkpoints of its own, and continues from those instead of {folder}"]
+        remarks = [f"{run_dir} has checkpoints of its own, and continues from those checkpoints, not from {folder}"]
     elif is_path:
         if not folder.is_dir():
             raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
@@ -124,7 +124,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
         if problems:
             raise CheckpointError(
                 f"--resume {resume}: this checkpoint is damaged: {'; '.join(problems[:5])}. "
-                "Name another checkpoint folder, or use --resume auto, must or never."
+                "Give another checkpoint folder, or use --resume auto, must or never."
             )
         if existing and existing[-1].name > folder.name:
             raise CheckpointError(
@@ -135,21 +135,23 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     if resume == "never":
         if existing:
             raise CheckpointError(
-                f"{run_dir} already holds {existing[-1].name} and --resume is never. "
-                "Choose another --run.dir, or --resume auto to continue it."
+                f"{run_dir} already holds {existing[-1].name}, and --resume is never. "
+                "Choose another --run.dir, or continue the run with --resume auto."
             )
         return Choice(None, [])
     newest, saved, rejected = newest_checkpoint(run_dir, look=look)
     if newest is None and (existing or resume == "must"):
         reasons = "; ".join(rejected[:3])
-        what = "it holds no checkpoint"
+        what = "the run has no checkpoint"
         if existing:
             if len(existing) == 1:
                 which = "its one checkpoint is not"
             else:
                 which = f"none of its {len(existing)} checkpoints is"
             what = f"{which} whole ({reasons})"
-        raise CheckpointError(f"cannot resume {run_dir}: {what}. Restore one, or start a new run in another --run.dir.")
+        raise CheckpointError(
+            f"cannot resume {run_dir}: {what}. Restore a checkpoint, or start a new run in another --run.dir."
+        )
     if newest is not None and saved is None:
         saved = read_state(newest)  # which refuses the other format version
     return Choice(saved, remarks + [f"skipped a damaged checkpoint, {reason}" for reason in rejected])
@@ -233,21 +235,22 @@ def scores_first_tokens(config: Config, saved: SavedState) -> bool:
 def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
     """Return (the position in the text at which training continues, warnings for the log).
 
-    `wanted` is the first state of a new run with the present settings. Raises CheckpointError if the checkpoint was
-    trained on other data or with another seed.
+    `wanted` is the first state of a new run with the present settings. If a corpus has another number of lanes (batch
+    rows) than in the checkpoint, its unread text is divided among the new lanes. Raises CheckpointError if the
+    checkpoint was trained on other data or with another seed.
     """
     state = continued(saved.stream, wanted, splits)
     if state.has_lanes_of(saved.stream):
         return state, []
-    return state, ["the lanes are cut again: each continues with text that none has read, with an empty memory"]
+    return state, ["the lanes get new parts of the text: each lane continues with unread text and an empty memory"]
 
 
 def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, stream: StreamState) -> TrainState:
-    """Load a checkpoint into the engine, and return the state of this rank.
+    """Load a checkpoint into the engine, and return the training state of this rank.
 
     All ranks call it together, with a checkpoint that `choose_checkpoint` and `check_checkpoint` have accepted.
-    `stream` is the result of `continued_stream`. If the stream's lanes were cut again, the memories are those of a new
-    run.
+    `stream` is the result of `continued_stream`. If the lanes (batch rows) got new parts of the text, the memories are
+    those of a new run.
     """
     folder = saved.folder
     state = saved.values

@@ -142,7 +142,7 @@ def read_state(folder: Path) -> SavedState:
         readable = f"{', '.join(map(str, others))} and {last}"
         raise _OtherVersionError(
             f"{folder} has format version {version}, but this version of txl_dist reads {readable}. "
-            "Use the version of txl_dist that wrote it."
+            "Use the version of txl_dist that wrote the checkpoint."
         )
     try:
         _State.model_validate_json(data)
@@ -219,9 +219,9 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
     if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:
         yield f"the folder is named for step {step_of(folder)}, and its state.json is of step {saved.step}"
     if state.get("config_sha256", "") not in ("", _settings_hash_of(folder / SETTINGS)):
-        yield "config.toml is not the one of this state.json"
+        yield "config.toml does not belong to this state.json"
     if state["tokenizer_fingerprint"] != _sha256_of(folder / "tokenizer.json"):  # see `Tokenizer.fingerprint`
-        yield "tokenizer.json is not the one of this state.json"
+        yield "tokenizer.json does not belong to this state.json"
     engine = [_header(path) for path in sorted((folder / "engine").glob("*.safetensors"))]
     lanes = [_header(path) for path in lane_files(folder)]
     probe = _header(folder / PROBE)

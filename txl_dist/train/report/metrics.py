@@ -86,7 +86,8 @@ class Interval:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block from the interval's training time. Saving and evaluating use it."""
+        """Exclude the time of the block from the interval's training time. The loop uses this for saving and
+        evaluating."""
         start_s = time.perf_counter()
         yield
         self._start_s += time.perf_counter() - start_s

@@ -510,7 +510,8 @@ def test_who_asks_to_stop_while_the_last_save_is_retried_is_told_how_and_heard_a
         one.finish_last(it.state(7), patience_s=900.0, stopped=num_before > 0)
     assert records.events == [("save_failed", 7)] * 2
     how = "a second SIGTERM or Ctrl-C" if num_before else f"SIGTERM, Ctrl-C or the file {tmp_path / 'STOP'}"
-    assert f"the run tries again for up to 15 min. To leave earlier: {how}; it then tries once more" in caplog.text
+    assert "the run tries again for up to 15 min. " in caplog.text
+    assert f"To end the run earlier, use {how}. The run then tries once more." in caplog.text
 
 
 def test_room_that_is_made_before_the_last_attempt_is_used(
