@@ -67,7 +67,7 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
     ):
         if size > limit:
             raise TrainingError(
-                f"the states of callbacks ({', '.join(states)}) hold {format_bytes(size)} of {what}; a "
+                f"the states of callbacks ({', '.join(states)}) hold {format_bytes(size)} of {what}, but a "
                 f"checkpoint takes {format_bytes(limit)} at most. Store large values in a separate file, and the "
                 f"file's name in the state."
             )
