@@ -93,7 +93,7 @@ _MARKS = {
     ArtifactKind.HUGGINGFACE_CODE: CODE,
     ArtifactKind.ONNX: GRAPHS[0],
 }
-"""Name of a file that every artifact of a kind contains, for messages."""
+"""Name of the file by which messages describe a folder of each kind, for instance index.json for a corpus."""
 
 
 def detect_artifact(path: str | Path) -> ArtifactKind:

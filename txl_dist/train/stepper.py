@@ -42,7 +42,7 @@ class StepResult(NamedTuple):
 
 
 class Stepper:
-    """Runs the forward and backward passes of training steps on one rank, and combines the results of all ranks.
+    """Forward and backward passes of the training steps on one rank, and the combination of the results of all ranks.
 
     The caller makes the weight update.
     """

@@ -1,4 +1,4 @@
-"""Rewind: the checkpoint from before a spike that a run returns to, and the stream without the text of the spike."""
+"""Rewind of a run after a spike of its loss or gradient norm: the checkpoint to return to, and the text to skip."""
 
 from __future__ import annotations
 

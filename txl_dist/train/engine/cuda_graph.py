@@ -181,7 +181,8 @@ def _ran_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _signature(value: Any) -> Any:
-    """Return the key by which graphs are looked up: (shape, type) of a tensor, or a value that is no tensor itself."""
+    """Return a key for a value: (shape, type) of a tensor, or the value itself if it is no tensor. Graphs are found by
+    such keys."""
     if isinstance(value, Tensor):
         return (value.shape, value.dtype)
     return value

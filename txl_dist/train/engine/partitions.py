@@ -83,7 +83,7 @@ def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[P
 
 
 def _flat(groups: list[list[Tensor]]) -> list[Tensor]:
-    """Join the tensors of all groups."""
+    """Return the tensors of all groups in one list."""
     return [tensor for group in groups for tensor in group]
 
 

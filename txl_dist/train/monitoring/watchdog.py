@@ -43,7 +43,8 @@ from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Me
 SILENT_AFTER_S = 3.0
 """Seconds without a report after which a rank counts as frozen, if another rank is stuck."""
 LOST_AFTER_S = 2.0
-"""Seconds within which a rank of another node must connect again."""
+"""Seconds after a broken connection within which a rank of another node must connect again. Afterwards it counts as
+lost."""
 DEAD_AFTER_S = 0.3
 """Seconds to wait after a process is found dead, so that other ranks reach the place where they wait for it."""
 NET_S = 4.0
@@ -53,7 +54,7 @@ GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
 WRITES_S = 2.0
 """Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
-"""Seconds to wait for a verdict after an error. If none arrives, no other rank has caused the error."""
+"""Seconds to wait for a verdict after an error. If no verdict arrives, no other rank has caused the error."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
 """Modules whose functions are collectives or wait for one. Other code that waits for ranks uses `waiting`."""
 STDERR = 2
@@ -166,7 +167,7 @@ class Watchdog:
                 self._stacks.parent.rmdir()
 
     def _leave(self) -> None:
-        """End the thread and the safety net."""
+        """End the thread of the watchdog, and switch off the safety net."""
         self._closing.set()
         self._asked.set()  # the thread need not wait for the main thread, which is here
         self._thread.join(ANSWER_S)
@@ -174,7 +175,7 @@ class Watchdog:
         faulthandler.enable(file=STDERR)
 
     def _run(self) -> None:
-        """Exchange beats and judge them, in the thread, until this rank leaves or a verdict is reached."""
+        """Exchange heartbeats and judge them, in the thread, until this rank ends or a verdict is reached."""
         while not self._closing.is_set():
             self._arm()
             for notice in self._link.exchange(self._local_beat()):
@@ -332,7 +333,7 @@ class Watchdog:
         os._exit(HANG)
 
     def _arm(self) -> None:
-        """Start the countdown of the safety net again."""
+        """Start the countdown of the safety net again. The safety net ends the process if no Python thread can run."""
         faulthandler.dump_traceback_later(self._limit_s + NET_S, exit=True, file=self._stacks_fd)
 
     def _dump(self) -> None:

@@ -62,7 +62,7 @@ class MetricLogger(Protocol):
 
 
 class MetricReporter:
-    """Passes each record of a run to all loggers of the run. An error of a logger is logged and never ends the run.
+    """Distributor of a run's records to all loggers. An error of a logger is logged and never ends the run.
 
     Only rank 0 has loggers. On other ranks the methods do nothing. `start_step` is the number of steps that were
     finished when this process started.

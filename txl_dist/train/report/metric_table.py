@@ -45,8 +45,8 @@ class Metric:
     unit: str = ""
     """Text after the number on the console. It is empty if the number needs no unit."""
     drop: int = 0
-    """Rank in the order in which numbers are removed from a line that is too long. The number with the highest rank is
-    removed first, and a number with 0 is never removed."""
+    """Order in which numbers are removed from a line that is too long: the number with the highest value first. A
+    number with 0 is never removed."""
     hides_zero: bool = False
     """Whether the console leaves out the number while the number is 0."""
     curve: Curve | None = None
@@ -158,7 +158,7 @@ class Cell(NamedTuple):
 
     text: str
     drop: int = 0
-    """Rank in the order in which cells are removed from a line that is too long, as in `Metric`."""
+    """Order in which cells are removed from a line that is too long, as in `Metric.drop`."""
 
 
 def cells_of(record: Mapping[str, Any]) -> list[Cell]:
