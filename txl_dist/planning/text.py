@@ -188,8 +188,8 @@ def _time(chosen: PlannedOption, *, is_small: bool, is_short: bool) -> Iterator[
     yield f"run: {chosen.budget_tokens:,} tokens{epochs} in {format_duration(chosen.length_s)}{hours}"
     if chosen.epochs is not None and chosen.epochs > MANY_EPOCHS:
         yield (
-            f"  warning: the text is read {chosen.epochs:,.0f} times. After more than {MANY_EPOCHS} a model learns it "
-            "by heart: lower train.max_steps, or prepare more text"
+            f"  warning: the text is read {chosen.epochs:,.0f} times. After more than {MANY_EPOCHS} epochs a model "
+            "memorizes the text: lower train.max_steps, or prepare more text"
         )
     if chosen.stages:
         rows = [["steps", "lanes x segment", "memory", "micro-batch", "GiB", "ms per step", "tokens/s"]]
