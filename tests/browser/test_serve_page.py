@@ -139,13 +139,13 @@ def test_a_turn_that_is_stopped_is_struck_out_and_its_prompt_comes_back(browser:
 def test_what_the_server_refuses_is_told_and_a_key_lets_in(browser: Any) -> None:
     with served(random_model(), api_key="secret") as server, visit(browser, server.url, width=390) as seen:
         page = seen.page
-        page.get_by_text("this server asks for its key").wait_for()
+        page.get_by_text("this server requires an API key").wait_for()
         page.fill("#prompt", "the cat")
         fill(page, **GREEDY, key="secret")
         assert turn(seen, "the cat").startswith("the cat")
         fill(page, top_k=3, max_tokens=10_000_000)
         page.fill("#prompt", "more")
         page.click("#go")
-        page.get_by_text("this server makes at most").wait_for()
+        page.get_by_text("this server allows at most").wait_for()
         assert "bad" in page.get_attribute("#state", "class")
         assert page.input_value("#prompt") == "more"

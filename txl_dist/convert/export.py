@@ -101,7 +101,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
                         trained = _read_checkpoint(folder, name=run.name, use_ema=use_ema)
                         result = use(trained)
                         for reason in rejected:
-                            logger.warning("skipped a damaged checkpoint, %s", reason)
+                            logger.warning("skipped a damaged checkpoint: %s", reason)
                         return result
                 except (TxlError, OSError):
                     # Only the pruning of the checkpoint excuses an error.
@@ -288,8 +288,8 @@ def _check_alike(package: Package) -> None:
     """Raise ConfigError if the layers have memories of different lengths. Only bundles can express such models."""
     if len(set(package.memory_lens)) > 1:
         raise ConfigError(
-            f"layers with memories of their own (train.memory_lens={list(package.memory_lens)}) can be stored only in "
-            f"bundles. Export a bundle, or continue the training with train.memory_lens empty."
+            f"a model with a different memory length per layer (train.memory_lens={list(package.memory_lens)}) can be "
+            "exported only to a bundle. Export a bundle, or continue the training with an empty train.memory_lens."
         )
 
 

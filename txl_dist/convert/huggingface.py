@@ -173,7 +173,7 @@ def inexpressible(model: ModelSection) -> list[str]:
             different.append(name)
     reasons = [f"model.{name}={getattr(model, name)!r}" for name in different]
     if model.positions != "relative":
-        reasons.append(f"model.positions={model.positions!r} (it has relative ones only)")
+        reasons.append(f"model.positions={model.positions!r} (a Hugging Face folder has only relative positions)")
     if model.width % 2:
         reasons.append(f"model.width={model.width} is odd (its sinusoids come in pairs)")
     return reasons
@@ -221,7 +221,7 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
             is_alias = alias is not None and bias in weights and torch.equal(alias, weights[bias])
             if not is_alias:
                 name = f"{PREFIX}layers.{layer}.dec_attn.{bias}"
-                refuse([f"{name} is missing or differs from {PREFIX}{bias}, whose alias it is"], where=where)
+                refuse([f"{name} is missing, or differs from {PREFIX}{bias}, to which it must be equal"], where=where)
     return weights
 
 

@@ -75,7 +75,7 @@ class PeerSettings(BaseModel):
         for name in sorted(from_user.keys() - cls.model_fields.keys()):
             similar = nearest(name, cls.model_fields, least_alike=0.8)
             if similar:
-                raise CheckpointError(f"the settings have an unknown {name}. Did you mean {similar[0]}?")
+                raise CheckpointError(f"the settings contain an unknown name {name}. Did you mean {similar[0]}?")
             logger.warning("the setting %s does not describe the model and is not used", name)
         settings = {**from_file, **from_user}
         try:
@@ -92,7 +92,7 @@ def read_peer_settings(path: Path | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    remedy = 'It must hold one JSON object, such as {"n_layer": 12, ...}.'
+    remedy = 'The file must contain one JSON object, such as {"n_layer": 12, ...}.'
     with translate_errors(CheckpointError, f"{path} cannot be read as JSON", remedy, of=(OSError, ValueError)):
         return parse_object(read_bytes(path))
 
@@ -156,11 +156,12 @@ def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: s
     if name not in peer_weights:
         first_names = ", ".join(list(peer_weights)[:3])
         if f"transformer.{name}" in peer_weights:
-            hint = " A name with `transformer.` is Hugging Face's."
+            hint = " Names that begin with `transformer.` are from Hugging Face."
         else:
             hint = ""
         raise CheckpointError(
-            f"{where} does not fit: {name} is missing. Found: {first_names}, ... Check the format.{hint}"
+            f"{where} does not fit the format: {name} is missing. The file contains {first_names}, ... Check "
+            f"--format.{hint}"
         )
     shape = peer_weights[name].shape
     if len(shape) != dims:

@@ -108,7 +108,7 @@ def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Pa
         memory_len = 0  # even if the file gives a length: the original fails with a memory there
     if segment_len < 0 or memory_len < -1:
         raise ConfigError(
-            f"a segment of {segment_len} or a memory of {memory_len} tokens is impossible. Correct the length."
+            f"a segment of {segment_len} tokens or a memory of {memory_len} tokens is impossible. Correct the length."
         )
     if memory_len < 0:
         memory_len = imported.memory_len
@@ -121,5 +121,7 @@ def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Pa
         missing_flags.append("--segment-len")
     if missing_flags:
         flags = " and ".join(missing_flags)
-        raise ConfigError(f"{where} does not state the lengths that the model works with. Give {flags}.")
+        raise ConfigError(
+            f"{where} does not contain the segment length or the memory length of the model. Give {flags}."
+        )
     return segment_len, memory_len

@@ -54,12 +54,14 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
         else:
             file = path / CHECKPOINTS[0]
     if not file.is_file():
-        raise CheckpointError(f"{path} holds neither {' nor '.join(CHECKPOINTS)}. Name the checkpoint itself.")
+        raise CheckpointError(f"{path} holds neither {' nor '.join(CHECKPOINTS)}. Name the checkpoint file.")
     content = read_torch_file(file)
     keys = content.keys() if isinstance(content, dict) else ()
     missing = [key for key in ("model_state", "model_config") if key not in keys]
     if missing:
-        raise CheckpointError(f"{file} lacks {' and '.join(missing)}: it is not a checkpoint of NVIDIA's train.py.")
+        raise CheckpointError(
+            f"{file} lacks {' and '.join(missing)}: the file is not a checkpoint of NVIDIA's train.py."
+        )
     if not isinstance(content["model_config"], dict):
         raise CheckpointError(f"{file}: model_config is not a dict of settings.")
     weights: Weights = {}
@@ -92,6 +94,6 @@ def _without_aliases(weights: Weights, *, where: str) -> Weights:
             continue
         projection = name.replace(ALIAS, "word_emb.emb_projs.")
         if projection not in weights or not torch.equal(tensor, weights[projection]):
-            problems.append(f"{name} differs from {projection}, whose alias it is")
+            problems.append(f"{name} differs from {projection}, to which it must be equal")
     refuse(problems, where=where)
     return kept

@@ -153,7 +153,7 @@ def model_of(
         expected = shapes_of(model, vocab_size=vocab_size)
     except ConfigError as error:
         raise CheckpointError(
-            f"{where}: cutoffs={list(model.cutoffs)} must increase and lie below the vocabulary size {vocab_size}. "
+            f"{where}: cutoffs={list(model.cutoffs)} must increase and be below the vocabulary size {vocab_size}. "
             "Correct the settings."
         ) from error
     tied = {name: other for name, other in partners(model).items() if name in expected}
@@ -236,7 +236,7 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
     """
     if "out_layer.weight" in peer_weights or settings.sample_softmax > 0:
         raise CheckpointError(
-            f"{where} has a sampled softmax, which neither this program nor the original code can evaluate."
+            f"{where} has a sampled softmax, which neither txl_dist nor the original code can evaluate."
         )
     kind = settings.attn_type
     if kind is None:
@@ -253,14 +253,14 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
                 kind = 0
     if kind not in POSITIONS:
         raise CheckpointError(
-            f"{where} has attn_type {kind}, but this program reads 0, 1 and 2 only. "
-            "(3, Al-Rfou, adds its positions to the memory "
-            "twice in the original, so that no two segments agree.)"
+            f"{where} has attn_type {kind}, but txl_dist supports only attn_type 0, 1 and 2. "
+            "In the original code, attn_type 3 (Al-Rfou) adds positions to the memory twice, so that no two segments "
+            "agree."
         )
     if kind == 2 and settings.pre_lnorm:
         raise CheckpointError(
-            f"{where} has attn_type 2 with pre_lnorm: there the original makes queries from states that are not "
-            "normalised, a defect that this program does not repeat, so its numbers would differ."
+            f"{where} has attn_type 2 with pre_lnorm, and cannot be imported. The original code computes the queries "
+            "from states that are not normalized. txl_dist does not reproduce this defect, so its losses would differ."
         )
     return POSITIONS[kind]
 
@@ -278,8 +278,9 @@ def _heads(
         inner = dim_size(peer_weights, "layers.0.dec_attn.q_net.weight", 0, dims=2, where=where)
         if not settings.n_head:
             raise CheckpointError(
-                f"{where}: weights of absolute attention do not show the number of heads. Give it with --settings: "
-                'a JSON file with {"n_head": 8, ...}.'
+                f"{where}: the weights of absolute attention do not contain the number of heads. Give the number in a "
+                "JSON "
+                'file with --settings: {"n_head": 8, ...}.'
             )
         return settings.n_head, inner // settings.n_head
     if per_layer:
@@ -308,8 +309,9 @@ def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -
     if len(sizes) == 1 and CLUSTERS in peer_weights:
         shape = list(peer_weights[CLUSTERS].shape)
         raise CheckpointError(
-            f"{where}: {CLUSTERS} has shape {shape}, and one table of embeddings does not show "
-            'where its clusters begin. Give the cutoffs with --settings: {"cutoffs": [20000, 40000], ...} in a file.'
+            f"{where}: {CLUSTERS} has shape {shape}, but a single table of embeddings does "
+            "not contain the cutoffs of the clusters. Give the cutoffs in a JSON file with --settings: "
+            '{"cutoffs": [20000, 40000], ...}.'
         )
     return tuple(itertools.accumulate(sizes))[:-1]
 

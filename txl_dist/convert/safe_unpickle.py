@@ -223,8 +223,8 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
 
 def _refusal(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} holds {name}: opening the file would run this code. Convert the file to safetensors where you trust "
-        f"it."
+        f"{path} contains {name}, and opening the file would run this code. If you trust the file, convert it to "
+        "safetensors in the program that wrote it."
     )
 
 
@@ -238,7 +238,7 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
             raise _refusal(path, "TorchScript")
         file.seek(0)
     elif start != LEGACY_START:
-        raise ValueError("it is in neither of the formats of torch.save")
+        raise ValueError("the file has neither of the formats of torch.save")
     return torch.load(file, "cpu", _restricted_pickle(path), weights_only=False, mmap=False)
 
 

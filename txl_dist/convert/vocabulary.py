@@ -135,16 +135,15 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: idx2sym and sym2idx contradict each other. {_REMEDY}")
     if fields.get("delimiter") not in (None, "", " "):
         raise DataError(
-            f"{where} splits words at {fields['delimiter']!r}; this program splits words at blanks only. "
-            "Write its symbols to a text "
-            "file, one per line, and prepare texts with blanks."
+            f"{where} splits words at {fields['delimiter']!r}; txl_dist splits words only at blanks. Write the "
+            "symbols of the vocabulary to a text file, one per line, and separate words by blanks in texts."
         )
     are_characters = fields.get("delimiter") == ""
     longer = [symbol for symbol in symbols if not _are_characters([symbol])]
     if are_characters and longer:
         raise DataError(
-            f"{where} is a vocabulary of characters, but has the symbols {longer[:3]}, which this program cannot "
-            "distinguish from their characters. Give no vocabulary and use ids."
+            f"{where} is a vocabulary of characters, but has the symbols {longer[:3]}, which txl_dist cannot "
+            "distinguish from single characters. Remove --vocab and use ids."
         )
     return _plain_values(symbols, are_characters=are_characters, lower_case=bool(fields.get("lower_case", False)))
 
@@ -200,7 +199,7 @@ def _in_order(ids: Any, *, where: str) -> list[Any]:
         wanted = list(range(len(ids)))
         if sorted(values) == wanted:
             return sorted(ids, key=ids.__getitem__)
-    raise DataError(f"{where}: the ids are not 0, 1, 2 ... without a gap, each once. {_REMEDY}")
+    raise DataError(f"{where}: the ids must be 0, 1, 2 ... without a gap or a repetition. {_REMEDY}")
 
 
 def _are_characters(symbols: Iterable[Any]) -> bool:

@@ -202,8 +202,8 @@ def dynamic(
         nll_BT, weights, memory = dynamic_losses(module, batch, *state, rule=rule)
         if not nll_BT.isfinite().all():
             raise ConfigError(
-                "--adapt dynamic reached a loss that is not finite: its steps are too large. Give a lower --adapt-lr "
-                "or --adapt-decay, or a higher --adapt-eps."
+                "--adapt dynamic reached a loss that is not finite, because its steps are too large. Lower --adapt-lr "
+                "or --adapt-decay, or raise --adapt-eps."
             )
         return nll_BT, (weights, memory)
 

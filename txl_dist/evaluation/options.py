@@ -18,7 +18,7 @@ _MOST = 1 << 20
 """Upper limit for tokens and lanes: more than any useful memory, and less than what the settings allow."""
 _Length = Annotated[int, Field(ge=0, le=_MOST)]
 _LengthOrTrained = Annotated[int, Field(ge=-1, le=_MOST)]
-_AS_TRAINED = f"0 to {_MOST:,} tokens. Leave it out for as trained"
+_AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag the value is as trained"
 
 
 class Protocol(NamedTuple):
@@ -108,8 +108,8 @@ class Overrides:
         found = [flag for flag, is_given in refused.items() if is_given]
         if found:
             raise ConfigError(
-                f"{', '.join(found)} contradicts --protocol {self.protocol}, which fixes this itself "
-                f"({peer.source}). Leave out {', '.join(found)}, or leave out --protocol."
+                f"{', '.join(found)} cannot be given with --protocol {self.protocol}, because the protocol itself "
+                f"sets these values ({peer.source}). Remove {', '.join(found)}, or remove --protocol."
             )
 
 
@@ -134,8 +134,8 @@ class Outputs:
         is_several = overrides.num_combinations > 1
         if self.log_probs is not None and (is_several or overrides.without_memory or overrides.peer is not None):
             raise ConfigError(
-                "--log-probs needs one evaluation of the whole split. Give one --memory-len, --segment-len and "
-                "--clamp-len, and leave out --without-memory and --protocol."
+                "--log-probs needs one evaluation of the whole split. Give one value of --memory-len, --segment-len "
+                "and --clamp-len, and remove --without-memory and --protocol."
             )
         if self.plot is not None and not is_several:
             raise ConfigError(
@@ -197,15 +197,15 @@ class AdaptationOptions:
             for name in names:
                 if getattr(self, name) != getattr(AdaptationOptions, name):
                     raise ConfigError(
-                        f"{flag_of(name)} works only with --adapt {kind}, not with --adapt {self.adapt}. Leave out "
+                        f"{flag_of(name)} works only with --adapt {kind}, not with --adapt {self.adapt}. Remove "
                         f"{flag_of(name)}, or give --adapt {kind}."
                     )
         if self.adapt == "off":
             return
         if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
             raise ConfigError(
-                f"--adapt {self.adapt} is compared with one static evaluation of the whole split. Give one "
-                "--memory-len, --segment-len and --clamp-len, and leave out --protocol and --log-probs."
+                f"--adapt {self.adapt} is compared with one static evaluation of the whole split. Give one value of "
+                "--memory-len, --segment-len and --clamp-len, and remove --protocol and --log-probs."
             )
         if self.adapt == "dynamic" and not is_alone():
             raise ConfigError(
@@ -252,10 +252,12 @@ class ReclSettings:
         check_bounds(self)
         if len(self.contexts) < 2:
             raise ConfigError(
-                f"--max-context {self.max_context}: it must be at least two steps of --step {self.step} tokens."
+                f"--max-context {self.max_context}: it must be at least twice --step {self.step} (tokens)."
             )
         if not self.r or not all(0 < share <= 1 for share in self.r):
-            raise ConfigError(f"--r {' '.join(map(str, self.r))}: each share of tokens must be above 0 and at most 1.")
+            raise ConfigError(
+                f"--r {' '.join(map(str, self.r))}: each share of the targets must be above 0 and at most 1."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

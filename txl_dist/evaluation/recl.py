@@ -197,18 +197,18 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
     for target in targets:
         if target.config.data.document_mask:
             raise ConfigError(
-                f"{target.path} confines each query to its own document (data.document_mask=True): RECL needs "
-                "context beyond the document. Leave this model out."
+                f"{target.path} was trained with data.document_mask=True, so a query attends only within its "
+                "document. The contexts of RECL cross the borders of documents. Remove this model from the command."
             )
         if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:
             raise ConfigError(
-                f"{target.path} has same_length={target.config.model.same_length!r}, which counts its window in "
-                "memory, which is off here. Give a --memory-len of 1 or more, or leave this model out."
+                f"{target.path} has same_length={target.config.model.same_length!r}, which needs a memory, but memory "
+                "is off here. Give a --memory-len of 1 or more, or remove this model from the command."
             )
         if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
             raise ConfigError(
-                f"{target.path} and {targets[0].path} have different tokenizers: a token of one is not a token of the "
-                "other. Compare models of one tokenizer."
+                f"{target.path} and {targets[0].path} have different tokenizers, so losses per token cannot be "
+                "compared. Compare models with the same tokenizer."
             )
     first = targets[0].config
     if settings.split:
@@ -221,13 +221,12 @@ def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
     num_places = split.tokens - settings.max_context
     if num_places < 1:
         raise ConfigError(
-            f"split {split.name!r} has {counted(split.tokens, 'token')}, no more than --max-context "
-            f"{settings.max_context}. "
-            "Give a smaller --max-context, or score a longer split (--split, --data)."
+            f"split {split.name!r} has {counted(split.tokens, 'token')}, but must have more than --max-context "
+            f"{settings.max_context} tokens. Give a smaller --max-context, or score a longer split (--split, --data)."
         )
     if num_places < settings.num_tokens:
         warn_for_all(
-            "split %r has %s targets with so much context: --num-tokens %s is cut to that",
+            "split %r has only %s targets with enough context. All of them are scored, fewer than --num-tokens %s",
             split.name,
             f"{num_places:,}",
             f"{settings.num_tokens:,}",

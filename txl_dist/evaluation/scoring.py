@@ -124,8 +124,8 @@ def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> st
         return overrides.same_length
     if config.data.document_mask:
         raise ConfigError(
-            f"--protocol {overrides.protocol} continues across document boundaries, and this model's queries see their "
-            "own document only (data.document_mask=True). Leave out --protocol."
+            f"--protocol {overrides.protocol} reads across document boundaries, but this model's queries attend only "
+            "within their document (data.document_mask=True). Remove --protocol."
         )
     if overrides.same_length != "trained":
         return overrides.same_length
@@ -160,17 +160,15 @@ def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) 
     is_off = memory_len == 0
     if config.model.same_length != "off" and (is_off or overrides.without_memory):
         raise ConfigError(
-            f"same_length={config.model.same_length!r} counts its window in memory, which is off here. "
-            "Give --same-length off, or leave out --memory-len 0 and --without-memory."
+            f"same_length={config.model.same_length!r} needs a memory, but memory is off in this evaluation. Give "
+            "--same-length off, or remove --memory-len 0 and --without-memory."
         )
     if overrides.zero_memory and is_off:
-        raise ConfigError(
-            "--zero-memory has no meaning without memory. Leave the flag out, or give a --memory-len above 0."
-        )
+        raise ConfigError("--zero-memory needs a memory. Remove --zero-memory, or give a --memory-len above 0.")
     if overrides.zero_memory and config.data.document_mask:
         raise ConfigError(
-            "--zero-memory has no effect here: this model's queries see their own document only "
-            "(data.document_mask=True), and a memory of zeros belongs to no document. Leave out --zero-memory."
+            "--zero-memory cannot be used with this model. The model's queries attend only within their document "
+            "(data.document_mask=True), and a memory of zeros belongs to no document. Remove --zero-memory."
         )
 
 
@@ -311,7 +309,7 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
         ConfigError(
             "--plot draws losses over several lengths, but the given lengths all result in the same evaluation: "
             f"memory {first.memory_len:,}, segment {first.cut.segment_len:,}, clamp {first.config.model.clamp_len:,}. "
-            "Give other lengths, or leave out --plot."
+            "Give other lengths, or remove --plot."
         )
     )
 
@@ -325,7 +323,9 @@ def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overri
         warn_for_all("%s", message)
     num_equal = len(rows) - len({plan.name for plan in plans})
     if num_equal:
-        warn_for_all("%d of %d rows come to the same as others, and are scored once", num_equal, len(rows))
+        warn_for_all(
+            "%d of %d rows have the same settings as other rows, and are not scored again", num_equal, len(rows)
+        )
 
 
 class _ModelOpener:
@@ -506,7 +506,8 @@ def enough_memory() -> Iterator[None]:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"not enough memory for this evaluation: {reason:.200}. Give fewer lanes "
-            "(--num-lanes), shorter segments (--segment-len), less memory (--memory-len) or a shorter --cache-window."
+            "(--num-lanes), shorter segments (--segment-len), a shorter memory (--memory-len) or a shorter "
+            "--cache-window."
         ) from error
 
 
@@ -522,19 +523,22 @@ def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -
     lane_tokens = counted(cut.stripe_len, "token")
     if overrides.num_lanes > cut.num_lanes:
         yield (
-            f"split {split_name!r} has {counted(cut.num_targets, 'token')} to score: --num-lanes "
-            f"{overrides.num_lanes:,} is cut to that"
+            f"split {split_name!r} has {counted(cut.num_targets, 'token')} to score, so --num-lanes "
+            f"{overrides.num_lanes:,} is reduced to this number"
         )
     if segment_len in overrides.segment_len and segment_len > cut.segment_len:
-        yield f"a lane of split {split_name!r} has {lane_tokens}: --segment-len {segment_len:,} is cut to that"
+        yield (
+            f"a lane of split {split_name!r} has {lane_tokens}, so --segment-len {segment_len:,} is reduced to this "
+            "number"
+        )
     if row.memory_len > _largest_memory_len(cut, overrides):
         if cut.num_lanes > 1:
-            longer = " --num-lanes 1 makes it longer."
+            longer = " With --num-lanes 1 the lane is longer."
         else:
             longer = ""
         yield (
-            f"a lane of split {split_name!r} has {lane_tokens}, and a memory of {row.memory_len:,} never holds more: "
-            f"it is cut to that.{longer}"
+            f"a lane of split {split_name!r} has {lane_tokens}, so the memory of {row.memory_len:,} is reduced to "
+            f"this number.{longer}"
         )
 
 

@@ -40,7 +40,7 @@ def table(results: dict[str, Result], units: TextUnits) -> list[str]:
         lines.append(f"unknown: {units.unknown_pct:.2f} % of the tokens")
     token_counts = {values["tokens"] for values in results.values()}
     if len(token_counts) > 1:
-        lines.append("these rows are over different numbers of tokens: they do not compare")
+        lines.append("these rows score different numbers of tokens, so their losses cannot be compared")
     return lines
 
 

@@ -35,9 +35,9 @@ class Target(NamedTuple):
         if config.data.eval_split not in corpus.split_names:
             split_names = ", ".join(corpus.split_names)
             raise DataError(
-                f"{config.data.path} has no split {config.data.eval_split!r} to score; it has {split_names}. "
-                "Name another split with --split. Or name with --data a corpus that has this split, prepared with "
-                f"--tokenizer-file and the tokenizer.json of {self.path}."
+                f"{config.data.path} has no split {config.data.eval_split!r} to score. The corpus has {split_names}. "
+                "Name another split with --split. Or give with --data a corpus that has this split and was prepared "
+                f"with --tokenizer-file and the tokenizer.json of {self.path}."
             )
         return corpus.split(config.data.eval_split)
 
@@ -50,8 +50,8 @@ class Target(NamedTuple):
         if config.data.train_split not in corpus.split_names:
             raise DataError(
                 f"{corpus.location} has no split {config.data.train_split!r} to measure gradients on. The corpus has "
-                f"{', '.join(corpus.split_names)}. Name with --adapt-train a corpus of the same tokenizer that has "
-                "this split."
+                f"{', '.join(corpus.split_names)}. Give with --adapt-train a corpus that has this split and the same "
+                "tokenizer."
             )
         return corpus.split(config.data.train_split)
 
@@ -62,7 +62,7 @@ class Target(NamedTuple):
             raise DataError(
                 f"{path} was prepared with another tokenizer than {self.path} was trained with. "
                 f"Prepare text with --tokenizer-file and the tokenizer.json of {self.path}. Prepare token ids with "
-                f"--vocab-list and the vocabulary of {self.path}."
+                f"--vocab-list and the list of names that was used for the corpus of {self.path}."
             )
         return corpus
 
@@ -95,8 +95,8 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         config = changed(trained.config, {"data.path": corpus_path})
     if bundle.document_mask and not bundle.begins_documents:
         warn_for_all(
-            "this model was trained by an older program, which scored no first token of a document: here they are "
-            "scored, and it never learnt to predict them"
+            "this model was trained by an older version of txl_dist, which did not train on the first token of a "
+            "document. This evaluation scores these tokens too"
         )
     return Target(path, bundle, config, where)
 

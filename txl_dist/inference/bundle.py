@@ -282,7 +282,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
     """
     if detect_artifact(folder) is not ArtifactKind.BUNDLE:
         raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
-    check_folder(folder, remedy="Copy it again or export it again.")
+    check_folder(folder, remedy="Copy the bundle again, or export it again.")
     with _readable(folder):
         data = read_bytes(folder / "config.json")
         values = keys_in_new_names(parse_object(data), of="bundle")
@@ -291,7 +291,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
             raise CheckpointError(
                 f"{folder} has format version {version}, but this version of txl_dist reads "
                 f"{' and '.join(map(str, FORMAT_VERSIONS))}. "
-                "Use the version of txl_dist that wrote it."
+                "Use the version of txl_dist that wrote the bundle."
             )
         recorded = values.get("plugins", [])
         for change in require_plugins([typed(Plugin, one)._asdict() for one in recorded], where=str(folder)):
@@ -329,12 +329,12 @@ def _readable(where: Path | str) -> Iterator[None]:
         else:
             file = "config.json"
         raise CheckpointError(
-            f"{where} cannot be read: {file}, {place:.80}: {first['msg']}. Export it again."
+            f"{where} cannot be read: {file}, {place:.80}: {first['msg']}. Export the bundle again."
         ) from error
     except (OSError, ValueError, KeyError, SafetensorError, RuntimeError) as error:  # the last: not enough memory
         if isinstance(error, TxlError):
             raise
-        raise CheckpointError(f"{where} cannot be read: {error!r}. Export it again.") from error
+        raise CheckpointError(f"{where} cannot be read: {error!r}. Export the bundle again.") from error
 
 
 def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
@@ -348,7 +348,7 @@ def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -
     if not worst <= tolerance:
         raise CheckpointError(
             f"{where} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
-            f"{tolerance}. Export the bundle again. If the difference remains, report it."
+            f"{tolerance}. Export the bundle again. If the difference remains, report a defect."
         )
     return worst
 

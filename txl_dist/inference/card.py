@@ -167,13 +167,13 @@ class Stated:
         for key, value in vars(self).items():
             flag = flag_of(key)
             if value and not value.strip():
-                raise ConfigError(f"{flag} is blank. Leave the flag out if there is nothing to state.")
+                raise ConfigError(f"{flag} is blank. Remove the flag if there is nothing to state.")
             if len(value) > MAX_STATED:
-                raise ConfigError(f"{flag} has {len(value):,} characters, more than {MAX_STATED}. Shorten it.")
+                raise ConfigError(f"{flag} has {len(value):,} characters, more than {MAX_STATED}. Shorten the text.")
             wrong = _unprintable(value)
             if wrong:
                 raise ConfigError(
-                    f"{flag} holds the character {wrong!r}; this field of a model card is one line of text."
+                    f"{flag} contains the character {wrong!r}, but this field of a model card must be one line of text."
                 )
         if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
             raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
@@ -186,14 +186,15 @@ class Stated:
         """Return a warning about a license that the Hub does not know, or an empty text if the Hub knows it."""
         if self.license.lower() == "other":
             return (
-                "--license other names no license. Type its name, as in --license 'ACME Research 1.0': the card's "
-                "metadata then say license: other, with this name"
+                "--license other does not name the license. Give the name, as in --license 'ACME Research 1.0'. The "
+                "card's metadata then contain license: other, with this name"
             )
         if not self.license or self.license.lower() in LICENSES:
             return ""
         return (
-            f"--license {self.license} is not an identifier of the Hub: the card's metadata say license: other, with "
-            f"this name. Add the text of the license as a file LICENSE.{did_you_mean(self.license, LICENSES)}"
+            f"--license {self.license} is not an identifier of the Hub, so the card's metadata contain license: "
+            "other, with this name. Add the text of the license as a file "
+            f"LICENSE.{did_you_mean(self.license, LICENSES)}"
         )
 
 
@@ -375,7 +376,7 @@ def readme(model: Model, kind: ArtifactKind) -> str:
         f"## Sample\n\n{_sample(model.card.sample)}",
         "## Use\n\nThese commands are for the folder of this file.\n",
         *(f"### {code.title}\n\n{_fenced(code.text, code.language)}" for code in usage_examples(model, kind, ".")),
-        "This file is for people. It may be edited: no program reads it, and verification leaves it out.\n",
+        "This file is for people and may be edited. No program reads it, and `txl verify` ignores it.\n",
     ]
     return "\n".join(parts)
 

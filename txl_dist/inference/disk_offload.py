@@ -84,8 +84,9 @@ def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtyp
     for name, buffer in network.named_buffers():
         if buffer.is_meta:
             raise CheckpointError(
-                f"the layer {name.rpartition('.')[0] or 'at the top'} has the buffer {name.rpartition('.')[2]}, whose "
-                "values no checkpoint holds: it cannot be exported. Make it a parameter, or compute it in forward."
+                f"the layer {name.rpartition('.')[0] or 'at the top'} has the buffer {name.rpartition('.')[2]}, which "
+                "cannot be exported, because checkpoints contain no buffers. Make the buffer a parameter, or compute "
+                "its values in forward."
             )
 
 

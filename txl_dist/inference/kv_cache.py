@@ -467,7 +467,7 @@ class FrozenModel:
         Raises ConfigError if the memory does not fit on the device, or if a query would see nothing.
         """
         if self._window == 0 and memory_len == 0:
-            raise ConfigError("same_length 'memory' counts its window in memory. Choose a --memory-len of 1 or more.")
+            raise ConfigError("same_length 'memory' needs a memory. Choose a --memory-len of 1 or more.")
         return KVCache(
             self,
             num_rows=num_rows,

@@ -168,7 +168,8 @@ class LanguageModel:
             raise ConfigError("zero_memory and a memory are both given. Pass only one of the two.")
         if zero_memory and self.bundle.document_mask:
             raise ConfigError(
-                "zero_memory belongs to no document, and this model attends only within a document. Remove zero_memory."
+                "zero_memory cannot be used with this model, which attends only within a document. A memory of zeros "
+                "belongs to no document. Remove zero_memory."
             )
         if memory_len < 0:
             memory_len = self.bundle.memory_len
@@ -368,14 +369,14 @@ class LanguageModel:
         """Raise ConfigError if a memory belongs to another model, or does not take inputs of this size."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
-                "this memory was not made by empty_memory of this model with its present weights. Make the memory "
-                "again."
+                "this memory was not made by empty_memory of this model with the model's present weights. Make the "
+                "memory again."
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
-                f"{counted(num_rows, 'row')} of {num_positions} positions: this memory is for "
+                f"the inputs have {counted(num_rows, 'row')} of {num_positions} positions, but this memory is for "
                 f"{counted(memory.num_rows, 'row')} of at most "
-                f"{memory.chunk_len} at a time. Shorten the inputs, or make a larger memory."
+                f"{memory.chunk_len} positions per call. Shorten the inputs, or make a larger memory."
             )
 
     def _check_documents(
@@ -384,15 +385,17 @@ class LanguageModel:
         """Raise ConfigError if document numbers do not fit the memory and the inputs of `hidden`."""
         if (document_BT is None) != (memory.documents is None):
             raise ConfigError(
-                "documents belong to a memory that was made with with_documents, which then needs documents in each "
-                "call."
+                "document_BT is needed in each call if the memory was made with with_documents, and not allowed "
+                "otherwise."
             )
         if document_BT is None:
             return
         shape = (num_rows, num_positions)
         is_int64 = isinstance(document_BT, Tensor) and document_BT.dtype == torch.int64
         if not is_int64 or document_BT.shape != shape or bool((document_BT < 0).any()):
-            raise ConfigError(f"document_BT must be int64, 0 or more, {shape}, as the inputs.")
+            raise ConfigError(
+                f"document_BT must be an int64 tensor of shape {shape}, as the inputs, with values of 0 or more."
+            )
 
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
         """Encode a text as the prompt that `stream_batch` and `generation` take.
@@ -408,9 +411,9 @@ class LanguageModel:
         if not prompt.ids:
             has_mark = self.tokenizer.end_of_text is not None
             if has_mark:
-                why = "was not trained on first tokens"
+                why = "was not trained on the first tokens of documents"
             else:
-                why = "has no end-of-text in its vocabulary"
+                why = "has no end-of-text token"
             raise ConfigError(f"this model {why} and cannot begin a document. Give a prompt.")
         return prompt
 
@@ -526,14 +529,16 @@ class LanguageModel:
 def _several(texts: Iterable[Text]) -> list[Text]:
     """Return the texts as a list. Raises ConfigError for a string, which is one text and not several."""
     if isinstance(texts, str | bytes | Mapping | Set) or not isinstance(texts, Iterable):
-        raise ConfigError(f"{texts!r:.200} is not a list of texts. Give a list, also for one text.")
+        raise ConfigError(f"{texts!r:.200} is not a list of texts. Give a list, even for a single text.")
     return list(texts)
 
 
 def _refuse_samples(settings: dict[str, Any]) -> None:
     """Raise ConfigError if the settings ask for several texts per prompt."""
     if settings.get("num_samples", 1) != 1:
-        raise ConfigError("this call returns one text. Use generate_batch([prompt], num_samples=...) for several.")
+        raise ConfigError(
+            "this method returns one text. To get several texts, call generate_batch([prompt], num_samples=...)."
+        )
 
 
 _MOST_ROWS = 16

@@ -70,7 +70,7 @@ def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSetti
         if name in OF_OTHER_BACKENDS or value in CHANGES_NOTHING.get(name, ()):
             continue
         if name == "num_beams":
-            instead = "; one text is made, of the likeliest or drawn tokens"
+            instead = ", because beam search is not supported"
         else:
             instead = ""
         unused.append(f"{name}={value!r:.80} is not used{instead}")
@@ -87,13 +87,13 @@ def _length(settings: dict[str, Any], unused: list[str]) -> int:
             if number is not None and number >= 0:
                 found[name] = int(number)
             else:
-                unused.append(f"{name}={value!r:.80} is not used: it is not a number of tokens")
+                unused.append(f"{name}={value!r:.80} is not used, because it is not a number of tokens")
     if not found:
         return MOST_NEW_TOKENS
     first, *others = found
     for name in others:
         if found[name] != found[first]:
-            unused.append(f"{name}={found[name]} is not used: {first}={found[first]} counts")
+            unused.append(f"{name}={found[name]} is not used, because {first}={found[first]} takes precedence")
     return found[first]
 
 
@@ -145,7 +145,7 @@ def _switch(settings: dict[str, Any], name: str, unused: list[str]) -> bool | No
         return None
     found = SWITCHES.get(str(value).strip().lower())
     if found is None:
-        unused.append(f"{name}={value!r:.80} is not used: it is neither true nor false")
+        unused.append(f"{name}={value!r:.80} is not used, because it is neither true nor false")
     return found
 
 
@@ -162,7 +162,7 @@ def _taken(
     value = settings.pop(name)
     number = _number(value)
     if number is None or not holds(number):
-        unused.append(f"{name}={value!r:.80} is not used: it is out of range here")
+        unused.append(f"{name}={value!r:.80} is not used, because it is out of range")
         return None
     return kind(number)
 

@@ -41,10 +41,10 @@ class Sampling:
         """Raise ConfigError for a setting out of range, and with `vocab_size` for an allowed id that is unknown."""
         rules = [
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_k", self.top_k >= 0, "0 or more tokens; 0 keeps all"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1; 1 keeps all"),
-            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1; 0 keeps all"),
-            ("repetition_penalty", 1 <= self.repetition_penalty < math.inf, "1 or more; 1 does nothing"),
+            ("top_k", self.top_k >= 0, "0 or more tokens (0 keeps all)"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1 (1 keeps all)"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1 (0 keeps all)"),
+            ("repetition_penalty", 1 <= self.repetition_penalty < math.inf, "1 or more (1 changes nothing)"),
         ]
         _hold(self, rules)
         if vocab_size is not None:
@@ -84,7 +84,7 @@ class SamplingParams(Sampling):
                     hint = counterpart.hint(spell=_spelt)
                 else:
                     hint = did_you_mean(name, names)
-                raise ConfigError(f"unknown setting {name!r}.{hint} There are {', '.join(sorted(names))}.")
+                raise ConfigError(f"unknown setting {name!r}.{hint} Known settings: {', '.join(sorted(names))}.")
         plain = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in values.items()}
         if isinstance(plain.get("stop"), str):
             plain["stop"] = [plain["stop"]]
@@ -151,7 +151,7 @@ def check_count(value: Any, *, least: int, what: str) -> None:
     """Raise ConfigError for a value that is not a whole number, or is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         if least < 0:
-            hint = "; -1 is as trained"
+            hint = ", or -1 for as trained"
         else:
             hint = ""
         raise ConfigError(f"{what}={value!r:.200}: it must be a whole number, {max(0, least)} or more{hint}.")

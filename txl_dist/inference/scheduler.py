@@ -78,7 +78,7 @@ class OutputChunk(NamedTuple):
     """Reason why the prompt failed. A chunk with an error is the last chunk of the prompt and of all its texts."""
 
 
-_NO_NUMBERS = "the model's probabilities are no numbers. Load it in fp32, or take another one."
+_NO_NUMBERS = "the model's probabilities are not numbers (NaN). Load the model in fp32, or use another model."
 
 
 class Scheduler:

@@ -117,7 +117,7 @@ def read_memory(data: bytes, model: TransformerXL, *, fingerprint: str, called: 
     return TextMemory(past, int(tensors["last"]), fingerprint)
 
 
-_AGAIN = "Make it again from its text, with --save-memory or by a server."
+_AGAIN = "Make the memory again from its text, with --save-memory or with a server."
 _OTHER_NAMES = {"document", "last"}
 
 

@@ -114,7 +114,7 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
     problem = _first_problem(error)
     location = problem["loc"]
     if problem["type"] == "json_invalid":
-        return APIError(400, f"the body is no JSON: {problem['ctx']['error']}. Mend it.", code="invalid_json")
+        return APIError(400, f"the body is not JSON: {problem['ctx']['error']}. Correct the body.", code="invalid_json")
     if problem["type"] == "value_error" and not location:
         reason = _reason(problem)
         first_word = reason.partition(" ")[0]
@@ -125,7 +125,7 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
     param = str(location[0])
     if problem["type"] == "extra_forbidden":
         if len(location) > 1:
-            message = f"{param}: unknown field {str(location[-1])!r}. Leave it out."
+            message = f"{param}: unknown field {str(location[-1])!r}. Remove this field."
         else:
             message = _unknown_field(param, known=sorted(fields))
         return APIError(400, message, param=param, code="unknown_parameter")
@@ -135,7 +135,7 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
         description = ""
     reason = _reason(problem)
     if description.startswith("Not supported"):
-        reason = f"n{description[1:]} Leave it out"
+        reason = f"n{description[1:]} Remove this field"
     return APIError(400, f"{param}: {reason}.", param=param, code="invalid_value")
 
 
@@ -153,15 +153,15 @@ def _first_problem(error: ValidationError) -> ErrorDetails:
 def _unknown_field(name: str, *, known: list[str]) -> str:
     if name in CHAT_FIELDS:
         return (
-            f"unknown field {name!r}: it is for chat models. A base model continues a text. Leave the field out, "
+            f"unknown field {name!r}: this field is for chat models. A base model continues a text. Remove the field, "
             "and give the text as `prompt`."
         )
     field = FOREIGN_FIELDS.get(name)
     if field in known:
-        hint = f" Its name here is {field}."
+        hint = f" Use {field} instead."
     else:
         hint = did_you_mean(name, known)
-    return f"unknown field {name!r}.{hint} There are {', '.join(known)}."
+    return f"unknown field {name!r}.{hint} Known fields: {', '.join(known)}."
 
 
 def _reason(problem: ErrorDetails) -> str:

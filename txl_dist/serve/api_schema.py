@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 Id = Annotated[int, Field(ge=0, lt=2**32)]
 PromptField = str | list[str] | list[Id] | list[list[Id]]
-_PROMPT = "A text, a list of texts, the ids of a text, which are used as they are, or a list of lists of ids."
-_FORMS = "give a text, a list of texts, a list of ids, or a list of lists of ids"
+_PROMPT = "A text, a list of texts, a list of token ids, or a list of lists of token ids. Ids are used unchanged."
+_FORMS = "give a text, a list of texts, a list of token ids, or a list of lists of token ids"
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class _Request(BaseModel):
 class StreamOptions(_Request):
     """Options for the events of a stream."""
 
-    include_usage: bool = Field(False, description="Send one more chunk at the end, with the usage.")
+    include_usage: bool = Field(False, description="Send one more chunk at the end, with the numbers of tokens used.")
     include_obfuscation: bool = Field(
         False, description="Add random characters to each chunk, so that its size does not reveal its text."
     )
@@ -61,20 +61,27 @@ class StreamOptions(_Request):
 class CompletionRequest(_Request):
     """One or several prompts to continue, with the limits and sampling settings."""
 
-    model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
-    prompt: PromptField = Field("", description=_PROMPT + ' Without it, or for "", the text begins a document.')
-    max_tokens: int = Field(16, ge=0, lt=2**31, description="Maximum number of tokens to generate; 0 generates none.")
+    model: str = Field("", description="Name of the model, as /v1/models lists it. Optional.")
+    prompt: PromptField = Field("", description=_PROMPT + " If it is absent or empty, the text begins a new document.")
+    max_tokens: int = Field(
+        16, ge=0, lt=2**31, description="Maximum number of tokens to generate. 0 generates no token."
+    )
     temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
     top_p: float = Field(
-        1.0, gt=0, le=1, description="Sample from the fewest likeliest tokens whose probabilities sum to this."
+        1.0,
+        gt=0,
+        le=1,
+        description="Sample from the fewest likeliest tokens whose probabilities sum to at least this value.",
     )
     n: int = Field(1, ge=1, lt=2**31, description="Number of texts per prompt.")
-    stream: bool = Field(False, description="Send pieces of text while they are generated, as server-sent events.")
-    stream_options: StreamOptions | None = Field(None, description="Only with stream.")
-    logprobs: int | None = Field(
-        None, ge=0, lt=2**31, description="Return the log-probability of each token, and of this many likeliest ones."
+    stream: bool = Field(False, description="Send pieces of the texts while they are generated, as server-sent events.")
+    stream_options: StreamOptions | None = Field(
+        None, description="Options of a stream. They are allowed only with stream."
     )
-    echo: bool = Field(False, description="Begin the text with the prompt; logprobs then include the prompt's tokens.")
+    logprobs: int | None = Field(
+        None, ge=0, lt=2**31, description="Return the log-probability of each token, and of this many likeliest tokens."
+    )
+    echo: bool = Field(False, description="Begin the text with the prompt. logprobs then include the prompt's tokens.")
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] = Field(
         [], description="End the text before the first of these strings."
     )
@@ -83,26 +90,33 @@ class CompletionRequest(_Request):
     metadata: dict[str, Any] = Field({}, description="Accepted without effect.")
     store: bool = Field(False, description="Accepted without effect: no completion is stored.")
     safety_identifier: str = Field("", description="Accepted without effect.")
-    service_tier: str = Field("", description="Accepted without effect: there is one tier.")
-    prompt_cache_key: str = Field("", description="Accepted without effect: memories are named by `memory`.")
+    service_tier: str = Field("", description="Accepted without effect: the server has one tier.")
+    prompt_cache_key: str = Field("", description="Accepted without effect: use `memory`.")
     prompt_cache_options: dict[str, Any] = Field({}, description="Accepted without effect.")
     prompt_cache_retention: str = Field("", description="Accepted without effect.")
-    suffix: str = Field("", max_length=0, description="Not supported: nothing can be put into a text.")
+    suffix: str = Field("", max_length=0, description="Not supported: text cannot be inserted before other text.")
     best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported, except the value of n.")
-    presence_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: there is repetition_penalty.")
-    frequency_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: there is repetition_penalty.")
-    logit_bias: dict[str, float] = Field({}, max_length=0, description="Not supported: there is allowed_token_ids.")
-    top_k: int = Field(0, ge=-1, lt=2**31, description="Sample from this many likeliest tokens; 0 or -1 is all.")
+    presence_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: use repetition_penalty instead.")
+    frequency_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: use repetition_penalty instead.")
+    logit_bias: dict[str, float] = Field({}, max_length=0, description="Not supported: use allowed_token_ids instead.")
+    top_k: int = Field(
+        0, ge=-1, lt=2**31, description="Sample from this many likeliest tokens. 0 or -1 means all tokens."
+    )
     min_p: float = Field(
-        0.0, ge=0, le=1, description="Sample from tokens at least this many times as likely as the likeliest."
+        0.0,
+        ge=0,
+        le=1,
+        description="Sample only from tokens with at least this share of the likeliest token's probability.",
     )
     repetition_penalty: float = Field(
-        1.0, ge=1, le=1000, description="Multiplies the log-probability of tokens that have occurred; 1 does nothing."
+        1.0, ge=1, le=1000, description="Factor of the log-probability of tokens that have occurred. 1 changes nothing."
     )
     allowed_token_ids: list[Id] = Field(
-        [], max_length=4096, description="Generate no tokens but these; an empty list allows all."
+        [], max_length=4096, description="Generate only tokens with these ids. An empty list allows all tokens."
     )
-    memory: str = Field("", max_length=200, description="Id of a memory to begin from; its text is not read again.")
+    memory: str = Field(
+        "", max_length=200, description="Id of a stored memory to start from. The memory's text is not read again."
+    )
     keep_memory: bool = Field(False, description="Store the memory after each text.")
 
     @model_validator(mode="after")
@@ -117,15 +131,15 @@ class CompletionRequest(_Request):
 class MemoryRequest(_Request):
     """A text of which the server stores a memory."""
 
-    model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
-    prompt: str | list[Id] = Field(description="A text, or its ids, which are used as they are.")
-    memory: str = Field("", max_length=200, description="Id of a memory to begin from.")
+    model: str = Field("", description="Name of the model, as /v1/models lists it. Optional.")
+    prompt: str | list[Id] = Field(description="A text, or a list of token ids. Ids are used unchanged.")
+    memory: str = Field("", max_length=200, description="Id of a stored memory to start from.")
 
 
 class TokenizeRequest(_Request):
     """A text to convert to ids, with the field names of vLLM."""
 
-    model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
+    model: str = Field("", description="Name of the model, as /v1/models lists it. Optional.")
     prompt: str = Field(description="The text.")
     add_special_tokens: bool = Field(True, description="Include the token that begins a document, if there is one.")
 
@@ -133,7 +147,7 @@ class TokenizeRequest(_Request):
 class DetokenizeRequest(_Request):
     """Ids to convert to text."""
 
-    model: str = Field("", description="The model's name, as /v1/models has it; may be left out.")
+    model: str = Field("", description="Name of the model, as /v1/models lists it. Optional.")
     tokens: list[Id]
 
 
@@ -141,15 +155,17 @@ class Kept(BaseModel):
     """A stored memory: its id, its length, and when it expires."""
 
     id: str
-    tokens: int = Field(description="Number of tokens in the memory: the last ones of a longer text.")
-    expires: int = Field(description="Unix time in seconds at which it expires if nobody uses it before.")
+    tokens: int = Field(description="Number of tokens in the memory, which are the last tokens of the text.")
+    expires: int = Field(description="Unix time in seconds at which the memory expires if it is not used before.")
 
 
 class Logprobs(BaseModel):
     """Log-probabilities of a text's tokens."""
 
     tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="In nats; null for a token with nothing before it.")
+    token_logprobs: list[float | None] = Field(
+        description="Log-probabilities in nats, or null for a token with nothing before it."
+    )
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int] = Field(description="Number of characters of the text before each token.")
 
@@ -190,10 +206,10 @@ class ServedModel(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int = Field(description="Maximum number of tokens of a prompt and its text.")
+    max_model_len: int = Field(description="Maximum number of tokens of a prompt and its text together.")
     memory_len: int = Field(description="Number of tokens of memory.")
     vocab_size: int
-    parameters: int = Field(description="Number of parameters; tied ones count once.")
+    parameters: int = Field(description="Number of parameters. Tied parameters count once.")
     num_layers: int
     width: int
     num_heads: int
@@ -228,7 +244,7 @@ class TokenizerInfo(BaseModel):
 
     vocab_size: int
     eos_token: None
-    eos_token_id: int | None = Field(description="Id of end-of-text, which also begins a document.")
+    eos_token_id: int | None = Field(description="Id of the end-of-text token, which also begins a document.")
 
 
 class MemoryObject(Kept):

@@ -165,7 +165,8 @@ async def _store_uploaded_memory(request: Request, service: Service) -> Response
         raise APIError(400, str(error), code="no_memory_of_this_model") from error
     if memory.num_bytes > service.largest_memory:
         message = (
-            f"this memory has {len(memory):,} tokens, more than are seen here. Make it with a shorter --memory-len."
+            f"this memory has {len(memory):,} tokens, more than this server's model sees. Make the memory with a "
+            "shorter --memory-len."
         )
         raise APIError(413, message, code="body_too_large")
     return JSONResponse(service.metadata(service.memories.put(memory)), 201)
@@ -319,7 +320,7 @@ async def _read(request: Request, form: type[R]) -> R:
     body = (await request.body()).removeprefix(codecs.BOM_UTF8)
     _check_content_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise APIError(415, "bodies are taken as they are. Send it without Content-Encoding.")
+        raise APIError(415, "a compressed body is not accepted. Send the body without Content-Encoding.")
     _check_repeated(body)
     try:
         return form.model_validate_json(body)
@@ -385,14 +386,17 @@ def _check_limits(completion: CompletionRequest, service: Service) -> None:
     num_prompts = len(_texts_of(completion))
     num_texts = num_prompts * completion.n
     limits = [
-        ("max_tokens", completion.max_tokens, serving.max_tokens, "tokens of a text"),
-        ("logprobs", completion.logprobs or 0, serving.max_logprobs, "alternatives of a token"),
-        ("n", num_texts, serving.max_choices, "texts of a request, its prompts times n"),
-        ("prompt", num_prompts, serving.max_queue, "prompts of a request"),
+        ("max_tokens", completion.max_tokens, serving.max_tokens, "tokens per text"),
+        ("logprobs", completion.logprobs or 0, serving.max_logprobs, "alternatives per token"),
+        ("n", num_texts, serving.max_choices, "texts per request (prompts times n)"),
+        ("prompt", num_prompts, serving.max_queue, "prompts per request"),
     ]
     for name, requested, limit, what in limits:
         if requested > limit:
-            message = f"{name}: {requested:,} are asked for; this server makes at most {limit:,} {what}. Ask for fewer."
+            message = (
+                f"{name}: {requested:,} is too large, because this server allows at most {limit:,} {what}. Give a "
+                "smaller number."
+            )
             raise APIError(400, message, param=name, code="limit_exceeded")
     if not num_texts:
         raise APIError(400, "prompt: the list is empty. Give a prompt.", param="prompt", code="invalid_value")
@@ -422,8 +426,8 @@ def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: in
     num_log_probs = completion.n * (num_scored + num_generated) * (1 + completion.logprobs)
     if num_log_probs > MAX_LOG_PROBS:
         message = (
-            f"logprobs: the response could have {num_log_probs:,}, and the limit of a request is {MAX_LOG_PROBS:,}. "
-            "Ask for fewer."
+            f"logprobs: the response could contain {num_log_probs:,} log-probabilities, but the limit per request is "
+            f"{MAX_LOG_PROBS:,}. Lower logprobs, max_tokens or n."
         )
         raise APIError(400, message, param="logprobs", code="limit_exceeded")
 
@@ -435,8 +439,8 @@ def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) ->
         if not isinstance(text, str) and num_seen < len(text):
             raise APIError(
                 400,
-                "the prompt holds several documents, of which the model sees the last. Give each "
-                "as a prompt of its own to have its logprobs.",
+                "the prompt contains several documents, of which the model sees only the last. To get logprobs, send "
+                "each document as a separate prompt.",
                 param="prompt",
                 code="invalid_value",
             )
@@ -527,7 +531,7 @@ async def _refuse_route(request: Request, error: Exception) -> Response:
     paths = {route.path for route in request.app.routes if "{" not in route.path}
     remedies = {
         404: f"there is nothing at {request.url.path}. {advice(request.url.path, known=paths)}",
-        405: f"{request.method} is not for {request.url.path}. See /openapi.json.",
+        405: f"the method {request.method} is not allowed for {request.url.path}. See /openapi.json.",
     }
     message = remedies.get(error.status_code, str(error.detail))
     response = APIError(error.status_code, message, code="no_route").response()
@@ -545,4 +549,4 @@ async def _close_without_answer(request: Request, error: Exception) -> Response:
 
 
 async def _report_defect(request: Request, error: Exception) -> Response:
-    return APIError(500, "the server failed; its log says why.", code="defect").response()
+    return APIError(500, "the server failed. The server's log contains the reason.", code="defect").response()

@@ -41,8 +41,8 @@ def listen(serving: Serving) -> socket.socket:
                 f"--port, for instance {serving.port + 8000}, and forward the low port to this port."
             ) from error
         raise ConfigError(
-            f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop the program that uses "
-            "it, or choose another --port. Port 0 takes a free port."
+            f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop the program that uses this "
+            "port, or choose another --port. Port 0 takes a free port."
         ) from error
     return listening
 

@@ -81,12 +81,12 @@ class Gate:
         except APIError as refusal:
             await self._refuse(refusal, scope, receive, response)
         except TimeoutError:  # the client does not read
-            logger.warning("a client left its answer unread, and was cut off")
+            logger.warning("a client did not read its response, and was disconnected")
         except _ClientGoneError:
             pass
         except Exception:  # noqa: BLE001  a defect: the server continues
             logger.exception("%s %s failed", scope["method"], scope["path"])
-            defect = APIError(500, "the server failed; its log says why.", code="defect")
+            defect = APIError(500, "the server failed. The server's log contains the reason.", code="defect")
             await self._refuse(defect, scope, receive, response)
         finally:
             self.num_active -= not is_open
@@ -99,16 +99,16 @@ class Gate:
             scheme, _, key = _header(scope, b"authorization").partition(b" ")
             is_right_key = hmac.compare_digest(key.strip(), self._key)
             if not is_right_key or scheme.lower() != b"bearer":
-                message = "this server asks for its key. Send the header `Authorization: Bearer KEY`."
+                message = "this server requires an API key. Send the header `Authorization: Bearer KEY`."
                 raise APIError(401, message, code="invalid_api_key")
         if self._service.is_draining and scope["path"].startswith("/v1/"):
-            raise APIError(503, "the server is stopping. Ask another one, or again later.", code="draining")
+            raise APIError(503, "the server is stopping. Try another server, or try again later.", code="draining")
         if self.num_active > self._max_requests or self._num_uploads > MOST_UPLOADS:
-            raise APIError(429, "the server has too many requests. Come again later.", code="too_many_requests")
+            raise APIError(429, "the server has too many requests. Try again later.", code="too_many_requests")
 
     async def _read_body(self, scope: Scope, incoming: _RequestBody, *, limit: int) -> bytes:
         """Read a body. Raises APIError if it has more than `limit` bytes, or takes more than BODY_S seconds."""
-        too_long = APIError(413, f"the body has more than {limit:,} bytes. Send less.", code="body_too_large")
+        too_long = APIError(413, f"the body has more than {limit:,} bytes. Send a shorter body.", code="body_too_large")
         if int(_header(scope, b"content-length") or b"0") > limit:
             raise too_long
         body = bytearray()
@@ -120,7 +120,9 @@ class Gate:
                         raise too_long
             return bytes(body)
         except TimeoutError:
-            raise APIError(408, "the body did not arrive in time. Send it again, faster.", code="slow_body") from None
+            raise APIError(
+                408, "the body did not arrive in time. Send the body again, faster.", code="slow_body"
+            ) from None
 
     async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, response: _Response) -> None:
         """Send an error response, unless the response has begun already."""

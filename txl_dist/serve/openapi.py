@@ -20,21 +20,21 @@ ANY_ERROR = (400, 404, 408, 413, 415, 429, 500, 503)
 MEMORY_ERRORS = (404, 408, 413, 429, 503)
 """Error statuses of a route for a stored memory."""
 _MEANINGS = {
-    400: "What is asked cannot be done; `param` says which field.",
+    400: "The request is not valid. `param` names the field.",
     401: "The key is missing or wrong.",
-    404: "There is no such model or memory (any more).",
-    408: "The body came too slowly, or the time of the request was over before a text of it had begun.",
+    404: "The model or the memory does not exist, or does not exist any more.",
+    408: "The body arrived too slowly, or the time limit of the request ended before a text had begun.",
     413: "The body is too long.",
-    415: "The content type is none that is read here.",
-    429: "Too many requests wait already; try again after Retry-After seconds.",
+    415: "The content type is not supported.",
+    429: "Too many requests are waiting. Try again after Retry-After seconds.",
     500: "A defect, or a model whose probabilities are not finite.",
-    503: "The server is stopping, or has no room for a memory.",
+    503: "The server is stopping, or has no space for a memory.",
 }
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 COMPLETION_RESPONSE: dict[str, Any] = {
     "model": api_schema.CompletionResponse,
-    "description": "The texts; with `stream` their pieces, each a CompletionResponse in a server-sent event.",
+    "description": "The texts. With `stream`, pieces of the texts, each a CompletionResponse in a server-sent event.",
     "content": {"text/event-stream": {"schema": _EVENT}},
 }
 FILE_RESPONSE: dict[str, Any] = {"content": {UPLOAD: _BINARY}}

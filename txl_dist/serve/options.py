@@ -92,6 +92,6 @@ class Serving:
                 raise ConfigError(f"--api-key-file {self.api_key_file} is empty. Write a key into the file.")
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ConfigError(
-                "the API key may hold only printable ASCII characters without blanks. Choose another key."
+                "the API key may contain only printable ASCII characters without blanks. Choose another key."
             )
         return key

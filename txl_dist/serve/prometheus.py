@@ -15,15 +15,20 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)
-        self.requests = Counter("txl_requests", "Requests that were answered.", ["status"], registry=registry)
-        self.prompt_tokens = Counter("txl_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.made_tokens = Counter("txl_completion_tokens", "Tokens that were made.", registry=registry)
+        self.requests = Counter(
+            "txl_requests", "Number of requests that got a response.", ["status"], registry=registry
+        )
+        self.prompt_tokens = Counter("txl_prompt_tokens", "Number of tokens in prompts.", registry=registry)
+        self.made_tokens = Counter("txl_completion_tokens", "Number of generated tokens.", registry=registry)
         self.first_token_s = Histogram(
-            "txl_time_to_first_token_seconds", "From a request to its first token.", buckets=_SECONDS, registry=registry
+            "txl_time_to_first_token_seconds",
+            "Seconds from a request to its first token.",
+            buckets=_SECONDS,
+            registry=registry,
         )
         self.per_token_s = Histogram(
             "txl_time_per_output_token_seconds",
-            "Mean of a text, after the first.",
+            "Mean seconds per token of a text, after the first token.",
             buckets=_SECONDS,
             registry=registry,
         )

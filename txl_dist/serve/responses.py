@@ -81,9 +81,11 @@ class OutputQueue:
 def _api_error(error: TxlError) -> APIError:
     """Return the API error for an error that ended a prompt."""
     if isinstance(error, LateError):
-        return APIError(408, f"{error} Ask for less, or again when there is less to do.", code="timeout")
+        return APIError(
+            408, f"{error} Lower max_tokens, or try again when the server has fewer requests.", code="timeout"
+        )
     if isinstance(error, StoppingError):
-        return APIError(503, f"{error} Ask another one, or again later.", code="draining")
+        return APIError(503, f"{error} Try another server, or try again later.", code="draining")
     if isinstance(error, ConfigError):  # no room for a memory
         return APIError(503, str(error), code="no_room")
     if isinstance(error, CheckpointError):

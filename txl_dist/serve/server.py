@@ -75,8 +75,8 @@ class Server:
             self.service.worker.stop()
         if self.service.worker.has_failed:
             raise TxlError(
-                "the server can generate no more text; the log says why. Start it again, perhaps with fewer "
-                "--max-num-seqs."
+                "the server cannot generate text any more. The log contains the reason. Start the server again, or "
+                "lower --max-num-seqs first."
             )
 
     def stop(self) -> None:
@@ -88,7 +88,7 @@ class Server:
         if self._draining is not None:  # the second request ends the server at once
             self._server.should_exit = self._server.force_exit = True
             return
-        logger.info("draining: %s in work", counted(self._gate.num_active, "request"))
+        logger.info("draining: finishing %s", counted(self._gate.num_active, "request"))
         self.service.is_draining = True
         self._draining = asyncio.ensure_future(self._end())
 
@@ -120,7 +120,7 @@ def run_server(model: LanguageModel, serving: Serving, listening: socket.socket,
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     server = Server(model, serving, listening, name=name)
     if not serving.key() and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
-        logger.warning("whoever reaches this machine may use the model; --api-key-file asks for a key")
-    logger.info("%s is served at %s; %s at once", name, server.url, counted(serving.max_num_seqs, "text"))
+        logger.warning("anyone who can reach this machine can use the model. Require a key with --api-key-file")
+    logger.info("%s is served at %s, with up to %s at once", name, server.url, counted(serving.max_num_seqs, "text"))
     asyncio.run(server.run(heeds_signals=True))
     logger.info("stopped")

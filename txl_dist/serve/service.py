@@ -54,10 +54,10 @@ class Service:
         self.memory_len = model.window(serving.memory_len)
         self._keys = itertools.count()
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "txl_requests_running": ("Texts that are written.", lambda: self.worker.num_rows),
-            "txl_requests_waiting": ("Prompts that wait.", lambda: self.worker.num_waiting),
-            "txl_memories": ("Memories that are kept.", lambda: len(self.memories)),
-            "txl_memory_bytes": ("Bytes of them.", lambda: self.memories.num_bytes),
+            "txl_requests_running": ("Number of texts that are being generated.", lambda: self.worker.num_rows),
+            "txl_requests_waiting": ("Number of prompts that are waiting.", lambda: self.worker.num_waiting),
+            "txl_memories": ("Number of stored memories.", lambda: len(self.memories)),
+            "txl_memory_bytes": ("Bytes of all stored memories.", lambda: self.memories.num_bytes),
         }
         for gauge, (meaning, value) in gauges.items():
             self.metrics.watch(gauge, meaning, value)
@@ -79,7 +79,7 @@ class Service:
     def check_name(self, name: str) -> None:
         """Raise APIError 404 if a request names another model. An empty name means the served model."""
         if name not in ("", self.name):
-            message = f"there is no model {name!r} here, but {self.name!r}. Ask for that, or leave `model` out."
+            message = f"this server has no model {name!r}. Set `model` to {self.name!r}, or omit `model`."
             raise APIError(404, message, param="model", code="model_not_found")
 
     def memory(self, name: str) -> StoredMemory:
@@ -88,8 +88,8 @@ class Service:
         if stored is None:
             raise APIError(
                 404,
-                f"there is no memory {name!r}: it expired, gave way to newer ones or was never here. Give the whole "
-                "text again, or make a memory of it with POST /v1/memories.",
+                f"there is no memory {name!r}: the memory expired, was removed for newer memories, or never existed. "
+                "Send the whole text again, or store a memory of the text with POST /v1/memories.",
                 param="memory",
                 code="memory_not_found",
             )
@@ -99,11 +99,11 @@ class Service:
         """Raise APIError if this number of full memories cannot be stored, or if the model has no memory."""
         if not self.remembers:
             positions = self.model.network.section.positions
-            raise APIError(400, f"a model with {positions} positions keeps no memory. Give whole texts.")
+            raise APIError(400, f"a model with {positions} positions has no memory. Send whole texts.")
         if not self.memories.fits(num_memories * self.largest_memory, num_memories=num_memories):
             message = (
-                f"this server has no room for {num_memories} memories at a time (--memories, --memory-bytes). "
-                "Ask for fewer, or give whole texts."
+                f"this server has no space for {num_memories} memories at a time (--memories, --memory-bytes). "
+                "Request fewer memories, or send whole texts."
             )
             raise APIError(400, message, code="too_many_memories")
 
@@ -133,8 +133,9 @@ class Service:
         if num_tokens > self.serving.max_prompt_len:
             raise APIError(
                 400,
-                f"the prompt has {counted(num_tokens, 'token')}; this server takes {self.serving.max_prompt_len:,}. "
-                "Shorten it, or send its beginning to POST /v1/memories and continue from that memory.",
+                f"the prompt has {counted(num_tokens, 'token')}, but this server accepts at most "
+                f"{self.serving.max_prompt_len:,}. Shorten the prompt, or send its beginning to POST /v1/memories and "
+                "continue from that memory.",
                 param="prompt",
                 code="context_length_exceeded",
             )
@@ -156,7 +157,7 @@ class Service:
         try:
             self.worker.submit(requests)
         except QueueFullError:
-            raise APIError(429, "too many prompts wait already. Come again later.", code="queue_full") from None
+            raise APIError(429, "too many prompts are waiting. Try again later.", code="queue_full") from None
         watch = asyncio.ensure_future(_close_on_disconnect(receive, outputs))
         try:
             yield outputs

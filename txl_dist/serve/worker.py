@@ -159,12 +159,12 @@ class Worker:
                 chunks = self._end_late_jobs()
                 chunks += self._scheduler.step()
             except Exception as error:  # noqa: BLE001  a defect, or no memory left: running prompts are lost, later ones not
-                logger.exception("work on %s failed", counted(len(self._jobs), "prompt"))
+                logger.exception("generation for %s failed", counted(len(self._jobs), "prompt"))
                 self._fail_jobs(error)
                 try:
                     self._scheduler = self._new_scheduler()
                 except Exception as final_error:  # noqa: BLE001  waiting clients get the error; then the server ends
-                    logger.exception("nothing can be written any more")
+                    logger.exception("no text can be generated any more")
                     self._fail_for_good(final_error)
                     return
             else:
@@ -175,7 +175,7 @@ class Worker:
         if isinstance(error, TxlError):
             failure = error
         else:
-            failure = DefectError("the server failed; its log says why.")
+            failure = DefectError("the server failed. The server's log contains the reason.")
         self._deliver_or_collect([OutputChunk(key, 0, "", None, error=failure) for key in self._jobs])
 
     def _fail_for_good(self, error: Exception) -> None:

@@ -399,7 +399,7 @@ def test_prefixes_in_safetensors_are_no_part_of_names(prefix: str, tmp_path: Pat
     save_file({f"{prefix}{name}": tensor for name, tensor in weights.items()}, tmp_path / "wrapped.safetensors")
     import_model(tmp_path / "plain.safetensors", tmp_path / "plain", format="original", settings=file)
     if "transformer." in prefix:  # a part that is not a wrapper stays, and is named
-        with pytest.raises(CheckpointError, match=r"A name with `transformer\.` is Hugging Face's"):
+        with pytest.raises(CheckpointError, match=r"Names that begin with `transformer\.` are from Hugging Face"):
             import_model(tmp_path / "wrapped.safetensors", tmp_path / "bundle", format="original", settings=file)
         return
     import_model(tmp_path / "wrapped.safetensors", tmp_path / "bundle", format="original", settings=file)

@@ -182,7 +182,7 @@ def test_what_no_adapted_score_can_have_is_refused_before_anything_is_read(
 
 
 def test_a_file_of_log_probabilities_is_of_the_static_scores_and_refused_beside_others(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave out --protocol and --log-probs"):
+    with pytest.raises(ConfigError, match="remove --protocol and --log-probs"):
         AdaptationOptions(**CACHE).check(Overrides(), Outputs(log_probs=tmp_path / "p.npz"))
 
 
@@ -201,7 +201,7 @@ def test_text_of_other_tokens_or_without_a_training_split_measures_no_gradients(
         evaluated(made, DYNAMIC | {"adapt_train": str(tmp_path / "nowhere")})
     target = open_target(made.bundle, data=made.corpus.folder)
     assert target.train_text("", target.config).name == "train"
-    with pytest.raises(DataError, match=r"has no split 'other' .* Name with --adapt-train a corpus"):
+    with pytest.raises(DataError, match=r"has no split 'other' .* Give with --adapt-train a corpus"):
         target.train_text("", changed(target.config, {"data.train_split": "other"}))
 
 
@@ -214,7 +214,5 @@ def test_the_command_line_names_what_is_no_corpus(
 
 
 def test_steps_that_are_too_large_end_in_a_word_not_in_a_number(made: Made) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--adapt dynamic reached a loss that is not finite.*Give a lower --adapt-lr"
-    ):
+    with pytest.raises(ConfigError, match=r"--adapt dynamic reached a loss that is not finite.*Lower --adapt-lr"):
         evaluated(made, DYNAMIC | {"adapt_lr": 1e38})

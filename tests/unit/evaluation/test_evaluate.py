@@ -132,7 +132,7 @@ def test_memory_off_is_scored_beside_the_model(made: Made) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"zero_memory": True, "memory_len": 0}, "--zero-memory has no meaning without memory"),
+        ({"zero_memory": True, "memory_len": 0}, "--zero-memory needs a memory"),
         ({"same_length": "memory", "memory_len": 0}, "Give --same-length off"),
         ({"same_length": "memory_and_self", "without_memory": True}, "Give --same-length off"),
         ({"overlap_len": 8}, "eval.overlap_len=8 .* eval.memory_len=0"),
@@ -147,7 +147,7 @@ def test_overrides_that_contradict_each_other_are_refused(made: Made, changes: d
 
 def test_a_zero_memory_is_refused_by_a_model_with_document_masks(tmp_path: Path) -> None:
     made = make(tmp_path, document_mask=True)
-    with pytest.raises(ConfigError, match="--zero-memory has no effect here"):
+    with pytest.raises(ConfigError, match="--zero-memory cannot be used with this model"):
         evaluated(made, zero_memory=True)
 
 
@@ -267,10 +267,10 @@ def test_a_memory_longer_than_a_lane_is_cut_to_it_with_a_word_and_scores_the_sam
     result = evaluated(made, memory_len=10**6)["model"]
     assert result["memory_len"] == targets
     assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets), rel=1e-5)
-    assert f"a memory of {10**6:,} never holds more: it is cut to that." in capsys.readouterr().err
+    assert f"a memory of {10**6:,} is reduced to this number." in capsys.readouterr().err
     result = evaluated(made, memory_len=10**6, num_lanes=3)["model"]
     assert result["memory_len"] == -(-targets // 3)
-    assert "--num-lanes 1 makes it longer" in capsys.readouterr().err
+    assert "With --num-lanes 1 the lane is longer" in capsys.readouterr().err
     evaluated(made, memory_len=targets)
     assert "it is cut" not in capsys.readouterr().err
 
@@ -280,12 +280,18 @@ def test_segments_longer_than_a_lane_and_more_lanes_than_targets_score_the_same_
 ) -> None:
     targets = made.corpus.split("valid").tokens - 1
     whole, single = evaluated(made, segment_len=targets), evaluated(made, num_lanes=targets, memory_len=1)
-    assert "is cut to that" not in capsys.readouterr().err
+    assert "is reduced to this number" not in capsys.readouterr().err
     assert evaluated(made, segment_len=1 << 20)["model"]["loss"] == whole["model"]["loss"]
     said = capsys.readouterr().err
-    assert f"a lane of split 'valid' has {targets:,} tokens: --segment-len {1 << 20:,} is cut to that" in said
+    assert (
+        f"a lane of split 'valid' has {targets:,} tokens, so --segment-len {1 << 20:,} is reduced to this number"
+        in said
+    )
     assert evaluated(made, num_lanes=1 << 20, memory_len=1)["model"]["loss"] == single["model"]["loss"]
-    assert f"has {targets:,} tokens to score: --num-lanes {1 << 20:,} is cut to that" in capsys.readouterr().err
+    assert (
+        f"has {targets:,} tokens to score, so --num-lanes {1 << 20:,} is reduced to this number"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_lanes_that_are_told_are_those_that_were_run(made: Made) -> None:
@@ -347,7 +353,7 @@ def test_what_all_ranks_know_is_said_by_rank_0_alone(
         evaluate_trained(
             made.bundle, data=made.corpus.folder, overrides=Overrides(), baselines=False, outputs=Outputs()
         )
-        assert ("never learnt to predict them" in capsys.readouterr().err) == is_said
+        assert ("did not train on the first token of a document" in capsys.readouterr().err) == is_said
 
 
 def test_attended_zeros_are_as_many_as_asked_for(made: Made) -> None:
@@ -382,7 +388,7 @@ def test_a_masked_model_that_never_learnt_first_tokens_is_scored_on_them_with_a_
     said = {}
     for begins in (True, False):
         evaluated(make(tmp_path / str(begins), document_mask=True, begins_documents=begins))
-        said[begins] = "never learnt to predict them" in capsys.readouterr().err
+        said[begins] = "did not train on the first token of a document" in capsys.readouterr().err
     assert said == {True: False, False: True}
 
 
@@ -435,7 +441,7 @@ def test_rows_that_come_to_the_same_are_scored_once_with_a_word(
     ]
     assert results["memory off"]["loss"] == results[f"memory 0, segment {SEGMENT_LEN}"]["loss"]
     assert sum(tokens) == 2 * -(-targets // SEGMENT_LEN) * SEGMENT_LEN
-    assert "6 of 9 rows come to the same as others, and are scored once" in capsys.readouterr().err
+    assert "6 of 9 rows have the same settings as other rows, and are not scored again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -454,7 +460,7 @@ def test_a_picture_of_one_length_is_refused_before_it_is_scored(
     monkeypatch.setattr(FrozenModel, "run", Mock(side_effect=AssertionError("it is scored")))
     with pytest.raises(
         ConfigError,
-        match=r"--plot draws .* all result in the same evaluation: .*Give other lengths, or leave out --plot",
+        match=r"--plot draws .* all result in the same evaluation: .*Give other lengths, or remove --plot",
     ):
         evaluate_trained(
             made.bundle, data=made.corpus.folder, overrides=Overrides(**changes), baselines=False,

@@ -179,12 +179,12 @@ def test_a_peer_s_rows_take_as_much_memory_as_the_split_as_it_is_stored(name: st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"protocol": "original", "num_lanes": 4}, "--num-lanes contradicts --protocol original"),
+        ({"protocol": "original", "num_lanes": 4}, "--num-lanes cannot be given with --protocol original"),
         ({"protocol": "original", "same_length": "memory_and_self"}, "--same-length contradicts"),
-        ({"protocol": "nvidia", "zero_memory": True}, "--zero-memory contradicts --protocol nvidia"),
+        ({"protocol": "nvidia", "zero_memory": True}, "--zero-memory cannot be given with --protocol nvidia"),
         ({"protocol": "nvidia", "overlap_len": 4, "memory_len": (0,)}, "--overlap-len contradicts"),
         ({"protocol": "nvidia", "without_memory": True}, "--without-memory contradicts"),
-        ({"protocol": "nanogpt", "memory_len": (8,)}, "--memory-len contradicts --protocol nanogpt"),
+        ({"protocol": "nanogpt", "memory_len": (8,)}, "--memory-len cannot be given with --protocol nanogpt"),
         ({"protocol": "nvidia", "memory_len": (10**5,)}, "is|has .* tokens, .* for each of this protocol's 16 rows"),
         ({"protocol": "nanogpt", "segment_len": (10**5,)}, "and a crop with its last target 100,001"),
     ],

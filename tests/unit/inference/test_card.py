@@ -139,8 +139,8 @@ def test_identifiers_and_names_of_other_licenses_are_taken(license: str) -> None
 
 def test_an_unknown_license_is_said_with_the_one_that_was_meant() -> None:
     assert "apache-2.0?" in Stated(license="apache").remark()
-    assert "metadata say license: other" in Stated(license="ACME Research, v2").remark()
-    assert "Type its name" in Stated(license="other").remark()
+    assert "metadata contain license: other" in Stated(license="ACME Research, v2").remark()
+    assert "Give the name" in Stated(license="other").remark()
     assert Stated(license="MIT").remark() == "" == Stated().remark()
 
 

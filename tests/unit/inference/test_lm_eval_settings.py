@@ -33,11 +33,11 @@ def test_a_length_has_several_names(name: str, value: Any) -> None:
 def test_of_several_lengths_the_harnesss_own_counts() -> None:
     values, unused = read_generation_settings({"max_tokens": 9, "max_new_tokens": 5, "max_gen_toks": 5})
     assert values["max_tokens"] == 5
-    assert unused == ["max_tokens=9 is not used: max_gen_toks=5 counts"]
+    assert unused == ["max_tokens=9 is not used, because max_gen_toks=5 takes precedence"]
     assert used(max_completion_tokens=7, max_new_tokens=7, max_gen_toks=None)["max_tokens"] == 7
     values, unused = read_generation_settings({"max_gen_toks": 0, "max_new_tokens": 3})
     assert values["max_tokens"] == 0
-    assert unused == ["max_new_tokens=3 is not used: max_gen_toks=0 counts"]
+    assert unused == ["max_new_tokens=3 is not used, because max_gen_toks=0 takes precedence"]
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_what_changes_nothing_is_not_spoken_of(given: dict[str, Any]) -> None:
         ({"min_new_tokens": 5}, "min_new_tokens=5 is not used"),
         ({"n": 4}, "n=4 is not used"),
         ({"guided_json": {"a": [1]}}, "guided_json={'a': [1]} is not used"),
-        ({"temperature": -1}, "temperature=-1 is not used: it is out of range here"),
-        ({"top_p": 0}, "top_p=0 is not used: it is out of range here"),
-        ({"seed": "x"}, "seed='x' is not used: it is out of range here"),
-        ({"do_sample": "perhaps"}, "do_sample='perhaps' is not used: it is neither true nor false"),
-        ({"do_sample": []}, "do_sample=[] is not used: it is neither true nor false"),
-        ({"max_gen_toks": "many"}, "max_gen_toks='many' is not used: it is not a number of tokens"),
-        ({"max_tokens": -1}, "max_tokens=-1 is not used: it is not a number of tokens"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan is not used: it is out of range here"),
+        ({"temperature": -1}, "temperature=-1 is not used, because it is out of range"),
+        ({"top_p": 0}, "top_p=0 is not used, because it is out of range"),
+        ({"seed": "x"}, "seed='x' is not used, because it is out of range"),
+        ({"do_sample": "perhaps"}, "do_sample='perhaps' is not used, because it is neither true nor false"),
+        ({"do_sample": []}, "do_sample=[] is not used, because it is neither true nor false"),
+        ({"max_gen_toks": "many"}, "max_gen_toks='many' is not used, because it is not a number of tokens"),
+        ({"max_tokens": -1}, "max_tokens=-1 is not used, because it is not a number of tokens"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty=nan is not used, because it is out of range"),
     ],
 )
 def test_a_setting_that_has_no_meaning_here_is_said_and_leaves_the_others(given: dict[str, Any], said: str) -> None:

@@ -204,25 +204,25 @@ def spelt(lm: LanguageModel, i: int) -> str:
 
 
 REFUSED: list[tuple[Any, int, str]] = [
-    (b"", 400, "the body is no JSON"),
-    (b'{"prompt": "a"', 400, "the body is no JSON"),
+    (b"", 400, "the body is not JSON"),
+    (b'{"prompt": "a"', 400, "the body is not JSON"),
     (b'{"prompt": "a", "prompt": "b"}', 400, "the body has the key 'prompt' more than once"),
     (b'{"prompt": "a", "stream_options": {"x": 1, "x": 2}}', 400, "the body has the key 'x' more than once"),
     (b"[]", 400, "must be a JSON object"),
-    (b"\xff\xfe", 400, "the body is no JSON"),
-    (b'{"prompt": "\\ud800"}', 400, "the body is no JSON"),
-    (b"[" * 100_000, 400, "the body is no JSON"),
+    (b"\xff\xfe", 400, "the body is not JSON"),
+    (b'{"prompt": "\\ud800"}', 400, "the body is not JSON"),
+    (b"[" * 100_000, 400, "the body is not JSON"),
     (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", 400, "number out of range"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
     ({"prompt": "a", "temprature": 1}, 400, "unknown field 'temprature'. Did you mean temperature?"),
     ({"prompt": "a", "temperature": -1}, 400, "temperature: input should be greater than or equal to 0, not -1"),
     ({"prompt": "a", "temperature": True}, 400, "temperature"),
     ({"prompt": "a", "max_tokens": "5"}, 400, "max_tokens: input should be a valid integer"),
-    ({"prompt": "a", "max_tokens": 401}, 400, "max_tokens: 401 are asked for; this server makes at most 400"),
-    ({"prompt": "a", "n": 65}, 400, "n: 65 are asked for"),
-    ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 66 are asked for"),
-    ({"prompt": "a", "logprobs": 21}, 400, "logprobs: 21 are asked for"),
-    ({"prompt": "a", "logprobs": 20, "n": 64, "max_tokens": 400}, 400, "logprobs: the response could have 537,600"),
+    ({"prompt": "a", "max_tokens": 401}, 400, "max_tokens: 401 is too large, because this server allows at most 400"),
+    ({"prompt": "a", "n": 65}, 400, "n: 65 is too large"),
+    ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 66 is too large"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs: 21 is too large"),
+    ({"prompt": "a", "logprobs": 20, "n": 64, "max_tokens": 400}, 400, "logprobs: the response could contain 537,600"),
     ({"prompt": 5}, 400, "prompt: give a text, a list of texts, a list of ids"),
     ({"prompt": ["a", 5]}, 400, "prompt: give a text"),
     ({"prompt": []}, 400, "the list is empty"),
@@ -235,7 +235,11 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options need stream"),
     ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options: unknown field 'x'. Leave it"),
     ({"prompt": "a", "stop": [""]}, 400, "stop: string should have at least 1 character, not ''"),
-    ({"prompt": "a", "suffix": "b"}, 400, "suffix: not supported: nothing can be put into a text. Leave it out."),
+    (
+        {"prompt": "a", "suffix": "b"},
+        400,
+        "suffix: not supported: text cannot be inserted before other text. Remove this field.",
+    ),
     ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: not supported: there is repetition_penalty."),
     ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias: not supported: there is allowed_token_ids."),
     ({"prompt": "a", "model": "\x1b[2J"}, 404, r"there is no model '\x1b[2J' here, but 'tiny'"),
@@ -274,14 +278,14 @@ def test_fields_that_openai_knows_and_that_change_nothing_are_taken(server: Serv
 
 
 WITH_OPENAIS_CLIENT: dict[str, list[tuple[Any, str]]] = {
-    "model": [("tiny", ""), ("gpt-3.5-turbo-instruct", "there is no model")],
+    "model": [("tiny", ""), ("gpt-3.5-turbo-instruct", "this server has no model")],
     "prompt": [("a", ""), (["a", "b"], ""), ([1, 2], ""), ([[1], [2, 3]], ""), (None, ""), ([], "the list is empty")],
     "best_of": [(None, ""), (1, ""), (3, "best_of is not supported")],
     "echo": [(None, ""), (True, ""), (False, "")],
     "frequency_penalty": [(None, ""), (0, ""), (0.5, "frequency_penalty: not supported"), (-2, "not supported")],
     "logit_bias": [(None, ""), ({}, ""), ({"5": -100}, "logit_bias: not supported")],
-    "logprobs": [(None, ""), (0, ""), (5, ""), (100, "logprobs: 100 are asked for")],
-    "max_tokens": [(None, ""), (1, ""), (10**6, "max_tokens: 1,000,000 are asked for")],
+    "logprobs": [(None, ""), (0, ""), (5, ""), (100, "logprobs: 100 is too large")],
+    "max_tokens": [(None, ""), (1, ""), (10**6, "max_tokens: 1,000,000 is too large")],
     "n": [(None, ""), (2, ""), (0, "n: input should be greater than or equal to 1")],
     "presence_penalty": [(None, ""), (0, ""), (2, "presence_penalty: not supported")],
     "seed": [(None, ""), (0, ""), (2**62, ""), (-1, "seed: input should be greater than or equal to 0")],
@@ -375,7 +379,7 @@ def test_unknown_paths_and_methods_are_told_in_the_same_form(server: Served) -> 
     assert server.ask("GET", "/v1/chat/completions").status == 404
     reply = server.ask("PUT", "/v1/completions", {})
     assert (reply.status, reply.headers["allow"]) == (405, "POST")
-    assert "PUT is not for /v1/completions" in reply.message
+    assert "the method PUT is not allowed for /v1/completions" in reply.message
     reply = server.ask("POST", "/v1/completions", b"prompt=a", content_type="application/x-www-form-urlencoded")
     assert reply.status == 415
     assert "must be application/json, not application/x-www-form-urlencoded" in reply.message
@@ -473,7 +477,7 @@ def test_the_page_may_run_its_own_scripts_only(server: Served) -> None:
 def test_what_is_told_is_bounded_by_tokens_not_by_characters(server: Served) -> None:
     emoji = "\N{GRINNING FACE}" * 1_000  # four bytes each, and a token a byte
     asked = {"echo": True, "logprobs": 20, "n": 3, "max_tokens": 0}
-    assert "logprobs: the response could have" in server.complete(emoji, **asked).message
+    assert "logprobs: the response could contain" in server.complete(emoji, **asked).message
     assert server.complete(emoji[:100], **asked).status == 200
 
 
@@ -613,7 +617,7 @@ def test_a_memory_that_is_longer_than_what_is_seen_is_refused(server: Served) ->
     longer = server.service.model.memory(TEXT, memory_len=MEMORY_LEN + 5).to_bytes()
     reply = server.ask("POST", "/v1/memories", longer, content_type="application/octet-stream")
     assert reply.status == 413
-    assert "this memory has 30 tokens, more than are seen here" in reply.message
+    assert "this memory has 30 tokens, more than this server's model sees" in reply.message
 
 
 def test_numbers_of_a_forged_memory_harm_nobody_else(server: Served) -> None:
@@ -650,7 +654,7 @@ def test_memories_go_by_number_bytes_and_age() -> None:
         time.sleep(0.4)
         reply = server.complete("a", memory=name)
         assert (reply.status, reply.json["error"]["code"]) == (404, "memory_not_found")
-        assert "Give the whole text again" in reply.message
+        assert "Send the whole text again" in reply.message
 
 
 def test_a_model_without_memory_is_served_too() -> None:
@@ -661,7 +665,7 @@ def test_a_model_without_memory_is_served_too() -> None:
         assert told["token_logprobs"] == pytest.approx(lm.score(TEXT).tolist(), abs=1e-5)
         for reply in (server.complete(TEXT, keep_memory=True), server.ask("POST", "/v1/memories", {"prompt": "a"})):
             assert reply.status == 400
-            assert "keeps no memory" in reply.message
+            assert "has no memory" in reply.message
 
 
 def test_words_are_joined_to_their_prompt_as_in_generate() -> None:
@@ -684,7 +688,7 @@ def test_a_model_with_masks_says_that_it_scores_one_document_at_a_time() -> None
         assert server.complete([end, *ids], **settings).status == 200
         reply = server.complete([end, *ids, end, *ids], **settings)
         assert reply.status == 400
-        assert "the prompt holds several documents" in reply.message
+        assert "the prompt contains several documents" in reply.message
         assert server.complete([end, *ids, end, *ids], max_tokens=3).status == 200
 
 
@@ -826,7 +830,7 @@ def test_who_finds_the_queue_full_is_told_to_come_again() -> None:
         wait_until(lambda: server.service.worker.num_waiting == 2)
         reply = server.complete("a")
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
-        assert "Come again later" in reply.message
+        assert "Try again later" in reply.message
         for stream in streams:
             stream.close()
         server.wait_until_idle()
@@ -937,7 +941,7 @@ def test_a_defect_costs_those_in_work_their_texts_and_nobody_else(server: Served
         patch.setattr(worker._scheduler, "step", lambda: 1 / 0)
         reply = server.complete(TEXT)
         assert reply.status == 500
-        assert "its log says why" in reply.message
+        assert "The server's log contains the reason" in reply.message
     assert server.complete(TEXT).status == 200
     assert threading.active_count() < 100
 
@@ -952,7 +956,7 @@ def test_a_server_that_can_write_nothing_any_more_says_so_and_ends(monkeypatch: 
         monkeypatch.setattr(worker._scheduler, "step", lambda: 1 / 0)
         monkeypatch.setattr(worker, "_new_scheduler", lambda: 1 / 0)
         assert Served(server).complete(TEXT).status == 500
-        with pytest.raises(TxlError, match="the server can generate no more text"):
+        with pytest.raises(TxlError, match="the server cannot generate text any more"):
             running.result(timeout=30)
 
 
