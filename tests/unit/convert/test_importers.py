@@ -323,7 +323,7 @@ def test_lengths_that_nobody_tells_are_asked_for(tmp_path: Path) -> None:
 
 def test_what_the_peers_get_wrong_is_refused_with_the_reason(tmp_path: Path) -> None:
     settings, golden = read_golden("absolute_vanilla")
-    with pytest.raises(CheckpointError, match="not normalised"):
+    with pytest.raises(CheckpointError, match="not normalized"):
         import_with(tmp_path, "absolute_vanilla", {**settings, "pre_lnorm": True})
     weights = {**state_dict(golden), "r_emb": torch.zeros(2, 12, 4, 8)}
     torch.save(weights, tmp_path / "model.pt")

@@ -180,13 +180,13 @@ def test_a_peer_s_rows_take_as_much_memory_as_the_split_as_it_is_stored(name: st
     ("changes", "message"),
     [
         ({"protocol": "original", "num_lanes": 4}, "--num-lanes cannot be given with --protocol original"),
-        ({"protocol": "original", "same_length": "memory_and_self"}, "--same-length contradicts"),
+        ({"protocol": "original", "same_length": "memory_and_self"}, "--same-length cannot be given"),
         ({"protocol": "nvidia", "zero_memory": True}, "--zero-memory cannot be given with --protocol nvidia"),
-        ({"protocol": "nvidia", "overlap_len": 4, "memory_len": (0,)}, "--overlap-len contradicts"),
-        ({"protocol": "nvidia", "without_memory": True}, "--without-memory contradicts"),
+        ({"protocol": "nvidia", "overlap_len": 4, "memory_len": (0,)}, "--overlap-len cannot be given"),
+        ({"protocol": "nvidia", "without_memory": True}, "--without-memory cannot be given"),
         ({"protocol": "nanogpt", "memory_len": (8,)}, "--memory-len cannot be given with --protocol nanogpt"),
         ({"protocol": "nvidia", "memory_len": (10**5,)}, "is|has .* tokens, .* for each of this protocol's 16 rows"),
-        ({"protocol": "nanogpt", "segment_len": (10**5,)}, "and a crop with its last target 100,001"),
+        ({"protocol": "nanogpt", "segment_len": (10**5,)}, "a crop of one segment with its last target needs 100,001"),
     ],
     ids=str,
 )
@@ -197,5 +197,5 @@ def test_what_a_protocol_has_itself_is_refused(made: Made, changes: dict[str, An
 
 def test_a_model_with_document_masks_has_no_protocol_of_a_peer(tmp_path: Path) -> None:
     made = make(tmp_path, document_mask=True)
-    with pytest.raises(ConfigError, match="--protocol original continues across document boundaries"):
+    with pytest.raises(ConfigError, match="--protocol original reads across document boundaries"):
         evaluated(made, protocol="original")
