@@ -34,8 +34,8 @@ T = TypeVar("T")
 NOTHING_STATED = Stated()
 """Statements for a model card to which the user adds nothing."""
 MOST_SAMPLED = 16_000_000
-"""Largest number of parameters for which an export generates a sample of text for the model card. It does so if
-training recorded no sample. The weights of larger models are never in memory as a whole."""
+"""Largest number of parameters for which an export generates a sample of text for the model card, if training recorded
+no sample. The weights of larger models are never in memory as a whole."""
 SAMPLE_SETTINGS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
 """Arguments of `LanguageModel.generate` for the sample of text in the model card."""
 
@@ -73,8 +73,8 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
     """Call `use` with a run's newest undamaged checkpoint, or with a checkpoint folder, and return its result.
 
     `use` gets the checkpoint's content and can read the weights piece by piece. With `use_ema` it gets the moving
-    averages of the weights instead. The run may still be training. It does not prune the checkpoint while `use` runs.
-    Checkpoints that the run pruned before are ignored.
+    averages of the weights instead. The run may still be training. The run does not prune the checkpoint before `use`
+    has returned. Checkpoints that the run pruned before are ignored.
 
     Raises CheckpointError if there is no undamaged checkpoint.
     """
@@ -204,7 +204,8 @@ def _num_parameters(package: Package) -> int:
 def _rounded_once(package: Package, dtype: str) -> Package:
     """Return the package with a probe that is compared in type `dtype`.
 
-    A bundle's weights are already rounded to `dtype`. So this type is right for every type that is written.
+    A bundle's weights are already rounded to `dtype`, so the probe's losses are compared with the tolerance of this
+    type.
     """
     if dtype == "fp32":
         return package
@@ -214,7 +215,7 @@ def _rounded_once(package: Package, dtype: str) -> Package:
 def export_bundle(
     source: Path, out: Path, *, dtype: str = "fp32", use_ema: bool = False, stated: Stated = NOTHING_STATED
 ) -> Exported:
-    """Write a bundle from a run, a checkpoint or another bundle. A bundle is a folder with all that inference needs.
+    """Write a bundle (a folder with all that inference needs) from a run, a checkpoint or another bundle.
 
     The weights are read and written some MiB at a time. With `use_ema` the bundle gets the moving averages of the
     weights, if the run kept them. `stated` holds statements of the user for the model card.

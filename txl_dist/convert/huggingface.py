@@ -128,8 +128,8 @@ def _is_ours(folder: Path) -> bool:
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     """Write the files of TransfoXLTokenizer, if this tokenizer can express the vocabulary.
 
-    It can express vocabularies of words, of which one word stands for unknown words. The files name their special
-    tokens. Otherwise the tokenizer would add its default special tokens after the vocabulary.
+    TransfoXLTokenizer can express vocabularies of words, of which one word stands for unknown words. The files name
+    their special tokens. Otherwise TransfoXLTokenizer would add its default special tokens after the vocabulary.
     """
     symbols = tokenizer.symbols
     unknowns = [symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols]
@@ -158,7 +158,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def inexpressible(model: ModelSection) -> list[str]:
     """Return descriptions of a model's settings that transformers' TransfoXL lacks.
 
-    The result is empty if it has all of them.
+    The result is empty if TransfoXL has all of them.
     """
     default = ModelSection()
     names = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding"]
@@ -203,8 +203,8 @@ def _read_parts(folder: Path) -> dict[str, Any]:
 def _original_names(peer_weights: Weights, *, where: str) -> Weights:
     """Return Hugging Face's weights under the original code's names.
 
-    Shared biases are also in every layer. These aliases are compared and dropped. Raises CheckpointError for a model
-    without softmax.
+    Shared biases are also in every layer. These copies are compared with the shared biases and dropped. Raises
+    CheckpointError for a model without softmax.
     """
     if "word_emb.emb_layers.0.weight" in peer_weights and "crit.out_layers.0.bias" not in peer_weights:
         raise CheckpointError(
@@ -226,10 +226,7 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
 
 
 def _flip_clusters(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor.
-
-    Its rows are reversed if they are tail clusters, because Hugging Face has them in the other order.
-    """
+    """Return a tensor, with its rows reversed if they are tail clusters, which Hugging Face has in the other order."""
     if name in ("crit.cluster_weight", "crit.cluster_bias"):
         return tensor.flip(0)
     return tensor
@@ -303,7 +300,7 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
 
 
 def _end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id of end-of-text, or of end-of-line if there is no end-of-text. Returns None if neither exists."""
+    """Return the id of the end-of-text token, else the id of end-of-line. Returns None if neither exists."""
     if tokenizer.end_of_text is not None:
         return tokenizer.end_of_text
     if END_OF_LINE in tokenizer.symbols:
@@ -312,7 +309,7 @@ def _end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json. Settings that it lacks get the default values of transformers."""
+    """Return the content of config.json, with transformers' default values for the settings that config.json lacks."""
     cutoffs = config.get("cutoffs")
     if isinstance(cutoffs, list):
         num_tails = len(cutoffs)

@@ -47,7 +47,8 @@ def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
 def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | None:
     """Return a tokenizer of the library `tokenizers` that gives the same ids and texts, or None if there is none.
 
-    With `begins_documents` it adds an end-of-text before each text, if the tokenizer has an end-of-text.
+    With `begins_documents` the returned tokenizer adds an end-of-text token before each text, if the vocabulary has
+    one.
     """
     library = _pipeline(tokenizer)
     if library is None:

@@ -1,7 +1,7 @@
 """Result type of every importer, and the checks that all importers make.
 
 An importer reads another program's (a peer's) file into tensors, and its settings into a `PeerSettings`. Tensors and
-settings together give a `ModelSection`. Settings that are not there are computed from the tensors' shapes. Then all
+settings together give a `ModelSection`. Missing settings are computed from the tensors' shapes. Then all
 names and shapes are compared with the names and shapes that the model must have. An error names the key, and the
 expected and the actual shape.
 """
@@ -28,7 +28,7 @@ from txl_dist.tokenizers.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)
-"""Last parts of the names of buffers. They are not imported, because they can be computed again."""
+"""Last parts of the names of buffers. Buffers are not imported, because they can be computed again."""
 WRAPPERS = frozenset(
     {
         "module",  # DataParallel, DeepSpeed
@@ -51,9 +51,9 @@ class Imported:
     """Weights in fp32 by this package's names."""
     vocab_size: int
     segment_len: int
-    """Tokens per segment in training. It is 0 if neither the file nor the settings say it."""
+    """Tokens per segment in training. It is 0 if neither the file nor the settings contain the number."""
     memory_len: int
-    """Tokens of memory in training. It is -1 if neither the file nor the settings say it."""
+    """Tokens of memory in training. It is -1 if neither the file nor the settings contain the number."""
     tokenizer: Tokenizer | None
     """Tokenizer made from the file's vocabulary. It is None if the file has no vocabulary."""
 
@@ -188,7 +188,7 @@ def shape_problems(
 
     Args:
         optional: Names of tensors that may be missing.
-        shown: Maps a name to the one in the file, for messages.
+        shown: Function that returns the name in the file for a tensor's name, for messages.
     """
     missing = []
     surplus = []

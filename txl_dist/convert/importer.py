@@ -41,7 +41,7 @@ class Summary(NamedTuple):
     num_parameters: int
     vocab_size: int
     has_vocabulary: bool
-    """True if a vocabulary was found. If it is False, texts are ids in decimal."""
+    """True if a vocabulary was found. If it is False, texts are written as ids in decimal."""
     segment_len: int
     memory_len: int
 

@@ -5,9 +5,9 @@ NVIDIA's and Hugging Face's code use the original names too. The same table is u
 only in their names, but these differ in other ways too:
 
     qkv_net            has rows of query, key, value. Here they are in `query` and `key_value`.
-    cluster_weight     has tail cluster C - i in row i. Here it has cluster i + 1, so rows are flipped.
-    r_w_bias           is one for all layers, or [L, N, H] with learned positions. Here it is in every layer.
-    r_emb, r_bias      are [L, P, ...], with distance 0 in the last row. Here it is in the first, so rows are flipped.
+    cluster_weight     has tail cluster C - i in row i. Here row i has cluster i + 1, so rows are flipped.
+    r_w_bias           is shared by all layers, or [L, N, H] with learned positions. Here it is in every layer.
+    r_emb, r_bias      are [L, P, ...], with distance 0 in the last row. Here it is in the first row (rows are flipped).
     tied tensors       are under both of their names, or only under one
 
 Shapes: C tail clusters, L layers, P rows of a table, N heads, H head width.
@@ -72,7 +72,7 @@ def _stack_layers(weights: Weights, name: str, model: ModelSection) -> Tensor:
 
 
 def from_original(original: Weights, model: ModelSection) -> Weights:
-    """Return the original's weights under this package's names. It is the inverse of `to_original`.
+    """Return the original's weights under this package's names. This is the inverse of `to_original`.
 
     A tied or shared tensor may be under only one of its names, in the argument and in the result.
     """
@@ -130,9 +130,10 @@ def one_to_one(model: ModelSection) -> dict[str, str]:
 
 
 def partners(model: ModelSection) -> dict[str, str]:
-    """Return the embedding's name for each softmax's name, for all tensors that this model ties.
+    """Return the name of the embedding's tensor for each name of the softmax's tensors, for all tensors that this model
+    ties.
 
-    Names are the original's.
+    All names are the original's names.
     """
     if model.div_value == 1:
         num_tables = 1

@@ -129,7 +129,7 @@ def _section(peer_weights: Weights, settings: LabmlSettings, *, where: str) -> M
 def _zero_row(num_rows: int) -> int:
     """Return the row of distance 0.
 
-    It is the middle row of a whole table, or the last row if the future was cut off.
+    This is the middle row of a whole table, or the last row if the rows of the future were cut off.
     """
     if num_rows % 2 == 0:
         return num_rows // 2

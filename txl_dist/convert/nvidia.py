@@ -1,7 +1,7 @@
 """Import of checkpoints of NVIDIA's code (DeepLearningExamples, PyTorch): `checkpoint_last.pt`, `checkpoint_best.pt`.
 
-The model is that of the original code with three differences. The softmax has other names, tied tensors are stored
-once, and the same-length window is one key wider. The file has the arguments of the model's constructor, and its
+The model is the same as in the original code, with three differences. The softmax has other names, tied tensors are
+stored once, and the same-length window is one key wider. The file has the arguments of the model's constructor, and its
 vocabulary. Optimizer state and memories are not imported.
 """
 
@@ -35,15 +35,15 @@ def _softmax_names() -> dict[str, str]:
 
 
 ORIGINAL = _softmax_names()
-"""Original name for each name of NVIDIA's code, where the names differ."""
+"""Original name for each name in NVIDIA's code that differs."""
 THEIRS = {original: nvidia for nvidia, original in ORIGINAL.items()}
-"""Name in NVIDIA's code for each original name, where the names differ."""
+"""Name in NVIDIA's code for each original name that differs."""
 
 
 def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     """Read a checkpoint of NVIDIA's code. Returns the model with our settings and names.
 
-    If `path` is a folder, the last checkpoint in it is read, or the best one if there is no last one. Raises
+    If `path` is a folder, the last checkpoint in it is read, or the best checkpoint if there is no last one. Raises
     CheckpointError.
     """
     file = path
@@ -82,9 +82,9 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
 
 
 def _without_aliases(weights: Weights, *, where: str) -> Weights:
-    """Drop the aliases of input projections that the softmax lists, whether they are tied or not.
+    """Drop the copies of input projections that the softmax lists, whether the projections are tied or not.
 
-    Raises CheckpointError if an alias differs from its projection.
+    Raises CheckpointError if a copy differs from its projection.
     """
     kept: Weights = {}
     problems = []

@@ -232,7 +232,7 @@ def section_of(peer_weights: Weights, settings: OriginalSettings, *, same_length
 def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str) -> str:
     """Return the positional scheme, by the setting or by the tensors' names.
 
-    Raises CheckpointError for a scheme that this program does not have.
+    Raises CheckpointError for a scheme that txl_dist does not have.
     """
     if "out_layer.weight" in peer_weights or settings.sample_softmax > 0:
         raise CheckpointError(
@@ -270,7 +270,7 @@ def _heads(
 ) -> tuple[int, int]:
     """Return the number of heads and their width, from the settings or from the shape of the biases.
 
-    Absolute attention has no biases. Raises CheckpointError if it is used and the number of heads is not given.
+    Absolute attention has no biases. Raises CheckpointError for absolute attention if the number of heads is not given.
     """
     if settings.n_head and settings.d_head:
         return settings.n_head, settings.d_head
@@ -299,7 +299,7 @@ def _heads(
 def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -> tuple[int, ...]:
     """Return the cutoffs, from the settings or from the sizes of the tables.
 
-    One table may serve several clusters. Raises CheckpointError if the settings have no cutoffs and there is one table.
+    Raises CheckpointError if the settings have no cutoffs and several clusters share one table.
     """
     sizes = _table_sizes(peer_weights, where=where)
     if settings.cutoffs is not None:
@@ -329,7 +329,7 @@ def _table_sizes(peer_weights: Weights, *, where: str) -> list[int]:
 def _div_value(widths: list[int]) -> int:
     """Return the smallest divisor that gives these widths.
 
-    If there is none, return 1, and the check of shapes fails later.
+    If there is no such divisor, return 1. The check of shapes then fails later.
     """
     if len(widths) == 1:
         smallest = 1
@@ -343,7 +343,8 @@ def _div_value(widths: list[int]) -> int:
 
 
 def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
-    """Return True if embedding and softmax are tied. The setting says so, or else all their tables are equal."""
+    """Return True if embedding and softmax are tied. The setting decides. Without it, they are tied if all tables are
+    equal."""
     if settings.tie_weight is not None:
         return settings.tie_weight
     if settings.tie_word_embeddings is not None:
@@ -353,9 +354,9 @@ def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tabl
 
 
 def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
-    """Return, for each cluster, True if its two projections are tied. The result is empty if none is tied.
+    """Return, for each cluster, True if its two projections are tied. The result is empty if no projection is tied.
 
-    They are tied if the setting says so, or else if they are equal.
+    The setting decides. Without it, two projections are tied if they are equal.
     """
     num_projections = count(peer_weights, SHARED)
     if not num_projections:

@@ -1,4 +1,4 @@
-"""Output folder of exports to other programs' formats. It is written as a whole or not at all."""
+"""Output folder of exports to other programs' formats. The folder is written as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from txl_dist.io.manifest import describe_file, files_of, replace_folder, write_
 
 @contextmanager
 def new_folder(out: Path, *, kind: ArtifactKind) -> Iterator[Path]:
-    """Yield an empty folder to write an export into. At the end of the block it gets a manifest and replaces `out`.
+    """Yield an empty folder to write an export into. At the end of the block the folder gets a manifest and replaces
+    `out`.
 
     Raises CheckpointError if `out` cannot be written, or is neither empty nor an older folder of this kind.
     """

@@ -1,6 +1,6 @@
 """Reader for files of `torch.save` and `pickle.dump` that runs none of the code in them.
 
-A pickle is a program. It may name any function of any installed library and call it. The unpickler here imports
+A pickle is a program, which can call any function of any installed library. The unpickler here imports
 nothing. Each name in the file leads to one of three results:
 
     a harmless constructor     For a tensor, a dict or a set. Each file gets new ones, so a file that changes them
@@ -113,15 +113,15 @@ class Inert:
         self.inert_pairs[key] = value
 
     def append(self, item: Any) -> None:
-        """Keep an item of a list. The unpickler calls it."""
+        """Keep an item of a list. The unpickler calls this method."""
         self.inert_items.append(item)
 
     def extend(self, items: Iterable[Any]) -> None:
-        """Keep several items of a list. The unpickler calls it."""
+        """Keep several items of a list. The unpickler calls this method."""
         self.inert_items.extend(items)
 
     def add(self, item: Any) -> None:
-        """Keep an item of a set. The unpickler calls it."""
+        """Keep an item of a set. The unpickler calls this method."""
         self.inert_items.append(item)
 
 
@@ -140,7 +140,7 @@ def read_pickle_file(path: Path) -> Any:
 def read_any(path: Path) -> Any:
     """Read a file of torch.save or pickle.dump without running code in it. Raises CheckpointError.
 
-    The file's first bytes say which of the two wrote it.
+    The file's first bytes decide which of the two formats is read.
     """
     with _reading(path, "a file of torch.save or a pickle") as file:
         start = file.peek(len(LEGACY_START))
@@ -152,8 +152,8 @@ def read_any(path: Path) -> Any:
 def modules_tensors(module: Inert) -> dict[str, Tensor]:
     """Return the state dict of a pickled torch.nn.Module: parameters and buffers under dotted names.
 
-    A tensor that several modules use is there under each of its names. Raises CheckpointError if a module contains
-    itself, or if modules are nested too deeply.
+    A tensor that several modules use is in the result under each of its names. Raises CheckpointError if a module
+    contains itself, or if modules are nested too deeply.
     """
     return dict(_named_tensors(module, prefix="", inside=()))
 
@@ -161,7 +161,7 @@ def modules_tensors(module: Inert) -> dict[str, Tensor]:
 def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for a module and its submodules.
 
-    `inside` lists the modules around it, the outermost first.
+    `inside` lists the modules that contain this module, the outermost first.
     """
     if any(module is outer for outer in inside):
         raise CheckpointError(f"the pickled module {type(inside[0]).__name__} contains itself, as {prefix[:-1]}.")
@@ -183,7 +183,7 @@ def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> 
 
 
 def _entries(state: dict[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of the dict `kind` in a module. The result is empty if it is not a dict."""
+    """Return the (name, value) pairs of the dict `kind` in a module. The result is empty if `kind` is not a dict."""
     entries = state.get(kind, {})
     if not isinstance(entries, dict):
         return []

@@ -1,6 +1,6 @@
 """Metadata that a run recorded about one checkpoint, for the model card.
 
-It has the corpora, tokens, commit, date, scores, and a sample of text. Scores and the sample must be of the
+The metadata are corpora, tokens, commit, date, scores, and a sample of text. Scores and the sample must be of the
 checkpoint's own step, because other steps have other weights. A run's records may be missing, damaged or of another
 version. The card says "not stated" for everything that cannot be read.
 """
@@ -62,8 +62,8 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_e
 def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
     """Return (record of the start that computed a step, records of that step by their kind).
 
-    A record's kind includes the name of an event. If there are several records of a kind, the last one counts, because
-    a run that resumes an older checkpoint computes steps again.
+    A record's kind includes the name of an event. If there are several records of a kind, the last one is returned,
+    because a run that resumes an older checkpoint computes steps again.
     """
     start: Record = {}
     found: dict[str, Record] = {}

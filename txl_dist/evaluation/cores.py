@@ -38,7 +38,7 @@ Losses = Callable[[Batch, Any], tuple[Tensor, Any]]
 
 
 class Core(NamedTuple):
-    """A model with frozen weights, as functions, with the memory before the first segment. `core_of` makes it."""
+    """Functions of a model with frozen weights, and the memory before the first segment. `core_of` makes a core."""
 
     hidden: Callable[[Batch, Any], tuple[Tensor, Any]]
     """Function that takes a segment and the memory before it. It returns hidden_BTD and the memory after it."""
@@ -96,7 +96,7 @@ def _cached(
 def _plain(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """Build a core for positions that are not distances. Its memory is hidden states, or empty."""
+    """Build a core for positions that are not distances. Its memory holds hidden states, or is empty."""
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
 
     @torch.no_grad()
@@ -139,7 +139,7 @@ def with_cache(
 ) -> tuple[Losses, Any]:
     """Return (function that computes losses with a neural cache per lane, the state before the first segment).
 
-    The cache holds scored positions. It does not hold overlap tokens, which are run a second time.
+    The cache holds scored positions. Overlap tokens, which are run a second time as context, are not added again.
     """
     like = model.embedding.weight(0)
     width = model.section.width

@@ -1,4 +1,5 @@
-"""Options of `txl evaluate` and `txl recl`. Light to import, since the command line makes its flags of them."""
+"""Options of `txl evaluate` and `txl recl`. This module imports no torch, because the command line makes
+flags from these options."""
 
 from __future__ import annotations
 
@@ -22,7 +23,11 @@ _AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag the value is as trained"
 
 
 class Protocol(NamedTuple):
-    """Evaluation protocol of another program: docs/evaluating.md, data/loader/protocols.py."""
+    """Evaluation protocol of another program, for comparisons with its published results.
+
+    It sets the number of lanes (batch rows) and the way in which the text is cut. `source` is the code that defines it.
+    The page docs/evaluating.md describes the protocols.
+    """
 
     num_lanes: int
     same_length: Literal["off", "memory", "memory_and_self"]
@@ -37,7 +42,7 @@ PROTOCOLS = {
     "nanogpt": Protocol(64, "off", "crops", "karpathy/nanoGPT, estimate_loss of train.py"),
 }
 NUM_CROP_BATCHES, CROP_SEED = 200, 1337
-"""Values of nanoGPT: its eval_iters and its seed, but not its generator."""
+"""Number of batches and seed of the crops, as in nanoGPT. The random number generator is a different one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +75,12 @@ class Overrides:
 
     @property
     def peer(self) -> Protocol | None:
-        """Protocol of the other program, or None for ours."""
+        """Protocol of the other program, or None for the protocol of txl_dist."""
         return PROTOCOLS.get(self.protocol)
 
     @property
     def num_combinations(self) -> int:
-        """Number of evaluations that the lengths make together."""
+        """Number of evaluations, one for each combination of the given memory, segment and clamp lengths."""
         return len(self.memory_len) * len(self.segment_len) * len(self.clamp_len)
 
     def check(self, target: Path, *, is_bundle: bool, data: str | Path) -> None:
@@ -218,7 +223,7 @@ _ADAPTS_BY = {
     "dynamic": ("adapt_train", "adapt_batches", "adapt_lr", "adapt_decay", "adapt_eps"),
     "cache": ("cache_share", "cache_theta", "cache_window"),
 }
-"""Options of each kind of adaptation."""
+"""Names of the options that belong to each kind of adaptation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +293,7 @@ def is_alone() -> bool:
 
 
 def require_apart(files: Mapping[str, Path | None]) -> None:
-    """Raise ConfigError if two flags name the same file. `files` holds them by flag."""
+    """Raise ConfigError if two flags name the same file. `files` maps each flag to its path."""
     named = [path.resolve() for path in files.values() if path is not None]
     if len(set(named)) < len(named):
         *flags, last = files
@@ -296,9 +301,9 @@ def require_apart(files: Mapping[str, Path | None]) -> None:
 
 
 def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> None:
-    """Raise ConfigError for a file that cannot be written, before the long work begins.
+    """Raise ConfigError for a file that cannot be written, before the evaluation starts.
 
-    A file that did not exist is removed again.
+    A file that this check creates is removed again.
     """
     if suffixes and path.suffix not in suffixes:
         raise ConfigError(f"{flag} {path}: it must end in {' or '.join(suffixes)}.")

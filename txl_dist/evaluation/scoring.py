@@ -56,7 +56,7 @@ class ScoredRow(NamedTuple):
     memory_len: int
     """Length of the memory in tokens. A value of 0 means that memory is off."""
     name: str = ""
-    """Name of the row. Empty means that `score_model` makes a name from the lengths in which rows differ."""
+    """Name of the row. If it is empty, `score_model` makes a name from the lengths in which rows differ."""
     adapts: bool = False
     """Whether the model adapts to text after it has scored it (flag --adapt)."""
 
@@ -178,7 +178,7 @@ class Scores(NamedTuple):
     results: dict[str, Result]
     """Result of each row by the name of the row."""
     log_p_N: Tensor | None
-    """Log-probability of each target in the order of the corpus. None unless --log-probs asks for them."""
+    """Log-probability in nats of each target in the order of the corpus. None without --log-probs."""
 
 
 def score_model(
@@ -192,14 +192,14 @@ def score_model(
     train: Split | None,
     units: TextUnits,
 ) -> Scores:
-    """Score every row on a split. All ranks call it and share the lanes (streams of text). Returns results by row name.
+    """Score every row on a split. All ranks call this function and share the lanes (streams of text). Returns results
+    by row name.
 
     Rows with the same settings are scored once. `train` is the training text on which --adapt dynamic measures
     gradients.
 
     Raises ConfigError if a file cannot be written, the split is too short for a protocol, --plot has only one length,
-    or memory is exhausted. Also raises it if adapted weights diverge. Raises CheckpointError if ranks have read
-    different models.
+    memory is exhausted, or adapted weights diverge. Raises CheckpointError if ranks have read different models.
     """
     engine = rows[0].config.engine
     with distributed_context(timeout_s=engine.timeout_s, num_threads=engine.num_threads) as ranks, enough_memory():
@@ -253,7 +253,7 @@ def score_model(
 
 
 class _Plan(NamedTuple):
-    """A row with the text and the lengths by which it is run."""
+    """Evaluation of one row, with the text and the lengths that it uses."""
 
     name: str
     """Name of the row: the protocol, and the lengths in which rows differ."""
@@ -329,7 +329,7 @@ def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overri
 
 
 class _ModelOpener:
-    """The scored model with the settings of a plan. It is built again only if these settings change."""
+    """Opener of the scored model. It builds the model again only if the next plan needs other model settings."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -514,7 +514,7 @@ def enough_memory() -> Iterator[None]:
 def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
     """Yield a message for each flag that asks for more tokens than the split has.
 
-    The scores are the same as without it.
+    The scores are the same as without such a flag.
     """
     if not isinstance(cut, EvalStream):
         return
@@ -543,9 +543,9 @@ def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -
 
 
 def _largest_memory_len(cut: EvaluationText, overrides: Overrides) -> int:
-    """Return the most tokens that a lane can have in memory.
+    """Return the largest number of tokens that a lane (batch row) can have in memory.
 
-    It is unlimited with zeros, because all zeros are attended to.
+    With --zero-memory there is no limit, because queries attend to all zeros.
     """
     if isinstance(cut, EvalStream) and not overrides.zero_memory:
         return cut.stripe_len

@@ -52,11 +52,8 @@ from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSIONS = (1, 2, 3, 4)
-"""Format versions of bundles that this program reads. It writes the last version of the list.
-
-Version 2 added int8 weights. Version 3 added layers with memories of different lengths. Version 4 added the setting
-`document_mask`.
-"""
+"""Format versions of bundles that txl_dist reads. New bundles have the last version of the list. Version 2 added int8
+weights. Version 3 added layers with memories of different lengths. Version 4 added the setting `document_mask`."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number types in which a network can run. The network of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
@@ -70,7 +67,7 @@ and for int8, on 14 kinds of random networks. They are 0.1 % to 0.3 % on three t
 
 
 class _Content(BaseModel):
-    """Form of config.json. The key `begins_documents` is missing in bundles of old versions."""
+    """Content of config.json in a bundle. The key `begins_documents` is missing in bundles of old versions."""
 
     model_config = ConfigDict(strict=True)
 

@@ -91,7 +91,7 @@ def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtyp
 
 
 class _Reader(NamedTuple):
-    """Function and settings by which layers read the values of parameters without storage."""
+    """Sources of the parameters' values, and the number type to read them in, for layers without stored weights."""
 
     sources: dict[Tensor, Sliced]
     dtype: torch.dtype
@@ -115,7 +115,7 @@ def _stream(module: nn.Module, reader: _Reader) -> None:
 
 
 class _Part(nn.Module):
-    """Layer that holds its weights only while it runs."""
+    """Layer that reads its weights when it runs, and drops them afterwards."""
 
     def __init__(self, part: nn.Module, reader: _Reader) -> None:
         super().__init__()

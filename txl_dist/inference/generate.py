@@ -153,7 +153,8 @@ class Decoder:
     def reading(self, request: Request, *, with_scores: bool = False) -> Reading:
         """Return a generator that reads a prompt chunk by chunk, so that other texts can continue between two chunks.
 
-        It works for models without a memory too. `with_scores` also computes log-probabilities of the prompt's tokens.
+        This method also works for models without a memory. With `with_scores`, log-probabilities of the prompt's tokens
+        are computed too.
         """
         return self._rows.reading(request, with_scores=with_scores)
 
@@ -238,7 +239,8 @@ class Decoder:
         return tokens
 
     def _select(self, rows: list[int]) -> None:
-        """Keep only the rows with these numbers, in this order. A free row may repeat any number."""
+        """Keep only the rows with these numbers, in this order. For a row of the KV cache without a text, any number
+        may be repeated."""
         self._rows.select(rows)
         if self._seen_BV is None or not len(self._texts):
             self._seen_BV = None
@@ -332,7 +334,7 @@ def _scored(log_p_SV: Tensor, targets: Sequence[int], *, num_top: int) -> list[S
 def _likeliest(log_p_SV: Tensor, num_top: int) -> list[list[tuple[int, float]]]:
     """Return the `num_top` most probable ids of each row with their log-probabilities.
 
-    A smaller vocabulary gives all its ids.
+    If the vocabulary has fewer ids, all ids are returned.
     """
     if not num_top:
         return [[] for _ in log_p_SV]
@@ -344,7 +346,7 @@ def _likeliest(log_p_SV: Tensor, num_top: int) -> list[list[tuple[int, float]]]:
 
 
 class _CachedRows:
-    """Rows of one KV cache, for a model whose positions support a memory."""
+    """Memories of the decoder's texts, one row of a KV cache per text, for a model whose positions support a memory."""
 
     def __init__(self, frozen: FrozenModel, *, memory_len: int, segment_len: int) -> None:
         self._frozen = frozen
@@ -417,7 +419,11 @@ class _CachedRows:
 
 
 class _WindowRows:
-    """Rows of tokens for a model without relative positions, which cannot keep a past (table 9 of Dai et al. 2019)."""
+    """Tokens of the decoder's texts, one row per text, for a model without relative positions.
+
+    Such a model cannot keep keys and values of the past (table 9 of Dai et al. 2019), so each step runs the last tokens
+    again.
+    """
 
     def __init__(self, model: TransformerXL, *, segment_len: int) -> None:
         self._model = model

@@ -331,7 +331,7 @@ class _Layer(NamedTuple):
     def finish(self, hidden_SD: Tensor, context_SD: Tensor) -> Tensor:
         """Compute the layer's output from its attention, as `Block.finish` does in evaluation.
 
-        S counts positions of any rows.
+        S is the number of positions of all rows together.
         """
         hidden = hidden_SD + self.output(context_SD)
         if self.block.pre_norm:
@@ -662,7 +662,7 @@ class FrozenModel:
     ) -> Tensor:
         """Compute attention of one query per row, as `_attend` does.
 
-        With one query, few operations matter more than a CPU's cache.
+        For one query, the number of operations matters more than the use of a CPU's cache.
         """
         N, B, _, H = query_2NB1H.shape[1:]
         distance_NHS, bias_NS = distances

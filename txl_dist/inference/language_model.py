@@ -122,7 +122,7 @@ class LanguageModel:
             self._versions = versions
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without an end-of-text.
+        """Return the ids of a text, without an end-of-text token.
 
         Raises ConfigError if `text` is not a string, and DataError if the vocabulary cannot encode it.
         """
@@ -138,12 +138,11 @@ class LanguageModel:
     ) -> Tensor:
         """Return the log-probability in nats of each token of a text, [tokens], in fp32 or higher.
 
-        The first token is scored after the text of `memory`, or without a memory after an end-of-text. It has no score
-        if the model cannot begin a document and no memory is given. If training used document masks, an end-of-text
-        among the ids begins a document that sees nothing before it. `memory_len` is the number of past tokens that the
-        memory holds. It may be more than in training, and -1 means as many as in training. With `zero_memory` the text
-        begins with a memory of zeros that is attended to, as in Hugging Face and TensorFlow, instead of an empty
-        memory.
+        The first token is scored after the text of `memory`, or without a memory after an end-of-text token. The first
+        token has no score if no memory is given and the model cannot begin a document. If training used document masks,
+        an end-of-text token among the ids begins a document that sees nothing before it. `memory_len` is the number of
+        past tokens in the memory, possibly more than in training. -1 means as many as in training. With `zero_memory`
+        the text begins with a memory of zeros, which queries attend to, as in Hugging Face and TensorFlow.
 
         Raises ConfigError for ids outside the vocabulary, for a `memory` of another model, and for a `memory` together
         with `zero_memory`.
@@ -160,7 +159,7 @@ class LanguageModel:
     ) -> list[Tensor]:
         """Score several texts together.
 
-        Returns one tensor per text, as `score` does, whose arguments apply to every text.
+        Returns one tensor per text. The arguments are the arguments of `score`, and apply to every text.
         """
         prompts = [self._read(text, memory) for text in _several(texts)]
         check_count(memory_len, least=-1, what="memory_len")
@@ -218,7 +217,7 @@ class LanguageModel:
     def stream(self, prompt: Text, *, memory: TextMemory | None = None, **settings: Any) -> Iterator[str]:
         """Generate from one prompt, and yield each part of the text as soon as it is generated.
 
-        The arguments are the arguments of `generate`.
+        The arguments are the same as for `generate`.
         """
         _refuse_samples(settings)
         chunks = self.stream_batch([self.prompt(prompt, memory)], SamplingParams.of(settings))
@@ -244,7 +243,8 @@ class LanguageModel:
     def write(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
-        """Do the same as `stream_batch`, after a deprecation warning. `write` was its name in version 0.2."""
+        """Do the same as `stream_batch`, after a deprecation warning. Version 0.2 had the name `write` for this
+        method."""
         warn_of_old_method("LanguageModel.write")
         return self.stream_batch(prompts, writing, keep_memory=keep_memory)
 
@@ -400,8 +400,8 @@ class LanguageModel:
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
         """Encode a text as the prompt that `stream_batch` and `generation` take.
 
-        With a `memory`, the ids begin with its last token. Without one they begin with an end-of-text, if the model can
-        begin a document and the text is a string. Raises the same errors as `generate`.
+        With a `memory`, the ids begin with the memory's last token. Without a memory, the ids begin with an end-of-text
+        token if the model can begin a document and the text is a string. Raises the same errors as `generate`.
         """
         prompt = self._read(text, memory)
         end_of_text = self.tokenizer.end_of_text
@@ -418,7 +418,8 @@ class LanguageModel:
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
-        """Encode a text that follows a memory or an end-of-text. The result may have no ids. Raises ConfigError."""
+        """Encode a text that follows a memory or an end-of-text token. The result may have no ids. Raises
+        ConfigError."""
         if not isinstance(memory, TextMemory | None):
             raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make a memory by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
@@ -446,10 +447,10 @@ class LanguageModel:
         return Prompt((*leading_ids, *ids), past, joint, num_led=len(leading_ids))
 
     def window(self, memory_len: int = -1) -> int:
-        """Return how many past tokens a text sees for this `memory_len`. A value of -1 means as many as in training.
+        """Return the number of past tokens that a text sees for this `memory_len`. -1 means as many as in training.
 
-        In training a token sees its memory. Without `same_length` it sees its segment instead, if the segment is longer
-        than the memory.
+        In training a token sees its memory. Without `same_length`, it sees the tokens of its segment instead if the
+        segment is longer than the memory.
         """
         if memory_len >= 0:
             return memory_len

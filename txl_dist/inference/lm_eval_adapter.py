@@ -7,8 +7,9 @@ program calls:
 
     lm_eval.simple_evaluate(model=HarnessModel(LanguageModel(load_bundle(path))), tasks=[...])
 
-A text begins a document: an end-of-text comes before it if the model was trained so. No text is truncated. It is read
-in segments, and a token sees as many past tokens as the memory holds. Texts of similar length are read together.
+Each text begins a document. An end-of-text token precedes the text if the model was trained that way. No text is
+truncated. A text is read in segments, and a token sees as many past tokens as the memory holds. Texts of similar length
+are read together.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the end-of-text, by which the harness replaces an empty context.
+        """Id of the end-of-text token, with which the harness replaces an empty context.
 
         Raises ConfigError if the model cannot begin a document.
         """
@@ -124,11 +125,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         return self.lm.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the ids of a text, without an end-of-text at its beginning or end."""
+        """Return the ids of a text, without an end-of-text token at its beginning or end."""
         return self.lm.encode(string)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability in nats of each request's whole text, which is scored as a document of its own."""
+        """Return the log-probability in nats of each request's whole text. Each text is scored as a separate
+        document."""
 
         def score(texts: Sequence[str]) -> list[float]:
             rows = []
@@ -186,9 +188,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         return results
 
     def _with_end_of_text(self, ids: list[int]) -> list[int]:
-        """Put an end-of-text before the ids if the model begins documents with one.
+        """Put an end-of-text token before the ids if the model begins documents with this token.
 
-        Ids that begin with it stay unchanged.
+        Ids that already begin with an end-of-text token stay unchanged.
         """
         end_of_text = self.lm.tokenizer.end_of_text
         if end_of_text is None or not self.lm.bundle.begins_documents or ids[:1] == [end_of_text]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 MOST_NEW_TOKENS = 256
-"""Number of tokens to generate if a task does not say. It is the default of the harness."""
+"""Number of tokens to generate if a task does not set it. It is the default of the harness."""
 STOPS = ("until", "stop", "stop_sequences")
 CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -52,7 +52,7 @@ OF_OTHER_BACKENDS = frozenset(
 
 
 class GenerationSettings(NamedTuple):
-    """Translated settings for `SamplingParams`, and a sentence for each setting that is not used."""
+    """Translated settings for `SamplingParams`, with a sentence for each setting that is not used."""
 
     values: dict[str, Any]
     """Settings by the names of `SamplingParams`."""
@@ -78,7 +78,7 @@ def read_generation_settings(given: Mapping[str, Any] | None) -> GenerationSetti
 
 
 def _length(settings: dict[str, Any], unused: list[str]) -> int:
-    """Remove all settings of the number of new tokens, and return the first of them."""
+    """Remove all settings of the number of new tokens, and return the value of the first of these settings."""
     found: dict[str, int] = {}
     for name in LENGTHS:
         if name in settings:

@@ -1,4 +1,4 @@
-"""Options of text generation. This module does not import torch, since the command line makes its flags from it."""
+"""Options of text generation. This module imports no torch, because the command line makes flags from these options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 MOST_TOKENS = 10**9
-"""Largest `max_tokens` of a text: a larger number is a typing mistake."""
+"""Largest value of `max_tokens`. A larger number is taken for a typing mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
@@ -72,9 +72,10 @@ class SamplingParams(Sampling):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Make parameters from settings by name. Arrays and lists of them are accepted as values.
+        """Make parameters from a mapping of settings. Arrays are accepted in place of lists and numbers.
 
-        Raises ConfigError for an unknown name, with the nearest known one, and for a value of the wrong type.
+        Raises ConfigError for a value of the wrong type, and for an unknown name. The message suggests the nearest
+        known name.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
@@ -112,16 +113,19 @@ class SamplingParams(Sampling):
 
     @property
     def num_spare(self) -> int:
-        """Tokens that a stop string may take back: a character has up to four bytes, and a token at least one."""
+        """Largest number of tokens that a stop string can remove from a text.
+
+        A character has up to four bytes, and a token has at least one byte.
+        """
         return 4 * max(map(len, self.stop), default=0)
 
     def sampling(self) -> Sampling:
-        """Settings that choose a token, without those of whole texts. Texts with equal ones run together."""
+        """Return only the settings that choose a token. Texts with equal settings are sampled together."""
         return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
 
 
 _LISTS = {"allowed": "a list of ids", "stop": "a string, or a list of strings"}
-"""Settings that hold several values, and the type of the values."""
+"""Settings that have several values, each with a description of the values for messages."""
 
 
 def check_ids(ids: Any, *, vocab_size: int, what: str) -> list[int]:
@@ -176,7 +180,8 @@ def _spelt(name: str, value: str) -> str:
 
 
 def _hold(settings: Sampling, rules: Sequence[tuple[str, bool, str]]) -> None:
-    """Raise ConfigError for the first (setting, whether it holds, rule) that does not hold."""
+    """Raise ConfigError for the first rule that does not hold. A rule is (setting, whether the rule holds, text of the
+    rule)."""
     for name, holds, rule in rules:
         if not holds:
             raise ConfigError(f"{flag_of(name)} {getattr(settings, name)}: it must be {rule}.")

@@ -56,7 +56,7 @@ def log_probabilities(
 def probe_tokens(vocab_size: int) -> Tensor:
     """Return the tokens of a probe: [1, 2 * PROBE_LEN + 1] ids that are spread over the whole vocabulary.
 
-    They are two segments and the last target.
+    The ids are two segments, followed by the target of the last position.
     """
     position = torch.arange(2 * PROBE_LEN + 1, dtype=torch.int64)
     ids = (position * 7919 + 1) % vocab_size
@@ -64,9 +64,10 @@ def probe_tokens(vocab_size: int) -> Tensor:
 
 
 def probe_of(model: TransformerXL, *, memory_len: int) -> dict[str, Tensor]:
-    """Compute a probe with the model itself, for weights that come without one.
+    """Compute a probe with the model itself, for weights without a probe of the engine that trained them.
 
-    Such a probe proves that the weights are written and loaded correctly. It does not prove where they come from.
+    Such a probe proves that the weights are written and loaded correctly. It does not prove where the weights come
+    from.
     """
     tokens = probe_tokens(model.vocab_size)
     losses = -log_probabilities(model, tokens, segment_len=PROBE_LEN, memory_len=memory_len)

@@ -128,10 +128,10 @@ class Scheduler:
         keeps_memory: bool = False,
         scores_prompt: bool = False,
     ) -> None:
-        """Add a prompt under a key. It is read once, and `writing.num_samples` texts continue it.
+        """Add a prompt under a key. The prompt is read once, and `writing.num_samples` texts continue it.
 
-        With `keeps_memory` the last chunk of each text has the memory after it. With `scores_prompt` the first chunk
-        has the scores of the prompt's tokens.
+        With `keeps_memory` the last chunk of each text has the memory after the text. With `scores_prompt` the first
+        chunk has the scores of the prompt's tokens.
         """
         request = Request(
             ids=prompt.ids,
@@ -278,7 +278,7 @@ def stream(
 ) -> Iterator[OutputChunk]:
     """Generate from prompts, `writing.batch_size` texts at once, and yield chunks of all texts as they are made.
 
-    With `keeps_memory` the last chunk of each text has the memory after it. Raises CheckpointError if the model's
+    With `keeps_memory` the last chunk of each text has the memory after the text. Raises CheckpointError if the model's
     probabilities are NaN, and ConfigError if a memory does not fit on the device.
     """
     scheduler = Scheduler(decoder, tokenizer, num_rows=writing.batch_size)

@@ -85,8 +85,8 @@ class TextMemory:
 def load_memory(path: str | Path, model: TransformerXL, *, fingerprint: str) -> TextMemory:
     """Read a memory from a file that `TextMemory.save` wrote with the same model.
 
-    `fingerprint` is the model's, from `fingerprint_of`. Raises CheckpointError if the file is not a memory, is damaged,
-    or was made by another model.
+    `fingerprint` is the fingerprint of the model, from `fingerprint_of`. Raises CheckpointError if the file is not a
+    memory, is damaged, or was made by another model.
     """
     with translate_errors(CheckpointError, f"{path} cannot be read as a memory of a text", _AGAIN):
         data = Path(path).read_bytes()
@@ -142,9 +142,9 @@ def _layers_of(tensors: dict[str, Tensor]) -> list[Tensor]:
 
 
 def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
-    """Return whether these tensors can be the memory of this model, by their names, shapes and values.
+    """Return whether these tensors can be a memory of this model, by their names, shapes and values.
 
-    The file's hashes do not prove it, because anybody can write a file with matching hashes.
+    The file's hashes do not prove this, because anybody can write a file with matching hashes.
     """
     section = model.section
     names = tensors.keys() - _OTHER_NAMES

@@ -78,7 +78,7 @@ def copy_in_pieces(into: Tensor, weight: Sliced) -> Tensor:
 
 
 def is_quantized(name: str, shape: torch.Size) -> bool:
-    """Return whether the type int8 stores this weight as int8. It does so for matrices and tables only.
+    """Return whether the type int8 stores this weight as int8. Only matrices and tables are stored as int8.
 
     Norms, biases, u and v stay in fp32.
     """

@@ -35,7 +35,7 @@ TILE_COLUMNS = 128
 class ActivatedLinear(nn.Linear):
     """Linear layer of a feed-forward network, which computes dropout(activation(x W' + b)).
 
-    The bias b is always there.
+    The layer always has a bias b.
     """
 
     def __init__(self, num_in: int, num_out: int, *, activation: str) -> None:

@@ -1,8 +1,8 @@
 """Adaptive input embedding (Baevski and Auli 2019, as in the original Transformer-XL).
 
-The vocabulary is in frequency order and is cut into clusters. If `div_value` is 1, all clusters use one table. If it is
-larger, cluster i has its own table of width E // div_value**i and a projection to the model width. The result is
-multiplied by sqrt(D) if the model scales its embeddings.
+The vocabulary is in frequency order and is cut into clusters. If `div_value` is 1, all clusters use one table. If
+`div_value` is larger, cluster i has its own table of width E // div_value**i and a projection to the model width. The
+result is multiplied by sqrt(D) if the model scales its embeddings.
 
 Every cluster is computed in every step, for at least one padded row, even if no token belongs to it. If only some ranks
 computed a cluster, the collectives of ZeRO would hang. The host computes the partition (`vocabulary_clusters`), so
@@ -27,15 +27,15 @@ from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_b
 Partition = Sequence[ClusterRows]
 
 ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
-"""Divisor of the number of rows of a cluster, by kind of device. The rows are padded to a multiple of it. A GPU should
-see few different shapes, and a CPU should compute few rows."""
+"""Divisor of the number of rows of a cluster, by kind of device. Rows are padded to a multiple of this number. A GPU
+should see few different shapes, and a CPU should compute few rows."""
 
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
     """Group token ids by cluster, as `AdaptiveEmbedding` and `AdaptiveSoftmax` need them. Returns one item per cluster.
 
-    The item holds the ids of the cluster's tokens and their positions. The function waits for the device, so training
-    computes the partition on the host and sends it with each segment.
+    An item holds the ids of the cluster's tokens and their positions. The function waits for the device. So training
+    computes the partition on the host instead, and sends it with each segment.
     """
     device = ids.device
     if device.type == "cpu":

@@ -41,7 +41,8 @@ class RelativeEncodings(NamedTuple):
 
 
 class KeyValue(nn.Linear):
-    """Linear layer that projects hidden states to keys and values. If the model has biases, only values get one."""
+    """Linear layer that projects hidden states to keys and values. With `model.value_bias`, values get a bias and keys
+    do not."""
 
     def __init__(self, model: ModelSection) -> None:
         inner = model.num_heads * model.head_width
@@ -108,8 +109,7 @@ class Attention(nn.Module):
     def project_segment(self, hidden_BTD: Tensor) -> Tensor:
         """Project a segment to queries, keys and values in one tensor, query_key_value_BT3NH.
 
-        This takes one matrix product. Under ZeRO-3 it takes two, because ZeRO-3 gathers weights for the module that
-        owns them.
+        This takes one matrix product, or two under ZeRO-3, which gathers weights for the module that owns them.
         """
         if hasattr(self.query.weight, "ds_id"):
             products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
@@ -154,16 +154,17 @@ class Attention(nn.Module):
     def qk_norm(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
         """Divide queries or keys [..., H] by their root mean square.
 
-        If the model does not norm them, return them unchanged.
+        If the model does not norm queries and keys, return them unchanged.
         """
         if self.norm_eps is None:
             return heads
         return rms_norm(heads, eps=self.norm_eps, gain=gain)
 
     def _check_encodings(self, encodings: object, *, num_distances: int) -> None:
-        """Check the result of the module `distance`, which may be a plugin's. Raises ConfigError if it is unusable.
+        """Check the result of the module `distance`, which may be a plugin's. Raises ConfigError if the result is
+        unusable.
 
-        It must be a `RelativeEncodings` with `num_distances` distances.
+        The result must be a `RelativeEncodings` with `num_distances` distances.
         """
         key_shape = (num_distances, self.num_heads, self.head_width)
         what = type(encodings).__name__

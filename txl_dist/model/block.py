@@ -137,7 +137,7 @@ class Block(nn.Module):
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """Compute the layer's output from its input and its attention's output.
 
-        It includes the feed-forward network.
+        This includes the feed-forward network.
         """
         attention_drop, inner_drop, output_drop = self._drops(hidden_BTD)
         if self.pre_norm:

@@ -20,15 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BITS = 16
-"""Random bits that decide whether one number is kept."""
+"""Number of random bits that decide whether one value is kept."""
 WORD_LEN = 64 // BITS
-"""Numbers whose random bits come from the same 64-bit word."""
+"""Number of values whose random bits come from one 64-bit word."""
 PIECE = 2**17
-"""Numbers that are processed at a time, a multiple of WORD_LEN."""
+"""Number of values that are processed at a time, a multiple of WORD_LEN."""
 
 
 def torch_draws(x: Tensor) -> bool:
-    """Return True if torch's own dropout is used for `x`. That is so on a GPU, where it is one kernel."""
+    """Return True if torch's own dropout is used for `x`. It is used on a GPU, where it is one kernel."""
     return x.is_cuda
 
 
@@ -83,7 +83,7 @@ def draw_kept_(keep: Tensor, rate: float) -> Tensor:
 def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
     """Allocate an int16 mask with one number for each number of `x`, but at most `most` numbers.
 
-    Its length is rounded up to whole words.
+    The mask's length is rounded up to whole words.
     """
     if most is None:
         length = x.numel()

@@ -97,7 +97,7 @@ def flops_by_part(
     """Return the operations of a training step per token, for each part of the formula above.
 
     `memory_lens` holds the number of tokens that each layer remembers. `cluster_shares` holds each cluster's share of
-    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is None, `typical_shares` are used.
+    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is empty, `typical_shares` are used.
     """
     T = segment_len
     L = model.num_layers

@@ -11,8 +11,8 @@ The forward pass computes the gradients too, one chunk of tokens at a time, whil
              with the loss scale. Losses and parameters' gradients are summed over tokens in fp32 or fp64.
 
 On a GPU one Triton kernel adds the bias and turns logits into gradients. It replaces 24 operations. The backward pass
-only multiplies the gradients by the incoming scalar. It does so in place, so it can run only once. No operation waits
-for the device.
+only multiplies the gradients by the incoming scalar, in place. So it can run only once. No operation waits for the
+device.
 
 Shapes: S tokens, D model width, E width of a table, V rows of a table, R rows of a cluster, c rows of a cluster in one
 chunk.
@@ -41,8 +41,8 @@ ALIGNMENT = 16
 """Divisor of the length of a row of logits. Rows are padded to a multiple of it, because cuBLAS is slow with odd
 leading dimensions."""
 CACHED_LOGITS = {"cpu": 2**17, "cuda": 2**62}
-"""Number of logits that become gradients at a time. It limits them so that they stay in a CPU's cache. At least one
-token's logits are processed."""
+"""Largest number of logits that are turned into gradients at a time, so that they stay in a CPU's cache. The logits of
+one token are never split."""
 KERNEL_TILE = 4096
 """Number of logits that a program (eight warps) of the Triton kernel holds at a time. They come from one row, or from
 several short rows."""
@@ -162,7 +162,8 @@ def _is_known_as_one(scalar: Tensor) -> bool:
 
 
 class _Sums:
-    """Sums of losses and gradients over clusters. Tensors over tokens have one more row, which padded rows use."""
+    """Sums of losses and gradients over clusters. Tensors with a row per token have one additional row, for padded
+    rows."""
 
     def __init__(
         self,

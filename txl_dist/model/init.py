@@ -1,6 +1,6 @@
 """Initial values of all parameters.
 
-They are those of `weights_init` in other Transformer-XL code, because Dai et al. 2019 give no formula.
+The values are the same as in `weights_init` of other Transformer-XL code, because Dai et al. 2019 give no formula.
 
     linear and embedding weights, attention biases u and v       N(0, init_std)
     embedding and output projections                             N(0, projection_init_std)
@@ -24,7 +24,7 @@ from txl_dist.config.schema import ModelSection
 def initialize(module: nn.Module, model: ModelSection) -> None:
     """Set the initial values of all parameters of a model, in place.
 
-    They are drawn from torch's default generator, in the order in which the parameters' names first appear.
+    The values are drawn from torch's default generator, in the order in which the parameters' names first appear.
     """
     for name, parameter in module.named_parameters():
         if parameter.is_meta:  # it has a shape but no storage

@@ -23,7 +23,8 @@ EMPTY = -1
 class Memory(NamedTuple):
     """Hidden states that the network remembers from earlier segments, for every lane (row) of a batch.
 
-    A caller passes it to the model with a segment and gets the next memory back. Its tensors never require a gradient.
+    A caller passes a memory to the model with a segment, and gets the next memory back. The tensors never require a
+    gradient.
     """
 
     hidden: tuple[Tensor, ...]
@@ -88,8 +89,8 @@ def attended(memory: Memory) -> Memory:
 class AttentionMask(NamedTuple):
     """Mask that says which keys each query may see. The attention functions take it.
 
-    Query i sees key j if j <= i + M and both belong to one document. Where the attended length is fixed, query i does
-    not see the oldest i keys.
+    Query i sees key j if j <= i + M and both belong to one document. If the attended length is fixed (`same_length`),
+    query i does not see keys before `oldest` + i.
     """
 
     query_document_BT: Tensor

@@ -27,8 +27,8 @@ from txl_dist.model.relative_attention import at_least_fp32
 def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
     """Compute R_KD, the sinusoids of the distances K-1 ... 0, as [sin | cos] like the original code.
 
-    They are computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024 positions. If
-    `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`.
+    The sinusoids are computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024
+    positions. If `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`.
     """
     dtype = at_least_fp32(like.dtype)
     distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
@@ -89,7 +89,7 @@ class LearnedDistances(nn.Module):
 
 
 class AttentionBiases(NamedTuple):
-    """Biases u (content) and v (position) of attention, which layers may have in common.
+    """Biases u (content) and v (position) of attention, which several layers can share.
 
     The bias v exists only if the distances are encoded by sinusoids.
     """

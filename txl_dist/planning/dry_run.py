@@ -1,6 +1,6 @@
 """`txl train --dry-run`: describe a run without running it.
 
-It prints settings, batch, data, cost and warnings.
+The command prints settings, batch, data, cost and warnings.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from txl_dist.train.warm_start import initial_weights
 def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iterator[str]:
     """Yield all lines that `--dry-run` prints: the settings, then the batch, data and cost of the run.
 
-    `shows_all` prints every setting, not only those that differ from the defaults. Raises the TxlError that a real run
-    would raise.
+    `shows_all` prints every setting, not only the settings that differ from the defaults. Raises the same TxlError as a
+    real run.
     """
     if uses_gpu():
         device = torch.device("cuda")

@@ -18,8 +18,8 @@ CONTEXT_GIB = 1.2
 """GPU memory in GiB that no allocator counts. CUDA's context, kernels, the workspace of cuBLAS and the buffers of NCCL
 use it."""
 FRAGMENTED_SHARE = 0.08
-"""Share of the remaining memory that the caching allocator keeps in fragments too small for any tensor. It is a guess,
-see docs."""
+"""Share of the remaining memory that the caching allocator keeps in fragments too small for any tensor. It is a guess
+(see docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Gpu:
     """Share of the peak that the matrix products of these models reach. The time to read and write their operands is
     not included."""
     host_ms: float
-    """Milliseconds in which the machine's CPU issues the forward pass of one layer of NVIDIA's program."""
+    """Milliseconds in which the machine's CPU issues the forward pass of one layer in NVIDIA's Transformer-XL code."""
     has_bf16: bool = True
     """True if the GPU has bf16, which our Triton kernels need. GPUs have it from Ampere on."""
     clock: float = 1.0

@@ -1,10 +1,10 @@
-"""Predicted memory and speed of a run on GPUs that are not at hand. They are the facts of `txl plan`.
+"""Predicted memory and speed of a run on GPUs that this machine does not have: the facts of `txl plan`.
 
 Memory is computed by `train.footprint`, which runs a step on tensors without storage. Time is computed by `timing`.
 Every ZeRO stage is tried with every micro-batch that is a power of two and divides a rank's lanes (rows). If such an
 option does not fit, it is tried again with recomputed blocks. Of the options that fit, the fastest is chosen. But if
-others are at most 2 % slower, the one with the least memory is chosen. All figures are predicted, not measured. `text`
-makes sentences of the facts.
+others are at most 2 % slower, the one with the least memory is chosen. All figures are predicted, not measured. The
+module `text` writes the facts as sentences.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
 
 ENOUGH = 0.98
-"""Share of the fastest option's speed that is fast enough. Of the options above it, the one with the least memory is
-chosen."""
+"""Share of the fastest option's speed that is fast enough. Of the options above this share, the option with the least
+memory is chosen."""
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 """Failures per GPU and hour. They are the unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al.
 2024, table 5)."""
 RESTART_S = 300.0
-"""Seconds that a restart after a failure takes. Steps since the last checkpoint are lost in addition. It is a guess."""
+"""Seconds that a restart after a failure takes. In addition, steps since the last checkpoint are lost. The value is a
+guess."""
 COPY_GB_S = 10.0
-"""Speed of the copy from a GPU into host memory in GB/s. A step waits for this copy if saving is asynchronous. It is a
-guess for PCIe."""
+"""Speed of the copy from a GPU into host memory in GB/s. A step waits for this copy if saving is asynchronous. The
+value is a guess for PCIe."""
 WRITE_GB_S = 1.0
-"""Speed of writing to the file system of all ranks in GB/s. A step waits for this if saving is not asynchronous. It is
-a guess."""
+"""Speed of writing to the file system of all ranks in GB/s. A step waits for the writing if saving is not asynchronous.
+The value is a guess."""
 
 FUSED_BUFFER_LEN = 2**25
 """Number of scores that fused attention computes at a time on a GPU."""
@@ -126,7 +127,7 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class PlannedOption(Option):
-    """Best option, with counted bytes, and the time and cost that it leads to."""
+    """Option that was chosen, with counted bytes, and the time and cost of the run with this option."""
 
     flags: list[str]
     """Command-line flags that turn the given settings into this option."""
@@ -183,7 +184,9 @@ def make_plan(config: Config, *, question: PlanOptions) -> Plan:
     num_lanes = math.gcd(*(staged.train.num_lanes for _, staged in each_phase(config)))
     used, notes = usable_gpus(num_lanes, gpus=question.gpus)
     if config.engine.offload_optimizer or config.engine.offload_parameters:
-        notes.append("offloading to host memory is in the bytes, but not in the time, which will be longer.")
+        notes.append(
+            "offloading to host memory is included in the memory but not in the time, so steps will take longer."
+        )
     planner = _Planner(config, question, used)
     options = list(planner.options())
     return Plan(
@@ -203,7 +206,7 @@ def make_plan(config: Config, *, question: PlanOptions) -> Plan:
 def _check_question(question: PlanOptions) -> None:
     """Raise ConfigError if a number is out of range.
 
-    The bounds are generous. A number outside them is a typing error, and may overflow.
+    The bounds are generous. A number outside them is a typing error, and could overflow.
     """
     cluster = question.cluster
     for flag, value, least, most in (
@@ -221,7 +224,7 @@ def _check_question(question: PlanOptions) -> None:
 def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
     """Return the number of GPUs to plan for, and sentences about GPUs that are not used.
 
-    It is the largest number, at most `gpus`, that divides the number of lanes (rows).
+    The number is the largest one, at most `gpus`, that divides the number of lanes (batch rows).
     """
     used = scaling.largest_divisor(num_lanes, at_most=gpus)
     if used == gpus:
@@ -257,7 +260,7 @@ def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
 
 
 class _Planner:
-    """Planner for one request and one configuration."""
+    """Planner for one request and one configuration. It predicts memory and speed of the options, and chooses one."""
 
     def __init__(self, config: Config, question: PlanOptions, gpus: int) -> None:
         self.given = config
@@ -487,10 +490,8 @@ class _Planner:
 
 
 def _kept_scores_bytes(config: Config) -> float:
-    """Return the bytes of the probabilities that fused attention keeps for the backward pass.
-
-    Three times the size of its buffer is added.
-    """
+    """Return the bytes of the probabilities that fused attention keeps for the backward pass, plus three times its
+    buffer."""
     model = config.model
     train = config.train
     size = DTYPES[config.engine.dtype].itemsize

@@ -36,7 +36,7 @@ class Point:
     lanes_per_gpu: int
     tokens_per_s: float
     efficiency: float
-    """Tokens per second and GPU, divided by those of the first point."""
+    """Tokens per second and GPU, divided by the tokens per second and GPU of the first point."""
     limited_by: str
     """Part of the step that limits the speed, a key of `REASONS`. It is empty at the first point."""
 

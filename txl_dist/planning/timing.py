@@ -31,8 +31,8 @@ MEMORY_SHARE = 0.85
 KERNEL_SHARE = 0.3
 """Share of the GPU's peak that our Triton kernels reach. It is a prediction."""
 KERNEL_WORK = 11 / 9
-"""Operations of the Triton kernels divided by those of the formula. They are more because scores are computed again in
-the backward pass."""
+"""Operations of the Triton kernels divided by the operations of the formula. The kernels compute scores again in the
+backward pass."""
 EXCHANGE_SHARE = 0.5
 """Share of the bus bandwidth within a node that a trainer reaches."""
 NETWORK_SHARE = 0.85
@@ -42,8 +42,8 @@ LATENCY_S = 10e-6
 """Latency of a collective in seconds. It is multiplied by log2 of the number of ranks."""
 BUCKET_BYTES = 64 * 2**20
 GATHERS = {0: 0, 1: 1, 2: 1, 3: 2}
-"""Number of times that each rank receives the other ranks' parameters in a step, by ZeRO stage. At stage 3 it is per
-micro-batch."""
+"""Number of times that each rank receives the other ranks' parameters in a step, by ZeRO stage. At stage 3 the number
+is per micro-batch."""
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionKind = Literal["kernels", "fused", "plain"]
@@ -177,9 +177,10 @@ class Product(NamedTuple):
     times: float
 
     def seconds(self, gpu: Gpu, work: Work) -> float:
-        """Return the predicted seconds.
+        """Return the predicted seconds of the product.
 
-        They are the operations at the GPU's rate, plus the operands at its memory's bandwidth.
+        They are the time of the operations at the GPU's rate, plus the time to read and write the operands at the
+        bandwidth of its memory.
         """
         operations = 2 * self.rows * self.inner * self.columns
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
@@ -220,10 +221,10 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
 
 
 def exchange_bytes(work: Work) -> float:
-    """Return the bytes that a rank sends in a step. It receives as many.
+    """Return the bytes that a rank sends in a step. The rank receives the same number of bytes.
 
     They are (N-1)/N times 2 x the parameters at stages 0 to 2, and (N-1)/N times 3 x the parameters at stage 3. An
-    all-reduce is a reduce-scatter and an all-gather. From stage 2 on every micro-batch reduces its gradients. Muon
+    all-reduce is a reduce-scatter and an all-gather. From stage 2 on, every micro-batch reduces its gradients. Muon
     sends matrices to the ranks that compute their updates, and these ranks send the updates back.
     """
     stage = work.zero_stage
@@ -275,9 +276,9 @@ def _bandwidth(gpu: Gpu) -> float:
 
 
 def _layer_products(work: Work, program: Program) -> Iterator[Product]:
-    """Yield all matrix products of the blocks except those of the scores.
+    """Yield all matrix products of the blocks except the products of the scores.
 
-    They include the forward pass, and the backward pass for weights and inputs.
+    The products of the forward pass and of the backward pass for weights and inputs are included.
     """
     model = work.model
     rows = float(work.tokens)

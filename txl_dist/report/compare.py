@@ -50,7 +50,7 @@ class Unit(NamedTuple):
 def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
     """Write the page that compares runs to the file `out`, and return the table as lines for the terminal.
 
-    Raises ConfigError if there are fewer than two runs, too many runs or one run twice, or if the page cannot be
+    Raises ConfigError if there are fewer than two runs, too many runs or the same run twice, or if the page cannot be
     written. Raises DataError for a run without records.
     """
     _check_runs(run_dirs)
@@ -145,7 +145,8 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def unit_of(runs: Sequence[RunRecords]) -> Unit:
     """Choose the unit in which the losses of these runs can be compared.
 
-    It is nats per token if that is fair, else bits per byte if all runs have them, else no unit.
+    The unit is nats per token if all runs have the same tokenizer. Else it is bits per byte if all runs have them. Else
+    there is no unit.
     """
     tokenizers = {run.tokenizer for run in runs}
     is_one = len(tokenizers) == 1 and None not in tokenizers
@@ -216,7 +217,7 @@ def _listed(numbers: Collection[float]) -> str:
 
 
 def ranking(runs: Sequence[RunRecords], names: Sequence[str], unit: Unit) -> list[str]:
-    """Return a line that orders the runs by their best validation loss, in a list.
+    """Return a list with one line, which orders the runs by their best validation loss.
 
     The list is empty if the unit allows no fair ranking, or if fewer than two runs have a validation loss.
     """

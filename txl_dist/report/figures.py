@@ -1,6 +1,6 @@
 """Charts as inline SVG: small, readable on a light and a dark page, without a script, and the same for the same data.
 
-`draw` makes a chart from lines of numbers. Long lines are thinned: the horizontal axis is cut into bins, and a bin
+`draw` makes a chart from lines of numbers. Long lines are thinned: the horizontal axis is cut into bins, and each bin
 keeps its mean, its lowest and its highest value. So a spike of one step in a million stays visible. Text stays text in
 the SVG. The colours of text and grid are CSS variables of the page (--ink, --grid). The colours of lines have a medium
 lightness, so that they are visible on white and on black. The same numbers give the same bytes.
@@ -42,7 +42,7 @@ class Line(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Mark at a place on the horizontal axis where something happened."""
+    """Mark on the horizontal axis of a chart, at a place where an event happened."""
 
     x: float
     is_border: bool
@@ -64,7 +64,8 @@ class Chart(NamedTuple):
 
 
 class Thinned(NamedTuple):
-    """Points of a line in the order of x. If a point was not merged with others, its low and high equal its mean."""
+    """Points of a line in the order of x. If a point was not merged with other points, its low and high equal its
+    mean."""
 
     x: FloatArray
     mean: FloatArray

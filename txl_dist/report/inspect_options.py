@@ -52,19 +52,18 @@ class InspectOptions:
         """Raise ConfigError for flags that contradict each other, or that have no meaning for this kind of path."""
         if self.document >= 0 and not self.shard:
             raise ConfigError(
-                f"--document {self.document} counts documents within one shard. Name that shard with `--shard`."
+                f"--document {self.document} is the number of a document within a shard. Name the shard with `--shard`."
             )
         if self.lane >= 0 and self.step < 1:
             raise ConfigError(
-                f"there is no step {self.step}: 1 is the first. Give the number of a step as the log prints it."
+                f"--step {self.step}: the first step is 1. Give the number of a step as the log prints it."
             )
         if self.num_clusters and self.cutoffs:
             raise ConfigError("--num-clusters and --cutoffs both set the cutoffs. Use only one of these flags.")
         if kind is not ArtifactKind.CORPUS and any(getattr(self, name) for name in _FOR_CORPORA):
             raise ConfigError(
-                f"{path} is {kind.value}, which contains its number of lanes and its seed. Leave out "
-                f"{', '.join(flag_of(name) for name in _FOR_CORPORA)}, or inspect the corpus that it "
-                "reads."
+                f"{path} is {kind.value}, which already contains the number of lanes and the seed. Remove "
+                f"{', '.join(flag_of(name) for name in _FOR_CORPORA)}, or inspect the corpus that this run reads."
             )
         if kind is ArtifactKind.CHECKPOINT and self.lane >= 0:
             raise ConfigError(

@@ -1,8 +1,8 @@
 """`txl inspect`: the contents of a run and its checkpoints, and the text that its lanes read at a step.
 
-It reads configuration and checkpoints only, so it needs no other ranks, no GPU and no DeepSpeed. A checkpoint may have
-been copied elsewhere. Each answer has facts for programs as JSON values, and lines for people. Damaged files are shown
-as damaged, next to the rest. Questions about a corpus alone are answered by the data package.
+The command reads only configuration and checkpoints, so it needs no other ranks, no GPU and no DeepSpeed. A checkpoint
+may have been copied elsewhere. Each answer has facts for programs as JSON values, and lines for people. Damaged files
+are shown as damaged, next to the rest. Questions about a corpus alone are answered by the data package.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _BESIDE = {
 
 
 Answer = tuple[dict[str, Any], list[str]]
-"""Answer to a question: (facts as JSON values for programs, lines for people)."""
+"""Result of `txl inspect`: (facts as JSON values for programs, lines for people)."""
 
 
 def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
-    """Return the answer to a question about a corpus, a run or a checkpoint at a path.
+    """Return the facts about a corpus, a run or a checkpoint at a path, and lines for people.
 
-    `kind` says which of them the path is. `question` holds the command-line options, which `check` has accepted. Raises
-    TxlError.
+    `kind` says whether the path is a corpus, a run or a checkpoint. `question` holds the command-line options, which
+    `check` has accepted. Raises TxlError.
     """
     if kind is ArtifactKind.CHECKPOINT:
         facts = checkpoint_facts(Path(path))
@@ -154,7 +154,8 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
 
 
 def _change_between(reached: StreamState, saved: StreamState) -> str:
-    """Return the reason why a stream does not reach the state that a checkpoint saved, or an empty text if it does."""
+    """Return the reason why a stream does not reach the state that a checkpoint saved, or an empty text if the stream
+    reaches it."""
     reached_cuts = [corpus.cut() for corpus in reached.corpora]
     saved_cuts = [corpus.cut() for corpus in saved.corpora]
     if reached_cuts != saved_cuts:
@@ -411,7 +412,7 @@ def _stream_facts(folder: Path, stream: StreamState) -> list[dict[str, Any]]:
 def _tokens_of_splits(folder: Path) -> dict[tuple[str, str], int]:
     """Return the number of tokens of each training split by (fingerprint, name).
 
-    Empty if a corpus is not on this machine.
+    The result is empty if a corpus is not on this machine.
     """
     with suppress(TxlError, OSError):
         config = load_config(folder / SETTINGS)
@@ -426,7 +427,7 @@ def _tokens_of_splits(folder: Path) -> dict[tuple[str, str], int]:
 def checkpoint_lines(facts: dict[str, Any], *, max_parameters: int) -> list[str]:
     """Describe a checkpoint for people. `facts` comes from `checkpoint_facts`. Returns lines of text.
 
-    At most `max_parameters` of its parameters are listed.
+    At most `max_parameters` parameters of the checkpoint are listed.
     """
     lines = _state_lines(facts)
     lines.append("")

@@ -1,4 +1,4 @@
-"""`txl report` of a checkpoint or a bundle: the page of its run if it lies in one, else a page of its own contents.
+"""`txl report` of a checkpoint or a bundle: the page of the run that contains it, else a page of its own contents.
 
 The page of a bundle is its model card: what the model is, how it was trained, scores, a sample and how to use it. The
 page of a checkpoint without its run shows its step and its settings. The page is written next to the folder, because a
@@ -110,7 +110,7 @@ def _tokenizer_kind(folder: Path) -> str | None:
 def _num_parameters(folder: Path) -> int | None:
     """Count a bundle's parameters by the header of its file of weights, without torch.
 
-    Returns None if that is not possible.
+    Returns None if the header cannot be read.
     """
     with suppress(OSError, SafetensorError), safe_open(folder / _WEIGHTS, framework="numpy") as file:
         slices = [file.get_slice(name) for name in file.keys() if not name.endswith(_SCALE)]  # noqa: SIM118
@@ -131,7 +131,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
     ranks = f"saved by {counted(state['world_size'], 'rank')}"
     run = RunRecords(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
-    lead = "Checkpoint without the records of its training: txl report of its run has those."
+    lead = "This checkpoint has no records of its training. `txl report` of its run shows the records."
     return {
         "title": printable(run.name),
         "lead": lead,

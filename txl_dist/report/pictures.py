@@ -34,7 +34,8 @@ _MAX_DESCRIBED = 6
 _SHORT_HOURS = 2
 """Hours of work below which a time axis is in minutes."""
 _NUM_BINS = 8
-"""Number of ranges of positions in a segment. With few ranges, each mean has enough tokens to mean more than noise."""
+"""Number of ranges of positions in a segment. The number is small, so that each mean is over enough tokens and has
+little noise."""
 
 Kind = Literal["train", "eval", "memory", "layers", "all"]
 Axis = Literal["step", "tokens", "hours", "position"]
@@ -227,7 +228,8 @@ def _tables(run: RunRecords, kind: Kind) -> dict[str, RecordTable]:
 
 
 def _lines(run: RunRecords, row: PlotRow, *, hours: float) -> list[Line]:
-    """Return the lines of a picture: one per table and column. Of many numbered columns it has a selection."""
+    """Return the lines of a picture: one per table and column. If there are many numbered columns, only some of them
+    get a line."""
     lines = []
     for table_word, table in _tables(run, row.of).items():
         x = x_values(run, table, row, hours=hours)
@@ -241,7 +243,7 @@ def _lines(run: RunRecords, row: PlotRow, *, hours: float) -> list[Line]:
 
 
 def _omitted_lines(run: RunRecords, row: PlotRow) -> list[str]:
-    """Return sorted sentences about lines that a picture has no room for. A sentence may be empty."""
+    """Return sorted sentences about lines for which a picture has no space. A sentence may be empty."""
     sentences = set()
     for table in _tables(run, row.of).values():
         for word, prefix in row.columns.items():
@@ -250,7 +252,7 @@ def _omitted_lines(run: RunRecords, row: PlotRow) -> list[str]:
 
 
 def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks: Sequence[Mark] = ()) -> Picture:
-    """Draw the lines of a picture, or return a sentence that says why there are none.
+    """Draw the lines of a picture, or return a sentence that says why there are no lines.
 
     `hours` is the length of a time axis in hours, which decides its unit. `marks` are events on the axis.
     """
@@ -340,7 +342,7 @@ def spread(items: Sequence[Item], *, most: int) -> list[Item]:
 
 
 def marks_explained(run: RunRecords) -> str:
-    """Explain the marks in the pictures of a run. Returns an empty text if there are none."""
+    """Explain the marks in the pictures of a run. Returns an empty text if there are no marks."""
     counts = Counter(event.name for event in _marked_events(run))
     explained = []
     for sign, names in _MARKS.items():
@@ -406,10 +408,8 @@ def _position_picture(run: RunRecords) -> Picture:
 def chart_over_lengths(scores: Mapping[str, Mapping[str, Any]]) -> Chart | None:
     """Return a chart of the loss over a length that was scored with several values.
 
-    Returns None if there is no such length.
-
     The axis is the first such length among the memory, segment and clamp lengths. Each combination of the other two
-    lengths has a line.
+    lengths has a line. Returns None if no length was scored with several values.
     """
     names = {"memory_len": "memory", "segment_len": "segment", "clamp_len": "clamp"}
     rows = [score for score in scores.values() if "memory_len" in score and "loss" in score]
@@ -480,7 +480,8 @@ def part_pictures(parts: Parts) -> list[Picture]:
 
 
 def _part_line(name: str, parts: Sequence[LossPart], key: PartName) -> Line:
-    """Return the line of a score. Its x is the number of the cluster, or the middle of a range of positions."""
+    """Return the line of a score. The value of x is the number of the cluster, or the middle of a range of
+    positions."""
     first, last, loss = np.array(parts).T
     x: FloatArray = (first + last) / 2
     if key == "by_cluster":

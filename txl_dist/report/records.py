@@ -1,8 +1,8 @@
 """Reader of a run's records: `metrics.jsonl` becomes columns of numbers with one row per step.
 
-A run crashes, continues and is rewound. So its file has some steps twice, and has steps that were given up later. This
-module keeps the later record of a step. If a start or a rewind continues the run from a step, earlier records of later
-steps are left out. Hours are hours of work: the time from record to record, without the pauses before a start.
+A run can crash, be resumed and be rewound. So its file has some steps twice, and has steps that were discarded later.
+This module keeps the later record of a step. If a start or a rewind continues the run from a step, earlier records of
+later steps are left out. Hours are hours of work: the time from record to record, without the pauses before a start.
 
 A list of numbers becomes one column per element, NAME_0, NAME_1 ... Of times per rank, the fastest, the median and the
 slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a number
@@ -67,13 +67,13 @@ class TextSample(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordTable:
-    """The valid records of one kind, sorted by step, as columns of numbers.
+    """Valid records of one kind, sorted by step, as columns of numbers.
 
-    Each column has one value per record. The value is NaN if the record lacks it.
+    Each column has one value per record. The value is NaN if the record lacks this number.
     """
 
     columns: dict[str, FloatArray]
-    """Columns by name. The columns `step` and `hours` are always there."""
+    """Columns by name. The columns `step` and `hours` always exist."""
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -107,7 +107,7 @@ class RecordTable:
         return sorted(names, key=number_of)
 
     def newest(self, prefix: str) -> FloatArray:
-        """Return the values of the columns PREFIX0, PREFIX1 ... in the last record."""
+        """Return the values of the columns PREFIX0, PREFIX1 ... in the last record, in the order of the columns."""
         return np.array([self[name][-1] for name in self.numbered(prefix)])
 
 
@@ -193,7 +193,7 @@ class LossPart(NamedTuple):
 
     first: float
     last: float
-    """Last id of the cluster, or last position of the range. `first` is the first one."""
+    """Last id of the cluster, or last position of the range."""
     loss: float
     """Loss in nats per token. NaN if the part has no target."""
 
@@ -204,7 +204,8 @@ Parts = dict[PartName, dict[str, list[LossPart]]]
 
 
 def read_scores(run_dir: Path) -> Scores:
-    """Read the scores that `txl evaluate --json` wrote into a run's folder. Empty if no scores can be read."""
+    """Read the scores that `txl evaluate --json` wrote into a run's folder. The result is empty if no scores can be
+    read."""
     scores = {}
     for name, values in _scored(run_dir):
         scores[name] = {key: float(value) for key, value in values.items() if is_number(value)}
@@ -212,7 +213,8 @@ def read_scores(run_dir: Path) -> Scores:
 
 
 def read_loss_parts(run_dir: Path) -> Parts:
-    """Read the losses of parts of the text from the file that `read_scores` reads. Empty if none can be read."""
+    """Read the losses of parts of the text from the file that `read_scores` reads. The result is empty if none can be
+    read."""
     rows = _scored(run_dir)
     parts_by_name: Parts = {}
     for key in get_args(PartName):
@@ -258,7 +260,7 @@ def _scored(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 class _Rows:
-    """Columns that grow with each record. A column that lacks values gets NaN for them later."""
+    """Columns that grow with each record. If a record lacks a column, the column gets NaN for this record."""
 
     def __init__(self) -> None:
         self.num = 0

@@ -83,7 +83,7 @@ def write_page(path: Path, template: str, **content: Any) -> str:
 
 
 def _target(path: Path) -> Path:
-    """Return the path to which a link leads. The page replaces that file and not the link."""
+    """Return the file to which a link points. The page replaces that file and not the link."""
     return Path(os.path.realpath(path))
 
 
@@ -200,7 +200,8 @@ def _score_rows(scores: Scores) -> list[list[str]]:
 def setting_rows(known: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
     """Return table rows of the settings in which some runs differ, with a column per run.
 
-    `known` has the settings of each run, and `names` has its name. A setting that a run lacks counts as the default.
+    `known` has the settings of each run, and `names` has the runs' names. A setting that a run lacks counts as the
+    default.
     """
     usual = defaults()
     foreign = set()

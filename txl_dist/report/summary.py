@@ -53,7 +53,7 @@ TROUBLES = {
 
 
 class Fact(NamedTuple):
-    """One fact of the summary: its name, its value, and a note."""
+    """One fact of the summary, which is a row of the report: its name, its value, and a note."""
 
     name: str
     value: str
@@ -69,11 +69,11 @@ class RunRecords:
     settings: dict[str, Any]
     """Settings of config.toml by `section.key`. Empty if they cannot be read."""
     settings_problem: str
-    """Reason why the settings cannot be read. Empty if they can."""
+    """Reason why the settings cannot be read. Empty if they can be read."""
     checkpoint: dict[str, Any]
     """Content of state.json of the newest readable checkpoint. Empty if there is none."""
     state: str
-    """State of the run in words for people: done, going on, stopped ..."""
+    """State of the run in words for people, such as done, running or stopped."""
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class RunRecords:
 
     @property
     def max_steps(self) -> int | None:
-        """Number of steps of the whole run. None if the settings do not say it."""
+        """Number of steps of the whole run. None if the settings do not contain it."""
         value: object = self.settings.get("train.max_steps")
         if _is_count(value):
             return value

@@ -142,7 +142,7 @@ def from_validation(error: ValidationError, *, fields: Mapping[str, FieldInfo]) 
 def _first_problem(error: ValidationError) -> ErrorDetails:
     """Return the first problem of a body.
 
-    If the field may have several forms, it is the problem of the form that fits best.
+    If a field can have several forms, the problem of the form that fits best is returned.
     """
     problems = error.errors(include_url=False)
     field = problems[0]["loc"][:1]
@@ -165,7 +165,7 @@ def _unknown_field(name: str, *, known: list[str]) -> str:
 
 
 def _reason(problem: ErrorDetails) -> str:
-    """Return pydantic's message in the form of this server: in lower case, then the value, cut at 40 characters."""
+    """Return pydantic's message in lower case, followed by the wrong value, cut at 40 characters."""
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     message = message[:1].lower() + message[1:]
     if problem["type"] in ("missing", "value_error"):

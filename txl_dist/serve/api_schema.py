@@ -42,7 +42,7 @@ class _Request(BaseModel):
     @field_validator("prompt", mode="wrap", check_fields=False)
     @classmethod
     def _one_message(cls, value: Any, check: Any, info: ValidationInfo) -> Any:
-        """Replace several messages of pydantic, one for each form that a field may have, by one message."""
+        """Replace the messages of pydantic, one for each form that the field `prompt` can have, by a single message."""
         try:
             return check(value)
         except ValueError:
@@ -152,7 +152,7 @@ class DetokenizeRequest(_Request):
 
 
 class Kept(BaseModel):
-    """A stored memory: its id, its length, and when it expires."""
+    """Stored memory, as a completion describes it: id, length, and time at which it expires."""
 
     id: str
     tokens: int = Field(description="Number of tokens in the memory, which are the last tokens of the text.")
@@ -234,7 +234,7 @@ class Tokens(BaseModel):
 
 
 class Detokenized(BaseModel):
-    """Text that a list of ids stands for."""
+    """Text of a list of ids."""
 
     prompt: str
 

@@ -329,7 +329,8 @@ async def _read(request: Request, form: type[R]) -> R:
 
 
 def _check_repeated(body: bytes) -> None:
-    """Raise APIError if an object of the JSON body has the same key more than once: pydantic would keep the last value.
+    """Raise APIError if an object of the JSON body has the same key more than once, because pydantic would keep the
+    last value.
 
     A body that is not JSON passes, because the parser of the request reports it.
     """
@@ -447,9 +448,10 @@ def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) ->
 
 
 def _sampling_params(completion: CompletionRequest) -> SamplingParams:
-    """Return the sampling settings for one prompt. It is called for each prompt, so that each gets its own random seed.
+    """Return the sampling settings for one prompt. Each prompt gets a new random seed, because the function is called
+    for each prompt.
 
-    The request's seed is used instead if there is one.
+    If the request has a seed, that seed is used instead.
     """
     stop = (completion.stop,) if isinstance(completion.stop, str) else tuple(completion.stop)
     if completion.seed is None:

@@ -1,4 +1,7 @@
-"""Checks that run before a model is loaded: missing packages, and a port that is in use. Imports no torch."""
+"""Checks that run before a model is loaded: missing packages, and a port that is in use.
+
+This module imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Store of the memories that clients keep on the server, with limits on number, bytes and age.
 
-Only the event loop uses it. A client needs nothing but the id to use a memory, so ids are random and long.
+Only the event loop uses the store. A client needs only the id to use a memory, so ids are random and long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class StoredMemory:
 
 
 class MemoryStore:
-    """Store of memories. When it is full, it removes the memory that was not used for the longest time."""
+    """Store of memories with limits on their number and bytes. When the store is full, it removes the memory that was
+    not used for the longest time."""
 
     def __init__(self, *, most: int, most_bytes: int, most_age_s: float) -> None:
         self._most = most
@@ -41,11 +42,11 @@ class MemoryStore:
         return len(self._by_id)
 
     def fits(self, num_bytes: int, *, num_memories: int = 1) -> bool:
-        """Return whether an empty store has room for `num_memories` memories that have `num_bytes` bytes together."""
+        """Return whether an empty store has space for `num_memories` memories that have `num_bytes` bytes together."""
         return num_memories <= self._most and num_bytes <= self._most_bytes
 
     def put(self, memory: TextMemory) -> StoredMemory:
-        """Store a memory. If there is no room, the memories that were not used for the longest time are removed.
+        """Store a memory. If there is no space, the memories that were not used for the longest time are removed.
 
         The memory must fit in an empty store.
         """
@@ -76,7 +77,7 @@ class MemoryStore:
         return int(time.time() + self._most_age_s - seconds_unused)
 
     def remove(self, name: str) -> bool:
-        """Remove the memory with this id. Returns whether there was one."""
+        """Remove the memory with this id. Returns whether the store had such a memory."""
         stored = self._by_id.pop(name, None)
         if stored is None:
             return False

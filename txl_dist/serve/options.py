@@ -1,4 +1,6 @@
-"""Options of `txl serve`: address, key, and limits. Each field is a flag, its docstring the help text. No torch."""
+"""Options of `txl serve`: address, key, and limits. Each field is a flag, and its docstring is the help text.
+
+This module imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import open_text
 
 API_KEY = "TXL_API_KEY"
-"""Environment variable that may hold the key."""
+"""Environment variable that can contain the API key."""
 
 Port = Annotated[int, Field(ge=0, lt=2**16), Rule("0 ... 65535")]
 Texts = Annotated[int, Field(ge=1), Rule("1 or more texts")]
@@ -32,7 +34,7 @@ FiniteDuration = Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """Options of a server."""
+    """Options of `txl serve`."""
 
     host: str = "127.0.0.1"
     """Address to listen on. The default accepts only clients of this machine, 0.0.0.0 all clients."""
@@ -76,7 +78,8 @@ class Serving:
         check_bounds(self)
 
     def key(self) -> str:
-        """Return the key that clients must send; empty if none is needed. Raises ConfigError for an unusable key."""
+        """Return the key that clients must send. It is empty if no key is needed. Raises ConfigError for an unusable
+        key."""
         if self.api_key and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file both give a key. Use only one of these flags.")
         key = self.api_key or os.environ.get(API_KEY, "")

@@ -10,7 +10,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 
 class Metrics:
-    """Counters, histograms and gauges of one server, in a registry of their own."""
+    """Counters, histograms and gauges of one server, in a separate Prometheus registry."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()

@@ -1,7 +1,7 @@
 """Responses in OpenAI's form, made from the scheduler's output chunks: as a whole, or as a stream of events.
 
-All of this runs in the event loop. Each event of a stream has all text since the last event, so a slow client gets
-fewer and longer events.
+All code of this module runs in the event loop. Each event of a stream has all text since the last event, so a slow
+client gets fewer and longer events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 
 PADDED_BYTES = 64
-"""Padding unit in bytes. In a stream with `include_obfuscation`, the size of each event is a multiple of it."""
+"""Padding unit in bytes. In a stream with `include_obfuscation`, the size of each event is a multiple of this
+number."""
 
 
 class ClientGoneError(Exception):
@@ -36,7 +37,7 @@ class PreparedPrompt(NamedTuple):
 
     prompt: Prompt
     text: str
-    """Text of the prompt. If the client gave ids, it is decoded from them."""
+    """Text of the prompt. If the client gave ids, the text is decoded from the ids."""
 
 
 class OutputQueue:
@@ -95,11 +96,11 @@ def _api_error(error: TxlError) -> APIError:
 
 @dataclass
 class _Choice:
-    """Choice of a response: one text while it is generated."""
+    """State of one choice of a response, which is one text while it is generated."""
 
     index: int
     text: str = ""
-    """Text that was not sent yet. In a response that is not a stream, it is all of the text."""
+    """Text that was not sent yet. In a response without a stream, it is the whole text."""
     start: int = 0
     """Number of characters of the text before the first generated token."""
     end: int = 0
@@ -109,7 +110,7 @@ class _Choice:
     memory: dict[str, Any] | None = None
     has_begun: bool = False
     first_at: float = 0.0
-    """Time at which the first token came, as time.monotonic() counts it."""
+    """Time at which the first token was generated, as time.monotonic() counts it."""
     num_tokens: int = 0
 
     def payload(self) -> dict[str, Any]:
@@ -253,7 +254,7 @@ class Answer:
     def _add_prompt(self, logprobs: dict[str, list[Any]], prepared: PreparedPrompt, scored: Sequence[Scored]) -> None:
         """Add the tokens of a prompt that is echoed, with their log-probabilities.
 
-        The first token has none if no other token was put before the text.
+        The first token has no log-probability if no other token was put before the text.
         """
         prompt = prepared.prompt
         decoder = self._tokenizer.decoder()
@@ -304,7 +305,7 @@ class Answer:
 def num_tokens_of(prompt: Prompt) -> int:
     """Return the number of tokens of a prompt as the client counts them.
 
-    An end-of-text that was put before the text counts. A token that comes from a memory does not count.
+    An end-of-text token that was put before the text counts. A token that is taken from a memory does not count.
     """
     has_token_of_memory = prompt.past is not None
     return len(prompt.ids) - has_token_of_memory

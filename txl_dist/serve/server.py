@@ -28,11 +28,12 @@ from txl_dist.serve.options import Serving
 from txl_dist.serve.service import Service
 
 FLUSH_S = 5.0
-"""Seconds for which output may still be sent to clients after all texts have ended."""
+"""Seconds in which output can still be sent to clients after all texts have ended."""
 
 
 class Server:
-    """HTTP server that runs one model on a listening socket. `run` serves until `stop` or a signal."""
+    """HTTP server that runs one model on a listening socket. `run` serves until `stop` is called or a signal
+    arrives."""
 
     def __init__(self, model: LanguageModel, serving: Serving, listening: socket.socket, *, name: str) -> None:
         self.url = url_of(listening)
@@ -60,9 +61,8 @@ class Server:
     async def run(self, *, heeds_signals: bool) -> None:
         """Serve until a stop is requested, and then drain.
 
-        Raises TxlError if the worker has failed and cannot generate again.
-
-        `heeds_signals` says whether SIGTERM and SIGINT request a stop.
+        `heeds_signals` says whether SIGTERM and SIGINT request a stop. Raises TxlError if the worker has failed and
+        cannot generate again.
         """
         self._loop = loop = asyncio.get_running_loop()
         if heeds_signals:
@@ -103,7 +103,8 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its own signal handlers. They would refuse connections that should get HTTP 503 instead."""
+    """uvicorn server without its own signal handlers, which would refuse connections that should get HTTP 503
+    instead."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

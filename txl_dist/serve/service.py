@@ -1,4 +1,4 @@
-"""State that all requests to a server have in common: the model, the worker thread, the stored memories, and the
+"""State that all requests to a server share: the model, the worker thread, the stored memories, and the
 limits.
 
 Requests are checked here, in the event loop. Long texts are tokenized in other threads. The worker thread generates
@@ -73,7 +73,7 @@ class Service:
 
     @property
     def remembers(self) -> bool:
-        """Whether the model's positions support a memory."""
+        """Whether the model's positions support a memory of past tokens."""
         return self.model.network.section.scheme.uses_memory
 
     def check_name(self, name: str) -> None:
@@ -108,7 +108,7 @@ class Service:
             raise APIError(400, message, code="too_many_memories")
 
     async def prompt(self, text: Text, memory: TextMemory | None) -> PreparedPrompt:
-        """Tokenize a prompt. Raises APIError if it is too long, or if the model cannot begin with it."""
+        """Tokenize a prompt. Raises APIError if the prompt is too long, or if the model cannot begin with it."""
 
         def prepare() -> PreparedPrompt:
             if isinstance(text, str):

@@ -34,7 +34,7 @@ each token at once, and 64 texts together get the tokens of 25 ms at a time.
 
 
 class QueueFullError(Exception):
-    """Refusal of prompts because the worker's queue has no room for them."""
+    """Refusal of prompts because the worker's queue has no space for them."""
 
 
 class LateError(TxlError):
@@ -128,7 +128,8 @@ class Worker:
             self._thread.join()
 
     def submit(self, jobs: Sequence[GenerationRequest]) -> None:
-        """Add all of these prompts to the queue. Raises QueueFullError, and adds none, if there is no room for all."""
+        """Add all of these prompts to the queue. If the queue has no space for all, add no prompt and raise
+        QueueFullError."""
         with self._changed:
             if len(self._waiting) + len(jobs) > self._max_queue:
                 raise QueueFullError
@@ -136,7 +137,7 @@ class Worker:
             self._changed.notify()
 
     def cancel(self, keys: Sequence[int]) -> None:
-        """Stop work on the prompts with these keys. Keys of prompts that have ended are ignored."""
+        """Stop generation for the prompts with these keys. Keys of prompts that have ended are ignored."""
         with self._changed:
             self._cancelled.update(keys)
             self._changed.notify()
@@ -220,8 +221,9 @@ class Worker:
             return None
 
     def _end_late_jobs(self) -> list[OutputChunk]:
-        """End the prompts that are past their deadline: with the text they have, or with an error if nothing was
-        delivered.
+        """End the prompts that are past their deadline.
+
+        A prompt ends with the text that it has, or with an error if nothing was delivered.
         """
         now = time.monotonic()
         with self._changed:

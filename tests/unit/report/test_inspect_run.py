@@ -126,7 +126,7 @@ def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: lis
     longer.train(config, num_steps=9)
     run.read = longer.read
     assert tokens_shown(run, step=9, lane=3) == longer.read[8][3][:-1]
-    with pytest.raises(ConfigError, match="1 is the first"):
+    with pytest.raises(ConfigError, match="the first step is 1"):
         InspectOptions(lane=0, step=0).check(str(run.folder), ArtifactKind.RUN)
 
 
@@ -194,7 +194,7 @@ def test_the_command_names_corpus_shard_and_document_and_refuses_what_a_run_know
     assert shown.count("from its token 10 on") == 8
     for flags in (["--shard", "a"], ["--lane", "1", "--num-lanes", "4"], ["--lane", "1", "--seed", "4"]):
         assert main([*words, *flags]) == 2
-        assert "which contains its number of lanes and its seed" in capsys.readouterr().err
+        assert "which already contains the number of lanes and the seed" in capsys.readouterr().err
     assert main([*words, "--lane", "8"]) == 2
     assert "the lanes are 0 to 7" in capsys.readouterr().err
 

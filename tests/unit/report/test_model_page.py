@@ -43,7 +43,7 @@ def test_a_checkpoint_away_from_its_run_shows_what_it_holds(tmp_path: Path, caps
     before = problems_of(checkpoint)
     assert main(["report", str(checkpoint)]) == 0
     shown = capsys.readouterr().out
-    assert "without the records of its training" in shown
+    assert "has no records of its training" in shown
     assert f"page: {checkpoint}.html" in shown
     page = Path(f"{checkpoint}.html").read_text()
     state = json.loads((checkpoint / "state.json").read_text())

@@ -90,7 +90,7 @@ class Sizes(NamedTuple):
     """Head width in numbers, padding included."""
     has_dropout: bool = False
     value_bytes: int = 2
-    """Bytes of one number. It has 2 bytes in half precision."""
+    """Bytes of one number, which are 2 in half precision."""
 
     @classmethod
     def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
@@ -165,11 +165,11 @@ class Launch(NamedTuple):
 def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
     """Return why the kernels cannot compute attention of this kind on any device, or None if they can."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it computes in bf16 or fp16 and the model in {str(dtype).removeprefix('torch.')}"
+        return f"it needs bf16 or fp16, but the model computes in {str(dtype).removeprefix('torch.')}"
     if head_width > MAX_HEAD_WIDTH:
-        return f"the head width {head_width} is over {MAX_HEAD_WIDTH}"
+        return f"the head width {head_width} is above {MAX_HEAD_WIDTH}"
     if not has_position_bias:
-        return "it knows sinusoids of the distance, not encodings that are learned"
+        return "it supports only sinusoids of the distance, not learned encodings"
     return None
 
 
@@ -184,7 +184,7 @@ def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool) -> str | 
 def unsupported_device_reason(on_device: Tensor) -> str | None:
     """Return why Triton kernels cannot run on this tensor's device, or None if they can."""
     if not on_device.is_cuda:
-        return f"it runs on a CUDA device and the model is on {on_device.device}"
+        return f"it needs a CUDA device, but the model is on {on_device.device}"
     if not _has_triton():
         return "triton is not installed"
     if lacking := missing_compiler_reason():
@@ -208,10 +208,10 @@ def missing_compiler_reason() -> str:
     """
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or shutil.which(compiler) is None:
-        return "Triton needs a C compiler (gcc or clang, or the one that CC names), and there is none"
+        return "Triton needs a C compiler (gcc or clang, or the compiler in the variable CC), but found none"
     include = sysconfig.get_path("include")
     if not Path(include, "Python.h").is_file():
-        return "Triton needs Python.h, the headers of Python, to compile, and it is missing"
+        return "Triton needs Python.h (the headers of Python) to compile, but this file is missing"
     try:
         with tempfile.TemporaryDirectory() as folder:
             source = Path(folder, "probe.c")
@@ -220,11 +220,11 @@ def missing_compiler_reason() -> str:
             command = [compiler, str(source), "-shared", "-fPIC", "-I", include, "-o", str(library)]
             tried = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        return f"Triton needs a C compiler, and {compiler} does not run ({error})"
+        return f"Triton needs a C compiler, but {compiler} does not run ({error})"
     if tried.returncode == 0:
         return ""
     why = next(filter(None, tried.stderr.splitlines()), f"exit code {tried.returncode}")
-    return f"Triton needs a C compiler, and {compiler} cannot compile with Python.h ({why})"
+    return f"Triton needs a C compiler, but {compiler} cannot compile with Python.h ({why})"
 
 
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
@@ -358,9 +358,8 @@ def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
 def _tile(kernel: str, sizes: Sizes, largest: KernelChunk) -> Tile:
     """Choose the largest tile whose programs fill a device and waste little work.
 
-    The tile's programs compute at most 1/8 more than those of the smallest tile.
-
-    The excess is the part of tiles that lies beyond the ends of a score matrix.
+    The programs of the chosen tile compute at most 1/8 more scores than the programs of the smallest tile. The
+    additional scores are beyond the ends of a score matrix.
     """
     options = tiles(sizes.H, has_dropout=sizes.has_dropout)[kernel]
     smallest = options[-1]

@@ -27,7 +27,7 @@ def set_width(
     """Copy several tensors [positions, heads, H] to contiguous tensors [positions, heads, H_TO].
 
     The first four arguments are tuples with an item per tensor. `num_rows` are positions times heads. `strides` are the
-    distances between positions. Each program copies a tile of rows, first those of the first tensor.
+    distances between positions. Each program copies one tile of rows. The tiles of the first tensor come first.
     """
     tile = tl.program_id(0)
     for i in tl.static_range(len(FROM)):

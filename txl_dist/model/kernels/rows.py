@@ -48,7 +48,10 @@ def draw_seeds(count: int, *, like: Tensor) -> tuple[Tensor, ...]:
 
 
 def threshold_of(rate: float) -> int:
-    """Return the number of levels, of `KEEP_LEVELS`, at which dropout sets a number to 0. It is never all of them."""
+    """Return the dropout rate as a number of levels of 1 / KEEP_LEVELS, rounded.
+
+    The result is below KEEP_LEVELS, so that some values are always kept.
+    """
     threshold = round(rate * KEEP_LEVELS)
     return min(threshold, KEEP_LEVELS - 1)
 
@@ -56,7 +59,8 @@ def threshold_of(rate: float) -> int:
 def start(name: str, grid: tuple[int, ...], *arguments: Any, num_warps: int = 4, **constants: Any) -> None:
     """Launch a kernel on `grid` programs.
 
-    It is found by its name in `kernels.activation` or `kernels.residual_norm`.
+    The function `name` of `kernels.activation` or `kernels.residual_norm` is the kernel. `constants` are compile-time
+    arguments of the kernel.
     """
     from txl_dist.model.kernels import activation, residual_norm
 

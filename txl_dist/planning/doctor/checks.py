@@ -33,7 +33,8 @@ class Finding:
 
 
 def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Finding:
-    """Return a finding by the first of the rules that applies, or one with the verdict ok if no rule applies.
+    """Return a finding with the verdict and remedy of the first rule that applies, or with the verdict ok if no rule
+    applies.
 
     A rule is (condition, verdict, remedy). `name` and `found` are the finding's name and the facts.
     """
@@ -46,7 +47,7 @@ def first_of(name: str, found: str, *rules: tuple[object, Verdict, str]) -> Find
 def judge(facts: Facts, *, is_cut_off: bool = False) -> list[Finding]:
     """Return the findings of all checks of one machine.
 
-    `is_cut_off` says that the machine does not reach the other machines of the job.
+    `is_cut_off` says that the machine cannot reach the other machines of the job.
     """
     findings = [finding for check in CHECKS for finding in check(facts)]
     return [*findings, _host_name(facts, is_cut_off=is_cut_off)]
@@ -60,7 +61,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
     else:
         found = met
     remedy = (
-        'Install what is asked for: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
+        'Install the required versions: pip install -c constraints.txt -e ".". torch below 2.10 loads pickles unsafely.'
     )
     yield first_of("versions", found, (facts.unmet, "problem", remedy))
 
@@ -72,23 +73,31 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             f"GPU {index}",
             f"{device.name}, capability {major}.{minor}, {device.free_gib:.1f} of {device.memory_gib:.1f} GiB free, "
             f"peak {f'{device.peak_tflops:g} TFLOP/s in bf16' if device.peak_tflops else 'not known'}",
-            (not device.has_code, "problem", "This torch has no code for it: install one that has (pytorch.org)."),
-            (device.free_gib < 0.9 * device.memory_gib, "warning", "End whose process it is: nvidia-smi lists them."),
-            (major < 8, "warning", "It emulates bf16 and has no TF32: use --engine.precision fp16 or fp32."),
+            (
+                not device.has_code,
+                "problem",
+                "This build of torch has no code for the GPU. Install a build that has (pytorch.org).",
+            ),
+            (
+                device.free_gib < 0.9 * device.memory_gib,
+                "warning",
+                "End the processes that use the GPU. nvidia-smi lists them.",
+            ),
+            (major < 8, "warning", "The GPU emulates bf16 and has no TF32. Use --engine.precision fp16 or fp32."),
             (not device.peak_tflops, "warning", "Set metrics.peak_tflops from the datasheet to have MFU reported."),
         )
     if facts.devices:
         return
     if not facts.num_driver_gpus:
-        yield Finding("GPU", "ok", "none; runs are on the CPU (fp32 is fast here, fp16 and tf32 are refused)")
+        yield Finding("GPU", "ok", "none, so runs use the CPU (fp32 is fast there, fp16 and tf32 are refused)")
         return
     cuda = facts.torch_cuda
     hidden = [name for name in ("DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES") if name in facts.environment]
     why = ", ".join(f"{name}={facts.environment[name]!r}" for name in hidden) or f"torch for CUDA {cuda}"
     yield first_of(
         "GPU",
-        f"the driver {facts.driver} sees {counted(facts.num_driver_gpus, 'GPU')}, this process uses none: {why}",
-        (hidden, "warning", f"Unset {' and '.join(hidden)} if that is not meant."),
+        f"the driver {facts.driver} sees {counted(facts.num_driver_gpus, 'GPU')}, but this process uses none: {why}",
+        (hidden, "warning", f"Unset {' and '.join(hidden)} if this is not intended."),
         (not cuda, "problem", "Install the build of torch with CUDA (pip install torch without the cpu index)."),
         (True, "problem", f"Update the driver to one for CUDA {cuda}, or install a torch for an older CUDA."),
     )
@@ -115,24 +124,27 @@ def _cores(facts: Facts) -> Iterator[Finding]:
         limit = ""
     fair = max(1, int(cores / ranks))
     count = int(threads) if threads.isdigit() else 0
-    own = f"Set --engine.num_threads {fair}: a rank counts cores, not what it may use of them."
-    fewer = f"Set OMP_NUM_THREADS to {fair}: threads that wait for a core slow all down."
+    own = f"Set --engine.num_threads {fair}: a rank counts all cores, not only the cores that it may use."
+    fewer = f"Set OMP_NUM_THREADS to {fair}: threads that wait for a core slow down all ranks."
     yield first_of(
         "cores",
         f"{counted(facts.num_cores, 'core')}{limit} for {counted(ranks, 'rank')}"
         + (f", OMP_NUM_THREADS={threads}" if threads else ""),
         (threads and not count, "problem", "Set OMP_NUM_THREADS to a number of 1 or more, or unset it."),
-        (cores < ranks, "warning", "Give the job a core per rank at least, or start fewer ranks."),
+        (cores < ranks, "warning", "Give the job at least one core per rank, or start fewer ranks."),
         (cores < facts.num_cores and not threads, "warning", own),
         (count * ranks > facts.num_cores, "warning", fewer),
     )
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
-    remedy = "Free some, or raise the limit: a rank needs about 1 GiB before its model."
-    found = f"{facts.room_gib:.1f} of {facts.memory_gib:.1f} GiB are left to processes"
+    remedy = "Free memory, or raise the limit. A rank needs about 1 GiB in addition to its model."
+    found = f"{facts.room_gib:.1f} of {facts.memory_gib:.1f} GiB are available to processes"
     yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
-    more = "NCCL needs more: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes there."
+    more = (
+        "NCCL needs more shared memory: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes "
+        "there."
+    )
     full = "Remove files of dead processes: they hold memory until the next boot."
     yield first_of(
         "/dev/shm",
@@ -143,7 +155,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     yield first_of(
         "open files",
         "no limit" if facts.max_files < 0 else f"at most {facts.max_files} for a process",
-        (0 <= facts.max_files < 256, "problem", "Run ulimit -n 65536: each lane may hold a shard open."),
+        (0 <= facts.max_files < 256, "problem", "Run ulimit -n 65536: each lane may keep a shard open."),
         (0 <= facts.max_files < 4096, "warning", "Run ulimit -n 65536, for runs of many lanes and shards."),
     )
 
@@ -160,15 +172,15 @@ def _disk(facts: Facts) -> Iterator[Finding]:
     disk = facts.disk
     lacks = [what for what, works in (("renaming", disk.renames), ("file locking", disk.locks)) if not works]
     state = disk.error or ", ".join([f"{disk.free_gib:.1f} GiB free", *(f"no {what}" for what in lacks)])
-    fit = "See that checkpoint.keep_last + 1 checkpoints fit (txl train CONFIG --dry-run estimates their size)."
+    fit = "Check that checkpoint.keep_last + 1 checkpoints fit (txl train CONFIG --dry-run estimates their size)."
     yield first_of(
         "disk",
         f"{disk.folder} ({disk.kind or 'kind not known'}): {state}",
-        (disk.error, "problem", "Mend its permissions or choose another --run-dir."),
-        (not disk.renames, "problem", "Put the run on another file system: a checkpoint is committed by a rename."),
-        (disk.free_gib < 1, "problem", "Free some: a save that finds no room is lost."),
-        (disk.kind in ("tmpfs", "ramfs"), "warning", "Put the run on a disk: memory is gone after a reboot."),
-        (not disk.locks, "warning", "Put data.cache_dir on a local disk: ranks share its downloads by locks."),
+        (disk.error, "problem", "Correct the permissions of the folder, or choose another --run-dir."),
+        (not disk.renames, "problem", "Put the run on another file system: a checkpoint is committed by renaming it."),
+        (disk.free_gib < 1, "problem", "Free disk space. A checkpoint that does not fit is lost."),
+        (disk.kind in ("tmpfs", "ramfs"), "warning", "Put the run on a disk: files in memory are lost at a reboot."),
+        (not disk.locks, "warning", "Put data.cache_dir on a local disk: ranks share downloads there by file locks."),
         (disk.free_gib < 20, "warning", fit),
     )
 
@@ -177,15 +189,18 @@ def _corpus(facts: Facts) -> Iterator[Finding]:
     corpus = facts.corpus
     if corpus:
         found = corpus.error or f"{corpus.location}: {counted(corpus.tokens, 'token')}"
-        remedy = "Name what txl prepare wrote, as this machine sees it."
+        remedy = "Give the path of a corpus that txl prepare wrote, as this machine sees the path."
         yield first_of("corpus", found, (corpus.error, "problem", remedy))
 
 
 def _programs(facts: Facts) -> Iterator[Finding]:
     lacks_launcher = "deepspeed" not in facts.programs and "RANK" not in facts.environment
-    remedy = "Activate the environment that has it, also in shells without login; or start with torchrun or srun."
+    remedy = (
+        "Activate the environment that contains deepspeed, also in non-login shells. Or start runs with torchrun or "
+        "srun."
+    )
     if lacks_launcher:
-        found = "there is no program deepspeed on PATH"
+        found = "the program deepspeed is not on PATH"
     else:
         found = f"on PATH: {', '.join(facts.programs)}"
     yield first_of("launcher", found, (lacks_launcher, "warning", remedy))
@@ -196,8 +211,8 @@ def _programs(facts: Facts) -> Iterator[Finding]:
 
 
 DANGERS = {
-    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code that files hold",
-    "TXL_FAILPOINTS": "faults are made to happen on purpose, as in tests",
+    "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code in files",
+    "TXL_FAILPOINTS": "faults are injected on purpose, as in tests",
 }
 """Effects of environment variables that a run should not have."""
 
@@ -206,7 +221,7 @@ def _variables(facts: Facts) -> Iterator[Finding]:
     for name, effect in DANGERS.items():
         value = facts.environment.get(name, "")
         if value not in ("", "0"):
-            yield Finding(name, "problem", f"is {value}: {effect}", f"Unset {name} if that is not meant.")
+            yield Finding(name, "problem", f"is {value}: {effect}", f"Unset {name} if this is not intended.")
     up = {"lo", *facts.interfaces}
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = facts.environment.get(name, "")
@@ -216,18 +231,18 @@ def _variables(facts: Facts) -> Iterator[Finding]:
         named = [interface.partition(":")[0] for interface in value.removeprefix("=").split(",")]
         unknown = [interface for interface in named if not _is_up(interface, up, is_prefix=is_prefix)]
         if unknown:
-            found = f"names {', '.join(unknown)}, which is not up here"
+            found = f"names {', '.join(unknown)}, which is not an active interface of this machine"
         else:
             found = value
-        remedy = f"Set {name} to one of {', '.join(sorted(up))}; names may differ between nodes."
+        remedy = f"Set {name} to one of {', '.join(sorted(up))}; the names can differ between nodes."
         yield first_of(name, found, (unknown, "problem", remedy))
     for path in facts.broken_launcher_files:
-        remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on others."
+        remedy = "Write NAME=VALUE in every line, without blank lines: the deepspeed launcher fails on other lines."
         yield Finding(".deepspeed_env", "problem", f"{path} has a line without an equals sign", remedy)
 
 
 def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
-    """Check the host name. The backend gloo listens at its address, unless a network interface is named."""
+    """Check the host name. The backend gloo listens at the host name's address, unless a network interface is set."""
     is_local = not facts.host_address or facts.host_address.startswith("127.")
     listed = ", ".join(f"{name} {address}" for name, address in facts.interfaces.items())
     remedy = "Set GLOO_SOCKET_IFNAME to the interface between the nodes, or correct /etc/hosts."
@@ -239,7 +254,8 @@ def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
 
 
 def _is_up(interface: str, up: set[str], *, is_prefix: bool) -> bool:
-    """Return True if a network interface is up. The name may be the beginning of its name, as NCCL allows."""
+    """Return True if a network interface is up. With `is_prefix`, `interface` may be the beginning of the interface's
+    name, as in NCCL."""
     if is_prefix:
         return any(name.startswith(interface) for name in up)
     return interface in up
@@ -281,9 +297,9 @@ def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
 
 
 BEARABLE: dict[str, tuple[Verdict, str]] = {
-    "driver": ("warning", "Update the older one."),
-    "GPUs": ("warning", "Every step waits for the slowest; leave it out, or live with that."),
-    "ranks": ("warning", "See the slots in the hostfile, if that is not meant."),
+    "driver": ("warning", "Update the older version."),
+    "GPUs": ("warning", "Every step waits for the slowest GPU. Exclude its node, or accept the lower speed."),
+    "ranks": ("warning", "Check the slots in the hostfile if this is not intended."),
 }
 UNBEARABLE: tuple[Verdict, str] = ("problem", "Make the nodes equal: the same image, or the same constraints.txt.")
 
@@ -301,10 +317,12 @@ def _compared(facts: Facts) -> dict[str, str]:
 
 
 def judge_reduce(figures: Sequence[Reduce], *, num_nodes: int, on_gpu: bool) -> Finding:
-    """Return findings about the latency and bandwidth between all ranks."""
+    """Return a finding about the latency and bandwidth between all ranks."""
     best = max(figure.bus_gb_s for figure in figures)
-    direct = "See nvidia-smi topo -m, and NCCL_DEBUG=INFO: GPUs that do not reach each other directly go by the host."
-    network = "See that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO says what NCCL uses)."
+    direct = (
+        "Check nvidia-smi topo -m and NCCL_DEBUG=INFO. GPUs without a direct connection communicate through the host."
+    )
+    network = "Check that *_SOCKET_IFNAME names the fast network (NCCL_DEBUG=INFO prints the network that NCCL uses)."
     measured = []
     for figure in figures:
         size = format_bytes(figure.num_bytes)

@@ -21,7 +21,7 @@ from txl_dist.io.files import flush_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """File system under a folder. It has no figures if `error` gives the reason."""
+    """Facts about the file system under a folder. If `error` is not empty, the other facts are missing."""
 
     folder: str
     kind: str
@@ -78,7 +78,7 @@ def _renames(folder: Path) -> bool:
 
 
 def _locks(folder: Path) -> bool:
-    """Check that a second holder cannot get the lock of a file."""
+    """Check that a file that is locked once cannot be locked a second time."""
     path = folder / "lock"
     with path.open("wb") as first, path.open("wb") as second, suppress(OSError):
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -5,7 +5,7 @@
 
 A finding is a line that begins with the verdict:
 
-    problem  node-b/rank8  disk  /runs (nfs4): 0.3 GiB free -> Free some: a save that finds no room is lost.
+    problem  node-b/rank8  disk  /runs (nfs4): 0.3 GiB free -> Free disk space. A checkpoint that does not fit is lost.
 
 If the rendezvous of the ranks fails, the first rank of each node reports its own node and the missing ranks.
 """
@@ -33,7 +33,7 @@ SHARED_WITHIN_S = 10.0
 
 @dataclass(frozen=True)
 class Report:
-    """Facts and findings for each node. A node's name is its host name. In a job its first rank is appended."""
+    """Facts and findings for each node. A node's name is its host name, followed by its first rank in a job."""
 
     nodes: dict[str, Facts]
     findings: dict[str, list[Finding]]
@@ -42,7 +42,8 @@ class Report:
     """Times of all-reduces between the ranks, by size. It is empty if there is only one rank."""
 
     def count(self, verdict: Verdict) -> int:
-        """Return the number of findings with this verdict. A run fails if there is a problem."""
+        """Return the number of findings with this verdict. A run fails if there is a finding with the verdict
+        problem."""
         return sum(finding.verdict == verdict for _, finding in self._all_findings())
 
     def lines(self) -> list[str]:
@@ -88,7 +89,7 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
         is_several = str(facts.num_local_ranks) != os.environ["WORLD_SIZE"]
         problem, _, remedy = str(error).partition(". ")
         if not isinstance(error, TxlError):
-            remedy = "Look at the network between the nodes."
+            remedy = "Check the network between the nodes."
         if has_met:
             name = "communication"
         else:

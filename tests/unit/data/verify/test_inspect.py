@@ -121,7 +121,7 @@ def test_what_does_not_exist_is_refused_with_what_does(corpus: Corpus, capsys: p
     assert "no document 9999" in message
     assert "--shard" in refused(corpus, "--document", 1, capsys=capsys)
     assert "the lanes are 0 to 3" in refused(corpus, "--lane", 4, "--num-lanes", 4, capsys=capsys)
-    assert "1 is the first" in refused(corpus, "--lane", 0, "--step", 0, capsys=capsys)
+    assert "the first step is 1" in refused(corpus, "--lane", 0, "--step", 0, capsys=capsys)
 
 
 def test_a_damaged_document_is_shown_as_damaged_beside_the_others(

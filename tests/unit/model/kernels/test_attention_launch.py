@@ -90,14 +90,14 @@ def test_where_a_layer_does_not_fit_the_default_it_is_twice_as_many_launches() -
 
 def test_a_model_on_a_cpu_is_told_that_it_is() -> None:
     assert unsupported_reason(torch.zeros(1, 1, 1, 64), has_position_bias=True) == (
-        "it runs on a CUDA device and the model is on cpu"
+        "it needs a CUDA device, but the model is on cpu"
     )
 
 
 @pytest.mark.parametrize(
     ("query", "has_position_bias", "reason"),
     [
-        (torch.empty(1, 1, 1, 64, dtype=torch.float32), True, "computes in bf16 or fp16"),
+        (torch.empty(1, 1, 1, 64, dtype=torch.float32), True, "needs bf16 or fp16"),
         (torch.empty(1, 1, 1, 160, dtype=torch.bfloat16), True, "head width 160"),
         (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16), False, "learned"),
         (torch.empty(1, 1, 1, 64, dtype=torch.bfloat16), True, None),

@@ -98,7 +98,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
     ("facts", "name", "verdict", "words"),
     [
         (changed(unmet=("torch>=2.10 (is 2.9.1)",)), "versions", "problem", "torch>=2.10 (is 2.9.1)"),
-        (gpu(has_code=False), "GPU 1", "problem", "has no code for it"),
+        (gpu(has_code=False), "GPU 1", "problem", "has no code for the GPU"),
         (gpu(free_gib=20.0), "GPU 1", "warning", "20.0 of 79.0 GiB free"),
         (gpu(capability=(7, 0)), "GPU 1", "warning", "emulates bf16"),
         (gpu(peak_tflops=0.0), "GPU 1", "warning", "peak not known"),
@@ -112,7 +112,7 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (changed(cgroup_cores=4.0), "cores", "warning", "control group allows 4"),
         (variable("OMP_NUM_THREADS", "64"), "cores", "warning", "32 cores for 2 ranks, OMP_NUM_THREADS=64"),
         (variable("OMP_NUM_THREADS", "many"), "cores", "problem", "OMP_NUM_THREADS=many"),
-        (changed(room_gib=2.0), "memory", "problem", "2.0 of 256.0 GiB are left to processes"),
+        (changed(room_gib=2.0), "memory", "problem", "2.0 of 256.0 GiB are available to processes"),
         (changed(shm_gib=0.06, shm_free_gib=0.06), "/dev/shm", "problem", "0.06 of 0.06"),
         (changed(shm_free_gib=10.0), "/dev/shm", "warning", "10.00 of 128.00"),
         (changed(max_files=100), "open files", "problem", "at most 100"),
@@ -132,11 +132,11 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (on_disk(free_gib=0.5), "disk", "problem", "0.5 GiB"),
         (on_disk(free_gib=10.0), "disk", "warning", "10.0 GiB"),
         (on_disk(renames=False), "disk", "problem", "no renaming"),
-        (on_disk(kind="tmpfs"), "disk", "warning", "memory is gone"),
+        (on_disk(kind="tmpfs"), "disk", "warning", "files in memory are lost"),
         (on_disk(locks=False), "disk", "warning", "no file locking"),
         (changed(corpus=CorpusShards(location="/d", error="no index.json")), "corpus", "problem", "no index.json"),
         (changed(missing_compiler_reason="Triton needs Python.h"), "compiler", "problem", "Triton needs Python.h"),
-        (changed(programs=()), "launcher", "warning", "no program deepspeed"),
+        (changed(programs=()), "launcher", "warning", "the program deepspeed is not on PATH"),
     ],
 )
 def test_what_is_wrong_is_found_and_nothing_else(facts: Facts, name: str, verdict: str, words: str) -> None:
