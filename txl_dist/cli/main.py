@@ -196,7 +196,7 @@ def _train_arguments(argv: Sequence[str], *, prog: str = "txl train") -> TrainAr
             f"the configuration file must come first: txl train {arguments.config} [--section.key value]."
         )
     if file is None and _is_speaker():
-        echo("txl train: no configuration file was given, so all settings start from their defaults", to=sys.stderr)
+        echo("txl train: no configuration file was given, so all settings start from the defaults", to=sys.stderr)
     if not arguments.init:
         return arguments
     return replace(arguments, settings=changed(arguments.settings, {"run.init": arguments.init}))

@@ -143,7 +143,7 @@ def test_without_a_compiler_or_its_headers_the_kernels_could_not_be_started(
     assert attention_launch.missing_compiler_reason() == ""
     monkeypatch.setenv("CC", "no-such-compiler")  # which Triton would call all the same
     attention_launch.missing_compiler_reason.cache_clear()
-    assert "there is none" in attention_launch.missing_compiler_reason()
+    assert "but found none" in attention_launch.missing_compiler_reason()
     attention_launch.missing_compiler_reason.cache_clear()
 
 

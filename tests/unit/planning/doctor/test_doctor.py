@@ -120,8 +120,18 @@ def test_a_machine_without_gpus_is_healthy_too() -> None:
         (changed(max_pinned=8 << 20), "pinned memory", "problem", "at most 8"),
         (variable("TXL_FAILPOINTS", "kill:0:3"), "TXL_FAILPOINTS", "problem", "on purpose"),
         (variable("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1"), "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "problem", "runs code"),
-        (variable("GLOO_SOCKET_IFNAME", "eth"), "GLOO_SOCKET_IFNAME", "problem", "names eth, which is not up"),
-        (variable("NCCL_SOCKET_IFNAME", "=ib,eth0"), "NCCL_SOCKET_IFNAME", "problem", "names ib, which is not up"),
+        (
+            variable("GLOO_SOCKET_IFNAME", "eth"),
+            "GLOO_SOCKET_IFNAME",
+            "problem",
+            "names eth, which is not an active interface",
+        ),
+        (
+            variable("NCCL_SOCKET_IFNAME", "=ib,eth0"),
+            "NCCL_SOCKET_IFNAME",
+            "problem",
+            "names ib, which is not an active interface",
+        ),
         (
             changed(broken_launcher_files=("/root/.deepspeed_env",)),
             ".deepspeed_env",
