@@ -122,6 +122,6 @@ def run_server(model: LanguageModel, serving: Serving, listening: socket.socket,
     server = Server(model, serving, listening, name=name)
     if not serving.key() and not ipaddress.ip_address(listening.getsockname()[0]).is_loopback:
         logger.warning("anyone who can reach this machine can use the model. Require a key with --api-key-file")
-    logger.info("%s is served at %s, with up to %s at once", name, server.url, counted(serving.max_num_seqs, "text"))
+    logger.info("%s is served at %s; %s at once", name, server.url, counted(serving.max_num_seqs, "text"))
     asyncio.run(server.run(heeds_signals=True))
     logger.info("stopped")

@@ -116,7 +116,7 @@ def test_openais_own_client_gets_texts_streams_logprobs_samples_and_stops(server
     stopped = client.completions.create(model="tiny", prompt=TEXT, max_tokens=30, seed=3, stop=[stop, "\x00\x00\x00"])
     assert stopped.choices[0].finish_reason == "stop"
     assert stopped.choices[0].text == choice.text[: choice.text.index(stop)]
-    with pytest.raises(openai.NotFoundError, match="no model 'large' here, but 'tiny'"):
+    with pytest.raises(openai.NotFoundError, match="this server has no model 'large'. Set"):
         client.completions.create(model="large", prompt="a")
     with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
         client.completions.create(model="tiny", prompt="a", best_of=3)
@@ -223,27 +223,31 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": ["a"] * 33, "n": 2}, 400, "n: 66 is too large"),
     ({"prompt": "a", "logprobs": 21}, 400, "logprobs: 21 is too large"),
     ({"prompt": "a", "logprobs": 20, "n": 64, "max_tokens": 400}, 400, "logprobs: the response could contain 537,600"),
-    ({"prompt": 5}, 400, "prompt: give a text, a list of texts, a list of ids"),
+    ({"prompt": 5}, 400, "prompt: give a text, a list of texts, a list of token ids"),
     ({"prompt": ["a", 5]}, 400, "prompt: give a text"),
     ({"prompt": []}, 400, "the list is empty"),
     ({"prompt": [5, 1000]}, 400, "1000 is not an id of this model's vocabulary"),
     ({"prompt": [-1]}, 400, "prompt: give a text"),
-    ({"prompt": "a" * 5000}, 400, "the prompt has 5,001 tokens; this server takes 5,000"),
+    ({"prompt": "a" * 5000}, 400, "the prompt has 5,001 tokens, but this server accepts at most 5,000"),
     ({"prompt": "a", "allowed_token_ids": [99999]}, 400, "allowed_token_ids: 99999 is not an id"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options need stream"),
-    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options: unknown field 'x'. Leave it"),
+    (
+        {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
+        400,
+        "stream_options: unknown field 'x'. Remove this field",
+    ),
     ({"prompt": "a", "stop": [""]}, 400, "stop: string should have at least 1 character, not ''"),
     (
         {"prompt": "a", "suffix": "b"},
         400,
         "suffix: not supported: text cannot be inserted before other text. Remove this field.",
     ),
-    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: not supported: there is repetition_penalty."),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias: not supported: there is allowed_token_ids."),
-    ({"prompt": "a", "model": "\x1b[2J"}, 404, r"there is no model '\x1b[2J' here, but 'tiny'"),
-    ({"prompt": "a", "memory": "mem_x"}, 404, "there is no memory 'mem_x': it expired"),
+    ({"prompt": "a", "presence_penalty": 1}, 400, "presence_penalty: not supported: use repetition_penalty instead."),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias: not supported: use allowed_token_ids instead."),
+    ({"prompt": "a", "model": "\x1b[2J"}, 404, r"this server has no model '\x1b[2J'. Set `model` to 'tiny'"),
+    ({"prompt": "a", "memory": "mem_x"}, 404, "there is no memory 'mem_x': the memory expired"),
 ]
 
 
@@ -301,14 +305,14 @@ WITH_OPENAIS_CLIENT: dict[str, list[tuple[Any, str]]] = {
     "extra_body": [
         ({"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "me"}, ""),
         ({"prompt_cache_key": "a", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "a"}}, ""),
-        ({"max_completion_tokens": 5}, "unknown field 'max_completion_tokens'. Its name here is max_tokens."),
-        ({"n_predict": 5}, "unknown field 'n_predict'. Its name here is max_tokens."),
-        ({"inputs": "a"}, "unknown field 'inputs'. Its name here is prompt."),
-        ({"top_logprobs": 5}, "unknown field 'top_logprobs'. Its name here is logprobs."),
-        ({"messages": [{"role": "user", "content": "a"}]}, "'messages': it is for chat models"),
-        ({"tools": []}, "'tools': it is for chat models"),
-        ({"response_format": {"type": "text"}}, "'response_format': it is for chat models"),
-        ({"reasoning_effort": "low"}, "'reasoning_effort': it is for chat models"),
+        ({"max_completion_tokens": 5}, "unknown field 'max_completion_tokens'. Use max_tokens instead."),
+        ({"n_predict": 5}, "unknown field 'n_predict'. Use max_tokens instead."),
+        ({"inputs": "a"}, "unknown field 'inputs'. Use prompt instead."),
+        ({"top_logprobs": 5}, "unknown field 'top_logprobs'. Use logprobs instead."),
+        ({"messages": [{"role": "user", "content": "a"}]}, "'messages': this field is for chat models"),
+        ({"tools": []}, "'tools': this field is for chat models"),
+        ({"response_format": {"type": "text"}}, "'response_format': this field is for chat models"),
+        ({"reasoning_effort": "low"}, "'reasoning_effort': this field is for chat models"),
     ],
     "timeout": [(30.0, "")],
 }
@@ -642,7 +646,7 @@ def test_memories_go_by_number_bytes_and_age() -> None:
         assert found == [200, 404, 200], "the one that was not used for longest"
         assert len(set(names)) == 3
         assert all(len(name) > 30 for name in names)
-        assert "no room for 4 memories at a time" in server.complete("a", n=4, keep_memory=True).message
+        assert "no space for 4 memories at a time" in server.complete("a", n=4, keep_memory=True).message
     size = random_model().memory(TEXT).num_bytes
     with served(random_model(), memory_bytes=2 * size + 500) as server:
         names = [server.ask("POST", "/v1/memories", {"prompt": TEXT}).json["id"] for i in range(3)]
@@ -1007,7 +1011,10 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(tmp_path: Path, capfd:
     taken = listen(Serving(port=0))
     port = str(taken.getsockname()[1])
     for flags, message in (
-        (["--port", port], f"port {port}: Address already in use. Stop the program that uses it, or choose another"),
+        (
+            ["--port", port],
+            f"port {port}: Address already in use. Stop the program that uses this port, or choose another",
+        ),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: it must be 1 or more texts."),
         (["--api-key", "a b"], "only printable ASCII characters without blanks"),
         (["--api-key-file", str(tmp_path / "none")], "cannot read --api-key-file"),
