@@ -117,7 +117,7 @@ def prompts(*lines: str) -> list[Any]:
 def test_a_key_that_is_null_is_absent_of_a_prompt() -> None:
     assert prompts('{"prompt": "a", "tokens": null, "text": null, "finish": null, "sample": null}') == ["a"]
     assert prompts('{"prompt": null, "tokens": [1, 2], "log_probs": null}') == [[1, 2]]
-    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: it must be an object"):
+    with pytest.raises(ConfigError, match=r"p\.jsonl, line 2: the line must be an object"):
         prompts('{"prompt": "a"}', '{"prompt": null, "tokens": null}')
     with pytest.raises(ConfigError, match="text: the output would overwrite this key"):
         prompts('{"prompt": "a", "text": "b"}')
