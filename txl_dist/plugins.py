@@ -122,11 +122,11 @@ def register_metric(
     unit: str = "",
     curve: Curve | None = None,
 ) -> None:
-    """Add a number to training and evaluation records: metrics.jsonl, TensorBoard, console and report.
+    """Add a number to training and evaluation records.
 
-    `measure(record)` runs on rank 0. It gets the other numbers of a record, read-only (docs/monitoring.md lists them).
-    It returns the new number, or None if the record lacks what `measure` needs. If `measure` raises an error, the
-    number is left out and the run continues.
+    Files, TensorBoard, console and report then show it. `measure(record)` runs on rank 0. It gets the other numbers of
+    a record, read-only (docs/monitoring.md lists them). It returns the new number, or None if the record lacks what
+    `measure` needs. If `measure` raises an error, the number is left out and the run continues.
 
     Args:
         form: Format specification on the console, for instance ".3f". With an empty one the console does not show the

@@ -65,7 +65,8 @@ OWN_CORPORA = ("classic-books", "classic-books-bpe", "stdlib")
 """Which no paper has."""
 
 
-OPTIONAL = ("phases", "memory_lens", "initial_memory", "half_loss")
+OPTIONAL = ("phases", "memory_lens", "initial_memory", "half_loss", "objective", "reuse_len", "predicted_len")
+OPTIONAL += ("order_len", "longest_span", "span_context")
 """Of a batch: what few runs ask for."""
 
 

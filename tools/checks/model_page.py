@@ -91,7 +91,7 @@ def drawn_shift(*, num_queries: int, memory_len: int) -> str:
     lines = source_of((MODEL / "relative_attention.py").read_text(encoding="utf-8"), "relative_attention")
     names: dict[str, Any] = {"terms_bd": torch.arange(len(labels)).view(1, T, K + 1), "N": 1, "B": 1, "T": T, "K": K}
     begin = _place("flat_bd = ", lines, where="relative_attention")
-    end = _place("shifted_bd = ", lines, where="relative_attention") + 1
+    end = _place("shifted_bd = flat_bd", lines, where="relative_attention") + 1
     exec(textwrap.dedent("\n".join(lines[begin:end])), names)
     shifted = [[labels[place] for place in row] for row in names["shifted_bd"][0].tolist()]
     drawn = ["products, a zero column in front      shifted: row i is of query i, column j of key j"]

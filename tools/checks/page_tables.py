@@ -20,10 +20,6 @@ from tools.checks.count_code import code_lines
 from tools.checks.sources import PACKAGE, ROOT, Definition, parse
 
 PUBLIC_MEMBERS: dict[str, tuple[str, ...]] = {
-    "Callback": (
-        *("on_train_start", "on_step_end", "on_validation_end", "on_save", "on_train_end", "on_exception"),
-        *("state_dict", "load_state_dict"),
-    ),
     "Corpus": ("split_names", "split", "tokenizer"),
     "LanguageModel": (
         *("encode", "decode", "score", "score_batch", "generate", "generate_batch", "stream", "stream_batch"),

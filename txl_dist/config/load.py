@@ -91,7 +91,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
         lanes_per_rank=lanes_per_rank,
         microbatch_lanes=train.microbatch_lanes,
         num_microbatches=lanes_per_rank // train.microbatch_lanes,
-        tokens_per_step=train.num_lanes * train.segment_len,
+        tokens_per_step=train.num_lanes * train.step_len,
     )
 
 
@@ -123,6 +123,7 @@ def check_config(config: Config) -> None:
             "model.value_residual=True mixes the values of two layers, and needs model.num_layers of 2 or more",
         ),
         *position_rules,
+        *_order_rules(config),
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
             f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}, but needs one entry for "
@@ -221,6 +222,104 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
             "overlap replaces the context that a memory gives",
         ),
     ]
+
+
+def _order_rules(config: Config) -> list[tuple[bool, str]]:
+    """Return the rules for models that predict in any order (XLNet), as pairs (whether it holds, message)."""
+    model = config.model
+    train = config.train
+    needs_any_order = train.is_permutation == model.any_order
+    rules = [
+        (
+            needs_any_order,
+            f"train.objective={train.objective!r} does not go with model.any_order={model.any_order}: "
+            "set objective to 'permutation' and any_order to true, or neither",
+        ),
+        (
+            not model.segment_terms or model.any_order,
+            "model.segment_terms=True needs model.any_order=True",
+        ),
+        (
+            train.is_permutation or not (train.reuse_len or train.predicted_len or train.order_len),
+            f"train.reuse_len={train.reuse_len}, predicted_len={train.predicted_len} and "
+            f"order_len={train.order_len} need train.objective='permutation': set these lengths to 0",
+        ),
+    ]
+    if not model.any_order:
+        return rules
+    rules += [
+        (
+            model.positions == "relative",
+            f"model.any_order=True needs the encodings of negative distances: set model.positions to 'relative' "
+            f"(is {model.positions!r})",
+        ),
+        (
+            model.same_length == "off",
+            f"model.any_order=True has no window of equally many keys: set model.same_length to 'off' "
+            f"(is {model.same_length!r})",
+        ),
+        (
+            not model.value_residual,
+            "model.any_order=True does not support model.value_residual: set it to false",
+        ),
+        (
+            config.engine.attention != "triton",
+            "engine.attention='triton' computes causal attention only, and model.any_order=True predicts in any "
+            "order: set engine.attention to 'auto' or 'fused'",
+        ),
+    ]
+    if train.is_permutation:
+        rules += _permutation_rules(config)
+    return rules
+
+
+def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
+    """Return the rules for the lengths of train.objective='permutation'."""
+    train = config.train
+    segment_len = train.segment_len
+    rules = [
+        (
+            train.step_len <= segment_len,
+            f"train.reuse_len={train.reuse_len} must not exceed train.segment_len={segment_len}",
+        ),
+        (not train.half_loss, "train.half_loss=True needs train.objective='next': set half_loss to false"),
+        (
+            config.metrics.sample_every_steps == 0,
+            "metrics.sample_every_steps needs a model that predicts the next token: set it to 0 "
+            "with train.objective='permutation'",
+        ),
+        (
+            config.eval.overlap_len == 0,
+            "eval.overlap_len needs train.objective='next': set it to 0",
+        ),
+        (
+            config.eval.segment_len in (0, segment_len),
+            f"eval.segment_len={config.eval.segment_len} must be train.segment_len={segment_len} with "
+            "train.objective='permutation': set it to 0",
+        ),
+        (
+            config.engine.cuda_graph == "off",
+            f"engine.cuda_graph={config.engine.cuda_graph!r} needs train.objective='next': set it to 'off'",
+        ),
+    ]
+    if train.step_len > segment_len:
+        return rules
+    for half in train.halves():
+        length = half.stop - half.start
+        rules += [
+            (
+                half.num_targets < length,
+                f"train.predicted_len={train.num_predicted} predicts {half.num_targets} of the {length} tokens of a "
+                f"half of the segment (train.segment_len={segment_len}, train.reuse_len={train.step_len}), and at "
+                "least one token must be known: lower train.predicted_len",
+            ),
+            (
+                train.order_len == 0 or length % train.order_len == 0,
+                f"train.order_len={train.order_len} must divide the {length} tokens of each half of the segment "
+                f"(train.segment_len={segment_len}, train.reuse_len={train.step_len})",
+            ),
+        ]
+    return rules
 
 
 def check_vocabulary(model: ModelSection, *, vocab_size: int) -> None:
@@ -363,13 +462,23 @@ def changes_to_toml(config: Config) -> str:
     return f"# settings that differ from the defaults; --all shows all settings\n{tomli_w.dumps(sections)}"
 
 
+_ADDED_SINCE_0_2 = frozenset({"model.any_order", "model.segment_terms", "train.objective", "train.reuse_len"})
+"""Frozen settings that version 0.2 did not have."""
+
+
 def config_fingerprint(config: Config) -> str:
     """Return the sha256 hash of the frozen settings.
 
     A run can be resumed with another config only if both configs have the same hash. The hash uses the names of version
-    0.2, so that renaming a setting does not change the hash.
+    0.2, so that renaming a setting does not change the hash. A setting that a later version added is left out while it
+    has its default value, so that runs of older versions keep their hash.
     """
-    frozen = {key: value for key, value in flat(config) if resume_policy(key) == "frozen"}
+    defaults = dict(flat(Config()))
+    frozen = {}
+    for key, value in flat(config):
+        is_new_default = key in _ADDED_SINCE_0_2 and value == defaults[key]
+        if resume_policy(key) == "frozen" and not is_new_default:
+            frozen[key] = value
     return hashlib.sha256(json.dumps(flat_in_old_names(frozen), sort_keys=True).encode()).hexdigest()
 
 

@@ -152,6 +152,12 @@ def _check_order(phases: list[Phase], given: Config) -> None:
 
 def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
     """Refuse a phase that contradicts other settings, or whose steps have more or fewer tokens than other steps."""
+    if given.train.is_permutation and phase.segment_len != last.segment_len:
+        raise ConfigError(
+            f'train.phases: "{text}" has segments of {phase.segment_len} tokens, and [train] of {last.segment_len}. '
+            "With train.objective='permutation' the segments of all phases must be equally long, because "
+            "train.reuse_len and train.predicted_len are those of all phases."
+        )
     tokens = phase.num_lanes * phase.segment_len
     tokens_of_last = last.num_lanes * last.segment_len
     if tokens != tokens_of_last:

@@ -185,6 +185,10 @@ class ModelSection(Section):
     absolute_with_memory: bool = False
     """Allow a memory with absolute positions, to reproduce the problem of section 3.3 of the paper: positions restart
     in each segment, so tokens of memory and segment share positions."""
+    any_order: bool = False
+    """Predict tokens in random orders (XLNet). This needs train.objective="permutation"."""
+    segment_terms: bool = False
+    """Add scores of segment types to attention, as imported XLNet models do."""
     num_distances: Len = 0
     """Rows in the table of learned_relative positions. Larger distances use the last row."""
     norm: Literal["layer", "rms"] = "layer"
@@ -354,6 +358,28 @@ class OptimSection(Section):
         return (self.kind.state_bytes(self) if own is None else own) + (4 if self.ema_decay else 0)
 
 
+class Half(NamedTuple):
+    """Part of a segment whose targets and order XLNet draws together: positions [start, stop)."""
+
+    start: int
+    stop: int
+    num_targets: int
+    """Number of tokens that are predicted."""
+
+
+def halves_of(segment_len: int, *, reuse_len: int, predicted_len: int) -> tuple[Half, ...]:
+    """Return the halves of a segment in which XLNet predicts tokens. They share the targets by their lengths.
+
+    The first half has the `reuse_len` tokens that the memory stores. If these are all tokens, it is the only half.
+    """
+    if reuse_len == segment_len:
+        return (Half(0, segment_len, predicted_len),)
+    num_first = int(predicted_len * reuse_len / segment_len + 0.5)
+    first = Half(0, reuse_len, num_first)
+    second = Half(reuse_len, segment_len, predicted_len - num_first)
+    return (first, second)
+
+
 class TrainSection(Section):
     """Settings for the batch size and the length of the run. All sizes are global."""
 
@@ -365,6 +391,19 @@ class TrainSection(Section):
     memory_len: Annotated[Len, WARNED] = 128
     """Tokens of memory per lane and layer (M). 0 disables recurrence. If a resumed run has a longer memory, the older
     part of the memory starts empty."""
+    objective: Literal["next", "permutation"] = "next"
+    """next: predict each token from the tokens before it. permutation: predict some tokens of each segment in random
+    orders (XLNet)."""
+    reuse_len: Len = 0
+    """Tokens per step by which a lane moves on and which its memory stores (permutation). 0 means segment_len."""
+    predicted_len: Annotated[Len, WARNED] = 0
+    """Tokens per segment that are predicted (permutation). 0 means a sixth of segment_len."""
+    order_len: Annotated[Len, WARNED] = 0
+    """Tokens that share a random order (permutation). 0 means half a segment."""
+    longest_span: Annotated[int, Field(ge=1, le=1000), WARNED] = 5
+    """Largest number of words that are predicted together (permutation)."""
+    span_context: Annotated[int, Field(ge=1, le=1000), WARNED] = 6
+    """Tokens of context per predicted word (permutation)."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
     """Tokens of memory per layer, first layer first. The largest number must equal memory_len. Empty: memory_len in
     every layer. If a phase or an evaluation sets another memory_len, the longest layers use it, and the other layers
@@ -386,10 +425,41 @@ class TrainSection(Section):
 
     @property
     def scored_len(self) -> int:
-        """Number of targets per segment whose loss counts in training. They are the last targets of the segment."""
+        """Number of targets per lane and step whose loss counts in training. For the next-token objective they are the
+        last targets of the segment."""
+        if self.is_permutation:
+            return self.num_predicted
         if self.half_loss:
             return self.segment_len - self.segment_len // 2
         return self.segment_len
+
+    @property
+    def unscored(self) -> str:
+        """Reason why some targets have no training loss, for messages. It is empty if all targets have one."""
+        if self.is_permutation:
+            return "only a part of the tokens is predicted, in random orders (train.objective)"
+        if self.half_loss:
+            return "only the recent half of each segment is scored (train.half_loss)"
+        return ""
+
+    @property
+    def is_permutation(self) -> bool:
+        """True if the objective is to predict tokens in random orders (XLNet)."""
+        return self.objective == "permutation"
+
+    @property
+    def step_len(self) -> int:
+        """Number of tokens by which a step moves each lane on. The memory stores these tokens."""
+        return self.reuse_len or self.segment_len
+
+    @property
+    def num_predicted(self) -> int:
+        """Number of tokens that XLNet's objective predicts per segment."""
+        return self.predicted_len or max(1, self.segment_len // 6)
+
+    def halves(self) -> tuple[Half, ...]:
+        """Return the halves of a segment in which XLNet's objective predicts tokens."""
+        return halves_of(self.segment_len, reuse_len=self.step_len, predicted_len=self.num_predicted)
 
     def memory_per_layer(self, num_layers: int) -> tuple[int, ...]:
         """Return the number of tokens that each layer remembers."""
@@ -492,6 +562,8 @@ class EvalSection(Section):
     byte."""
     use_ema: Annotated[bool, FREE] = False
     """During training, score the moving average of the weights instead of the weights. This needs optim.ema_decay."""
+    orders: Annotated[PositiveInt, FREE] = 1
+    """Number of random orders in which the tokens of each segment are predicted (permutation)."""
     accuracy: Annotated[bool, FREE] = False
     """Also report the share of targets that are the most probable token. This costs a second softmax."""
 

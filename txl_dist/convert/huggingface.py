@@ -29,7 +29,7 @@ from txl_dist.convert.key_mapping import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
-from txl_dist.inference.bundle import DTYPES, Package
+from txl_dist.inference.bundle import DTYPES, Package, require_causal
 from txl_dist.inference.card import README, write_readme
 from txl_dist.io.files import write_bytes
 from txl_dist.io.manifest import replace_folder
@@ -84,6 +84,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     Raises CheckpointError if the format cannot express the model, or if `out` is a folder that is not such an export.
     """
     model = package.section
+    require_causal(model, where="the model")
     tokenizer = package.tokenizer
     reasons = inexpressible(model)
     if reasons:

@@ -28,7 +28,7 @@ from txl_dist.config.schema import SCHEMES
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.convert.output_dir import new_folder
 from txl_dist.errors import CheckpointError, ConfigError
-from txl_dist.inference.bundle import DTYPES, Bundle, probe_tolerance, prove
+from txl_dist.inference.bundle import DTYPES, Bundle, probe_tolerance, prove, require_causal
 from txl_dist.inference.card import write_readme
 from txl_dist.inference.probe import log_probabilities
 from txl_dist.io.files import write_bytes
@@ -88,6 +88,7 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
     or the model that transformers loads gives other numbers, or if the folder cannot be written.
     """
     section = bundle.section
+    require_causal(section, where="the model")
     if not section.scheme.uses_memory:
         raise ConfigError(
             f"{section.positions} positions count from a segment's first token, but the exported code stores past "

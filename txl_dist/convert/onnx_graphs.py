@@ -40,7 +40,7 @@ from txl_dist.artifacts import ArtifactKind
 from txl_dist.convert.huggingface_tokenizer import write_tokenizers
 from txl_dist.convert.output_dir import new_folder
 from txl_dist.errors import CheckpointError, ConfigError, translate_errors
-from txl_dist.inference.bundle import Bundle, prove
+from txl_dist.inference.bundle import Bundle, prove, require_causal
 from txl_dist.inference.card import write_readme
 from txl_dist.inference.kv_cache import FrozenModel
 from txl_dist.io.files import open_new, write_bytes
@@ -70,6 +70,7 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     other numbers, or if the folder cannot be written.
     """
     section = bundle.section
+    require_causal(section, where="the model")
     network = bundle.model
     if not section.scheme.uses_memory:
         raise ConfigError(

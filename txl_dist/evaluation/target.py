@@ -13,7 +13,7 @@ from txl_dist.convert.export import read_trained
 from txl_dist.data.loader.corpus import Corpus, Split, open_corpus
 from txl_dist.distributed.collectives import gather_objects
 from txl_dist.errors import CheckpointError, DataError, raised_everywhere
-from txl_dist.inference.bundle import Bundle, load_bundle
+from txl_dist.inference.bundle import Bundle, load_bundle, require_causal
 from txl_dist.train.checkpoint.read import require_corpus
 
 
@@ -93,6 +93,7 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         bundle = trained.package.open(where=where)
         corpus_path = str(data) or require_corpus(trained.folder, trained.config)
         config = changed(trained.config, {"data.path": corpus_path})
+    require_causal(bundle.section, where=where)
     if bundle.document_mask and not bundle.begins_documents:
         warn_for_all(
             "this model was trained by an older version of txl_dist, which did not train on the first token of a "

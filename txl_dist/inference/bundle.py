@@ -234,7 +234,8 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
         write_tensors(temporary / "probe.safetensors", package.probe)
         write_bytes(temporary / "config.json", json.dumps(content, indent=1).encode() + b"\n")
         package.tokenizer.save(temporary / "tokenizer.json")
-        train = {"data": {"document_mask": package.document_mask}, "model": model, "train": lengths}
+        objective = {"objective": "permutation"} if package.section.any_order else {}
+        train = {"data": {"document_mask": package.document_mask}, "model": model, "train": lengths | objective}
         write_bytes(temporary / "train.toml", tomli_w.dumps(train).encode())
         write_card(temporary, package.card)
         described = package.described(dtype=dtype, num_bytes=(temporary / WEIGHTS).stat().st_size)
@@ -348,6 +349,18 @@ def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -
             f"{tolerance}. Export the bundle again. If the difference remains, report a defect."
         )
     return worst
+
+
+def require_causal(model: ModelSection, *, where: str) -> None:
+    """Raise ConfigError for a model that predicts in any order (XLNet), which cannot predict the next token.
+
+    The message names the model `where`.
+    """
+    if model.any_order:
+        raise ConfigError(
+            f"{where} predicts tokens in any order (model.any_order), and this command needs a model that predicts the "
+            "next token. `txl train` evaluates it on the validation split. `txl export` writes it as a bundle."
+        )
 
 
 def check_device(device: str) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from txl_dist.config.renamed import warn_of_old_method
 from txl_dist.console.formatting import counted
 from txl_dist.errors import ConfigError
-from txl_dist.inference.bundle import Bundle
+from txl_dist.inference.bundle import Bundle, require_causal
 from txl_dist.inference.generate import Decoder, Request
 from txl_dist.inference.kv_cache import FrozenModel, KVCache
 from txl_dist.inference.options import SamplingParams, check_count, check_ids, check_text
@@ -62,6 +62,8 @@ class LanguageModel:
     """
 
     def __init__(self, bundle: Bundle) -> None:
+        """Take over a bundle. Raises ConfigError if the model cannot predict the next token."""
+        require_causal(bundle.section, where="the model")
         self.bundle = bundle
         self._versions: list[tuple[int, int]] = []
 
@@ -226,11 +228,10 @@ class LanguageModel:
     def stream_batch(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
-        """Generate from many prompts, which are read one by one, and yield parts of all texts as soon as they are
-        generated.
+        """Generate from many prompts, and yield parts of all texts as they are generated.
 
-        `LanguageModel.prompt` makes the prompts. `writing` holds the sampling settings. With `keep_memory` the last
-        chunk of each text has the memory after the text.
+        The prompts are read one by one. `LanguageModel.prompt` makes the prompts. `writing` holds the sampling
+        settings. With `keep_memory` the last chunk of each text has the memory after the text.
         """
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
@@ -296,12 +297,11 @@ class LanguageModel:
     def empty_memory(
         self, *, num_rows: int, memory_len: int = -1, chunk_len: int = 1, with_documents: bool = False
     ) -> KVCache:
-        """Make an empty memory of `num_rows` texts for `hidden`, which then takes at most `chunk_len` positions per
-        call.
+        """Make an empty memory of `num_rows` texts for `hidden`.
 
-        `memory_len` is the number of past tokens in it, and -1 means as many as in training. With `with_documents`,
-        `hidden` needs the document number of each position. Raises ConfigError for an argument that is not a whole
-        number in its range, and for a model without a memory.
+        `hidden` then takes at most `chunk_len` positions per call. `memory_len` is the number of past tokens in it, and
+        -1 means as many as in training. With `with_documents`, `hidden` needs the document number of each position.
+        Raises ConfigError for an argument that is not a whole number in its range, and for a model without a memory.
         """
         check_count(num_rows, least=1, what="num_rows")
         check_count(memory_len, least=-1, what="memory_len")

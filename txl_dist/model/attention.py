@@ -24,6 +24,7 @@ from txl_dist.errors import ConfigError, raised_everywhere
 from txl_dist.model.fused_attention import fused_relative_attention
 from txl_dist.model.kernels import attention_launch
 from txl_dist.model.memory import AttentionMask
+from txl_dist.model.prediction_order import NUM_SEGMENT_TYPES, OrderedMask
 from txl_dist.model.relative_attention import Terms, relative_attention
 from txl_dist.model.rms_norm import rms_norm
 
@@ -32,7 +33,7 @@ QUERY_KEY_GAIN = 1.2
 
 
 class RelativeEncodings(NamedTuple):
-    """Encodings that one layer uses for the distances K-1 ... 0, in that order."""
+    """Encodings that one layer uses for the distances K-1 ... 0, in that order. In any order they go on to 1-T."""
 
     key_KNH: Tensor
     """Encodings r of the distances, after the layer's projection."""
@@ -89,6 +90,11 @@ class Attention(nn.Module):
         self.content_bias = content_bias_NH
         self.position_bias = position_bias_NH
         self.value_share = nn.Parameter(torch.empty(1)) if mixes_values else None
+        self.segment_bias: nn.Parameter | None = None
+        self.segment_encoding: nn.Parameter | None = None
+        if model.segment_terms:
+            self.segment_bias = nn.Parameter(torch.empty(model.num_heads, model.head_width))
+            self.segment_encoding = nn.Parameter(torch.empty(2, model.num_heads, model.head_width))
         self.uses_products = not model.query_key_norm and not mixes_values
         """True if attention uses queries, keys and values as the projections return them, without norms or mixes."""
 
@@ -208,7 +214,7 @@ class Attention(nn.Module):
         value_BKNH: Tensor | None = None,
         past_BMD: Tensor | None = None,
         distances: RelativeEncodings | None,
-        visible: AttentionMask,
+        visible: AttentionMask | OrderedMask,
     ) -> Tensor:
         """Attend from the positions of `hidden_BTD`. Returns the context after the output projection, [B, T, D].
 
@@ -217,6 +223,7 @@ class Attention(nn.Module):
         """
         if past_BMD is not None:
             assert distances is not None
+            assert isinstance(visible, AttentionMask)
             segment_BT3NH = self.project_segment(hidden_BTD)
             past_BM2NH = self.project_key_value(past_BMD)
             context_BTNH = self.attend_fused_qkv(
@@ -258,14 +265,61 @@ class Attention(nn.Module):
             dropout=self.dropout,
         )
 
-    def attend(self, terms: Terms, *, visible: AttentionMask) -> Tensor:
+    def attend(self, terms: Terms, *, visible: AttentionMask | OrderedMask) -> Tensor:
         """Attend by the function that `implementation` chooses. Returns context_BTNH, before the output projection."""
-        attention = implementation(self.kernel, terms)
         if self.training:
             dropout = self.dropout
         else:
             dropout = 0.0
-        return attention(terms, visible=visible, dropout=dropout)
+        if not isinstance(visible, OrderedMask):
+            attention = implementation(self.kernel, terms)
+            return attention(terms, visible=visible, dropout=dropout)
+        if self.segment_bias is not None and self.segment_encoding is not None and visible.row_type_BQ is not None:
+            assert visible.key_type_BK is not None
+            terms = with_segment_terms(
+                terms,
+                self.segment_bias,
+                self.segment_encoding,
+                row_type_BQ=visible.row_type_BQ,
+                key_type_BK=visible.key_type_BK,
+            )
+        attention = implementation(self.kernel, terms, in_any_order=True)
+        if attention is relative_attention:
+            return attention(terms, visible=visible, dropout=dropout)
+        # Query rows are few and at any places. So their distances are gathered in plain torch.
+        content, queries = terms.query_BTNH.tensor_split([visible.num_content_rows], dim=1)
+        content_context = attention(terms._replace(query_BTNH=content), visible=visible.content(), dropout=dropout)
+        query_context = relative_attention(
+            terms._replace(query_BTNH=queries), visible=visible.queries(), dropout=dropout
+        )
+        return torch.cat([content_context, query_context], dim=1)
+
+
+def with_segment_terms(
+    terms: Terms, bias_NH: Tensor, encoding_2NH: Tensor, *, row_type_BQ: Tensor, key_type_BK: Tensor
+) -> Terms:
+    """Add XLNet's segment terms to the scores, by queries and keys that are wider than H. Returns the wider terms.
+
+    The term of row i and key j is (q_i + bias) . e_0 if both have the same segment type, else (q_i + bias) . e_1. Only
+    the difference of the two matters to a softmax over the keys. So the term is (q_i + bias) . (e_0 - e_1) for keys of
+    the row's type, and 0 for all other keys. That is a product of one-hot vectors of the types.
+    """
+    difference_NH = encoding_2NH[0] - encoding_2NH[1]
+    term_BQN = ((terms.query_BTNH + bias_NH) * difference_NH).sum(dim=-1)
+    row_BQ1S = F.one_hot(row_type_BQ, NUM_SEGMENT_TYPES).to(term_BQN.dtype)[:, :, None]
+    key_BK1S = F.one_hot(key_type_BK, NUM_SEGMENT_TYPES).to(term_BQN.dtype)[:, :, None]
+    key_BKNS = key_BK1S.expand(*terms.key_BKNH.shape[:3], NUM_SEGMENT_TYPES)
+    assert terms.distance_KNH is not None
+    assert terms.content_bias_NH is not None
+    assert terms.position_bias_NH is not None
+    widening = (0, NUM_SEGMENT_TYPES)
+    return terms._replace(
+        query_BTNH=torch.cat([terms.query_BTNH, term_BQN[..., None] * row_BQ1S], dim=-1),
+        key_BKNH=torch.cat([terms.key_BKNH, key_BKNS], dim=-1),
+        distance_KNH=F.pad(terms.distance_KNH, widening),
+        content_bias_NH=F.pad(terms.content_bias_NH, widening),
+        position_bias_NH=F.pad(terms.position_bias_NH, widening),
+    )
 
 
 def joint_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
@@ -307,11 +361,11 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
     return torch.cat([first, second])
 
 
-def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tensor]:
+def implementation(kernel: AttentionKernel, terms: Terms, *, in_any_order: bool = False) -> Callable[..., Tensor]:
     """Return the function that computes attention of these terms, as the setting `engine.attention` says.
 
-    All such functions have the same signature. Raises ConfigError if the setting asks for the Triton kernels and they
-    cannot run.
+    All such functions have the same signature. With `in_any_order` queries may see later keys (XLNet). Raises
+    ConfigError if the setting asks for the Triton kernels and they cannot run.
     """
     if terms.distance_KNH is None:
         return dot_product_attention
@@ -319,7 +373,9 @@ def implementation(kernel: AttentionKernel, terms: Terms) -> Callable[..., Tenso
         return relative_attention
     if kernel == "fused":
         return fused_relative_attention
-    reason = attention_launch.unsupported_reason(terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None)
+    reason = attention_launch.unsupported_reason(
+        terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None, in_any_order=in_any_order
+    )
     if kernel == "triton" and reason is not None:
         raise ConfigError(f'engine.attention = "triton" cannot run: {reason}. Set it to "auto" or "fused".')
     if reason is None:

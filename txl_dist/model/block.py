@@ -19,6 +19,7 @@ from txl_dist.model.dropout import dropout
 from txl_dist.model.kernels import rows
 from txl_dist.model.memory import AttentionMask
 from txl_dist.model.positions import AttentionBiases, build_attention
+from txl_dist.model.prediction_order import OrderedMask
 from txl_dist.model.residual_norm import Drop, ResidualLayerNorm, ResidualRmsNorm, residual_sum
 from txl_dist.model.rms_norm import RmsNorm
 
@@ -87,16 +88,17 @@ class Block(nn.Module):
         hidden_BTD: Tensor,
         memory_BMD: Tensor,
         encoding_KD: Tensor | None,
-        visible: AttentionMask,
+        visible: AttentionMask | OrderedMask,
         first_value_BKNH: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return (the layer's output for a segment, the first layer's values).
 
         The second item is None unless later layers mix the first layer's values into their own values. The arguments
         are positional, because activation checkpointing passes them so. `encoding_KD` holds the sinusoids of the
-        distances K-1 ... 0, where the attention uses them.
+        distances K-1 ... 0, where the attention uses them. In any order the distances go on to 1-T, and query rows
+        follow the T rows of the segment. Only the segment has keys and values.
         """
-        distances = self.attention.distances(visible.num_keys, encoding_KD=encoding_KD)
+        distances = self.attention.distances(visible.num_distances, encoding_KD=encoding_KD)
         if self.pre_norm:
             normed = self.attention_norm(hidden_BTD)
         else:
@@ -106,13 +108,17 @@ class Block(nn.Module):
             normed_past = self.attention_norm(memory_BMD)
         else:
             normed_past = memory_BMD
-        if not self.gives_values and self.attention.supports_fused_qkv(normed):
+        in_any_order = isinstance(visible, OrderedMask)
+        own = normed
+        if in_any_order:
+            own = normed[:, : visible.segment_len]  # query rows have no keys and values
+        if not self.gives_values and not in_any_order and self.attention.supports_fused_qkv(normed):
             context = self.attention(normed, past_BMD=normed_past, distances=distances, visible=visible)
             return self.finish(hidden_BTD, context), first_value_BKNH
         # The products have no names here, so that they are freed as soon as they are joined.
         key, value = _Joined.apply(  # type: ignore[no-untyped-call]
             self.attention.project_key_value(normed_past),
-            self.attention.project_key_value(normed),
+            self.attention.project_key_value(own),
         )
         first_value = _last(first_value_BKNH, key.shape[1])
         key, value = self.attention.prepare_kv(key, value, first_value)

@@ -26,8 +26,11 @@ are in the future and are masked:
 Matrix products use the unshifted rows. If k is a multiple of 8, these rows begin at multiples of 8 numbers, as tensor
 cores need. Only sums and copies use the shifted rows.
 
-Shapes: B lanes, T queries, M memory, K = M + T keys, N heads, H head width. Within a block of a group of heads: n
-heads, b queries, k keys, X = n B, R = B b.
+In any order (XLNet) queries may see keys after them. A block then has all K keys, and the K + b - 1 distances between
+them and its queries. All cells of the shifted rows are distances then, and none is a dot.
+
+Shapes: B lanes, T queries, M memory, K = M + T keys, P distances, N heads, H head width. Within a block of a group of
+heads: n heads, b queries, k keys, c distances, X = n B, R = B b.
 """
 
 from __future__ import annotations
@@ -42,12 +45,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from txl_dist.model.memory import AttentionMask
+from txl_dist.model.prediction_order import OrderedMask
 from txl_dist.model.relative_attention import Terms, at_least_fp32
 
 
-def fused_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
+def fused_relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance, in blocks. Returns context_BTNH, the same as `relative_attention`.
 
+    Query i must be at position i of the segment. So of the rows of an `OrderedMask` only content rows can be computed.
     Dropout draws from the default generator. Second derivatives are not supported.
     """
     if terms.position_bias_NH is None:
@@ -78,6 +83,13 @@ class _Block(NamedTuple):
     start: int
     stop: int
     num_keys: int
+    distances: slice
+    """Distances between these queries and keys, among all distances."""
+
+    @property
+    def num_distances(self) -> int:
+        """Number of distances in the block, c in the legend of shapes."""
+        return int(self.distances.stop - self.distances.start)
 
     @property
     def num_queries(self) -> int:
@@ -110,9 +122,20 @@ class _Inputs(NamedTuple):
     def blocks(self) -> list[_Block]:
         """Divide the queries into blocks of at most `block_len`."""
         num_queries = self.query_BTNH.shape[1]
-        memory_len = self.key_BKNH.shape[1] - num_queries
+        num_keys = self.key_BKNH.shape[1]
+        num_distances = self.distance_KNH.shape[0]
+        sees_later_keys = num_distances > num_keys
         edges = [*range(0, num_queries, self.tile().block_len), num_queries]
-        return [_Block(start, stop, memory_len + stop) for start, stop in pairwise(edges)]
+        blocks = []
+        for start, stop in pairwise(edges):
+            nearest = num_queries - stop
+            if sees_later_keys:
+                distances = slice(nearest, nearest + num_keys + stop - start - 1)
+                blocks.append(_Block(start, stop, num_keys, distances))
+            else:
+                distances = slice(nearest, num_distances)
+                blocks.append(_Block(start, stop, num_keys - nearest, distances))
+        return blocks
 
     def groups(self) -> list[slice]:
         """Divide the heads into groups whose scores fit the cache. Every group has at least one head."""
@@ -130,6 +153,10 @@ class _Inputs(NamedTuple):
             return GPU
         return CPU
 
+    def scale(self) -> float:
+        """Return the factor of scores. Queries and keys that hold segment terms are wider than the values."""
+        return float(self.value_BKNH.shape[-1] ** -0.5)
+
     def heads(self, group: slice) -> _Heads:
         """Prepare the inputs of a group of heads. Keys and values are copied only if the group has several heads."""
         query_nBTH = _head_major(self.query_BTNH[:, :, group])
@@ -137,7 +164,7 @@ class _Inputs(NamedTuple):
         value_nBKH = _head_major(self.value_BKNH[:, :, group])
         u_n11H = self.content_bias_NH[group, None, None]
         v_n11H = self.position_bias_NH[group, None, None]
-        scale = query_nBTH.shape[-1] ** -0.5
+        scale = self.scale()
         content_query_nBTH = (query_nBTH + u_n11H).mul_(scale)
         position_query_nBTH = (query_nBTH + v_n11H).mul_(scale)
         distance_bias_nK = None
@@ -159,12 +186,12 @@ class _ShiftBuffer:
     def __init__(self, inputs: _Inputs) -> None:
         num_lanes = inputs.query_BTNH.shape[0]
         most_heads = max(group.stop - group.start for group in inputs.groups())
-        most_cells = max(block.num_queries * _row(block.num_keys) for block in inputs.blocks())
+        most_cells = max(block.num_queries * _row(block.num_distances) for block in inputs.blocks())
         self.cells = inputs.query_BTNH.new_empty(most_heads * num_lanes * most_cells)
         self.shape: tuple[int, ...] = ()
 
     def views(self, block: _Block, heads: _Heads) -> tuple[Tensor, Tensor]:
-        """Return (unshifted_nRk, shifted_Xbk), two views of the same cells.
+        """Return (unshifted_nRc, shifted_Xbk), two views of the same cells.
 
         Some cells that are read are never written by a product or copy. They must be zero. They are set to zero only
         when the shape changes, so groups of heads with the same shape use the same zeros.
@@ -172,19 +199,20 @@ class _ShiftBuffer:
         n, B = heads.position_query_nBTH.shape[:2]
         b = block.num_queries
         k = block.num_keys
-        row = _row(k)
+        c = block.num_distances
+        row = _row(c)
         cells = self.cells[: n * B * b * row]
-        if self.shape != (n, b, k):
-            self.shape = (n, b, k)
+        if self.shape != (n, b, k, c):
+            self.shape = (n, b, k, c)
             cells.zero_()
         rows_nRS = cells.view(n, B * b, row)
-        unshifted_nRk = rows_nRS[:, :, row - k :]
+        unshifted_nRc = rows_nRS[:, :, row - c :]
         shifted_Xbk = cells.as_strided(
             size=(n * B, b, k),
             stride=(b * row, row - 1, 1),
-            storage_offset=row - k + b - 1,
+            storage_offset=row - c + b - 1,
         )
-        return unshifted_nRk, shifted_Xbk
+        return unshifted_nRc, shifted_Xbk
 
 
 class _Gradients:
@@ -194,14 +222,16 @@ class _Gradients:
         like = inputs.query_BTNH
         B, T, N, H = like.shape
         K = inputs.key_BKNH.shape[1]
+        num_distances = inputs.distance_KNH.shape[0]
+        self.scale = inputs.scale()
         self.query_BTNH = like.new_empty(B, T, N, H)
         self.key_NBKH = like.new_empty(N, B, K, H)
-        self.value_NBKH = like.new_empty(N, B, K, H)
-        self.distance_NKH = like.new_empty(N, K, H)
+        self.value_NBKH = like.new_empty(N, B, K, inputs.value_BKNH.shape[-1])
+        self.distance_NKH = like.new_zeros(N, num_distances, H)
         if inputs.distance_bias_KN is None:
             self.distance_bias_NK = None
         else:
-            self.distance_bias_NK = like.new_zeros(N, K)
+            self.distance_bias_NK = like.new_zeros(N, num_distances)
         self.content_bias_NH = like.new_zeros(N, H)
         self.position_bias_NH = like.new_zeros(N, H)
 
@@ -217,11 +247,11 @@ class _Gradients:
     ) -> None:
         """Add the gradients that flow through a block's scores, for all inputs except the values.
 
-        `views` holds the two views of the shift buffer. `beta` is 0 for the first block, whose contribution overwrites
-        the sums, and 1 for all other blocks.
+        `views` holds the two views of the shift buffer. `beta` is 0 for the first block, which sees all keys and whose
+        contribution overwrites the sums of the keys. It is 1 for all other blocks.
         """
-        i, j, k = block
-        unshifted_nRk, shifted_Xbk = views
+        i, j, k, distances = block
+        unshifted_nRc, shifted_Xbk = views
         content_query_XbH = heads.content_query_XTH[:, i:j]
         position_query_nBbH = heads.position_query_nBTH[:, :, i:j]
         n, B, b, H = position_query_nBbH.shape
@@ -231,12 +261,12 @@ class _Gradients:
         d_content_query = torch.bmm(d_scores_Xbk, heads.key_XKH[:, :k]).view(n, B, b, H)
         # Terms (b) and (d), through the shift.
         shifted_Xbk.copy_(d_scores_Xbk)
-        d_distance_nkH = self.distance_NKH[group][:, -k:]
+        d_distance_ncH = self.distance_NKH[group][:, distances]
         position_query_nRH = position_query_nBbH.flatten(1, 2)
-        _add_product(d_distance_nkH, unshifted_nRk.transpose(1, 2), position_query_nRH, beta=beta)
-        d_position_query = torch.bmm(unshifted_nRk, heads.distance_nKH[:, -k:]).view(n, B, b, H)
+        _add_product(d_distance_ncH, unshifted_nRc.transpose(1, 2), position_query_nRH)
+        d_position_query = torch.bmm(unshifted_nRc, heads.distance_nKH[:, distances]).view(n, B, b, H)
         if self.distance_bias_NK is not None:
-            self.distance_bias_NK[group, -k:] += unshifted_nRk.sum(1)
+            self.distance_bias_NK[group, distances] += unshifted_nRc.sum(1)
         self.content_bias_NH[group] += d_content_query.sum((1, 2))
         self.position_bias_NH[group] += d_position_query.sum((1, 2))
         d_query_nBbH = _head_major(self.query_BTNH)[group, :, i:j]
@@ -247,7 +277,7 @@ class _Gradients:
 
         The queries in `_Heads` include the scale, so the queries' gradients are multiplied by the scale here.
         """
-        scale = self.query_BTNH.shape[-1] ** -0.5
+        scale = self.scale
         distance_bias_KN = None
         if self.distance_bias_NK is not None:
             distance_bias_KN = self.distance_bias_NK.t().mul_(scale)
@@ -273,7 +303,7 @@ class _RelativeAttention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         inputs = _Inputs(*arguments[:7])
         visible, dropout, keeps = arguments[7:]
-        context_BTNH = inputs.query_BTNH.new_empty(inputs.query_BTNH.shape)
+        context_BTNH = inputs.query_BTNH.new_empty(*inputs.query_BTNH.shape[:3], inputs.value_BKNH.shape[-1])
         context_NBTH = _head_major(context_BTNH)
         num_lanes = context_BTNH.shape[0]
         buffer = _ShiftBuffer(inputs)
@@ -321,7 +351,7 @@ class _RelativeAttention(torch.autograd.Function):
             saved_blocks = [(block, next(saved)) for block in blocks]
             # The last block comes first. It sees all keys, so it begins the sums.
             for block, (probabilities_Xbk, keep_Xbk) in reversed(saved_blocks):
-                i, j, k = block
+                i, j, k, _ = block
                 beta = int(block is not blocks[-1])
                 d_context_XbH = d_context_XTH[:, i:j]
                 weights_Xbk = _dropped(probabilities_Xbk, keep_Xbk, dropout)
@@ -334,7 +364,7 @@ class _RelativeAttention(torch.autograd.Function):
         return (*gradients.scaled(), None, None, None)
 
 
-def _additive_mask(visible: AttentionMask, block: _Block, *, like: Tensor) -> Tensor:
+def _additive_mask(visible: AttentionMask | OrderedMask, block: _Block, *, like: Tensor) -> Tensor:
     """Build mask_Bbk, which is added to scores. It is 0 where a query sees a key, else -inf."""
     seen = like.new_zeros(())
     unseen = like.new_full((), -math.inf)
@@ -346,14 +376,14 @@ def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tens
 
     Terms (b) + (d) are computed and shifted first. Then terms (a) + (c) are added.
     """
-    i, j, k = block
-    unshifted_nRk, shifted_Xbk = views
+    i, j, k, distances = block
+    unshifted_nRc, shifted_Xbk = views
     num_lanes = len(mask_Bbk)
     position_query_nRH = heads.position_query_nBTH[:, :, i:j].flatten(1, 2)
-    distance_nHk = heads.distance_nKH[:, -k:].transpose(1, 2)
-    torch.bmm(position_query_nRH, distance_nHk, out=unshifted_nRk)
+    distance_nHc = heads.distance_nKH[:, distances].transpose(1, 2)
+    torch.bmm(position_query_nRH, distance_nHc, out=unshifted_nRc)
     if heads.distance_bias_nK is not None:
-        unshifted_nRk += heads.distance_bias_nK[:, None, -k:]
+        unshifted_nRc += heads.distance_bias_nK[:, None, distances]
     shifted_nBbk = shifted_Xbk.unflatten(0, (-1, num_lanes))
     scores_nBbk = shifted_nBbk + mask_Bbk
     scores_Xbk: Tensor = scores_nBbk.flatten(0, 1)

@@ -107,9 +107,19 @@ class AttentionMask(NamedTuple):
         return self.key_document_BK.shape[1]
 
     @property
+    def segment_len(self) -> int:
+        """Number T of positions in the segment."""
+        return self.query_document_BT.shape[1]
+
+    @property
     def memory_len(self) -> int:
         """Length M of the memory, in tokens."""
-        return self.num_keys - self.query_document_BT.shape[1]
+        return self.num_keys - self.segment_len
+
+    @property
+    def num_distances(self) -> int:
+        """Number of the distances K-1 ... 0 between queries and the keys that they may see."""
+        return self.num_keys
 
     def of_memory(self, memory_len: int) -> AttentionMask:
         """Return the mask of a layer that remembers only the last `memory_len` of the M positions."""

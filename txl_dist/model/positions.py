@@ -24,16 +24,19 @@ from txl_dist.model.attention import Attention, RelativeEncodings
 from txl_dist.model.relative_attention import at_least_fp32
 
 
-def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor) -> Tensor:
+def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor, num_negative: int = 0) -> Tensor:
     """Compute R_KD, the sinusoids of the distances K-1 ... 0, as [sin | cos] like the original code.
 
-    The sinusoids are computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024
-    positions. If `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`.
+    The last `num_negative` of the distances are below 0: those of keys after a query (XLNet). The sinusoids are
+    computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024 positions. If
+    `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`, and all distances below
+    `-clamp_len` have the encoding of `-clamp_len`.
     """
     dtype = at_least_fp32(like.dtype)
-    distance_K = torch.arange(num_distances - 1, -1, -1, dtype=dtype, device=like.device)
+    largest = num_distances - num_negative - 1
+    distance_K = torch.arange(largest, -num_negative - 1, -1, dtype=dtype, device=like.device)
     if clamp_len > 0:
-        distance_K = distance_K.clamp(max=clamp_len)
+        distance_K = distance_K.clamp(-clamp_len, clamp_len)
     # In the same order of operations as peers: in fp32 the angle of a distance of thousands depends on rounding.
     column_F = torch.arange(0, width, 2, dtype=dtype, device=like.device)
     exponent_F = column_F / width

@@ -10,7 +10,8 @@ With learned encodings r, term (d) is a learned number s_{i-j} per distance (Sha
 (a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances, in
 descending order. Row i of the second product must be shifted left by T-1-i. With one zero column in front, that
 relative shift is a *view* of the same buffer (row stride K, offset T): nothing is copied. Where the view wraps around,
-the keys are in the future, so they are always masked.
+the keys are in the future, so they are always masked. In any order (XLNet) the keys in the future have distances of
+their own, 0 to 1-T, and each row gathers its distances by its place.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, D model width, N heads, H head width.
 """
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from txl_dist.model.memory import AttentionMask
+from txl_dist.model.prediction_order import OrderedMask
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -40,7 +42,7 @@ class Terms(NamedTuple):
     key_BKNH: Tensor
     value_BKNH: Tensor
     distance_KNH: Tensor | None = None
-    """Encodings r of the distances K-1 ... 0 in one layer."""
+    """Encodings r of the distances K-1 ... 0 in one layer. In any order the distances go on to 1-T."""
     content_bias_NH: Tensor | None = None
     """Bias u, which term (c) uses."""
     position_bias_NH: Tensor | None = None
@@ -49,10 +51,11 @@ class Terms(NamedTuple):
     """Learned term (d): a number s for each of the distances K-1 ... 0."""
 
 
-def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
+def relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance, in plain torch. Returns context_BTNH.
 
-    Every query must see at least one key. In a Transformer-XL each query sees itself.
+    Every query must see at least one key. In a Transformer-XL each query sees itself. The scores are divided by the
+    square root of the values' width H. Queries and keys are wider if they hold segment terms.
     """
     assert terms.distance_KNH is not None
     assert terms.content_bias_NH is not None
@@ -77,13 +80,16 @@ def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float =
         padded_bias = F.pad(bias_NK, (1, 0))
         terms_bd = terms_bd + padded_bias[:, None]
 
-    # The relative shift: the same numbers as [T, K], begun T numbers later.
-    flat_bd = terms_bd.view(N * B, T * (K + 1))
-    shifted_bd = flat_bd[:, T:].view(N * B, T, K)
+    if isinstance(visible, OrderedMask):
+        shifted_bd = _select_by_place(terms_bd[..., 1:], visible)
+    else:  # The relative shift: the same numbers as [T, K], begun T numbers later.
+        flat_bd = terms_bd.view(N * B, T * (K + 1))
+        shifted_bd = flat_bd[:, T:].view(N * B, T, K)
 
     # Terms (a) and (c) are added to them, and the sum is scaled.
     keys = terms.key_BKNH.permute(2, 0, 3, 1).reshape(N * B, H, K)
-    scale = H**-0.5
+    value_width = terms.value_BKNH.shape[-1]
+    scale = value_width**-0.5
     scores = torch.baddbmm(shifted_bd, content_queries, keys, beta=scale, alpha=scale)
 
     scores_NBTK = scores.view(N, B, T, K)
@@ -91,6 +97,18 @@ def relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float =
     probabilities = torch.softmax(scores_NBTK, dim=-1, dtype=at_least_fp32(scores.dtype))
     probabilities = probabilities.to(scores.dtype)
     probabilities = F.dropout(probabilities, dropout, training=dropout > 0)
-    values = terms.value_BKNH.permute(2, 0, 1, 3).reshape(N * B, K, H)
+    values = terms.value_BKNH.permute(2, 0, 1, 3).reshape(N * B, K, value_width)
     context = torch.bmm(probabilities.view(N * B, T, K), values)
-    return context.view(N, B, T, H).permute(1, 2, 0, 3)
+    return context.view(N, B, T, value_width).permute(1, 2, 0, 3)
+
+
+def _select_by_place(terms_NRP: Tensor, visible: OrderedMask) -> Tensor:
+    """Select, for each row and key, the term of the distance between their places. Returns [N B, T, K].
+
+    `terms_NRP` holds the terms of all P distances for each of the R = B T rows.
+    """
+    column_BTK = visible.distance_columns()
+    terms_NBTP = terms_NRP.unflatten(1, column_BTK.shape[:2])
+    selected_NBTK = terms_NBTP.gather(3, column_BTK.expand(len(terms_NBTP), *column_BTK.shape))
+    selected: Tensor = selected_NBTK.flatten(0, 1)
+    return selected

@@ -25,8 +25,9 @@ from txl_dist.model.adaptive_softmax import AdaptiveSoftmax
 from txl_dist.model.block import Block, ResidualMix, build_norm
 from txl_dist.model.dropout import dropout
 from txl_dist.model.init import initialize
-from txl_dist.model.memory import Memory, build_mask, empty_memory
+from txl_dist.model.memory import AttentionMask, Memory, build_mask, empty_memory
 from txl_dist.model.positions import attention_biases, distance_encoding
+from txl_dist.model.prediction_order import OrderedMask, PredictionOrder, build_ordered_mask
 
 
 class TransformerXL(nn.Module):
@@ -75,6 +76,10 @@ class TransformerXL(nn.Module):
         else:
             num_mixes = 0
         self.residuals = nn.ModuleList(ResidualMix() for _ in range(num_mixes))
+        self.target_row: nn.Parameter | None = None
+        """Input of every query row (w in section 2.3 of Yang et al. 2019), if the model predicts in any order."""
+        if model.any_order:
+            self.target_row = nn.Parameter(torch.empty(model.width))
         if model.final_norm:
             self.final_norm = build_norm(model)
         else:
@@ -100,8 +105,12 @@ class TransformerXL(nn.Module):
         document_BT: Tensor | None = None,
         partition: Partition | None = None,
         with_loss: bool = False,
+        order: PredictionOrder | None = None,
     ) -> tuple[Tensor, Memory]:
         """Compute the hidden states of a segment, hidden_BTD, and the memory after the segment. Returns both.
+
+        With `order` (XLNet, needs `model.any_order`) the hidden states are those of the query rows, [B, m, D], which
+        predict the targets' own tokens. The memory then stores the first R tokens of the segment.
 
         `document_BT` (int64, >= 0) gives each token's document, and a query then sees only its own document. If it is
         None, a query sees all documents. `partition` groups `tokens_BT` into the clusters of `embedding.edges`. If it
@@ -118,16 +127,25 @@ class TransformerXL(nn.Module):
             )
         if document_BT is None:
             document_BT = torch.zeros_like(tokens_BT)
-        visible = build_mask(memory, document_BT, same_length=section.same_length)
+        stored_BR = document_BT
+        visible: AttentionMask | OrderedMask
+        if order is None:
+            visible = build_mask(memory, document_BT, same_length=section.same_length)
+        else:
+            visible = build_ordered_mask(memory, document_BT, order)
+            stored_BR = document_BT[:, : order.reuse_len]
         shares_gradient = with_loss and section.tie_weights
         hidden = self.embedding(tokens_BT, partition=partition, sparse_gradient=shares_gradient)
         encoding_KD = None
         if scheme.sinusoids == "distances":
-            encoding = self._encoding(visible.num_keys, like=hidden)
+            num_negative = visible.num_distances - visible.num_keys
+            encoding = self._encoding(visible.num_distances, like=hidden, num_negative=num_negative)
             encoding_KD = self._drop(encoding, section.rate(section.distance_dropout))
         elif scheme.sinusoids == "embedding":
             # Counted from the segment's end. Hidden states in a memory contain the encodings of their own segment.
             hidden = hidden + self._encoding(tokens_BT.shape[1], like=hidden)
+        if order is not None:
+            hidden = torch.cat([hidden, self._query_rows(order, like=hidden)], dim=1)
         hidden = self._drop(hidden, section.rate(section.embed_dropout))
         embedded = hidden
         inputs: list[Tensor] = []
@@ -135,20 +153,38 @@ class TransformerXL(nn.Module):
         for index, (block, memory_BMD) in enumerate(zip(self.blocks, memory.hidden, strict=True)):
             if section.residual_scalars:
                 hidden = self.residuals[index](hidden, embedded)
-            inputs.append(hidden)
+            if order is None:
+                inputs.append(hidden)
+            else:
+                inputs.append(hidden[:, : order.reuse_len])
             run: Callable[..., tuple[Tensor, Tensor | None]] = block
             if self.recompute_every and self.training and index % self.recompute_every == 0:
                 run = partial(checkpoint, block, use_reentrant=False)
             seen = visible.of_memory(memory_BMD.shape[1])
             nearest_KD = encoding_KD
             if encoding_KD is not None and seen is not visible:
-                nearest_KD = encoding_KD[-seen.num_keys :]
+                nearest_KD = encoding_KD[-seen.num_distances :]
             hidden, first_value_BKNH = run(hidden, memory_BMD, nearest_KD, seen, first_value_BKNH)
+        if order is not None:
+            hidden = hidden[:, visible.segment_len :]
         hidden_BTD = self._drop(self.final_norm(hidden), section.rate(section.output_dropout))
-        return hidden_BTD, memory.append(inputs, document_BT=document_BT)
+        return hidden_BTD, memory.append(inputs, document_BT=stored_BR)
 
-    def _encoding(self, num_distances: int, *, like: Tensor) -> Tensor:
-        return distance_encoding(num_distances, width=self.section.width, clamp_len=self.section.clamp_len, like=like)
+    def _query_rows(self, order: PredictionOrder, *, like: Tensor) -> Tensor:
+        """Return the first input of the query rows, [B, m, D]: the same learned row for each target."""
+        if self.target_row is None:
+            raise ConfigError(
+                "TransformerXL.forward was called with an order, but the model predicts the next token only. Set "
+                "model.any_order to true, or remove the argument order."
+            )
+        num_lanes, num_targets = order.place_Bm.shape
+        return self.target_row.to(like.dtype).expand(num_lanes, num_targets, -1)
+
+    def _encoding(self, num_distances: int, *, like: Tensor, num_negative: int = 0) -> Tensor:
+        section = self.section
+        return distance_encoding(
+            num_distances, width=section.width, clamp_len=section.clamp_len, like=like, num_negative=num_negative
+        )
 
     def _drop(self, x: Tensor, rate: float) -> Tensor:
         if self.training:
@@ -167,6 +203,8 @@ class Batch(NamedTuple):
     """Document number of each token. If it is None, attention crosses document borders."""
     token_partition: Partition | None = None
     target_partition: Partition | None = None
+    order: PredictionOrder | None = None
+    """Order of prediction (XLNet). The targets are then tokens of the segment itself, [B, m]."""
 
 
 class SegmentLoss(nn.Module):
@@ -200,6 +238,7 @@ class SegmentLoss(nn.Module):
             document_BT=batch.document_BT,
             partition=batch.token_partition,
             with_loss=normalizer is not None,
+            order=batch.order,
         )
         if predicts:
             return self.model.softmax(hidden_BTD[:, -1:], None), memory

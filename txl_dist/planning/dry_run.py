@@ -47,17 +47,17 @@ def dry_run(config: Config, *, world_size: int, shows_all: bool = False) -> Iter
     for context, stage_warnings in plan.stages:
         steps = context.steps
         splits = context.corpora.train
-        segment_len = context.config.train.segment_len
+        step_len = context.config.train.step_len
         if config.train.phases:
             yield f"steps {steps.start + 1:,} to {steps.stop:,}:"
         if steps.start:
             stream = continued(stream, context.corpora.begin, splits)
         yield from describe_batch(context, num_parameters=plan.num_parameters)
-        end = stream.advanced(len(steps) * segment_len)
+        end = stream.advanced(len(steps) * step_len)
         yield from describe_data(splits, end, last_step=steps.stop)
         yield from describe_cost(context)
         warnings += stage_warnings.settings
-        warnings += warnings_on_repetition(splits, end, segment_len=segment_len, last_step=steps.stop)
+        warnings += warnings_on_repetition(splits, end, step_len=step_len, last_step=steps.stop)
         warnings += stage_warnings.size
         stream = end
     for warning in dict.fromkeys(warnings):

@@ -194,7 +194,7 @@ def make_plan(config: Config, *, question: PlanOptions) -> Plan:
         gpus_used=used,
         notes=notes,
         parameters=planner.parameters,
-        tokens_per_step=config.train.num_lanes * config.train.segment_len,
+        tokens_per_step=config.train.num_lanes * config.train.step_len,
         flops_per_token=planner.flops,
         usable_gib=planner.gpu.usable_bytes / 2**30,
         options=options,

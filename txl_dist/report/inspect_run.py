@@ -138,19 +138,19 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
         last = read_state(before[-1])
         state = continued_stream(last, state, splits)[0]
         start = last.step
-    segment_len = config.train.segment_len
+    step_len = config.train.step_len
     if behind:
         saved = read_state(behind[0]).stream
         state = state.with_skip(saved, saved)  # the run may have come back to `before` and left out what went wrong
         saved_step = step_of(behind[0])
-        reached = state.advanced((saved_step - start) * segment_len)
+        reached = state.advanced((saved_step - start) * step_len)
         changed = _change_between(reached, saved)
         if changed:
             raise CheckpointError(
                 f"what the lanes read at step {step} cannot be computed: {changed} before {behind[0].name}, and no "
                 f"checkpoint from before that change exists. Name a step after {saved_step}."
             )
-    return splits, state.advanced((step - 1 - start) * segment_len), segment_len
+    return splits, state.advanced((step - 1 - start) * step_len), config.train.segment_len
 
 
 def _change_between(reached: StreamState, saved: StreamState) -> str:

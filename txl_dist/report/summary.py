@@ -112,7 +112,7 @@ class RunRecords:
     def _tokens_per_step(self) -> float:
         """Return the number of tokens per step by the settings. It is NaN if it is unknown."""
         num_lanes = self.settings.get("train.num_lanes")
-        segment_len = self.settings.get("train.segment_len")
+        segment_len = self.settings.get("train.reuse_len") or self.settings.get("train.segment_len")
         if _is_count(num_lanes) and _is_count(segment_len):
             return float(num_lanes) * float(segment_len)
         return math.nan

@@ -18,12 +18,15 @@ import torch
 
 from txl_dist.config.load import Config
 from txl_dist.data.loader.corpora import open_corpora
-from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.corpus import Corpus, Split
 from txl_dist.data.loader.corruption import CorruptionPolicy
 from txl_dist.data.loader.stream import LaneStream, Segment
 from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.data.loader.target_sampler import TargetBatch, TargetSampler, TargetSettings
 from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE, Partition
+from txl_dist.model.prediction_order import PredictionOrder
 from txl_dist.model.transformer_xl import Batch, TransformerXL
+from txl_dist.tokenizers.word_starts import word_starts
 from txl_dist.vocabulary_clusters import ClusterRows, count_by_cluster, partition_by_cluster, sizes_for
 
 
@@ -100,6 +103,49 @@ class BatchMaker(NamedTuple):
             target_partition=self._partition(targets, self.softmax_edges, sizes),
         )
 
+    def ordered_microbatches(self, segment: Segment, targets: TargetBatch, *, lanes: int) -> list[Batch]:
+        """Cut a rank's segment into micro-batches that predict these targets in their order (XLNet)."""
+        num_lanes = segment.tokens.shape[0]
+        return [
+            self.ordered_batch(segment, targets, rows=slice(start, start + lanes))
+            for start in range(0, num_lanes, lanes)
+        ]
+
+    def ordered_batch(self, segment: Segment, targets: TargetBatch, *, rows: slice = slice(None)) -> Batch:
+        """Make one batch of some lanes that predicts these targets in their order (XLNet).
+
+        The tokens are the last T of the segment's T + 1 tokens. Each target is one of these tokens itself. With
+        document masks a token belongs to its own document.
+        """
+        targets = targets.of_rows(rows)
+        tokens = segment.tokens[rows, 1:]
+        target_ids = np.take_along_axis(tokens, targets.place_Bm, axis=1)
+        is_sound = np.take_along_axis(segment.scored[rows], targets.place_Bm, axis=1)
+        is_scored = targets.is_drawn_Bm & is_sound
+        document_BT = None
+        if self.mask_documents:
+            document_BT = torch.from_numpy(np.ascontiguousarray(segment.documents[rows, 1:]))
+        order = PredictionOrder(
+            query_level_BT=torch.from_numpy(targets.query_level_BT),
+            key_level_BT=torch.from_numpy(targets.key_level_BT),
+            place_Bm=torch.from_numpy(targets.place_Bm),
+            reuse_len=targets.reuse_len,
+        )
+        token_sizes: tuple[int, ...] = ()
+        target_sizes: tuple[int, ...] = ()
+        if not self.rows_multiple:
+            token_sizes = self._sizes(tokens, tokens)
+            target_sizes = self._sizes(target_ids, target_ids)
+        return Batch(
+            tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
+            targets_BT=torch.from_numpy(target_ids),
+            scored_BT=torch.from_numpy(is_scored.astype(np.float32)),
+            document_BT=document_BT,
+            token_partition=self._partition(tokens, self.embedding_edges, token_sizes),
+            target_partition=self._partition(target_ids, self.softmax_edges, target_sizes),
+            order=order,
+        )
+
     def _sizes(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
         """Return the padded size of each cluster, for both partitions.
 
@@ -158,11 +204,13 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def _mapped(batch: Batch, move: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
     """Return the batch with `move` applied to each of its tensors, including the tensors of its partitions."""
 
-    def moved(value: torch.Tensor | Partition | None) -> Any:
-        if value is None:
-            return None
+    def moved(value: torch.Tensor | Partition | PredictionOrder | int | None) -> Any:
+        if value is None or isinstance(value, int):
+            return value
         if isinstance(value, torch.Tensor):
             return move(value)
+        if isinstance(value, PredictionOrder):
+            return PredictionOrder(*map(moved, value))
         return tuple(ClusterRows(*map(move, cluster)) for cluster in value)
 
     return Batch(*map(moved, batch))
@@ -179,11 +227,12 @@ def read_inputs(
     damage: CorruptionPolicy,
     depth: int,
     device: torch.device,
+    sampler: TargetSampler | None = None,
 ) -> Iterator[StepInput]:
     """Yield the input of each step for this rank's `lanes`, from the position `stream` on.
 
     This runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that
-    are prefetched.
+    are prefetched. With `sampler` the batches predict sampled targets in random orders (XLNet).
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
@@ -192,13 +241,20 @@ def read_inputs(
         stream,
         segment_len=segment_len,
         lanes=lanes,
+        step_len=0 if sampler is None else sampler.settings.reuse_len,
         damage=damage,
-        mark_documents=maker.mask_documents,
+        mark_documents=maker.mask_documents or sampler is not None,
         # The prefetched ones, the one being trained on and the one being filled.
         num_buffers=depth + 2,
     )
+    before = stream
     for segment, state in segments:
-        batches = maker.microbatches(segment, lanes=microbatch_lanes)
+        if sampler is None:
+            batches = maker.microbatches(segment, lanes=microbatch_lanes)
+        else:
+            targets = sampler.draw(segment, lanes=lanes, positions=segments.positions(before))
+            batches = maker.ordered_microbatches(segment, targets, lanes=microbatch_lanes)
+            before = state
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 
@@ -217,7 +273,34 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
         corpora.begin,
         segment_len=train.segment_len,
         lanes=range(train.num_lanes),
-        mark_documents=mask_documents,
+        step_len=train.step_len,
+        mark_documents=mask_documents or train.is_permutation,
     )
     maker = batch_maker(model, mask_documents=mask_documents).for_training(half_loss=train.half_loss)
-    return (maker.batch(segment) for segment, _ in stream)
+    sampler = target_sampler(config, corpora.first)
+    if sampler is None:
+        return (maker.batch(segment) for segment, _ in stream)
+    return _ordered_batches(stream, corpora.begin, maker, sampler)
+
+
+def _ordered_batches(
+    stream: LaneStream, state: StreamState, maker: BatchMaker, sampler: TargetSampler
+) -> Iterator[Batch]:
+    for segment, after in stream:
+        targets = sampler.draw(segment, lanes=stream.lanes, positions=stream.positions(state))
+        yield maker.ordered_batch(segment, targets)
+        state = after
+
+
+def target_sampler(config: Config, corpus: Corpus, *, seed: int | None = None) -> TargetSampler | None:
+    """Return the sampler of a run's targets (XLNet), or None if the run predicts the next token.
+
+    `corpus` has the tokenizer, which says where words begin. Without `seed` the draws depend on the seed of the run.
+    """
+    if not config.train.is_permutation:
+        return None
+    return TargetSampler(
+        TargetSettings.of(config.train),
+        seed=config.run.seed if seed is None else seed,
+        begins_word_V=word_starts(corpus.tokenizer),
+    )

@@ -56,8 +56,7 @@ class RunResult(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `txl train`: 0 after the last step, and 75 if the same command must be started again to
-        continue."""
+        """Exit code of `txl train`: 0 after the last step, 75 if the same command continues the run."""
         if self.ended == "done":
             return 0
         return REQUEUE

@@ -31,7 +31,7 @@ from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.distributed.collectives import StepFlags, all_reduce_flags, run_on_all_ranks, run_on_rank0, set_timeout
 from txl_dist.errors import TrainingError
 from txl_dist.fault_injection import failpoint
-from txl_dist.train.batch import StepInput, batch_maker, read_inputs
+from txl_dist.train.batch import StepInput, batch_maker, read_inputs, target_sampler
 from txl_dist.train.callbacks import Callbacks, StepEnd, TrainStart, ValidationEnd
 from txl_dist.train.checkpoint.callback_states import read_states
 from txl_dist.train.checkpoint.engine_probe import check_probe
@@ -122,7 +122,7 @@ class TrainingRun:
         )
         self.damage = CorruptionPolicy(skip=config.data.on_corrupt == "skip", max_skipped=config.data.max_skipped)
         self.clock = StepClock(context.ranks.device, sees_forward=config.engine.zero_stage < 3)
-        scored_varies = config.data.document_mask or config.data.on_corrupt == "skip"
+        scored_varies = config.data.document_mask or config.data.on_corrupt == "skip" or config.train.is_permutation
         self.stepper = Stepper(
             engine,
             self.clock,
@@ -274,6 +274,7 @@ class TrainingRun:
             damage=self.damage,
             depth=depth,
             device=context.ranks.device,
+            sampler=target_sampler(config, context.corpora.first),
         )
         inputs = prefetch(step_inputs, depth=depth)
         try:
@@ -426,7 +427,8 @@ class TrainingRun:
                 corpora.eval,
                 mask_documents=config.data.document_mask,
                 max_tokens=config.eval.max_tokens,
-                half_loss=config.train.half_loss,
+                unscored=config.train.unscored,
+                with_eval_bits=not config.train.is_permutation,
             )
         )
         for kind, problem in facts["no_bits"].items():
@@ -452,7 +454,7 @@ class TrainingRun:
             values,
             splits=context.corpora.train,
             mask_documents=config.data.document_mask,
-            half_loss=config.train.half_loss,
+            unscored=config.train.unscored,
             max_steps=self.max_steps,
         )
         self.reporter.write("train", record)

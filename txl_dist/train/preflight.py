@@ -209,7 +209,7 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
     return warnings
 
 
-def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment_len: int, last_step: int) -> list[str]:
+def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, step_len: int, last_step: int) -> list[str]:
     """Return a warning for each training split that a phase of a run repeats too often.
 
     This means more than `MANY_EPOCHS` epochs by step `last_step`, the end of the phase, or at least `LARGE_SHARE` of
@@ -217,13 +217,13 @@ def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, segment
     """
     warnings: list[str] = []
     for split, state in zip(splits, end.corpora, strict=True):
-        per_step = state.num_lanes * segment_len
+        per_step = state.num_lanes * step_len
         epochs = epochs_read(state.cut(), state.position, num_tokens=split.tokens)
         if epochs <= MANY_EPOCHS and per_step < LARGE_SHARE * split.tokens:
             continue
         warnings.append(
             f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens. A step reads "
-            f"{counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x {segment_len}), which is "
+            f"{counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x {step_len}), which is "
             f"{100 * per_step / split.tokens:.3g} % of the split. By step {last_step:,} the split will have been read "
             f"{epochs:,.0f} times. A model memorizes a text that is this small for the run: lower train.num_lanes, "
             "train.segment_len or train.max_steps, or prepare more text"
@@ -266,7 +266,7 @@ def describe_batch(context: RunContext, *, num_parameters: int) -> Iterator[str]
     train = config.train
     engine = config.engine
     yield (
-        f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.segment_len, 'token')} = "
+        f"batch: {counted(train.num_lanes, 'lane')} x {counted(train.step_len, 'token')} = "
         f"{plan.tokens_per_step:,} tokens per step; "
         f"{counted(plan.world_size, 'rank')} x {counted(plan.num_microbatches, 'micro-batch', 'micro-batches')} x "
         f"{counted(plan.microbatch_lanes, 'lane')}"

@@ -205,7 +205,7 @@ def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Sta
     run_on_rank0(lambda: _open_run(plan, start))
     watch.watchdog.write_stacks_to(plan.run_dir / STACKS)
     last_step = context.steps.stop
-    end = start.stream.advanced((last_step - start.step) * config.train.segment_len)
+    end = start.stream.advanced((last_step - start.step) * config.train.step_len)
     for line in describe_batch(context, num_parameters=plan.num_parameters):
         logger.info(line)
     for line in describe_data(context.corpora.train, end, last_step=last_step):
@@ -282,9 +282,9 @@ def _check_run(stage: Stage, choice: Choice) -> Start:
         stream, lane_warnings = continued_stream(saved, stream, corpora.train)
         warnings += lane_warnings
     last_step = context.steps.stop
-    segment_len = context.config.train.segment_len
-    end = stream.advanced((last_step - step) * segment_len)
-    warnings += warnings_on_repetition(corpora.train, end, segment_len=segment_len, last_step=last_step)
+    step_len = context.config.train.step_len
+    end = stream.advanced((last_step - step) * step_len)
+    warnings += warnings_on_repetition(corpora.train, end, step_len=step_len, last_step=last_step)
     warnings += stage.warnings.size
     warnings += stage.warnings.settings
     return Start(saved, stream, tokenizer_json, evaluated_losses(context.run_dir, up_to=step), warnings)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from tests.helpers.corpora import tiny_corpus
 from tests.helpers.logs import format_record
+from txl_dist.config.schema import TrainSection
 from txl_dist.train.report.validation import text_facts
 
 
@@ -28,7 +29,9 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
     assert part.keys() == {"eval"}
     assert "only the first 20 of the" in part["eval"]
     assert "held_out_bytes" not in text_facts([split], [], mask_documents=False)
-    half = text_facts([split], [whole.split("valid")], mask_documents=False, half_loss=True)["no_bits"]
+    half = text_facts(
+        [split], [whole.split("valid")], mask_documents=False, unscored=TrainSection(half_loss=True).unscored
+    )["no_bits"]
     assert half == {"train": "only the recent half of each segment is scored (train.half_loss)"}
 
 

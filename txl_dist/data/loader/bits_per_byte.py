@@ -64,18 +64,17 @@ def text_units(
     shares: Sequence[float] = (1.0,),
     mask_documents: bool,
     max_tokens: int = 0,
-    half_loss: bool = False,
+    unscored: str = "",
 ) -> TextUnits:
     """Decide in which units losses over `splits` may be reported.
 
     `shares` are the fractions of the scored tokens that come from each split. At most `max_tokens` tokens of a split
-    are scored, and 0 means all tokens. With `half_loss` only the second half of the targets of each segment is scored.
-    Raises DataError if a tokenizer, or a file of token counts that is needed, cannot be read.
+    are scored, and 0 means all tokens. `unscored` is the reason why some targets
+    have no loss, or empty. Raises DataError if a tokenizer, or a file of token counts that is needed, cannot be read.
     """
     parts = list(zip(splits, shares, strict=True))
     problems = [_problem_of(split, mask_documents=mask_documents, max_tokens=max_tokens) for split in splits]
-    if half_loss:
-        problems.append("only the recent half of each segment is scored (train.half_loss)")
+    problems.append(unscored)
     first_problem = next(filter(None, problems), "")
     return TextUnits(
         bytes_per_token=sum(share * split.text_bytes / split.tokens for split, share in parts),

@@ -68,13 +68,16 @@ class EvalStream:
         num_lanes: int,
         segment_len: int,
         overlap_len: int = 0,
+        step_len: int = 0,
         rank: int = 0,
         world_size: int = 1,
         max_tokens: int = 0,
     ) -> None:
         """Select the lanes of this rank in the split's first `max_tokens` tokens (0 means all tokens).
 
-        Each segment repeats up to `overlap_len` tokens before it as context. Raises DataError if there are fewer than
+        Each segment repeats up to `overlap_len` tokens before it as context. Each lane moves on by `step_len` tokens
+        per segment. If that is 0, it moves on by the whole segment. With a smaller `step_len` segments overlap, and
+        tokens are read several times. Raises DataError if there are fewer than
         two tokens to evaluate.
         """
         if max_tokens:
@@ -91,6 +94,7 @@ class EvalStream:
         self.num_lanes = min(num_lanes, self.num_targets)
         self.stripe_len = math.ceil(self.num_targets / self.num_lanes)
         self.segment_len = min(segment_len, self.stripe_len)
+        self.step_len = min(step_len or self.segment_len, self.segment_len)
         self.overlap_len = overlap_len
         lanes_per_rank = math.ceil(self.num_lanes / world_size)
         num_padded_lanes = lanes_per_rank * world_size
@@ -101,12 +105,13 @@ class EvalStream:
 
     def __len__(self) -> int:
         """Return the number of forward passes, equal on all ranks."""
-        return math.ceil(self.stripe_len / self.segment_len)
+        num_after_first = math.ceil((self.stripe_len - self.segment_len) / self.step_len)
+        return 1 + num_after_first
 
     def __iter__(self) -> Iterator[Segment]:
         """Yield the segments of this rank's lanes in order."""
         for step in range(len(self)):
-            yield self._segment_at(step * self.segment_len)
+            yield self._segment_at(step * self.step_len)
 
     def _segment_at(self, position: int) -> Segment:
         """Read the segment whose first scored target has the index `position` in each lane."""

@@ -80,6 +80,7 @@ class LaneStream:
         *,
         segment_len: int,
         lanes: range,
+        step_len: int = 0,
         damage: CorruptionPolicy | None = None,
         mark_documents: bool = True,
         num_buffers: int = 0,
@@ -89,9 +90,12 @@ class LaneStream:
         Document numbers are needed only for document masks. Without `mark_documents` all `documents` of a segment are
         0. With `num_buffers` above 0, segments are views of reused buffers: a segment is valid until `num_buffers`
         further segments were taken from the iterator. With 0 every segment stays valid. `damage` decides whether
-        damaged documents may be skipped. Raises DataError if a split has fewer tokens than lanes.
+        damaged documents may be skipped. A step moves each lane on by `step_len` tokens, or by the whole segment if
+        that is 0. With a smaller `step_len` the next segment begins inside this one. Raises DataError if a split has
+        fewer tokens than lanes.
         """
         self.segment_len = segment_len
+        self.step_len = step_len or segment_len
         self.lanes = lanes
         self.state = state
         self._num_buffers = num_buffers
@@ -117,7 +121,7 @@ class LaneStream:
         """Yield segments without end, each with the stream state after training on that segment."""
         state = self.state
         # The tokens of several steps are neighbours in a lane's shard: reading them at once is three times faster.
-        tokens_per_step = self.segment_len * len(self.lanes)
+        tokens_per_step = self.step_len * len(self.lanes)
         steps = max(1, min(STEPS_AT_ONCE, MAX_TOKENS_AT_ONCE // tokens_per_step))
         ring = []
         if self._num_buffers:
@@ -130,8 +134,8 @@ class LaneStream:
                 block = self._buffer(steps)
             num_read = self._read_steps(state, block, steps)
             for step in range(num_read):
-                state = state.advanced(self.segment_len)
-                yield _steps_of(block, step * self.segment_len, self.segment_len), state
+                state = state.advanced(self.step_len)
+                yield _steps_of(block, step * self.step_len, self.segment_len), state
 
     def _read_steps(self, state: StreamState, block: Segment, steps: int) -> int:
         """Fill a block of `steps` training steps, and return the number of steps that were read.
@@ -150,6 +154,13 @@ class LaneStream:
             self._read(state, _steps_of(block, 0, self.segment_len))
             return 1
         return steps
+
+    def positions(self, state: StreamState) -> list[int]:
+        """Return the position of each lane at a state: the number of tokens that the lane has passed.
+
+        The number begins at 0 again when the lanes are divided again among the ranks' rows and corpora.
+        """
+        return [state.corpora[corpus].position for corpus in self._corpus_of_row]
 
     def segment_at(self, state: StreamState) -> Segment:
         """Return the segment that training reads next at `state`.
@@ -181,7 +192,7 @@ class LaneStream:
     def _buffer(self, steps: int = 1) -> Segment:
         """Allocate a segment with room for `steps` training steps."""
         num_lanes = len(self.lanes)
-        num_inputs = self.segment_len * steps
+        num_inputs = self.step_len * (steps - 1) + self.segment_len
         return Segment(
             tokens=np.empty((num_lanes, num_inputs + 1), np.int64),
             documents=np.zeros((num_lanes, num_inputs + 1), np.int64),

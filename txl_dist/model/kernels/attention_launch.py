@@ -173,8 +173,13 @@ def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_positio
     return None
 
 
-def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool) -> str | None:
-    """Return why the kernels cannot compute attention of these queries on their device, or None if they can."""
+def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool, in_any_order: bool = False) -> str | None:
+    """Return why the kernels cannot compute attention of these queries on their device, or None if they can.
+
+    With `in_any_order` queries may see later keys (XLNet).
+    """
+    if in_any_order:
+        return "the kernels compute causal attention only, and the model predicts in any order (model.any_order)"
     shape_reason = unsupported_shape_reason(
         query_BTNH.dtype, head_width=query_BTNH.shape[-1], has_position_bias=has_position_bias
     )

@@ -39,7 +39,7 @@ def find_rewind(
     base = run_on_rank0(lambda: stream_of(saved, context, began=began, now=state.stream))
     if base is None:
         return None
-    begin = base.advanced((first_bad - 1 - saved.step) * context.config.train.segment_len)
+    begin = base.advanced((first_bad - 1 - saved.step) * context.config.train.step_len)
     return Rewind(saved, base.with_skip(begin, state.stream))
 
 
@@ -54,8 +54,8 @@ def stream_of(
     step, stream = began
     if saved.step != step:
         stream = saved.stream
-    saved_len = at_step(load_config(saved.folder / SETTINGS), saved.step).train.segment_len
-    if saved.step < step and saved_len != context.config.train.segment_len:
+    saved_len = at_step(load_config(saved.folder / SETTINGS), saved.step).train.step_len
+    if saved.step < step and saved_len != context.config.train.step_len:
         return None  # its steps cannot be counted in segments of the present length
     if [corpus.cut() for corpus in stream.corpora] != [corpus.cut() for corpus in now.corpora]:
         return None

@@ -233,7 +233,7 @@ def train_record(
     *,
     splits: Sequence[Split],
     mask_documents: bool,
-    half_loss: bool,
+    unscored: str,
     max_steps: int,
 ) -> Record:
     """Return the training record of an interval: its `values`, and numbers that follow from the state at its end.
@@ -243,7 +243,7 @@ def train_record(
     """
     streams = state.stream.corpora
     shares = [stream.num_lanes / state.stream.num_lanes for stream in streams]
-    units = text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)
+    units = text_units(splits, shares=shares, mask_documents=mask_documents, unscored=unscored)
     epochs = {}
     for stream, split in zip(streams, splits, strict=True):
         name = labelled("epoch", split, splits)

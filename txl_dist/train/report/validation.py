@@ -15,9 +15,10 @@ from txl_dist.data.loader.corpus import Split
 from txl_dist.rng import derive_seed
 from txl_dist.train.batch import BatchMaker
 from txl_dist.train.engine.protocol import Engine
-from txl_dist.train.report.evaluation_loss import evaluate_split
+from txl_dist.train.report.evaluation_loss import Evaluation, evaluate_split
 from txl_dist.train.report.loggers import MetricReporter, Record
 from txl_dist.train.report.memory_stats import measure_memory
+from txl_dist.train.report.permutation_loss import evaluate_permutation
 from txl_dist.train.report.sample_text import sample_text
 from txl_dist.train.state import RunContext
 
@@ -89,8 +90,14 @@ class Validator:
         """Evaluate every validation split and measure the memory with the engine's present weights. Returns the result
         of `evaluate`."""
         before_segment = partial(self._before_segment, step)
+        train = self._config.train
+        evaluate: Callable[..., Evaluation]
+        if train.is_permutation:
+            evaluate = partial(evaluate_permutation, train=train, num_orders=self._config.eval.orders)
+        else:
+            evaluate = evaluate_split
         results = [
-            evaluate_split(
+            evaluate(
                 self._engine,
                 split,
                 maker=self._maker,
@@ -100,8 +107,7 @@ class Validator:
             )
             for split in self._splits
         ]
-        train = self._config.train
-        if train.memory_len:
+        if train.memory_len and not train.is_permutation:
             record = measure_memory(
                 self._engine,
                 self._splits[0],
@@ -165,22 +171,24 @@ def text_facts(
     *,
     mask_documents: bool,
     max_tokens: int = 0,
-    half_loss: bool = False,
+    unscored: str = "",
+    with_eval_bits: bool = True,
 ) -> Record:
     """Return facts about a run's text for the record of the run's start: corpora, tokenizer, and units of the losses.
 
     `splits` are the training splits, and `held_out` the validation splits. At most `max_tokens` tokens of each
-    validation split are scored, and 0 means all tokens. `half_loss` is the value of `train.half_loss`, with which
-    training scores only half of each segment.
+    validation split are scored, and 0 means all tokens. `unscored` is the reason why some
+    targets of training have no loss. Without `with_eval_bits` the reason holds for evaluations too.
 
     In the result, `no_bits` maps a kind of record to the reason why it has no bits per byte. `held_out_bytes` is the
     size of the text of the first validation split. Two runs with different sizes have different validation text.
     """
     shares = [1 / len(splits)] * len(splits)
-    units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, half_loss=half_loss)}
+    units = {"train": text_units(splits, shares=shares, mask_documents=mask_documents, unscored=unscored)}
     for split in held_out:
         name = labelled("eval", split, held_out)
-        units[name] = text_units([split], mask_documents=mask_documents, max_tokens=max_tokens)
+        eval_unscored = "" if with_eval_bits else unscored
+        units[name] = text_units([split], mask_documents=mask_documents, max_tokens=max_tokens, unscored=eval_unscored)
     first = splits[0].corpus
     return {
         "corpora": [split.corpus.name for split in splits],

@@ -1,0 +1,65 @@
+"""XLNet's objective through the whole of a run: kills, ranks, ZeRO stages and the validation loss."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_resume import assert_same_state, last_step, losses
+from tests.helpers.job import Job
+from tests.helpers.launch import train
+from txl_dist.artifacts import list_checkpoints
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+XLNET = ["--model.any_order", "True", "--train.objective", "permutation", "--train.reuse_len", "12"]
+XLNET += ["--train.predicted_len", "5", "--model.share_biases", "False"]
+
+
+def records(run: Path, kind: str) -> list[dict[str, object]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+def test_a_killed_run_continues_bit_for_bit_with_its_memories(tmp_path: Path, config_file: Path) -> None:
+    words = [str(config_file), *XLNET]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(*words, "--run.dir", str(whole), cwd=tmp_path)
+    with Job("train", *words, "--run.dir", str(killed), log=tmp_path / "killed.log") as job:
+        job.wait_for(lambda: last_step(killed) >= 17 and list_checkpoints(killed))
+        job.signal(signal.SIGKILL)
+    assert not (killed / "DONE").exists()
+    train(*words, "--run.dir", str(killed), cwd=tmp_path)
+    assert losses(killed) == losses(whole)
+    assert_same_state(list_checkpoints(killed)[-1], list_checkpoints(whole)[-1])
+
+
+@pytest.mark.parametrize("words", [["--data.document_mask", "True"], ["--data.document_mask", "False"]])
+def test_every_zero_stage_and_number_of_ranks_gives_the_same_losses(
+    tmp_path: Path, config_file: Path, words: list[str]
+) -> None:
+    words = [*words, "--train.microbatch_lanes", "2", "--train.max_steps", "6"]
+    found = {}
+    for ranks, stage in ((1, 1), (2, 0), (2, 1), (2, 2), (2, 3), (4, 3)):
+        run = tmp_path / f"{ranks}_{stage}"
+        flags = ["--engine.zero_stage", str(stage), "--run.dir", str(run)]
+        train(str(config_file), *XLNET, *words, *flags, cwd=tmp_path, ranks=ranks)
+        found[ranks, stage] = losses(run)
+    expected = found[1, 1]
+    assert len(expected) == 6
+    for run_losses in found.values():
+        assert run_losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_validation_loss_falls_with_the_rank_of_prediction_and_has_no_bits_per_byte(
+    tmp_path: Path, config_file: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [str(config_file), *XLNET, "--eval.orders", "2", "--run.dir", str(run)]
+    train(*words, cwd=tmp_path, ranks=1)
+    (evaluation,) = records(run, "eval")[-1:]
+    assert len(evaluation["loss_by_position"]) == 5  # type: ignore[arg-type]
+    assert "bits_per_byte" not in evaluation
+    assert "accuracy_pct" in evaluation
+    assert "bits_per_byte" not in records(run, "train")[-1]

@@ -1,0 +1,242 @@
+"""Choice of the tokens that XLNet predicts in a segment, and of the order in which it predicts them.
+
+`draw_targets` is a pure function of the settings, the seed, the lane (batch row) and the lane's position. So a resumed
+run, other ranks and other micro-batches draw the same targets, and nothing has to be stored.
+
+A segment of T tokens has two halves: the first R tokens, which the memory then stores, and the T - R tokens after them.
+The next segment begins after the first half, so it reads the second half again. Each half is sampled by itself, as in
+section 3.1 of Yang et al. 2019 and in its code (data_utils.py, `_sample_mask`):
+
+    spans    Spans of n whole words with p(n) ~ 1/n, one in each stretch of n * span_context tokens of context. The
+             place of a span in its context is random.
+    filling  Single random tokens, until the half has its number of targets.
+    order    A random permutation of the half. All tokens that are not targets come before the first target.
+
+A token is not a target if it begins the segment or a document. So every target sees at least one token of its document.
+
+Shapes: B lanes, T segment, m targets, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from txl_dist.config.schema import Half, TrainSection
+from txl_dist.data.loader.stream import Segment
+from txl_dist.rng import derive_seed
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+class TargetSettings(NamedTuple):
+    """Settings of `draw_targets`. Lengths are numbers of tokens."""
+
+    segment_len: int
+    halves: tuple[Half, ...]
+    """Halves of a segment, which together have T tokens and m targets."""
+    order_len: int = 0
+    """Number of places that have a permutation in common. 0 means that each half has one permutation."""
+    longest_span: int = 5
+    """Largest number of words in a span."""
+    span_context: int = 6
+    """Number of tokens of context per word of a span."""
+
+    @property
+    def reuse_len(self) -> int:
+        """Number R of tokens by which a step moves on, and which the memory stores."""
+        return self.halves[0].stop
+
+    @classmethod
+    def of(cls, train: TrainSection) -> Self:
+        """Return the settings of a run."""
+        return cls(
+            segment_len=train.segment_len,
+            halves=train.halves(),
+            order_len=train.order_len,
+            longest_span=train.longest_span,
+            span_context=train.span_context,
+        )
+
+
+class DrawnTargets(NamedTuple):
+    """Targets of one segment of one lane. The arrays have m numbers, in the order of prediction, or T numbers."""
+
+    place_m: Int64s
+    """Positions of the targets. A target that could not be drawn has place 0."""
+    is_drawn_m: Bools
+    """False where a half had too few tokens that may be targets."""
+    query_level_T: Int64s
+    """Position i sees position j if the key level of j is below the query level of i. See `model.prediction_order`."""
+    key_level_T: Int64s
+
+
+def draw_targets(
+    settings: TargetSettings, *, seed: int, lane: int, position: int, begins_word_T: Bools, may_be_target_T: Bools
+) -> DrawnTargets:
+    """Draw the targets of the segment that a lane reads at a position, and their order.
+
+    `begins_word_T` marks tokens that begin a word. `may_be_target_T` marks tokens that may be predicted. The segment's
+    first token never is.
+    """
+    key = derive_seed(seed, "targets", lane, position)
+    rng = np.random.Generator(np.random.Philox(key=key))
+    may_be_target_T = may_be_target_T.copy()
+    may_be_target_T[0] = False
+    num_tokens = settings.segment_len
+    step = num_tokens + 3  # more levels than a half can have
+    key_level_T = np.empty(num_tokens, np.int64)
+    query_level_T = np.empty(num_tokens, np.int64)
+    places: list[Int64s] = []
+    drawn: list[Bools] = []
+    for index, half in enumerate(settings.halves):
+        targets = _draw_places(half, settings, rng, begins_word_T=begins_word_T, may_be_target_T=may_be_target_T)
+        rank_h = _draw_ranks(half.stop - half.start, order_len=settings.order_len, rng=rng)
+        is_target_h = np.zeros(half.stop - half.start, dtype=bool)
+        is_target_h[targets - half.start] = True
+        level_h = index * step + np.where(is_target_h, 1 + rank_h, 0)
+        key_level_T[half.start : half.stop] = level_h
+        query_level_T[half.start : half.stop] = np.where(is_target_h, level_h, index * step + 1)
+        in_order = targets[np.argsort(rank_h[targets - half.start])]
+        missing = half.num_targets - len(targets)
+        places.append(np.concatenate([in_order, np.zeros(missing, np.int64)]))
+        drawn.append(np.arange(half.num_targets) < len(targets))
+    return DrawnTargets(np.concatenate(places), np.concatenate(drawn), query_level_T, key_level_T)
+
+
+def draw_span_lengths(rng: np.random.Generator, count: int, *, longest: int) -> Int64s:
+    """Draw the lengths of spans, 1 to `longest` words, with probabilities in proportion to 1 / length."""
+    weights = 1 / np.arange(1, longest + 1)
+    cumulative = np.cumsum(weights) / weights.sum()
+    lengths: Int64s = np.searchsorted(cumulative, rng.random(count), side="right") + 1
+    return np.minimum(lengths, longest)  # the last cumulative number may be rounded to less than 1
+
+
+def _draw_places(
+    half: Half,
+    settings: TargetSettings,
+    rng: np.random.Generator,
+    *,
+    begins_word_T: Bools,
+    may_be_target_T: Bools,
+) -> Int64s:
+    """Draw the positions of a half's targets, in ascending order. There are fewer if too few tokens may be targets."""
+    goal = half.num_targets
+    # The same numbers are drawn whatever the text is, so that the draws after them do not depend on the text.
+    lengths = draw_span_lengths(rng, goal, longest=settings.longest_span).tolist()
+    lefts = rng.random(goal).tolist()
+    keys_h = rng.random(half.stop - half.start)
+    words = (half.start + np.flatnonzero(begins_word_T[half.start : half.stop])).tolist()
+    may_be_target = may_be_target_T.tolist()
+    chosen: list[int] = []
+    cursor = half.start
+    for length, left in zip(lengths, lefts, strict=True):
+        num_left = goal - len(chosen)
+        if num_left == 0:
+            break
+        num_words = min(length, num_left)
+        context = num_words * settings.span_context
+        before = int(left * context)
+        span = _span_at(cursor + before, num_words, words, stop=half.stop)
+        if span is None:
+            break
+        eligible = [place for place in span if may_be_target[place]]
+        chosen += eligible[:num_left]
+        cursor = span.stop + context - before
+    is_free_h = may_be_target_T[half.start : half.stop].copy()
+    is_free_h[np.array(chosen, np.int64) - half.start] = False
+    keys_h[~is_free_h] = 2.0  # above all random numbers
+    num_filling = min(goal - len(chosen), int(is_free_h.sum()))
+    filling = half.start + np.argsort(keys_h, kind="stable")[:num_filling]
+    return np.sort(np.concatenate([np.array(chosen, np.int64), filling]))
+
+
+def _span_at(position: int, num_words: int, words: Sequence[int], *, stop: int) -> range | None:
+    """Return the positions of the first `num_words` words from a position on. None if the half ends before that.
+
+    `words` are the positions in the half where words begin, and `stop` is the end of the half.
+    """
+    first = bisect.bisect_left(words, position)
+    after = first + num_words
+    if first >= len(words) or after > len(words):
+        return None
+    if after == len(words):
+        return range(words[first], stop)
+    return range(words[first], words[after])
+
+
+def _draw_ranks(num_tokens: int, *, order_len: int, rng: np.random.Generator) -> Int64s:
+    """Draw the rank of each token of a half in its order.
+
+    Blocks of `order_len` tokens keep the order of the text, and all have the same permutation.
+    """
+    block_len = order_len or num_tokens
+    permutation = rng.permutation(block_len)
+    block_starts = np.arange(0, num_tokens, block_len)
+    ranks: Int64s = (block_starts[:, None] + permutation[None, :]).reshape(-1)
+    return ranks
+
+
+class TargetBatch(NamedTuple):
+    """Targets of the segments of several lanes, in the fields of `DrawnTargets`. The first axis is that of lanes."""
+
+    place_Bm: Int64s
+    is_drawn_Bm: Bools
+    query_level_BT: Int64s
+    key_level_BT: Int64s
+    reuse_len: int
+    """Number R of tokens that the memory stores."""
+
+    def of_rows(self, rows: slice) -> TargetBatch:
+        """Return the targets of some of the lanes."""
+        return TargetBatch(
+            place_Bm=self.place_Bm[rows],
+            is_drawn_Bm=self.is_drawn_Bm[rows],
+            query_level_BT=self.query_level_BT[rows],
+            key_level_BT=self.key_level_BT[rows],
+            reuse_len=self.reuse_len,
+        )
+
+
+class TargetSampler:
+    """Sampler of the targets of a run's segments."""
+
+    def __init__(self, settings: TargetSettings, *, seed: int, begins_word_V: Bools) -> None:
+        """Store what is the same for all segments. `begins_word_V` says for each token id whether it begins a word."""
+        self.settings = settings
+        self._seed = seed
+        self._begins_word_V = begins_word_V
+
+    def draw(self, segment: Segment, *, lanes: Sequence[int], positions: Sequence[int]) -> TargetBatch:
+        """Draw the targets of a segment. `lanes` and `positions` are those of its rows.
+
+        The targets are among the last T of the segment's T + 1 tokens. The segment must have document numbers.
+        """
+        tokens_BT = segment.tokens[:, 1:]
+        begins_document_BT = segment.documents[:, 1:] != segment.documents[:, :-1]
+        drawn = []
+        for tokens_T, begins_document_T, lane, position in zip(
+            tokens_BT, begins_document_BT, lanes, positions, strict=True
+        ):
+            drawn.append(
+                draw_targets(
+                    self.settings,
+                    seed=self._seed,
+                    lane=lane,
+                    position=position,
+                    begins_word_T=self._begins_word_V[tokens_T],
+                    may_be_target_T=~begins_document_T,
+                )
+            )
+        return TargetBatch(
+            place_Bm=np.stack([one.place_m for one in drawn]),
+            is_drawn_Bm=np.stack([one.is_drawn_m for one in drawn]),
+            query_level_BT=np.stack([one.query_level_T for one in drawn]),
+            key_level_BT=np.stack([one.key_level_T for one in drawn]),
+            reuse_len=self.settings.reuse_len,
+        )

@@ -1,0 +1,81 @@
+"""Validation loss of XLNet's objective: nats per predicted token, over fixed random orders.
+
+The targets and their orders are functions of the position in the split and of the number of the order, not of the run's
+seed. So runs can be compared. The loss is not that of the whole text: it has no bits per byte, and it depends on the
+number of predicted tokens. By rank of prediction the loss must fall, because later targets see more tokens.
+
+Shapes: T segment, m targets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from txl_dist.config.schema import TrainSection
+from txl_dist.console.formatting import counted
+from txl_dist.data.loader.bits_per_byte import text_units
+from txl_dist.data.loader.corpus import Split
+from txl_dist.data.loader.evaluation import EvalStream
+from txl_dist.data.loader.target_sampler import TargetSampler, TargetSettings
+from txl_dist.distributed.collectives import RankInfo
+from txl_dist.errors import DataError
+from txl_dist.tokenizers.word_starts import word_starts
+from txl_dist.train.batch import BatchMaker, to_device
+from txl_dist.train.engine.protocol import Engine
+from txl_dist.train.report.evaluation_loss import Evaluation, LossSums
+from txl_dist.train.state import EvaluationPlan
+
+
+def evaluate_permutation(
+    engine: Engine,
+    split: Split,
+    *,
+    train: TrainSection,
+    num_orders: int,
+    maker: BatchMaker,
+    plan: EvaluationPlan,
+    ranks: RankInfo,
+    before_segment: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """Score the predicted tokens of a split in `num_orders` fixed orders. All ranks call it together.
+
+    In the result `by_position` has the losses by rank of prediction: the targets of the first half in their order, then
+    those of the second half. Only whole segments are scored. `before_segment` is that of `evaluate_stream`. Raises
+    DataError if the split is shorter than a segment.
+    """
+    start_s = time.perf_counter()
+    settings = TargetSettings.of(train)
+    num_tokens = min(split.tokens, plan.max_tokens or split.tokens)
+    num_lanes = min(plan.num_lanes, (num_tokens - 1) // settings.segment_len)
+    if num_lanes < 1:
+        raise DataError(
+            f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to evaluate, and a "
+            f"segment has {settings.segment_len} tokens and one token before them. Prepare more text for this split, "
+            "or lower train.segment_len."
+        )
+    stream = EvalStream(
+        split,
+        num_lanes=num_lanes,
+        segment_len=settings.segment_len,
+        step_len=settings.reuse_len,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        max_tokens=plan.max_tokens,
+    )
+    begins_word_V = word_starts(split.corpus.tokenizer)
+    sums = LossSums(segment_len=train.num_predicted, edges=maker.softmax_edges, device=ranks.device)
+    for order in range(num_orders):
+        sampler = TargetSampler(settings, seed=order, begins_word_V=begins_word_V)
+        memory = engine.empty_memory(num_lanes=len(stream.lanes), memory_len=plan.memory_len)
+        for index, segment in enumerate(stream):
+            before_segment()
+            positions = [index * stream.step_len] * len(stream.lanes)
+            targets = sampler.draw(segment, lanes=stream.lanes, positions=positions)
+            is_whole_B = segment.scored.all(axis=1)
+            targets.is_drawn_Bm[~is_whole_B] = False
+            batch = to_device(maker.ordered_batch(segment, targets), ranks.device)
+            (nll_Bm, correct_Bm), memory = engine.losses(batch, memory, with_top1_correct=True)
+            sums.add(nll_Bm, batch, correct_BT=correct_Bm)
+    units = text_units([split], mask_documents=maker.mask_documents, unscored=train.unscored)
+    return Evaluation(sums.means(), units, time.perf_counter() - start_s)
