@@ -72,7 +72,7 @@ def test_a_run_shows_its_model_names_its_straggler_and_outlives_tensorboard(
     said = (run / "log.txt").read_text(encoding="utf-8")
     assert "rank 1 on" in said
     assert "keeps the other ranks waiting" in said
-    assert said.count("TensorBoard cannot be written") == 1
+    assert said.count("TensorBoard cannot write") == 1
     assert "  | the cat" in said
     assert (run / "tensorboard").is_file()
 
