@@ -60,7 +60,9 @@ def test_two_ranks_have_no_majority(monkeypatch: pytest.MonkeyPatch) -> None:
     deviation = deviating_ranks(parameters(torch.float32))
     assert deviation == Deviation((0, 1), "projection", has_majority=False)
     assert "projection is not the same on ranks 0-1, and no majority" in deviation.sentence()
-    assert "on rank 3 differs from that of the other ranks" in Deviation((3,), "projection", has_majority=True).sentence()
+    assert (
+        "on rank 3 differs from that of the other ranks" in Deviation((3,), "projection", has_majority=True).sentence()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
