@@ -104,7 +104,8 @@ class BatchMaker(NamedTuple):
         )
 
     def ordered_microbatches(self, segment: Segment, targets: TargetBatch, *, lanes: int) -> list[Batch]:
-        """Cut a rank's segment into micro-batches that predict these targets in their order (XLNet)."""
+        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows), for XLNet's objective. `targets` are
+        the tokens to predict."""
         num_lanes = segment.tokens.shape[0]
         return [
             self.ordered_batch(segment, targets, rows=slice(start, start + lanes))
@@ -112,10 +113,10 @@ class BatchMaker(NamedTuple):
         ]
 
     def ordered_batch(self, segment: Segment, targets: TargetBatch, *, rows: slice = slice(None)) -> Batch:
-        """Make one batch of some lanes that predicts these targets in their order (XLNet).
+        """Make one batch of the segment's `rows` for XLNet's objective, which predicts `targets` in a random order.
 
-        The tokens are the last T of the segment's T + 1 tokens. Each target is one of these tokens itself. With
-        document masks a token belongs to its own document.
+        The input is the last T of the segment's T + 1 tokens, and each target is one of these T tokens. With document
+        masks a token belongs to its own document.
         """
         targets = targets.of_rows(rows)
         tokens = segment.tokens[rows, 1:]
@@ -232,7 +233,7 @@ def read_inputs(
     """Yield the input of each step for this rank's `lanes`, from the position `stream` on.
 
     This runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that
-    are prefetched. With `sampler` the batches predict sampled targets in random orders (XLNet).
+    are prefetched. `sampler` chooses the targets for XLNet's objective, and is None for prediction of the next token.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # pinning must not open a context on the first GPU
@@ -286,6 +287,7 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
 def _ordered_batches(
     stream: LaneStream, state: StreamState, maker: BatchMaker, sampler: TargetSampler
 ) -> Iterator[Batch]:
+    """Yield the batches of all lanes for XLNet's objective, from the stream's position `state` on."""
     for segment, after in stream:
         targets = sampler.draw(segment, lanes=stream.lanes, positions=stream.positions(state))
         yield maker.ordered_batch(segment, targets)
@@ -293,9 +295,10 @@ def _ordered_batches(
 
 
 def target_sampler(config: Config, corpus: Corpus, *, seed: int | None = None) -> TargetSampler | None:
-    """Return the sampler of a run's targets (XLNet), or None if the run predicts the next token.
+    """Return the sampler that chooses a run's targets for XLNet's objective, or None if the run predicts the next
+    token.
 
-    `corpus` has the tokenizer, which says where words begin. Without `seed` the draws depend on the seed of the run.
+    `corpus` has the tokenizer, which says where words begin. By default the sampler uses the seed of the run.
     """
     if not config.train.is_permutation:
         return None

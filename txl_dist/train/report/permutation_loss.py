@@ -1,10 +1,11 @@
-"""Validation loss of XLNet's objective: nats per predicted token, over fixed random orders.
+"""Validation loss of XLNet's objective: mean loss in nats per predicted token, over fixed random orders.
 
-The targets and their orders are functions of the position in the split and of the number of the order, not of the run's
-seed. So runs can be compared. The loss is not that of the whole text: it has no bits per byte, and it depends on the
-number of predicted tokens. By rank of prediction the loss must fall, because later targets see more tokens.
+Which tokens are predicted, and in which order, depends on the position in the split and on the number of the order. It
+does not depend on the run's seed, so losses of runs can be compared. Only a part of the text is predicted. So the loss
+has no bits per byte, and it depends on the number of predicted tokens. Tokens that are predicted later in an order see
+more of the segment, so their loss should be lower.
 
-Shapes: T segment, m targets.
+Shape suffixes: T tokens of a segment, m predicted tokens (targets).
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ def evaluate_permutation(
     ranks: RankInfo,
     before_segment: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """Score the predicted tokens of a split in `num_orders` fixed orders. All ranks call it together.
+    """Compute the mean loss of the predicted tokens of a split, in `num_orders` fixed orders. All ranks call it
+    together.
 
-    In the result `by_position` has the losses by rank of prediction: the targets of the first half in their order, then
-    those of the second half. Only whole segments are scored. `before_segment` is that of `evaluate_stream`. Raises
-    DataError if the split is shorter than a segment.
+    In the result `by_position` has the losses by the place of a target in the order of prediction. The targets of the
+    first half of the segment come first, then those of the second half. Only whole segments are scored.
+    `before_segment` is called before each segment, as in `evaluate_stream`. Raises DataError if the split is shorter
+    than a segment.
     """
     start_s = time.perf_counter()
     settings = TargetSettings.of(train)
@@ -50,8 +53,8 @@ def evaluate_permutation(
     num_lanes = min(plan.num_lanes, (num_tokens - 1) // settings.segment_len)
     if num_lanes < 1:
         raise DataError(
-            f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to evaluate, and a "
-            f"segment has {settings.segment_len} tokens and one token before them. Prepare more text for this split, "
+            f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to evaluate, but "
+            f"a segment needs {settings.segment_len} tokens and one token before them. Prepare more text for this split, "
             "or lower train.segment_len."
         )
     stream = EvalStream(

@@ -71,9 +71,9 @@ class Validator:
     def evaluate(self, step: int) -> tuple[dict[str, float], bool]:
         """Evaluate every validation split and measure the memory. With `eval.use_ema` the averaged weights are used.
 
-        Returns (losses, is_best). `losses` maps the name of each split's record to a loss in nats per token. `is_best`
-        says whether the loss of the first split is the lowest so far. Raises StopAskedError if `before_segment` raises
-        it.
+        With XLNet's objective the memory is not measured. Returns (losses, is_best). `losses` maps the name of each
+        split's record to a loss in nats per token. `is_best` says whether the loss of the first split is the lowest so
+        far. Raises StopAskedError if `before_segment` raises it.
         """
         if not self._config.eval.use_ema:
             return self._evaluate(step)
@@ -177,8 +177,8 @@ def text_facts(
     """Return facts about a run's text for the record of the run's start: corpora, tokenizer, and units of the losses.
 
     `splits` are the training splits, and `held_out` the validation splits. At most `max_tokens` tokens of each
-    validation split are scored, and 0 means all tokens. `unscored` is the reason why some
-    targets of training have no loss. Without `with_eval_bits` the reason holds for evaluations too.
+    validation split are scored, and 0 means all tokens. `unscored` is the reason why some targets of training have no
+    loss, or an empty text. Without `with_eval_bits` this reason applies to evaluations too.
 
     In the result, `no_bits` maps a kind of record to the reason why it has no bits per byte. `held_out_bytes` is the
     size of the text of the first validation split. Two runs with different sizes have different validation text.
