@@ -54,8 +54,8 @@ def evaluate_permutation(
     if num_lanes < 1:
         raise DataError(
             f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to evaluate, but "
-            f"a segment needs {settings.segment_len} tokens and one token before them. Prepare more text for this split, "
-            "or lower train.segment_len."
+            f"a segment needs {settings.segment_len} tokens and one token before them. Prepare more text for this "
+            "split, or lower train.segment_len."
         )
     stream = EvalStream(
         split,
