@@ -52,7 +52,7 @@ Hyphens may replace underscores.
 `txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, and `--dry-run --all` prints all.
 
 Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and default. Two notes say
-what happens if a resumed run has another value
+what a resumed run does with another value
 ([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
 
 - **Frozen.** Another value is refused.

@@ -48,13 +48,13 @@ def generate(
 
     Args:
         source: Bundle, hf://OWNER/NAME, run directory (its newest whole checkpoint) or checkpoint folder.
-        writing: How texts are generated.
+        writing: Options of the generated texts.
         prompt: Texts to continue. Without any prompt a new document begins.
         tokens: Token ids to continue, used without changes.
         file: Text to continue, of any length. `-` is standard input.
         jsonl: Prompts, one per line, {"prompt": text} or {"tokens": [ids]}. `-` is standard input.
         out: Write the texts to this file, one JSON object per line. `-` is standard output.
-        load_memory: Start from the memory in this file, which --save-memory wrote. Its text is not read again.
+        load_memory: Start from the memory in this file, which --save-memory wrote. The memory's text is not read again.
         save_memory: Write the model's memory after prompt and text to this file.
         device: Device of the model: cpu, cuda or, with several GPUs, cuda:1.
         plugins: Python modules to import first, which runs their code.

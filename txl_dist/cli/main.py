@@ -163,7 +163,7 @@ def _how_to_start_ranks(words: Sequence[str], *, num_ranks: int) -> str:
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
+    """Predict memory, speed, duration and scaling of a run on GPUs that this machine does not have."""
     run_plan(argv, read_settings=lambda words: _train_arguments(words, prog="txl plan").settings)
     return 0
 
@@ -433,7 +433,7 @@ def _should_print(error: TxlError) -> bool:
     """Return True if this process prints the error. A job prints each error once.
 
     The rank that raised the error prints it. Before the ranks have joined, one process per node prints it. An error
-    without a message stands for an error that another rank prints.
+    without a message means that another rank prints the error.
     """
     if not str(error):
         return False

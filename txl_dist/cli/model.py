@@ -87,7 +87,7 @@ def export(
             fp32.
         ema: Write the moving average of the weights (optim.ema_decay). Only for bundles. Other formats are exported
             from the bundle.
-        push_to_hub: Hugging Face Hub repository, OWNER/NAME, to upload the folder to. It is created if missing.
+        push_to_hub: Hugging Face Hub repository, OWNER/NAME, to upload the folder to. A missing repository is created.
         private: Create a missing repository as a private one.
         plugins: Python modules to import first, which runs their code.
     """
@@ -178,7 +178,7 @@ def import_(
         format: Program that wrote the weights: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples),
             huggingface or labml.
         vocab: Vocabulary, if the weights have none: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
-            tokenizer.json. Without it, text is ids in decimal.
+            tokenizer.json. Without a vocabulary, text is ids in decimal.
         settings: JSON file with settings that the weights lack, by the other program's names: {"n_head": 8, ...}.
         segment_len: Tokens per segment. With 0 the number is read from the file.
         memory_len: Tokens of memory. With -1 the number is read from the file.

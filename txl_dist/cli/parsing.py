@@ -135,7 +135,7 @@ def complete_switches(words: Sequence[str]) -> list[str]:
 def check_typos(words: Sequence[str], known: Sequence[str], *, prog: str) -> None:
     """Refuse unknown flags, impossible choices of settings, and settings without dashes.
 
-    The message has a line for each of them. `known` holds the names of flags and settings with underscores. Raises
+    The message has a line for each mistake. `known` holds the names of flags and settings with underscores. Raises
     ConfigError.
     """
     problems = []
@@ -277,7 +277,7 @@ def _explain(refusal: Refusal, words: Sequence[str], *, arguments: Sequence[Argu
 def _unknown_words(
     unknown: Sequence[str], words: Sequence[str], *, arguments: Sequence[Argument], known: Sequence[str], prog: str
 ) -> str:
-    """Return the message for words that the command does not take. It is about the first such word."""
+    """Return the message for words that the command does not take. The message is about the first such word."""
     word = unknown[0]
     name = _name(word)
     has_value = "=" in word

@@ -46,7 +46,7 @@ class PlanArguments:
 
 
 def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> None:
-    """Predict memory, speed, duration and scaling of a run on GPUs that are not at hand."""
+    """Predict memory, speed, duration and scaling of a run on GPUs that this machine does not have."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
             "the configuration file must come first: txl plan CONFIG --gpus N --gpu KIND [--section.key value]."

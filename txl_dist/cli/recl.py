@@ -30,7 +30,7 @@ def recl(
         targets: Run directories, checkpoint folders or bundles with the same tokenizer.
         settings: Settings of the measurement.
         outputs: Files that are written.
-        data: Folder or URL of a corpus. Default: the corpus of the first model. A bundle has none.
+        data: Folder or URL of a corpus. Default: the corpus of the first model. A bundle names no corpus.
         plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)

@@ -94,8 +94,8 @@ class RunSection(Section):
     """Bundle (exported model) that gives a new run its initial weights. Empty: random weights. `txl train --init
     BUNDLE` sets it."""
     plugins: Annotated[tuple[str, ...], FREE] = ()
-    """Python modules to import at the start, for example "my_package.my_module". Importing runs their code. A module
-    can register positional schemes, optimizers and metrics (docs/extending.md)."""
+    """Python modules to import first, for example "my_package.my_module". Importing runs their code. A module can
+    register positional schemes, optimizers and metrics (docs/extending.md)."""
 
 
 class DataSection(Section):
@@ -169,7 +169,7 @@ class ModelSection(Section):
     final_norm: bool = False
     """Normalize the last hidden state. This needs model.pre_norm."""
     share_biases: bool = True
-    """Use one pair of attention biases u, v for all layers, as the original PyTorch code does. If false, each layer has
+    """Use one pair of attention biases u, v for all layers, as the original PyTorch code does. False: each layer has
     its own pair."""
     same_length: Literal["off", "memory", "memory_and_self"] = "off"
     """Let all queries see equally many keys, including the query's own token. memory: memory_len keys (original PyTorch
@@ -309,7 +309,7 @@ class OptimSection(Section):
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """Optimizer. adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's version (no bias correction, weight
     norms capped at 10) and needs zero_stage 0. muon orthogonalizes the updates of the blocks' matrices, scales them to
-    AdamW's size, and uses AdamW for other weights. A plugin can add optimizers."""
+    AdamW's size, and uses AdamW for other weights. Plugins can add optimizers."""
     lr: Annotated[float, Field(gt=0, le=1e30), WARNED] = 2.5e-4
     """Peak of the learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
@@ -420,8 +420,8 @@ class TrainSection(Section):
     """Optimizer steps of the whole run. The learning-rate schedule ends with the last step."""
     phases: Annotated[tuple[str, ...], WARNED] = ()
     """Phases of the run, in order, with other lengths. Write a phase as "until=0.5 num_lanes=128 segment_len=16
-    memory_len=32". `until` is the share of max_steps at which it ends. After the last phase the settings above apply.
-    Steps of all phases must have equally many tokens."""
+    memory_len=32". `until` is the share of max_steps at which the phase ends. After the last phase the settings above
+    apply. Steps of all phases must have equally many tokens."""
 
     @property
     def scored_len(self) -> int:
@@ -502,7 +502,7 @@ class EngineSection(Section):
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if
-    possible, off on a CPU. In a file, true and false mean on and off."""
+    possible, off on a CPU. In files, true means on, false off."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute blocks in the backward pass. Results are bit-identical, steps take longer, and a rank needs less
     memory."""
@@ -581,7 +581,7 @@ class CheckpointSection(Section):
     keep_every: Annotated[Count, FREE] = 0
     """Also keep every checkpoint whose step is a multiple of this number. 0 means none."""
     keep_best: Annotated[bool, FREE] = False
-    """Also save a checkpoint after an evaluation with the lowest loss so far, and keep it."""
+    """Also save a checkpoint after an evaluation with the lowest loss so far, and keep this checkpoint."""
     asynchronous: Annotated[bool, FREE] = True
     """Write checkpoints while training continues. A step waits only for the copy into host memory. The copy is as large
     as the checkpoint."""
@@ -596,7 +596,7 @@ class GuardSection(Section):
     """Skipped steps among the last 1,000 steps after which the run stops."""
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
     """A loss or gradient norm is a spike if its logarithm is this many robust standard deviations above the recent
-    median. The deviation counts as at least 2 %. 0 disables detection."""
+    median. The deviation is at least 2 %. 0 disables detection."""
     spike_window: Annotated[int, Field(gt=0, le=10**6), FREE] = 128
     """Steps from which spike detection computes the median and the deviation. Detection starts after half of these
     steps."""

@@ -67,7 +67,7 @@ class Overrides:
     zero_memory: bool = False
     """Start with a memory of zeros, which queries attend to (Hugging Face, TensorFlow)."""
     without_memory: bool = False
-    """Also score without memory, to show its gain."""
+    """Also score without memory, to show the gain from memory."""
     accuracy: bool = False
     """Also report the share of targets that are the most probable token, except with --adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
@@ -182,7 +182,7 @@ class AdaptationOptions:
     adapt_eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 1e-5
     """dynamic: small number added to the gradient sizes."""
     cache_share: Annotated[float, Field(ge=0, lt=1), Rule("0 or more and below 1")] = 0.1
-    """cache: its weight in the mixture of probabilities, 0 to below 1."""
+    """cache: weight of the cache in the mixture of probabilities, 0 to below 1."""
     cache_theta: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 1.0
     """cache: factor of the products of hidden states. 0 weighs the whole window equally."""
     cache_window: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 500
@@ -241,7 +241,7 @@ class ReclSettings:
     num_tokens: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} targets")] = 500
     """Number of targets drawn from the split, each scored after every length of context."""
     memory_len: Annotated[_LengthOrTrained, Rule(_AS_TRAINED)] = -1
-    """Tokens of memory of all models that have one. -1: as trained."""
+    """Tokens of memory of all models that have a memory. -1: as trained."""
     num_lanes: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} lanes")] = 50
     """Number of targets scored at once."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("0 or more and below 2**63")] = 0

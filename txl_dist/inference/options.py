@@ -58,7 +58,7 @@ class SamplingParams(Sampling):
     max_tokens: int = 200
     """Maximum tokens to generate per text."""
     stop: tuple[str, ...] = ()
-    """Strings that end a text, which does not include them."""
+    """Strings that end a text. The text does not contain the string."""
     seed: int = 0
     """Seed of the draws. The same seed gives the same texts."""
     num_samples: int = 1

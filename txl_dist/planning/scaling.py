@@ -21,9 +21,9 @@ REASONS = {
     "products": "small products: weights are read for few tokens",
     "attention": "small products in attention",
     "elementwise": "short passes",
-    "vocabulary": "the tables of the vocabulary are passed over for few tokens",
-    "optimizer": "the update, whose work per rank does not shrink",
-    "host": "the host, which issues work more slowly than the GPU does it",
+    "vocabulary": "passes over the tables of the vocabulary for few tokens",
+    "optimizer": "the optimizer's update, whose work per rank does not shrink",
+    "host": "the host, which issues work more slowly than the GPU computes it",
     "exchange": "the exchange of gradients and weights",
 }
 

@@ -49,7 +49,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         least = min(plan.options, key=lambda option: option.needed_gib)
         yield (
             f"nothing fits: at least {least.needed_gib:.1f} GiB per GPU are needed (ZeRO {least.engine.zero_stage}). "
-            "Take more GPUs, larger ones, or --engine.offload_optimizer True."
+            "Use more GPUs, larger GPUs, or --engine.offload_optimizer True."
         )
         return
     is_short = chosen.length_s < SHORT_S  # over before failures or saving matter
@@ -59,13 +59,15 @@ def plan_lines(plan: Plan) -> Iterator[str]:
     yield ""
     if is_short:
         took = format_duration(chosen.length_s)
-        yield f"left out: GPU-hours, failures and how often to save, as the run takes {took} only"
+        yield f"not shown: GPU-hours, failures and how often to save, because the run takes only {took}"
     else:
         yield from _saving(chosen.saving)
     yield ""
     if is_small:
-        share = f"{100 * host_share:.0f}% of a step is the host's"
-        yield f"left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU ({share})"
+        share = f"the host takes {100 * host_share:.0f}% of a step"
+        yield (
+            f"not shown: memory by ZeRO stage, MFU and scaling, because the model is too small for such a GPU ({share})"
+        )
     else:
         yield f"strong scaling (the global batch fixed): {_scaling(chosen.strong)}"
         yield f"weak scaling (lanes per GPU fixed): {_scaling(chosen.weak)}"
@@ -136,11 +138,11 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
         yield f"  ZeRO {chosen.engine.zero_stage}: the only stage that the other settings allow"
     else:
         what = f"ZeRO {chosen.engine.zero_stage}, micro-batches of {chosen.lanes}"
-        yield f"  {what}: of what fits the fastest, or within 2 % of it and with least memory"
+        yield f"  {what}: of the options that fit, the fastest, or one at most 2 % slower with the least memory"
     if chosen.engine.activation_checkpointing:
-        yield "  recomputing blocks: what would be faster without does not fit"
+        yield "  recomputing blocks: faster options without recomputing do not fit"
     if chosen.engine.cuda_graph == "on":
-        yield "  a CUDA graph: without one the host issues work more slowly than the GPU does it"
+        yield "  a CUDA graph: without it the host issues work more slowly than the GPU computes it"
     if chosen.attention != "kernels":
         yield f"  attention is {chosen.attention}: the Triton kernels need bf16 or fp16, and Ampere or later"
     parts = []
@@ -160,7 +162,7 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
         if given.fits:
             fits = ""
         else:
-            fits = ", more than there is"
+            fits = ", more than the GPU has"
         needs = f"{bound}{given.needed_gib:.2f} GiB per GPU{fits}"
         yield f"  as configured: {given.engine.precision}, {given.tokens_per_s:,.0f} tokens/s, {needs}"
 
@@ -238,6 +240,6 @@ def _scaling(curve: Sequence[Point]) -> str:
     if last.gpus == MOST_GPUS:
         most = ""
     else:
-        most = ", the most among which the lanes divide"
+        most = ", the largest number that divides the lanes"
     why = REASONS.get(last.limited_by, "nothing")
-    return f"still {100 * last.efficiency:.0f}% at {counted(last.gpus, 'GPU')}{most}; what takes most there: {why}"
+    return f"still {100 * last.efficiency:.0f}% at {counted(last.gpus, 'GPU')}{most}; largest cost there: {why}"

@@ -69,9 +69,9 @@ class PlotRow(NamedTuple):
     """Sentence that says why a run may lack these numbers."""
 
 
-_LOSS, _MEMORY, _NATS = "Loss", "What the memory brings", "loss, nats per token"
+_LOSS, _MEMORY, _NATS = "Loss", "Effect of the memory", "loss, nats per token"
 _NOT_LAYERS = ("embedding", "softmax")
-_LAYERS = "Layer 0 is nearest the text."
+_LAYERS = "Layer 0 is the first layer after the embedding."
 _LOSS_ROWS = (
     PlotRow(_LOSS, "Loss against tokens", _NATS, {"": "loss"}, "all", "tokens", is_log=True),
     PlotRow(_LOSS, "Loss against time", _NATS, {"": "loss"}, "all", "hours", is_log=True),
@@ -92,7 +92,7 @@ _LOSS_ROWS = (
         {"": "accuracy_pct"},
         "all",
         "tokens",
-        caption="How often the most probable token is the target.",
+        caption="Share of the targets that are the most probable token.",
         missing="metrics.accuracy_every_steps and eval.accuracy are off",
     ),
     PlotRow(
@@ -102,8 +102,8 @@ _LOSS_ROWS = (
         {"cluster": "loss_cluster_"},
         "eval",
         is_log=True,
-        caption="Cluster 0 holds the most frequent tokens, the last one the rarest.",
-        missing="there is one cluster only, or no evaluation yet",
+        caption="Cluster 0 contains the most frequent tokens, and the last cluster the rarest tokens.",
+        missing="there is only one cluster, or no evaluation yet",
     ),
 )
 _MEMORY_ROWS = (
@@ -113,7 +113,7 @@ _MEMORY_ROWS = (
         "loss without less loss with, nats",
         {"": "memory_gain"},
         "memory",
-        caption="How much lower the loss per token is with memory than without.",
+        caption="Difference between the loss per token without memory and with memory.",
     ),
     PlotRow(
         _MEMORY,
@@ -121,7 +121,7 @@ _MEMORY_ROWS = (
         "root mean square",
         {"layer": "memory_norm_"},
         "memory",
-        caption=f"How large the hidden states in memory are. {_LAYERS}",
+        caption=f"Root mean square of the hidden states in memory. {_LAYERS}",
     ),
     PlotRow(
         _MEMORY,
@@ -129,7 +129,7 @@ _MEMORY_ROWS = (
         "share of attention, %",
         {"layer": "memory_attention_pct_"},
         "memory",
-        caption=f"The rest falls on the segment. {_LAYERS}",
+        caption=f"The rest of the attention is on the segment. {_LAYERS}",
     ),
 )
 
@@ -163,14 +163,14 @@ _LAYER_ROWS = (
         "norm before clipping",
         "gradient_norm",
         others=_NOT_LAYERS,
-        caption="The embedding's are with those of weights that the softmax shares with it.",
+        caption="The embedding's gradient includes the gradient of weights that the softmax shares with the embedding.",
     ),
     _layer_row("Weights", "norm", "weight_norm", others=_NOT_LAYERS),
     _layer_row(
         "Activations",
         "root mean square",
         "activation_rms",
-        caption="What a layer gives to the next, without dropout.",
+        caption="Root mean square of each layer's output, without dropout.",
     ),
 )
 _RANK_ROW = PlotRow(
@@ -179,7 +179,7 @@ _RANK_ROW = PlotRow(
     "ms per step",
     {"fastest": "fastest_rank_ms", "median": "median_rank_ms", "slowest": "slowest_rank_ms"},
     caption="The local part of a rank's step, before its first collective.",
-    missing="there is one rank only",
+    missing="there is only one rank",
 )
 _ROWS = (*_LOSS_ROWS, *_MEMORY_ROWS, *_metric_rows(), *_LAYER_ROWS, _RANK_ROW)
 """Definitions of all pictures over the training, in the order of the page."""
@@ -190,8 +190,8 @@ _GAIN_BY_POSITION = PlotRow(
     "loss without less loss with, nats",
     {},
     by="position",
-    caption="How much higher the loss on the same tokens is after an empty memory. The first tokens of a segment have "
-    "only the memory before them.",
+    caption="Difference between the loss of the same tokens after an empty memory and after the real memory. The "
+    "first tokens of a segment have only the memory before them.",
 )
 
 

@@ -71,7 +71,7 @@ class Serving:
     memory_bytes: BytesOrNone = 2**30
     """Maximum bytes of all stored memories."""
     memory_ttl: FiniteDuration = 3_600.0
-    """Seconds after its last use until a memory expires."""
+    """Seconds after the last use until a memory expires."""
 
     def check(self) -> None:
         """Raise ConfigError for an option out of range."""

@@ -320,8 +320,8 @@ def test_a_plan_leaves_out_what_means_nothing_for_a_tiny_model_or_a_short_run(fa
     for words in (r"MFU \d", r"scaling \(", "GPU-hours,? \\d", "checkpoint:", "failure every"):
         assert re.search(words, text) is None, words
     assert "memory: every micro-batch of 1 to 8 lanes fits at ZeRO 0, 1, 2, 3, in 0." in text
-    assert "left out: memory by ZeRO stage, MFU and scaling, as the model is too small for such a GPU (" in text
-    assert "left out: GPU-hours, failures and how often to save, as the run takes 2 s only" in text
+    assert "not shown: memory by ZeRO stage, MFU and scaling, because the model is too small for such a GPU (" in text
+    assert "not shown: GPU-hours, failures and how often to save, because the run takes only 2 s" in text
     long = "\n".join(plan_lines(make_plan(CONFIG, question=question(budget_tokens=10**11))))
     assert " GPU-hours\n" in long
     assert "checkpoint: " in long

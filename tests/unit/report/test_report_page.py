@@ -170,7 +170,9 @@ def test_the_gain_per_position_is_paired_and_in_bins_with_their_tokens(page: Pag
     assert "At step 2,000, over 4,096 tokens, about 512 for each point" in page.text
 
 
-@pytest.mark.parametrize(("num", "words"), [(8, ""), (12, "Layer 0 is nearest the text. 8 of 12 layers.")])
+@pytest.mark.parametrize(
+    ("num", "words"), [(8, ""), (12, "Layer 0 is the first layer after the embedding. 8 of 12 layers.")]
+)
 def test_a_picture_without_room_for_all_layers_says_so(tmp_path: Path, num: int, words: str) -> None:
     measured = [{"kind": "memory", "step": step, "memory_norm": [1.0] * num} for step in (1, 2)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, measured)), encoding="utf-8")
