@@ -1,7 +1,7 @@
 """Prompts and output of `txl generate`.
 
-Prompts come from the command line, files and pipes. Texts are shown to people as they are generated, or written as JSON
-lines.
+Prompts come from the command line, files and pipes. Texts are printed for people while they are generated, or written
+as JSON lines.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def generate_texts(
 ) -> None:
     """Generate texts with a run, a checkpoint or a bundle, and write them.
 
-    The file `out` gets JSON lines. Without `out` the texts are shown to people. `is_one` says that there is only one
-    text, which is shown as it is generated.
+    The file `out` gets JSON lines. Without `out` the texts are printed for people. `is_one` says that there is only one
+    text, which is printed while it is generated.
 
     Raises CheckpointError if the model or the memory cannot be read. Raises ConfigError for settings out of range, a
-    missing device, files that cannot be written, and a prompt that cannot be used. The error for a prompt comes after
-    the texts of all earlier prompts are written.
+    missing device, files that cannot be written, and a prompt that cannot be used. The error for a prompt is raised
+    after the texts of all earlier prompts are written.
     """
     start_logging()
     with _translate_write_errors(), ExitStack() as stack:
@@ -240,7 +240,7 @@ def _show(
 
 
 def _text_of(prompt: PromptInput, model: LanguageModel) -> str:
-    """Return the text of a prompt. If the prompt was given as ids, they are decoded."""
+    """Return the text of a prompt. A prompt that was given as ids is decoded."""
     if isinstance(prompt.text, str):
         return prompt.text
     return model.decode(prompt.text)

@@ -5,8 +5,8 @@ double quotes, where `$`, backticks and backslashes keep their meaning. It does 
 %n and %u, and an empty word is lost. So if a word has a character that is not plain, all words are encoded as one plain
 word, for any launcher. `txl` decodes this word on the other machine.
 
-The words that DeepSpeed itself writes into that shell cannot be encoded. So its folder, Python and variables are
-checked.
+The words that DeepSpeed itself writes into that shell cannot be encoded. So the folder, the path of Python and the
+variables that DeepSpeed writes are checked.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ENCODED = "--encoded-words="
 """Beginning of the single word that encodes all words."""
 _PLAIN = re.compile(r"[\w@+=:,./-]+", re.ASCII)
 _SENT_VARIABLES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-"""Beginnings of the environment variables that DeepSpeed sends to other machines (EXPORT_ENVS of its runner, and those
-of its accelerators)."""
+"""Beginnings of the environment variables that DeepSpeed sends to other machines (EXPORT_ENVS of its runner, and the
+variables of its accelerators)."""
 _CHANGED_IN_QUOTES = re.compile(r'["$`\\%]')
 """Characters that a shell changes even if DeepSpeed puts the value in double quotes."""
 
@@ -57,8 +57,8 @@ def decode_words(words: Sequence[str]) -> list[str]:
 def check_remote(places: Mapping[str, str], *, environment: Mapping[str, str]) -> None:
     """Refuse paths and names that would change their meaning in the shell of another machine.
 
-    `places` holds the paths and names that DeepSpeed writes there without quotes. Its keys say what they are. Raises
-    ConfigError.
+    `places` holds the paths and names that DeepSpeed writes to this shell without quotes, each under a description for
+    messages. Raises ConfigError.
     """
     for what, path in places.items():
         if not _PLAIN.fullmatch(path):

@@ -21,8 +21,8 @@ from txl_dist.train.run_dir import check_paths
 
 @dataclass(frozen=True)
 class SweepArguments:
-    """Train over a grid of settings, and name the best. Give settings of all runs (--section.key value) as for txl
-    train.
+    """Train over a grid of settings, and name the best point. Give settings of all runs (--section.key value) as for
+    txl train.
 
     The same command continues a sweep and skips finished runs. Exit code 1 means that a run failed and the other runs
     are done. Exit code 75 means stopped and saved.

@@ -32,7 +32,8 @@ def usage() -> str:
 def find_recipes() -> list[Path]:
     """Return the paths of the recipes (configuration files) in the first folder that has any.
 
-    The folders are configs/ in the current folder, next to the package, and in the place where an installation puts it.
+    The folders are configs/ in the current folder, configs/ next to the package, and the folder to which an
+    installation copies configs/.
     """
     folders = (
         Path("configs"),

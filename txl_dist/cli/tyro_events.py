@@ -34,7 +34,7 @@ class Argument(NamedTuple):
     """Description of a command's argument: a flag or a positional argument."""
 
     names: tuple[str, ...]
-    """All spellings of a flag with their dashes. A positional argument has none."""
+    """All spellings of a flag with their dashes. It is empty for a positional argument."""
     metavar: str
     """Placeholder of the value in a usage line: PATH, INT, {fp32,bf16}. It is empty for a switch."""
     help: str

@@ -4,7 +4,8 @@
     class Options:
         port: Annotated[int, Field(ge=0, lt=2**16), Rule("0 ... 65535")] = 8000
 
-pydantic compares a value with its annotation. `check_bounds` turns its error into one line for the command line.
+pydantic compares a value with its annotation. `check_bounds` turns pydantic's error into one line for the command
+line.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Names of settings in other code bases, each with its counterpart here.
 
-They are from the original transformer-xl, NVIDIA's code, nanoGPT, transformers, Megatron, DeepSpeed, Lightning and
-torchrun. For commands other than training they are also from vLLM and lm-evaluation-harness. A row of the table applies
-only to commands that have the counterpart. So `batch_size` can have different meanings in training and in evaluation.
-Case, hyphens and underscores do not matter when names are compared. This module imports no torch.
+The names are from the original transformer-xl, NVIDIA's code, nanoGPT, transformers, Megatron, DeepSpeed, Lightning and
+torchrun. Names for commands other than training are also from vLLM and lm-evaluation-harness. A row of the table
+applies only to commands that have the counterpart. So `batch_size` can have different meanings in training and in
+evaluation. Case, hyphens and underscores do not matter when names are compared. This module imports no torch.
 """
 
 from __future__ import annotations

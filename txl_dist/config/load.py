@@ -2,9 +2,9 @@
 
 Sizes are global and do not depend on the number of ranks. A step has `train.num_lanes` rows (lanes) of
 `train.segment_len` tokens, on 1 GPU or on 64. `train.microbatch_lanes` is the only setting that fits a run into memory.
-The number of accumulated micro-batches is computed from it (`BatchPlan`). A config never changes after `load_config`.
-The state of a run is in `TrainState`. The sections, and the meaning of each setting, are in `schema`. This module
-imports no torch.
+The number of accumulated micro-batches is computed from this setting (`BatchPlan`). A config never changes after
+`load_config`. The state of a run is in `TrainState`. The sections, and the meaning of each setting, are in `schema`.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -483,7 +483,7 @@ def config_fingerprint(config: Config) -> str:
 
 
 class Change(NamedTuple):
-    """Setting that differs between two configs."""
+    """Setting that differs between two configs: its name (`section.key`), both values, and its resume policy."""
 
     key: str
     old: Any
