@@ -73,7 +73,7 @@ Exit codes: 0 done, 1 an error or a problem found, 2 a mistake that the message 
 [start the same command again](checkpoints.md#stopping).
 """
 COMPLETION = """`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names
-when TAB is pressed. SHELL is bash, zsh or fish. The script starts no program. Write it again after an update.
+when TAB is pressed. SHELL is bash, zsh or fish. Write the script again after an update.
 
 <!-- not run: installs -->
 ```bash

@@ -233,7 +233,7 @@ def _stray_word(word: str, known: Sequence[str], *, prog: str, has_flag: bool = 
             hint = counterpart.hint(spell=_spelling)
         return f"{word} is not a flag.{hint or _see_help(prog)}"
     if has_flag:
-        reason = "the flag before it takes no further value"
+        reason = "the flag before this word takes no further value"
     else:
         reason = "the command takes no further words"
     remedy = _FURTHER_WORDS.get(prog, "Remove this word.")

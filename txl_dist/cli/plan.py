@@ -87,7 +87,7 @@ def run_plan(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Co
     if arguments.png is None:
         return
     if facts.chosen is None:
-        echo(f"no picture was drawn to {arguments.png}, because the run fits into the memory of no such cluster")
+        echo(f"no picture was drawn to {arguments.png}, because no option fits into GPU memory")
         return
     title = f"{arguments.config.name} on {gpu.device}: predicted, not measured"
     write_output(arguments.png, picture(facts.chosen.strong, facts.chosen.weak, title=title))

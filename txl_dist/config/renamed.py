@@ -1,9 +1,9 @@
 """Settings, flags and other names that were renamed since an earlier version, and how the old names are read.
 
 A file, a flag or a saved configuration may use an old name, which means the same as the new one. Only this module knows
-old names. `config_from_dict` calls it for files and saved configurations. The command line calls it for its words
-before it parses them. If a user's file or flag has an old name, one warning per process shows the line with the new
-name.
+old names. `config_from_dict` calls this module for files and saved configurations. The command line calls this module
+for its words before it parses them. If a user's file or flag has an old name, one warning per process shows the line
+with the new name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The sections of a run's settings. Each field has a type, and below it a docstring with its meaning and unit.
 
-Sizes are global: they do not depend on the number of ranks. A field may have a `Resume` value next to its type. It says
-what happens when a resumed run has another value than the run directory. A field without it is frozen, so a change is
-refused and the difference is shown. `load` loads, checks and compares the sections. This module imports no torch.
+Sizes are global: they do not depend on the number of ranks. A field may have a `Resume` value next to its type. This
+value says what happens when a resumed run has another value than the run directory. A field without it is frozen, so a
+change is refused and the difference is shown. `load` loads, checks and compares the sections. This module imports no
+torch.
 """
 
 from __future__ import annotations
@@ -91,8 +92,7 @@ class RunSection(Section):
     seed: int = 1
     """Seed of the initial weights, the document order and dropout."""
     init: str = ""
-    """Bundle (exported model) that gives a new run its initial weights. Empty: random weights. `txl train --init
-    BUNDLE` sets it."""
+    """Bundle (exported model) that gives a new run its initial weights. Empty: random weights."""
     plugins: Annotated[tuple[str, ...], FREE] = ()
     """Python modules to import first, for example "my_package.my_module". Importing runs their code. A module can
     register positional schemes, optimizers and metrics (docs/extending.md)."""
@@ -262,7 +262,7 @@ class ModelSection(Section):
         return self.embed_width or self.width
 
     def rate(self, own: float) -> float:
-        """Return the dropout rate of one place in the model. If its own rate is negative, it is `dropout`."""
+        """Return the dropout rate of one place in the model: its own rate, or `dropout` if its own rate is negative."""
         if own < 0:
             return self.dropout
         return own
@@ -395,7 +395,7 @@ class TrainSection(Section):
     """next: predict each token from the tokens before it. permutation: predict some tokens of each segment in random
     orders (XLNet)."""
     reuse_len: Len = 0
-    """Tokens per step by which a lane moves on and which its memory stores (permutation). 0 means segment_len."""
+    """Tokens per step that a lane advances and stores in its memory (permutation). 0 means segment_len."""
     predicted_len: Annotated[Len, WARNED] = 0
     """Tokens per segment that are predicted (permutation). 0 means a sixth of segment_len."""
     order_len: Annotated[Len, WARNED] = 0
@@ -502,7 +502,7 @@ class EngineSection(Section):
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if
-    possible, off on a CPU. In files, true means on, false off."""
+    possible, off on a CPU."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute blocks in the backward pass. Results are bit-identical, steps take longer, and a rank needs less
     memory."""

@@ -290,7 +290,8 @@ def _without_sources(persistent_load: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _constructors() -> dict[tuple[str, str], Any]:
-    """Return the callables that a file may call. They are made again at each call, except types that cannot change."""
+    """Return the callables that a file may call. Each call makes new callables, except for types that cannot be
+    changed."""
 
     class Parameter:
         """Constructor that returns a plain tensor. If the data comes later as the state, the tensor is empty."""

@@ -84,7 +84,7 @@ class Overrides:
         return len(self.memory_len) * len(self.segment_len) * len(self.clamp_len)
 
     def check(self, target: Path, *, is_bundle: bool, data: str | Path) -> None:
-        """Check the options for a model and a corpus, if one is named.
+        """Check the options for a model and for a corpus, which `data` names if it is not empty.
 
         Raises ConfigError for a number out of range, for a flag that contradicts the protocol, and for a bundle without
         a corpus.

@@ -92,7 +92,7 @@ Reading = Generator[PromptChunk, None, CacheState | None]
 
 
 class _Text:
-    """State of a text that is being generated."""
+    """State of one text in the decoder, which is being generated."""
 
     def __init__(self, key: Hashable, request: Request) -> None:
         self.key = key

@@ -313,7 +313,7 @@ class _Job:
 
 
 class _Work:
-    """Text that is being generated."""
+    """State of one text that is being generated: its tokens, and the characters that are not shown yet."""
 
     def __init__(self, job: _Job, sample: int, decoder: StreamDecoder, *, end_of_text: int | None) -> None:
         self.job = job

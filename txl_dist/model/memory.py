@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 EMPTY = -1
-"""Document number of a position that holds nothing yet."""
+"""Document number of a position that holds no token yet."""
 
 
 class Memory(NamedTuple):

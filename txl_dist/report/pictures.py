@@ -42,7 +42,7 @@ Axis = Literal["step", "tokens", "hours", "position"]
 
 
 class Picture(NamedTuple):
-    """A picture of the page, or a sentence that says why it cannot be drawn."""
+    """Picture for a page. If it cannot be drawn, it has a sentence with the reason instead."""
 
     title: str
     svg: Markup

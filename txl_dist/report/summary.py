@@ -62,7 +62,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecords:
-    """Everything that `read_run` has read of a run."""
+    """Records, settings, newest checkpoint and state of a run, as `read_run` reads them."""
 
     path: Path
     history: History

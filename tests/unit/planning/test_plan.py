@@ -288,7 +288,7 @@ def test_a_picture_that_is_not_drawn_is_owned_up_to(
     words = ["--gpus", "4", "--gpu", "h100", "--vocab-size", "1000", "--png", str(tmp_path / "p.png")]
     assert main(["plan", config_file, *words]) == 0
     assert (
-        f"no picture was drawn to {tmp_path / 'p.png'}, because the run fits into the memory of no such cluster"
+        f"no picture was drawn to {tmp_path / 'p.png'}, because no option fits into GPU memory"
         in capsys.readouterr().out
     )
     assert not (tmp_path / "p.png").exists()
