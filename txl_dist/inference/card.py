@@ -228,7 +228,7 @@ class Score(_Fact):
 
     @property
     def protocol(self) -> str:
-        """Description for people of how the score was measured."""
+        """Description for people of the way in which the score was measured."""
         if self.overlap_len:
             overlap = f", {counted(self.overlap_len, 'token')} of each segment run again as context"
         else:

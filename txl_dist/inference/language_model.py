@@ -236,7 +236,8 @@ class LanguageModel:
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
-                f"a model with {self.network.section.positions} positions has no memory. Use it without a memory."
+                f"a model with {self.network.section.positions} positions has no memory. Use the model without a "
+                "memory."
             )
         decoder = self._decoder(writing.memory_len)
         return stream(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)

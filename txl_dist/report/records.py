@@ -54,7 +54,7 @@ class Event(NamedTuple):
     hours: float
     """Hours of work of the run before the event."""
     fields: dict[str, Any]
-    """Fields of the record that have no field here."""
+    """All other fields of the record, by name."""
 
 
 class TextSample(NamedTuple):
