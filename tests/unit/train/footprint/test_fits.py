@@ -181,7 +181,7 @@ def test_text_that_is_read_more_than_twenty_times_or_in_a_few_steps_is_said_at_t
         values = train | changes
         begin = first_state((split,), num_lanes=values["num_lanes"], seed=0)
         end = begin.advanced(values["max_steps"] * values["segment_len"])
-        return warnings_on_repetition((split,), end, segment_len=values["segment_len"], last_step=values["max_steps"])
+        return warnings_on_repetition((split,), end, step_len=values["segment_len"], last_step=values["max_steps"])
 
     assert remarks() == []
     assert remarks(max_steps=380) == []
