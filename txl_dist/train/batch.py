@@ -51,7 +51,7 @@ class BatchMaker(NamedTuple):
     embedding_edges: tuple[int, ...]
     """Edges of the clusters of the embedding: the first id of each cluster, then the vocabulary size."""
     softmax_edges: tuple[int, ...]
-    """Edges of the clusters of the softmax, in the same form."""
+    """Edges of the clusters of the softmax: the first id of each cluster, then the vocabulary size."""
     mask_documents: bool
     """Whether tokens attend only within their document."""
     rows_multiple: int = 0
@@ -148,9 +148,9 @@ class BatchMaker(NamedTuple):
         )
 
     def _sizes(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
-        """Return the padded size of each cluster, for both partitions.
+        """Return the padded size of each cluster. It has room for the input tokens and for the targets.
 
-        If there are two partitions, their edges are equal.
+        If both the embedding and the softmax have clusters, their edges are equal.
         """
         counts = count_by_cluster(targets, self.softmax_edges)
         if len(self.embedding_edges) > 2:

@@ -213,7 +213,7 @@ def run_problems(run_dir: Path) -> Iterator[str]:
 
 
 def _contradictions(saved: SavedState) -> Iterator[str]:
-    """Yield the ways in which a checkpoint's files contradict its state.json, one line each."""
+    """Yield each contradiction between a checkpoint's files and its state.json, as one line."""
     folder = saved.folder
     state = saved.values
     if CHECKPOINT_NAME.fullmatch(folder.name) and step_of(folder) != saved.step:

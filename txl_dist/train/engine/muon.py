@@ -202,10 +202,10 @@ class Muon(torch.optim.Optimizer):
         self._device = torch.device("cpu")
 
     def assign(self, assignments: dict[int, MatrixAssignment], *, dtype: torch.dtype, device: torch.device) -> None:
-        """Set which rank computes which matrix, before the first update. X is computed in `dtype` on `device`.
+        """Set which rank computes which matrix, before the first update.
 
-        `assignments` has one entry for each set of tensors that are updated together. Its key is the `id` of the first
-        tensor.
+        Matrices are orthogonalized in the type `dtype` on `device`. `assignments` has one entry for each set of tensors
+        that are updated together. Its key is the `id` of the first tensor.
         """
         self._assignments = assignments
         self._dtype = dtype

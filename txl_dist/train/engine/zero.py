@@ -577,7 +577,7 @@ def norm_over_ranks(parts: list[Tensor]) -> Tensor:
 
 
 def _joined_norm(norms: list[Tensor]) -> Tensor:
-    """Return the norm over all groups. It is infinite if DeepSpeed wrote -1 for one of the groups."""
+    """Return the norm over all groups of parameters. It is infinite if DeepSpeed wrote -1 as the norm of one group."""
     stacked = torch.stack(norms)
     return torch.where((stacked < 0).any(), torch.inf, torch.linalg.vector_norm(stacked))
 

@@ -3,7 +3,7 @@
 A checkpoint holds the weights and the optimizer state, in fp32 whatever the precision. It also holds the memory of
 every lane (batch row) in the type of the engine. With many lanes and a long memory the memories are the larger part.
 Neither the number of ranks nor the ZeRO stage changes the size. The tokenizer, settings and headers are not counted.
-They have some KiB to a few MiB.
+These take some KiB to a few MiB.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import psutil
 import torch
 
 GROUPS = Path("/sys/fs/cgroup")
-"""Folder of the control groups."""
+"""Folder in which Linux shows its control groups, which limit the memory of processes."""
 OF_PROCESS = Path("/proc/self/cgroup")
-"""File that lists the control groups of this process."""
+"""File in which Linux lists the control groups of this process."""
 
 
 def room_bytes(device: torch.device) -> float:
@@ -30,8 +30,11 @@ def host_room_bytes() -> float:
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, is_v2) for each control group of this process and each parent group. `is_v2` says whether it has
-    version 2."""
+    """Yield (folder, is_v2) for each control group of this process and each parent group.
+
+    `controller` is the resource that the groups control, for instance memory. `is_v2` says whether the group is of
+    version 2 of the Linux interface.
+    """
     try:
         lines = OF_PROCESS.read_text(encoding="utf-8").splitlines()
     except OSError:

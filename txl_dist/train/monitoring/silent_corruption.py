@@ -100,7 +100,7 @@ def _hash(values: Tensor) -> Tensor:
 
 
 def _weights(count: int, *, device: torch.device) -> Tensor:
-    """Return [count] odd int32 numbers without a pattern."""
+    """Return [count] odd int32 numbers that look random. The hash multiplies elements by them."""
     values = torch.arange(1, count + 1, dtype=torch.int32, device=device)
     for factor in (-1640531535, -2048144789, -1028477379):  # constants of murmur and xxhash
         values = values * factor

@@ -110,10 +110,12 @@ class StragglerWatch:
         self._named: int | None = None
 
     def __call__(self, rank_ms: list[float], *, step: int) -> Record:
-        """Take the milliseconds of each rank's local part from a report.
+        """Check the times of a report for a straggler. `rank_ms` has the milliseconds of each rank's local part of a
+        step.
 
-        Returns the fields `slowest_rank`, `slowest_host` and `slowest_pct` for the report: by how many percent that
-        rank takes longer than the median of the others. A run of one rank gets an empty record.
+        Returns the fields `slowest_rank`, `slowest_host` and `slowest_pct` for the report. `slowest_pct` says by how
+        many percent the slowest rank takes longer than the median of the other ranks. A run of one rank gets an empty
+        record.
         """
         if len(rank_ms) == 1:
             return {}

@@ -56,7 +56,8 @@ WRITES_S = 2.0
 ANSWER_S = 4.0
 """Seconds to wait for a verdict after an error. If no verdict arrives, no other rank has caused the error."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
-"""Modules whose functions are collectives or wait for one. Other code that waits for ranks uses `waiting`."""
+"""Modules whose functions are collectives or wait for one. Other code that waits for ranks marks its wait with
+`waiting`."""
 STDERR = 2
 """Descriptor of standard error."""
 
@@ -356,7 +357,8 @@ def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
 
 
 def _is_lost(seen: Seen, now_s: float) -> bool:
-    """Return whether a rank's connection has been closed for so long that the rank counts as lost."""
+    """Return whether a rank's connection broke more than `LOST_AFTER_S` ago, or `DEAD_AFTER_S` if its process is
+    dead."""
     if seen.closed_s is None:
         return False
     is_dead = seen.beat.process.lives() is False
