@@ -122,7 +122,7 @@ class DataSection(Section):
     """raise: a damaged document ends the run. skip: the document's tokens are replaced and excluded from the loss, and
     the document is logged."""
     max_skipped: Annotated[Count, FREE] = 10
-    """Number of damaged documents that a rank can skip. The next one ends the run."""
+    """Number of damaged documents that a rank can skip. The next damaged document ends the run."""
     cache_dir: Annotated[str, FREE] = ""
     """Folder on each node that caches whole shards of a remote corpus. Empty: no cache, and only the needed byte ranges
     are read."""
@@ -368,9 +368,10 @@ class Half(NamedTuple):
 
 
 def halves_of(segment_len: int, *, reuse_len: int, predicted_len: int) -> tuple[Half, ...]:
-    """Return the halves of a segment in which XLNet predicts tokens. They share the targets by their lengths.
+    """Return the halves of a segment in which XLNet predicts tokens.
 
-    The first half has the `reuse_len` tokens that the memory stores. If these are all tokens, it is the only half.
+    The targets are divided between the halves in proportion to their lengths. The first half has the `reuse_len` tokens
+    that the memory stores. If `reuse_len` is the length of the segment, there is only one half.
     """
     if reuse_len == segment_len:
         return (Half(0, segment_len, predicted_len),)

@@ -57,7 +57,10 @@ def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported
         raise CheckpointError(f"{path} holds no config.json. Name the folder that save_pretrained wrote.")
     config = read_peer_settings(path / "config.json")
     if config.get("model_type", "transfo-xl") != "transfo-xl":
-        raise CheckpointError(f"{path / 'config.json'} is of a {config['model_type']} model, not of transfo-xl.")
+        raise CheckpointError(
+            f"{path / 'config.json'} belongs to a {config['model_type']} model, not to a transfo-xl "
+            "model. Name another folder."
+        )
     if config.get("attn_type", 0) != 0:
         raise CheckpointError(
             f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers supports only 0."

@@ -27,9 +27,10 @@ from txl_dist.tokenizers.subwords import BpeTokenizer, UnigramTokenizer, byte_le
 from txl_dist.tokenizers.word_tokenizer import WordTokenizer
 
 SAMPLES = ("Hello, world!\n  A line, and 3.14 more.\n", "def f(x):\n    return x\n", "", "\n\n", "a")
-"""Texts that are compared, in addition to the texts of random ids."""
+"""Texts on which the library's tokenizer is compared with this package's tokenizer, in addition to texts of random
+ids."""
 NUM_RANDOM = 20
-"""Number of texts of random ids that are compared."""
+"""Number of texts of random ids on which the two tokenizers are compared."""
 
 
 def write_tokenizers(folder: Path, bundle: Bundle) -> bool:

@@ -401,6 +401,9 @@ def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:
 def _child(module: Inert, name: str) -> Inert:
     modules = vars(module).get("_modules", {})
     if not isinstance(modules.get(name), Inert):
-        raise CheckpointError(f"a pickled {type(module).__name__} has no part {name}. Is the file whole?")
+        raise CheckpointError(
+            f"a pickled {type(module).__name__} has no submodule {name}. The file may be "
+            "incomplete. Copy the file again."
+        )
     child: Inert = modules[name]
     return child

@@ -60,10 +60,10 @@ def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
 
 
 def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
-    """Build a tokenizer from a vocabulary in memory. `where` names it in errors.
+    """Build a tokenizer from a vocabulary in memory. `where` names the vocabulary in errors.
 
     The vocabulary is an object of class Vocab, an object that has one, a list of symbols, or a dict from symbols to
-    ids. Raises DataError if it is something else, damaged, or of another size than expected.
+    ids. Raises DataError for any other object, for a damaged vocabulary, or if the size is not the expected one.
     """
     fields = _fields_of(vocab)
     if isinstance(fields.get("vocab"), Inert | dict):

@@ -19,7 +19,7 @@ _MOST = 1 << 20
 """Upper limit for tokens and lanes: more than any useful memory, and less than what the settings allow."""
 _Length = Annotated[int, Field(ge=0, le=_MOST)]
 _LengthOrTrained = Annotated[int, Field(ge=-1, le=_MOST)]
-_AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag the value is as trained"
+_AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag, the value of training is used"
 
 
 class Protocol(NamedTuple):

@@ -223,7 +223,7 @@ class Score(_Fact):
     num_lanes: int
     """Number of text streams into which the split was cut."""
     overlap_len: int = 0
-    """Number of tokens of each segment that were run before and are run again as context, without a second score."""
+    """Number of tokens before each segment that are run again as context, and not scored again."""
     precision: str = ""
 
     @property

@@ -519,8 +519,9 @@ class LanguageModel:
     def _documents(self, tokens_BS: Tensor) -> Tensor | None:
         """Return the document number of each token, as training with document masks numbers them.
 
-        An end-of-text belongs to the document that it begins. Tokens before the first end-of-text belong to document 0,
-        as the memory does. Returns None if the model was trained without masks or has no end-of-text.
+        An end-of-text token belongs to the document that it begins. Tokens before the first end-of-text token belong to
+        document 0, and so does the memory. Returns None if the model was trained without masks or has no end-of-text
+        token.
         """
         end_of_text = self.tokenizer.end_of_text
         if not self.bundle.document_mask or end_of_text is None:

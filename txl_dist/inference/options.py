@@ -105,7 +105,7 @@ class SamplingParams(Sampling):
             ("seed", 0 <= self.seed < 2**63, "0 or more and below 2**63"),
             ("num_samples", self.num_samples >= 1, "1 or more"),
             ("log_probs", self.log_probs >= -1, "0 or more tokens, or -1 for none"),
-            ("memory_len", self.memory_len >= -1, "0 or more tokens, or -1 for as trained"),
+            ("memory_len", self.memory_len >= -1, "0 or more tokens, or -1 for the value of training"),
             ("batch_size", self.batch_size >= 1, "1 or more"),
             ("stop", all(self.stop), "strings that are not empty"),
         ]
@@ -155,7 +155,7 @@ def check_count(value: Any, *, least: int, what: str) -> None:
     """Raise ConfigError for a value that is not a whole number, or is below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         if least < 0:
-            hint = ", or -1 for as trained"
+            hint = ", or -1 for the value of training"
         else:
             hint = ""
         raise ConfigError(f"{what}={value!r:.200}: it must be a whole number, {max(0, least)} or more{hint}.")

@@ -67,7 +67,7 @@ class Memory(NamedTuple):
 
 
 def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like: Tensor) -> Memory:
-    """Make a memory that holds nothing yet. Its tensors have the type and the device of `like`.
+    """Make a memory that contains no token yet. Its tensors have the type and the device of `like`.
 
     `memory_lens` holds the number of tokens that each layer remembers.
     """

@@ -76,7 +76,7 @@ class OrderedMask(NamedTuple):
 
     @property
     def num_distances(self) -> int:
-        """Number P of the distances K-1 ... 1-T. A negative distance is that of a key after the row's position."""
+        """Number P of the distances K-1 ... 1-T. The distance to a key after the row's position is negative."""
         return self.num_keys + self.segment_len - 1
 
     def content(self) -> OrderedMask:

@@ -88,7 +88,7 @@ class TransformerXL(nn.Module):
         initialize(self, model)
 
     def empty_memory(self, *, num_lanes: int, memory_len: int) -> Memory:
-        """Make a memory that holds nothing yet, in this model's compute type and on its device."""
+        """Make a memory that contains no token yet, in this model's compute type and on its device."""
         lens = self.memory_of_layers(memory_len)
         weight = self.embedding.weight(0)
         return empty_memory(lens, num_lanes=num_lanes, width=self.section.width, like=weight)

@@ -242,7 +242,7 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
 
 
 def attention_kind(config: Config, *, gpu: Gpu) -> AttentionKind:
-    """Return how attention will be computed on this kind of GPU: "plain", "kernels" or "fused".
+    """Return the way in which attention is computed on this kind of GPU: "plain", "kernels" or "fused".
 
     The setting engine.attention and the GPU decide.
     """

@@ -21,7 +21,7 @@ API_KEY = "TXL_API_KEY"
 Port = Annotated[int, Field(ge=0, lt=2**16), Rule("0 ... 65535")]
 Texts = Annotated[int, Field(ge=1), Rule("1 or more texts")]
 Prompts = Annotated[int, Field(ge=1), Rule("1 or more prompts")]
-MemoryLen = Annotated[int, Field(ge=-1), Rule("0 or more tokens, or -1 for as trained")]
+MemoryLen = Annotated[int, Field(ge=-1), Rule("0 or more tokens, or -1 for the value of training")]
 Tokens = Annotated[int, Field(ge=1), Rule("1 or more tokens")]
 TokensOrNone = Annotated[int, Field(ge=0), Rule("0 or more tokens")]
 Bytes = Annotated[int, Field(ge=1), Rule("1 or more bytes")]
