@@ -218,7 +218,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from the positions of `hidden_BTD`. Returns the context after the output projection, [B, T, D].
 
-        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. With `past_BMD`, the raw memory, both are computed here. This needs a layer where `supports_fused_qkv` is True.
+        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. With `past_BMD`, the raw memory, both
+        are computed here. This needs a layer where `supports_fused_qkv` is True.
         """
         if past_BMD is not None:
             assert distances is not None
