@@ -67,7 +67,7 @@ def export(
     out: Positional[Path],
     /,
     stated: Annotated[Stated, arg(name="")] = Stated(),  # noqa: B008  frozen
-    format: Literal["bundle", "huggingface", "huggingface-code", "onnx"] = "bundle",
+    format: Literal["bundle", "huggingface", "huggingface-code", "onnx", "xlnet"] = "bundle",
     dtype: WeightType = "fp32",
     ema: bool = False,
     push_to_hub: str = "",
@@ -82,7 +82,7 @@ def export(
         stated: Facts for the model card (README.md in the folder) that the run does not record.
         format: bundle: our own format. huggingface: for TransfoXLLMHeadModel of transformers 4.46.3. huggingface-code:
             with its own code, for transformers 5. onnx: two graphs, for a token and for a chunk of tokens (needs the
-            extra onnx).
+            extra onnx). xlnet: for XLNet of transformers.
         dtype: Type of the weights. ONNX graphs are fp32. int8 is for bundles only, has a scale per row, and runs as
             fp32.
         ema: Write the moving average of the weights (optim.ema_decay). Only for bundles. Other formats are exported
@@ -125,10 +125,20 @@ def export(
 
 def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: WeightType, ema: bool) -> None:
     """Write the exported folder. Print its size, and the difference between its losses and the source's losses."""
-    from txl_dist.convert.export import export_bundle, export_to_huggingface, export_to_huggingface_code, export_to_onnx
+    from txl_dist.convert.export import (
+        export_bundle,
+        export_to_huggingface,
+        export_to_huggingface_code,
+        export_to_onnx,
+        export_to_xlnet,
+    )
 
     if format == "huggingface":
         folder = export_to_huggingface(source, out, dtype=dtype, stated=stated)
+        echo(f"{out}: written from {folder}, and read back bit for bit")
+        return
+    if format == "xlnet":
+        folder = export_to_xlnet(source, out, dtype=dtype, stated=stated)
         echo(f"{out}: written from {folder}, and read back bit for bit")
         return
     if format == "onnx":
@@ -162,7 +172,7 @@ def import_(
     path: Positional[Path],
     out: Positional[Path],
     /,
-    format: Literal["original", "nvidia", "huggingface", "labml"],
+    format: Literal["original", "nvidia", "huggingface", "labml", "xlnet"],
     vocab: Path | None = None,
     settings: Path | None = None,
     segment_len: int = 0,
@@ -176,7 +186,7 @@ def import_(
             labml's state dict.
         out: Folder of the bundle. An older bundle there is replaced.
         format: Program that wrote the weights: original (kimiyoung/transformer-xl), nvidia (DeepLearningExamples),
-            huggingface or labml.
+            huggingface, labml, or xlnet (a Hugging Face folder).
         vocab: Vocabulary, if the weights have none: cache.pt, vocab.txt, vocab.pkl, vocab.bin, a JSON list or
             tokenizer.json. Without a vocabulary, text is ids in decimal.
         settings: JSON file with settings that the weights lack, by the other program's names: {"n_head": 8, ...}.
@@ -215,6 +225,7 @@ _WRITES = {
     "huggingface": ArtifactKind.HUGGINGFACE,
     "huggingface-code": ArtifactKind.HUGGINGFACE_CODE,
     "onnx": ArtifactKind.ONNX,
+    "xlnet": ArtifactKind.HUGGINGFACE,
 }
 """Kind of artifact that `txl export` writes, by --format."""
 
@@ -229,8 +240,8 @@ def _require_output(out: Path, kind: ArtifactKind) -> None:
 def _require_foreign(path: Path, *, format: str) -> None:
     """Refuse a path that does not exist, or that holds an artifact of this package. Raises ConfigError."""
     kind = detect_artifact(path)
-    if kind is ArtifactKind.HUGGINGFACE and format != "huggingface":
-        raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface.")
+    if kind is ArtifactKind.HUGGINGFACE and format not in ("huggingface", "xlnet"):
+        raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface or xlnet.")
     ours = "txl_dist itself wrote it. To get a bundle: `txl export {path} BUNDLE`."
     if kind not in (ArtifactKind.HUGGINGFACE, ArtifactKind.NOTHING):
         instead = {ArtifactKind.RUN: ours, ArtifactKind.CHECKPOINT: ours}

@@ -20,6 +20,7 @@ from txl_dist.convert.huggingface import export_huggingface
 from txl_dist.convert.huggingface_export import Written, export_huggingface_code
 from txl_dist.convert.onnx_graphs import export_onnx
 from txl_dist.convert.training_metadata import card_of_checkpoint
+from txl_dist.convert.xlnet import export_xlnet
 from txl_dist.errors import CheckpointError, ConfigError, TxlError
 from txl_dist.inference.bundle import WEIGHTS, Bundle, Package, check_device, load_bundle, read_bundle, write_bundle
 from txl_dist.inference.card import Sample, Stated
@@ -142,6 +143,7 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
         weights=weights,
         tokenizer=tokenizer,
         segment_len=config.train.segment_len,
+        reuse_len=config.train.reuse_len,
         memory_len=config.train.memory_len,
         memory_lens=config.train.memory_lens,
         document_mask=config.data.document_mask,
@@ -253,6 +255,18 @@ def export_to_huggingface(source: Path, out: Path, *, dtype: str = "fp32", state
     folder, package = _read(source, stated)
     _check_alike(package)
     export_huggingface(out, package, dtype=dtype)
+    return folder
+
+
+def export_to_xlnet(source: Path, out: Path, *, dtype: str = "fp32", stated: Stated = NOTHING_STATED) -> Path:
+    """Write a folder for Hugging Face's XLNet from a run, a checkpoint or a bundle.
+
+    Returns the folder of the weights that were exported. Raises the errors of `export_xlnet`, and CheckpointError if no
+    undamaged source is found.
+    """
+    folder, package = _read(source, stated)
+    _check_alike(package)
+    export_xlnet(out, package, dtype=dtype)
     return folder
 
 

@@ -65,7 +65,7 @@ def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported
         raise CheckpointError(
             f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers supports only 0."
         )
-    peer_weights = only_tensors(_read_parts(path), where=str(path))
+    peer_weights = only_tensors(read_parts(path), where=str(path))
     imported = model_of(
         _original_names(peer_weights, where=str(path)),
         OriginalSettings.of(_with_defaults(config), user_settings, where=str(path / "config.json")),
@@ -100,7 +100,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)
-        _write_json(temporary / "config.json", config)
+        write_json(temporary / "config.json", config)
         write_tensors(temporary / "model.safetensors", _huggingface_names(cast, model), metadata={"format": "pt"})
         tokenizer.save(temporary / TOKENIZER)
         _write_vocabulary(temporary, tokenizer)
@@ -150,10 +150,10 @@ def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     }
     lines = "\n".join(symbols)
     write_bytes(folder / "vocab.txt", lines.encode() + b"\n")
-    _write_json(folder / "tokenizer_config.json", config)
+    write_json(folder / "tokenizer_config.json", config)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON object to a file."""
     text = json.dumps(content, indent=2)
     write_bytes(path, text.encode() + b"\n")
@@ -183,7 +183,7 @@ def inexpressible(model: ModelSection) -> list[str]:
     return reasons
 
 
-def _read_parts(folder: Path) -> dict[str, Any]:
+def read_parts(folder: Path) -> dict[str, Any]:
     """Read the state dict of a folder, from one file or from several files that an index lists."""
     for name in WEIGHTS:
         if (folder / name).is_file():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +54,8 @@ class Imported:
     """Tokens per segment in training. It is 0 if neither the file nor the settings contain the number."""
     memory_len: int
     """Tokens of memory in training. It is -1 if neither the file nor the settings contain the number."""
+    reuse_len: int = field(default=0, kw_only=True)
+    """Tokens of a segment that the memory stores, for models that predict in any order. 0 means all."""
     tokenizer: Tokenizer | None
     """Tokenizer made from the file's vocabulary. It is None if the file has no vocabulary."""
 

@@ -13,11 +13,12 @@ from txl_dist.convert.labml import import_labml
 from txl_dist.convert.nvidia import import_nvidia
 from txl_dist.convert.original import import_original
 from txl_dist.convert.vocabulary import identity_tokenizer, read_vocabulary
+from txl_dist.convert.xlnet import import_xlnet
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import Package, network_of, write_bundle
 from txl_dist.inference.probe import probe_of
 
-Format = Literal["original", "nvidia", "huggingface", "labml"]
+Format = Literal["original", "nvidia", "huggingface", "labml", "xlnet"]
 
 
 class Reader(Protocol):
@@ -32,6 +33,7 @@ READERS: dict[Format, Reader] = {
     "nvidia": import_nvidia,
     "huggingface": import_huggingface,
     "labml": import_labml,
+    "xlnet": import_xlnet,
 }
 
 
@@ -78,13 +80,17 @@ def import_model(
         tokenizer = read_vocabulary(vocab, vocab_size=vocab_size)
     segment_len, memory_len = _lengths(imported, segment_len=segment_len, memory_len=memory_len, where=path)
     # A whole configuration, so that the rules for training find inconsistent settings.
-    check_config(Config(model=model, train=TrainSection(segment_len=segment_len, memory_len=memory_len)))
+    train = TrainSection(segment_len=segment_len, memory_len=memory_len)
+    if model.any_order:
+        train = train.model_copy(update={"objective": "permutation", "reuse_len": imported.reuse_len})
+    check_config(Config(model=model, train=train))
     network = network_of(model, vocab_size=vocab_size, weights=imported.weights, dtype="fp32", where=str(path))
     package = Package(
         section=model,
         weights=imported.weights,
         tokenizer=tokenizer or identity_tokenizer(vocab_size),
         segment_len=segment_len,
+        reuse_len=imported.reuse_len,
         memory_len=memory_len,
         source={"imported": format, "file": path.name},
         probe=probe_of(network, memory_len=memory_len),

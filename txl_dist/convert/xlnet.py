@@ -14,10 +14,36 @@ Shapes: D model width, N heads, H head width.
 
 from __future__ import annotations
 
-import torch
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Literal
 
+import torch
+from safetensors import SafetensorError
+
+from txl_dist.artifacts import ArtifactKind, detect_artifact
 from txl_dist.config.schema import ModelSection
-from txl_dist.convert.key_mapping import Weights
+from txl_dist.console.logging import logger
+from txl_dist.convert.huggingface import read_parts, write_json
+from txl_dist.convert.huggingface_tokenizer import library_tokenizer
+from txl_dist.convert.import_checks import (
+    Imported,
+    PeerSettings,
+    only_tensors,
+    read_peer_settings,
+    refuse,
+    section,
+    shape_problems,
+)
+from txl_dist.convert.key_mapping import Weights, without_storage
+from txl_dist.errors import CheckpointError
+from txl_dist.inference.bundle import DTYPES, Package
+from txl_dist.inference.card import write_readme
+from txl_dist.io.manifest import replace_folder
+from txl_dist.io.tensor_files import write_tensors
+from txl_dist.tokenizers.base import END_OF_TEXT, UNKNOWN, Tokenizer
+from txl_dist.tokenizers.importing import open_tokenizer
 
 PREFIX = "transformer."
 _IN_LAYER = {
@@ -36,6 +62,263 @@ _IN_LAYER = {
 _SEGMENT_TERMS = {"rel_attn.r_s_bias": "attention.segment_bias", "rel_attn.seg_embed": "attention.segment_encoding"}
 """Names of the tensors of the segment terms, which a model may lack."""
 
+TOKENIZERS = ("txl_tokenizer.json", "tokenizer.json", "spiece.model")
+"""Names of the files that may hold the tokenizer, in the order in which they are tried."""
+_ACTIVATIONS = {"gelu": "gelu", "relu": "relu"}
+"""This package's name for each activation that both programs have."""
+
+
+class XlnetSettings(PeerSettings):
+    """Settings in the config.json of an XLNet model."""
+
+    vocab_size: int
+    n_layer: int
+    d_model: int
+    n_head: int
+    d_inner: int
+    d_head: int | None = None
+    ff_activation: str = "gelu"
+    attn_type: Literal["bi", "uni"] = "bi"
+    mem_len: int | None = None
+    reuse_len: int | None = None
+    bi_data: bool = False
+    clamp_len: int = -1
+    dropout: float = 0.1
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+    seq_len: int | None = None
+
+
+def import_xlnet(path: Path, *, user_settings: dict[str, Any]) -> Imported:
+    """Read a folder with a model of Hugging Face's XLNet. Returns the model with our settings and names.
+
+    `user_settings` are settings, by Hugging Face's names, that replace those of config.json. `seq_len` is the length of
+    a segment. A model of `attn_type` "uni" becomes a Transformer-XL that predicts the next token. Raises
+    CheckpointError, or DataError for a tokenizer that cannot be read.
+    """
+    config_file = path / "config.json"
+    if not config_file.is_file():
+        raise CheckpointError(f"{path} has no config.json. Name the folder that save_pretrained wrote.")
+    config = read_peer_settings(config_file)
+    if config.get("model_type", "xlnet") != "xlnet":
+        raise CheckpointError(f"{config_file} describes a model of type {config['model_type']}, not xlnet.")
+    settings = XlnetSettings.of(config, user_settings, where=str(config_file))
+    if settings.bi_data:
+        logger.warning(
+            "%s: bi_data is true. The model was trained on texts in both directions, which txl_dist does not train. It "
+            "reads every text forwards",
+            config_file,
+        )
+    peer_weights = only_tensors(read_parts(path), where=str(path))
+    head = peer_weights.pop("lm_loss.weight", None)
+    embedding = peer_weights.get(f"{PREFIX}word_embedding.weight")
+    ties_weights = head is None or (embedding is not None and torch.equal(head, embedding))
+    has_segment_terms = any(
+        bool(tensor.any()) for name, tensor in peer_weights.items() if name.endswith(tuple(_SEGMENT_TERMS))
+    )
+    model = _section(
+        settings,
+        segment_terms=has_segment_terms and settings.attn_type == "bi",
+        tie_weights=ties_weights,
+        where=str(config_file),
+    )
+    vocab_size = settings.vocab_size
+    expected = _expected_shapes(model.model_copy(update={"any_order": True}), vocab_size=vocab_size)
+    refuse(shape_problems(peer_weights, expected), where=str(path))
+    weights = from_xlnet(peer_weights, model)
+    if not ties_weights:
+        assert head is not None
+        weights["softmax.weight_0"] = head
+    reuse_len = settings.reuse_len or 0
+    return Imported(
+        model=model,
+        weights=weights,
+        vocab_size=vocab_size,
+        segment_len=settings.seq_len or 2 * reuse_len,
+        memory_len=-1 if settings.mem_len is None else settings.mem_len,
+        reuse_len=reuse_len if settings.attn_type == "bi" else 0,
+        tokenizer=_tokenizer_in(path, vocab_size=vocab_size),
+    )
+
+
+def _section(settings: XlnetSettings, *, segment_terms: bool, tie_weights: bool, where: str) -> ModelSection:
+    """Return the model section. Raises CheckpointError for an activation that this package lacks."""
+    if settings.ff_activation not in _ACTIVATIONS:
+        raise CheckpointError(
+            f"{where}: ff_activation is {settings.ff_activation!r}, which txl_dist lacks. It can import "
+            f"{' and '.join(_ACTIVATIONS)}."
+        )
+    values = {
+        "num_layers": settings.n_layer,
+        "width": settings.d_model,
+        "num_heads": settings.n_head,
+        "head_width": settings.d_head or settings.d_model // settings.n_head,
+        "ff_width": settings.d_inner,
+        "activation": _ACTIVATIONS[settings.ff_activation],
+        "clamp_len": max(0, settings.clamp_len),
+        "dropout": settings.dropout,
+        "attention_dropout": settings.dropout,
+        "norm_eps": settings.layer_norm_eps,
+        "init_std": settings.initializer_range,
+        "share_biases": False,
+        "scale_embedding": False,
+        "tie_weights": tie_weights,
+        "any_order": settings.attn_type == "bi",
+        "segment_terms": segment_terms,
+    }
+    return section(values, where=where)
+
+
+def _expected_shapes(model: ModelSection, *, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that a folder must have, by XLNet's names."""
+    weights = without_storage(model, vocab_size=vocab_size)
+    return {name: tuple(tensor.shape) for name, tensor in to_xlnet(weights, model).items()}
+
+
+def _tokenizer_in(folder: Path, *, vocab_size: int) -> Tokenizer | None:
+    """Return the tokenizer of a folder, or None if it has none with the ids of the model."""
+    for name in TOKENIZERS:
+        if (folder / name).is_file():
+            tokenizer = open_tokenizer(folder / name)
+            if tokenizer.vocab_size == vocab_size:
+                return tokenizer
+            logger.warning(
+                "%s has %d ids, and the model has %d. The tokenizer is left out",
+                folder / name,
+                tokenizer.vocab_size,
+                vocab_size,
+            )
+    return None
+
+
+def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
+    """Write a folder that transformers loads as XLNetLMHeadModel, and for classification.
+
+    The folder is read back and compared bit for bit. Raises CheckpointError if XLNet cannot express the model, or if
+    `out` cannot be written or holds something else.
+    """
+    reasons = inexpressible(package.section)
+    if reasons:
+        raise CheckpointError(
+            f"an XLNet folder cannot express this model: {'; '.join(reasons)}. Train with the settings of "
+            "configs/xlnet_base.toml, or export a bundle."
+        )
+    out = out.resolve()
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if out.exists() and not is_empty and detect_artifact(out) is not ArtifactKind.HUGGINGFACE:
+        raise CheckpointError(f"{out} exists and is not an export. Choose another output folder.")
+    cast = dict(package.open(dtype, where=str(out)).model.state_dict())
+    written = to_xlnet(cast, package.section)
+    temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        temporary.mkdir(parents=True)
+        write_json(temporary / "config.json", _config(package, dtype=dtype))
+        tensors = {name: tensor.detach().clone().contiguous() for name, tensor in written.items()}
+        write_tensors(temporary / "model.safetensors", tensors, metadata={"format": "pt"})
+        _write_tokenizer(temporary, package)
+        reread = import_xlnet(temporary, user_settings={}).weights
+        different = [name for name, tensor in reread.items() if not torch.equal(tensor, cast[name].float())]
+        if different:
+            raise CheckpointError(f"{out} does not reproduce {', '.join(different[:3])}. Report this defect.")
+        num_bytes = (temporary / "model.safetensors").stat().st_size
+        write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
+        replace_folder(temporary, out)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def inexpressible(model: ModelSection) -> list[str]:
+    """Return descriptions of a model's settings that XLNet lacks. The result is empty if it has all of them."""
+    required = {
+        "any_order": True,
+        "share_biases": False,
+        "scale_embedding": False,
+        "tie_weights": True,
+        "cutoffs": (),
+        "div_value": 1,
+        "positions": "relative",
+        "norm": "layer",
+        "pre_norm": False,
+        "final_norm": False,
+        "query_key_norm": False,
+        "residual_scalars": False,
+        "value_residual": False,
+        "value_bias": False,
+        "output_bias": False,
+    }
+    reasons = [
+        f"model.{name} is {getattr(model, name)!r}, not {value!r}"
+        for name, value in required.items()
+        if getattr(model, name) != value
+    ]
+    if model.activation not in _ACTIVATIONS.values():
+        reasons.append(f"model.activation is {model.activation!r}, not 'gelu' or 'relu'")
+    if model.num_heads * model.head_width != model.width:
+        reasons.append("model.num_heads * model.head_width is not model.width")
+    if model.embed_width_or_default() != model.width:
+        reasons.append(f"model.embed_width is {model.embed_width}, not 0")
+    return reasons
+
+
+def _config(package: Package, *, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json. transformers has one dropout rate for all places."""
+    model = package.section
+    end_of_text = package.tokenizer.end_of_text
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return {
+        "model_type": "xlnet",
+        "architectures": ["XLNetLMHeadModel"],
+        "vocab_size": package.tokenizer.vocab_size,
+        "n_layer": model.num_layers,
+        "n_head": model.num_heads,
+        "d_head": model.head_width,
+        "d_model": model.width,
+        "d_inner": model.ff_width,
+        "ff_activation": activations[model.activation],
+        "attn_type": "bi",
+        "bi_data": False,
+        "same_length": False,
+        "clamp_len": model.clamp_len or -1,
+        "mem_len": package.memory_len or None,
+        "reuse_len": package.reuse_len or package.segment_len,
+        "seq_len": package.segment_len,
+        "use_mems_eval": False,
+        "use_mems_train": False,
+        "untie_r": True,
+        "dropout": model.dropout,
+        "layer_norm_eps": model.norm_eps,
+        "initializer_range": model.init_std,
+        "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
+        "pad_token_id": end_of_text,
+        "dtype": str(DTYPES[dtype]).removeprefix("torch."),
+    }
+
+
+def _write_tokenizer(folder: Path, package: Package) -> None:
+    """Write the tokenizer: txl_tokenizer.json, and tokenizer.json if the library `tokenizers` has an equal one."""
+    tokenizer = package.tokenizer
+    tokenizer.save(folder / "txl_tokenizer.json")
+    library = library_tokenizer(tokenizer, begins_documents=False)
+    if library is None:
+        return
+    library.save(str(folder / "tokenizer.json"))
+    special_tokens: dict[str, str] = {}
+    if UNKNOWN in tokenizer.symbols:
+        special_tokens["unk_token"] = UNKNOWN
+    if tokenizer.end_of_text is not None:
+        special_tokens |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **special_tokens,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    write_json(folder / "tokenizer_config.json", config)
+
 
 def from_xlnet(peer_weights: Weights, model: ModelSection) -> Weights:
     """Return XLNet's weights under this package's names.
@@ -45,8 +328,9 @@ def from_xlnet(peer_weights: Weights, model: ModelSection) -> Weights:
     weights: Weights = {
         "embedding.weight_0": peer_weights[f"{PREFIX}word_embedding.weight"],
         "softmax.bias_0": peer_weights["lm_loss.bias"],
-        "target_row": peer_weights[f"{PREFIX}mask_emb"].flatten(),
     }
+    if model.any_order:
+        weights["target_row"] = peer_weights[f"{PREFIX}mask_emb"].flatten()
     for layer in range(model.num_layers):
         theirs = f"{PREFIX}layer.{layer}."
         ours = f"blocks.{layer}."

@@ -51,9 +51,10 @@ from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
 
 WEIGHTS = "model.safetensors"
-FORMAT_VERSIONS = (1, 2, 3, 4)
-"""Format versions of bundles that txl_dist reads. New bundles have the last version of the list. Version 2 added int8
-weights. Version 3 added layers with memories of different lengths. Version 4 added the setting `document_mask`."""
+FORMAT_VERSIONS = (1, 2, 3, 4, 5)
+"""Format versions of bundles that txl_dist reads. Version 2 added int8 weights. Version 3
+added layers with memories of different lengths. Version 4 added the setting `document_mask`. Version 5 added models
+that predict in any order. Other models are written as version 4."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number types in which a network can run. The network of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
@@ -76,6 +77,7 @@ class _Content(BaseModel):
     dtype: Literal["fp32", "bf16", "fp16", "int8"]
     probe_dtype: Literal["fp32", "bf16", "fp16", "int8"]
     segment_len: PositiveLen
+    reuse_len: Len = 0
     memory_len: Len
     memory_lens: tuple[Len, ...] = ()
     document_mask: bool
@@ -99,6 +101,8 @@ class Package:
     tokenizer: Tokenizer
     segment_len: int
     """Length of a segment in training, in tokens."""
+    reuse_len: int = 0
+    """Number of tokens of a segment that the memory stores, for models that predict in any order. 0 means all."""
     memory_len: int
     """Length of the longest memory of any layer, in tokens."""
     memory_lens: tuple[int, ...] = ()
@@ -209,10 +213,17 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
     lengths: dict[str, Any] = {"segment_len": package.segment_len, "memory_len": package.memory_len}
     if package.memory_lens:
         lengths["memory_lens"] = list(package.memory_lens)
+    if package.reuse_len:
+        lengths["reuse_len"] = package.reuse_len
     model = package.section.model_dump(mode="json")
+    version = FORMAT_VERSIONS[-1]
+    if not package.section.any_order:  # older versions of txl_dist can read it
+        version = 4
+        for name in ("any_order", "segment_terms"):
+            del model[name]
     vocab_size = package.tokenizer.vocab_size
     content = {
-        "format_version": FORMAT_VERSIONS[-1],
+        "format_version": version,
         "model": model,
         "vocab_size": vocab_size,
         "dtype": dtype,
@@ -300,6 +311,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
             weights=stored_weights(folder / WEIGHTS),
             tokenizer=load_tokenizer(folder / "tokenizer.json"),
             segment_len=content.segment_len,
+            reuse_len=content.reuse_len,
             memory_len=content.memory_len,
             memory_lens=content.memory_lens,
             document_mask=content.document_mask,
