@@ -450,7 +450,7 @@ class TrainSection(Section):
 
     @property
     def step_len(self) -> int:
-        """Number of tokens by which a step moves each lane on. The memory stores these tokens."""
+        """Number of tokens that each lane (batch row) advances in a step. The memory stores these tokens."""
         return self.reuse_len or self.segment_len
 
     @property

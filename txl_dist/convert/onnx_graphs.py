@@ -130,6 +130,7 @@ class Step(nn.Module):
     """Module that is exported as a graph. It reads `num_tokens` tokens of some rows and their memory."""
 
     encoding_KD: Tensor
+    """Sinusoids of the distances K-1 ... 0."""
 
     def __init__(self, network: TransformerXL, *, memory_len: int, num_tokens: int) -> None:
         super().__init__()

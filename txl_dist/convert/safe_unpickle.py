@@ -249,6 +249,8 @@ def _restricted_pickle(path: Path) -> Any:
     known["torch.storage", "_load_from_bytes"] = lambda data: _load_torch(io.BytesIO(data), path)
 
     class Unpickler(pickle.Unpickler):
+        """Unpickler that finds only harmless constructors and Inert stand-ins."""
+
         def find_class(self, module: str, name: str) -> Any:
             key = module, name
             if key not in known:

@@ -30,10 +30,13 @@ class Protocol(NamedTuple):
     """
 
     num_lanes: int
+    """Number of rows or crops that the program evaluates in parallel."""
     same_length: Literal["off", "memory", "memory_and_self"]
     """Value of model.same_length that the program's published recipes use for evaluation with a memory."""
     cut: Literal["rows", "warm rows", "crops"]
+    """Way in which the split is cut: rows, rows that start with the end of the previous row, or random crops."""
     source: str
+    """Program and file that define the protocol, for people."""
 
 
 PROTOCOLS = {

@@ -199,6 +199,8 @@ class Stated:
 
 
 class _Fact(BaseModel):
+    """Base of the records in card.json. Types are strict, and records cannot be changed."""
+
     model_config = ConfigDict(strict=True, frozen=True)
 
 
@@ -212,6 +214,7 @@ class Score(_Fact):
     ppl: float
     """Perplexity per token. For a word tokenizer a token is a word."""
     token: str = "token"
+    """Word for a token of this tokenizer, such as token or word."""
     bits_per_byte: float | None = None
     """Bits per byte of the text. None if the loss does not cover the whole text."""
     tokens: int

@@ -164,6 +164,8 @@ class _Softmax(AdaptiveSoftmax):
 
 
 class _Table(NamedTuple):
+    """Softmax of one cluster, which reads the rows of its tables from the file when it computes losses."""
+
     columns: tuple[Columns, ...]
     projection_DE: Tensor | None
     reader: _Reader

@@ -102,9 +102,13 @@ class SavingPlan:
     wait_s: float
     """Seconds that training waits at a step with a checkpoint."""
     between_failures_s: float
+    """Expected seconds between two failures of any GPU."""
     failures_expected: float
+    """Expected number of failures during the run."""
     interval_s: float
+    """Seconds between two checkpoints."""
     every_steps: int
+    """Steps between two checkpoints."""
     lost_pct: float
     """Percentage of the time that is lost by waiting, repeating steps and restarting."""
 
@@ -120,7 +124,9 @@ class PhasePlan:
     memory_len: int
     microbatch_lanes: int
     needed_gib: float
+    """Memory per rank in GiB."""
     fits: bool
+    """True if this memory fits on the GPU."""
     step_s: float
     tokens_per_s: float
 
@@ -132,17 +138,21 @@ class PlannedOption(Option):
     flags: list[str]
     """Command-line flags that turn the given settings into this option."""
     needed_by_part_gib: dict[str, float]
+    """Memory per rank in GiB, by purpose."""
     mfu_pct: float
     budget_tokens: int
     epochs: float | None
     """Number of epochs of training. It is None if the size of the corpus is unknown."""
     length_s: float
+    """Seconds that the whole run takes."""
     gpu_hours: float
     stages: list[PhasePlan]
     """Predictions for the phases, in order. The list is empty for a run with only one phase."""
     saving: SavingPlan
     strong: list[Point]
+    """Points of the curve of strong scaling (constant global batch)."""
     weak: list[Point]
+    """Points of the curve of weak scaling (constant number of lanes per GPU)."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +162,7 @@ class Plan:
     question: PlanOptions
     gpus_used: int
     notes: list[str]
+    """Sentences about the plan for people, such as a warning about GPUs that are not used."""
     parameters: int
     tokens_per_step: int
     flops_per_token: dict[str, float]
@@ -161,7 +172,9 @@ class Plan:
     as_configured: Option | str
     """Prediction for the settings without changes, or the reason why they are impossible."""
     chosen: PlannedOption | None
+    """Option that the plan recommends. None if no option fits."""
     predicted_not_measured: bool = True
+    """Always True, so that readers of the JSON file see that all figures are predictions."""
 
     def as_json(self) -> str:
         """Return the plan as JSON. An option holds only the settings in which the options differ."""

@@ -66,9 +66,13 @@ class Program:
     dropout_passes: float
     """Additional passes over the scores if the probabilities have dropout."""
     width_passes: float
+    """Passes over tensors of the model width, per layer."""
     ff_passes: float
+    """Passes over tensors of the feed-forward width, per layer."""
     inner_passes: float
+    """Passes over tensors of the width of all heads, per layer."""
     logit_passes: float
+    """Passes over the logits."""
     table_passes: float
     """Passes over the gradient of the embeddings."""
     cuts_tables: bool
@@ -152,7 +156,8 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of each part of a step. The parts do not overlap, so the step's time is their sum."""
+    """Seconds of each part of a step (see the module's docstring). The parts do not overlap, so the step's time is
+    their sum."""
 
     products: float
     attention: float

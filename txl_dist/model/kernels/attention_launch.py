@@ -68,9 +68,13 @@ class Tile(NamedTuple):
     """Way in which a kernel is compiled: a program's part of the scores, its warps, and its stages of loads."""
 
     rows: int
+    """Rows of scores that a program computes at a time."""
     columns: int
+    """Columns of scores that a program computes at a time."""
     num_warps: int
+    """Number of warps of a program."""
     num_stages: int
+    """Number of stages in which a program loads data ahead."""
     resident: int
     """Number of programs that a multiprocessor of sm_90 holds at a time. Registers, shared memory and warps limit it.
     """
@@ -80,7 +84,8 @@ class Tile(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of one layer's attention. They decide how the work is divided into launches."""
+    """Sizes of one layer's attention, in the letters of the module's legend. They decide how the work is divided into
+    launches."""
 
     B: int
     T: int

@@ -28,8 +28,11 @@ class Disk:
     """Type of the file system, such as ext4, nfs4 or tmpfs. It is empty if the type is unknown."""
     free_gib: float = 0.0
     renames: bool = False
+    """True if a file can be renamed over another file, and a folder can be flushed to disk."""
     locks: bool = False
+    """True if a lock of a file keeps a second holder out."""
     error: str = ""
+    """Reason why the file system cannot be used. It is empty if it can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
