@@ -13,6 +13,11 @@ has width E_i, size V_i, and a share p_i of the tokens.
     softmax     ((V_0 + C) E_0 + sum p_i V_i E_i) 2*3        head, then the tails
     projections (D E_0 + sum p_i D E_i) 2*3  and  sum p_i D E_i 2*3      of softmax and embedding, where they have any
 
+In any order (XLNet) a step moves each lane on by R tokens. Its rows are the T tokens and m query rows, whose keys are
+not computed. So the linear part has query, output and feed-forward of T + m rows, and keys and values of T rows. All
+rows compute scores with all K keys, there are K + T - 1 distances, and the softmax has m rows. All numbers are then
+divided by R instead of T.
+
 A token sees S = M + (T+1)/2 keys on average. With same_length it sees M or M + 1 keys. MFU counts only these useful
 operations. It does not count masked parts of blocks, padded rows of clusters, or activations that are computed twice.
 """
@@ -93,13 +98,18 @@ def flops_by_part(
     memory_lens: Sequence[int],
     microbatch_lanes: int,
     cluster_shares: Sequence[float] = (),
+    step_len: int = 0,
+    num_targets: int = 0,
 ) -> dict[str, float]:
     """Return the operations of a training step per token, for each part of the formula above.
 
     `memory_lens` holds the number of tokens that each layer remembers. `cluster_shares` holds each cluster's share of
-    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is empty, `typical_shares` are used.
+    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is empty, `typical_shares` are used. In any
+    order a step moves each lane on by `step_len` tokens (0: the whole segment) and predicts `num_targets` tokens of
+    each segment. With `num_targets` 0 every token predicts the next one.
     """
     T = segment_len
+    R = step_len or T
     L = model.num_layers
     D = model.width
     inner = model.num_heads * model.head_width
@@ -108,21 +118,32 @@ def flops_by_part(
     K = M + len(memory_lens) * T
     seen_in_segment = {"off": (T + 1) / 2, "memory": 0.0, "memory_and_self": 1.0}[model.same_length]
     seen = M + L * seen_in_segment
+    num_distances = K
+    rows = 1.0  # rows, tokens and predictions per token by which the lane moves on
+    tokens = 1.0
+    predicted = 1.0
+    if num_targets:
+        seen = float(K)
+        num_distances = K + L * (T - 1)
+        rows = (T + num_targets) / R
+        tokens = T / R
+        predicted = num_targets / R
     scheme = model.scheme
     distances = shift = 0.0
     if scheme.sinusoids == "distances":
-        distances = K * D * inner / (microbatch_lanes * T) * 4.0
+        distances = num_distances * D * inner / (microbatch_lanes * R) * 4.0
     if scheme.has_distance_terms:
-        shift = inner * seen * 6.0
+        shift = inner * seen * rows * 6.0
     shares = tuple(cluster_shares) or typical_shares((0, *model.cutoffs, vocab_size))
     vocabulary = _vocabulary_flops(model, vocab_size=vocab_size, shares=shares)
+    linear_of_row = 2 * D * inner + model.num_ff_matrices * D * model.ff_width
     return {
-        "linear": L * (4 * D * inner + model.num_ff_matrices * D * model.ff_width) * 6.0,
-        "memory": M / T * 2 * D * inner * 4.0,
+        "linear": L * (linear_of_row * rows + 2 * D * inner * tokens) * 6.0,
+        "memory": M / R * 2 * D * inner * 4.0,
         "distances": distances,
-        "scores": 2 * inner * seen * 6.0,
+        "scores": 2 * inner * seen * rows * 6.0,
         "shift": shift,
-        **vocabulary,
+        **{name: operations * predicted for name, operations in vocabulary.items()},
     }
 
 

@@ -135,6 +135,10 @@ class Work:
     needs_whole_tensors: bool = False
     orthogonalizes: bool = False
     """True if the optimizer orthogonalizes the updates of matrices (Muon)."""
+    step_len: int = 0
+    """Number of tokens by which a step moves each lane on. 0 means segment_len."""
+    num_targets: int = 0
+    """Number of predicted tokens per segment, in any order. With 0 every token predicts the next one."""
 
     @property
     def num_bytes(self) -> int:
@@ -149,9 +153,22 @@ class Work:
         return self.microbatch_lanes * self.segment_len
 
     @property
+    def rows(self) -> int:
+        """Number of rows that a block computes in a micro-batch: the tokens, and in any order the query rows."""
+        return self.tokens + self.microbatch_lanes * self.num_targets
+
+    @property
+    def predictions(self) -> int:
+        """Number of tokens that the softmax predicts in a micro-batch."""
+        if self.num_targets:
+            return self.microbatch_lanes * self.num_targets
+        return self.tokens
+
+    @property
     def tokens_per_step(self) -> int:
-        """Number of tokens per step on all ranks together."""
-        return self.tokens * self.num_microbatches * self.world_size
+        """Number of tokens by which a step moves all lanes of all ranks on."""
+        step_len = self.step_len or self.segment_len
+        return self.microbatch_lanes * step_len * self.num_microbatches * self.world_size
 
 
 @dataclass(frozen=True)
@@ -207,7 +224,7 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
     numbers = program.width_passes * model.width
     numbers += program.ff_passes * model.ff_width
     numbers += program.inner_passes * inner
-    elementwise = again * model.num_layers * work.tokens * numbers * work.num_bytes / _bandwidth(gpu)
+    elementwise = again * model.num_layers * work.rows * numbers * work.num_bytes / _bandwidth(gpu)
     vocabulary = _vocabulary_s(work, gpu, program)
     computing = products + attention + elementwise + vocabulary
     host = _host_s(work, gpu, program, computing=computing)
@@ -286,17 +303,22 @@ def _layer_products(work: Work, program: Program) -> Iterator[Product]:
     The products of the forward pass and of the backward pass for weights and inputs are included.
     """
     model = work.model
-    rows = float(work.tokens)
+    rows = float(work.rows)
     layers = model.num_layers
     width = model.width
     inner = model.num_heads * model.head_width
     num_projections, num_passes = program.memory_products
-    yield Product(rows, width, 3 * inner, 3 * layers)
+    yield Product(work.tokens, width, 3 * inner, 3 * layers)
+    if work.num_targets:
+        yield Product(rows - work.tokens, width, inner, 3 * layers)
     for memory_len, count in Counter(work.memory_lens).items():
         memory_rows = work.microbatch_lanes * memory_len
         yield Product(memory_rows, width, num_projections * inner, num_passes * count)
         if model.scheme.sinusoids == "distances":
-            yield Product(work.segment_len + memory_len, width, inner, 2 * count)
+            num_distances = work.segment_len + memory_len
+            if work.num_targets:
+                num_distances += work.segment_len - 1
+            yield Product(num_distances, width, inner, 2 * count)
     yield Product(rows, inner, width, 3 * layers)
     yield Product(rows, width, model.ff_width, 3 * model.num_ff_matrices * layers)
 
@@ -310,10 +332,10 @@ def _attention_s(work: Work, gpu: Gpu, program: Program) -> float:
 
 def _layer_attention_s(work: Work, memory_len: int, gpu: Gpu, program: Program) -> float:
     model = work.model
-    queries = work.segment_len
-    keys = memory_len + queries
+    queries = work.segment_len + work.num_targets
+    keys = memory_len + work.segment_len
     heads = work.microbatch_lanes * model.num_heads
-    if program.skips_masked:
+    if program.skips_masked and not work.num_targets:
         seen = memory_len + (queries + 1) / 2
     else:
         seen = float(keys)
@@ -342,9 +364,9 @@ def _vocabulary_s(work: Work, gpu: Gpu, program: Program) -> float:
         table_width = embed_width // model.div_value**index
         size = edges[index + 1] - edges[index]
         if index == 0:
-            rows = work.tokens * 1.0
+            rows = work.predictions * 1.0
         else:
-            rows = work.tokens * share
+            rows = work.predictions * share
         seconds += Product(rows, table_width, size, 3).seconds(gpu, work)
         if model.div_value > 1 or embed_width != model.width:
             seconds += Product(rows + work.tokens * share, model.width, table_width, 3).seconds(gpu, work)

@@ -126,6 +126,8 @@ def stage_context(
             segment_len=train.segment_len,
             memory_lens=train.memory_per_layer(config.model.num_layers),
             microbatch_lanes=plan.microbatch_lanes,
+            step_len=train.step_len,
+            num_targets=train.num_predicted if train.is_permutation else 0,
         ),
         peak_flops=_peak_flops(ranks, precision=config.engine.precision, tflops=config.metrics.peak_tflops),
     )

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers.models import tiny_section
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
 from txl_dist.model.memory import Memory
+from txl_dist.model.prediction_order import PredictionOrder
 from txl_dist.model.transformer_xl import TransformerXL
 from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, typical_shares
 
@@ -55,6 +56,33 @@ def test_the_layers_execute_what_the_formula_says(stack: str) -> None:
     )
     formula = (sum(parts.values()) - parts["softmax"]) * lanes * length
     assert 0.97 < executed / formula < 1.03
+
+
+@pytest.mark.parametrize("reuse_len", [32, 64])
+def test_a_step_in_any_order_executes_what_the_formula_says(reuse_len: int) -> None:
+    lanes, length, num_targets, vocab_size = 8, 64, 11, 1000
+    model, ids_BT, memory = on_meta(
+        vocab_size=vocab_size, lanes=lanes, length=length, num_layers=2, width=64, num_heads=2, any_order=True
+    )
+    place_Bm = torch.empty(lanes, num_targets, dtype=torch.int64, device="meta")
+    order = PredictionOrder(ids_BT, ids_BT, place_Bm, reuse_len)
+
+    def step() -> None:
+        hidden, _ = model(ids_BT, memory, order=order)
+        model.softmax(hidden, place_Bm).sum().backward()
+
+    parts = flops_by_part(
+        model.section,
+        vocab_size=vocab_size,
+        segment_len=length,
+        memory_lens=[length] * len(memory.hidden),
+        microbatch_lanes=lanes,
+        step_len=reuse_len,
+        num_targets=num_targets,
+    )
+    formula = sum(parts.values()) * lanes * reuse_len
+    # The relative shift computes up to K + T - 1 distances per row, of which K are useful.
+    assert 0.97 < counted(step) / formula < 1.12
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,8 @@ def _micro_step_peak(
         segment_len=train.segment_len,
         memory_len=train.memory_len,
         memory_lens=train.memory_lens,
+        step_len=train.step_len if train.is_permutation else 0,
+        num_targets=train.num_predicted if train.is_permutation else 0,
         dtype=DTYPES[engine.dtype],
         attention=engine.attention,
         recompute_every=engine.recompute_every if engine.activation_checkpointing else 0,

@@ -35,6 +35,7 @@ from txl_dist.model.adaptive_embedding import ROWS_MULTIPLE
 from txl_dist.model.kernels import rows
 from txl_dist.model.kernels.attention_launch import SCORE_BUFFER_BYTES, unsupported_shape_reason
 from txl_dist.model.memory import AttentionMask
+from txl_dist.model.prediction_order import PredictionOrder
 from txl_dist.model.relative_attention import Terms
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 from txl_dist.train.engine.deepspeed_config import BUCKET_LEN, PERSISTENT_LEN
@@ -70,6 +71,10 @@ class MicroStep(NamedTuple):
     for_graphs: bool = False
     """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs need."""
     memory_lens: tuple[int, ...] = ()
+    step_len: int = 0
+    """Tokens by which a step moves on, in any order."""
+    num_targets: int = 0
+    """Predicted tokens per segment, in any order. With 0 every token predicts the next one."""
 
 
 class Peak(NamedTuple):
@@ -454,12 +459,19 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
     """Return a batch of ids without storage. Its cluster partitions have the sizes that `cluster_shares` give."""
     shape = (step.lanes, step.segment_len)
     num_tokens = step.lanes * step.segment_len
-    counts = [int(num_tokens * share) for share in step.cluster_shares]
     multiple = ROWS_MULTIPLE["cuda" if step.on_gpu else "cpu"]
+    order = None
+    target_shape = shape
+    if step.num_targets:
+        target_shape = (step.lanes, step.num_targets)
+        level_BT = torch.empty(shape, dtype=torch.int64)
+        place_Bm = torch.empty(target_shape, dtype=torch.int64)
+        order = PredictionOrder(level_BT, level_BT, place_Bm, step.step_len)
 
-    def partition(num_clusters: int) -> tuple[ClusterRows, ...] | None:
+    def partition(num_clusters: int, *, num_tokens: int = num_tokens) -> tuple[ClusterRows, ...] | None:
         if num_clusters == 1:
             return None
+        counts = [int(num_tokens * share) for share in step.cluster_shares]
         if step.for_graphs:
             sizes = sizes_for(counts, edges=model.softmax.edges, num_tokens=num_tokens)
         else:
@@ -474,11 +486,12 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
     ids_BT = torch.empty(shape, dtype=torch.int64)
     return Batch(
         tokens_BT=ids_BT,
-        targets_BT=ids_BT,
-        scored_BT=torch.empty(shape, dtype=torch.float32),
+        targets_BT=torch.empty(target_shape, dtype=torch.int64),
+        scored_BT=torch.empty(target_shape, dtype=torch.float32),
         document_BT=None,
         token_partition=partition(len(model.embedding.edges) - 1),
-        target_partition=partition(len(model.softmax.edges) - 1),
+        target_partition=partition(len(model.softmax.edges) - 1, num_tokens=step.lanes * target_shape[1]),
+        order=order,
     )
 
 
