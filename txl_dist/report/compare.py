@@ -150,7 +150,7 @@ def unit_of(runs: Sequence[RunRecords]) -> Unit:
     """
     tokenizers = {run.tokenizer for run in runs}
     is_one = len(tokenizers) == 1 and None not in tokenizers
-    differ = "It is not on record whether the runs have the same tokenizer"
+    differ = "The records do not show whether the runs have the same tokenizer"
     if len(tokenizers - {None}) > 1:
         differ = "The runs have different tokenizers"
     without = []
@@ -162,22 +162,22 @@ def unit_of(runs: Sequence[RunRecords]) -> Unit:
     if is_one:
         unit = Unit("loss", "nats per token", "All runs have the same tokenizer: losses are in nats per token")
     elif not without:
-        sentence = f"{differ}: losses are in bits per byte of text, as nats per token cannot be compared"
+        sentence = f"{differ}: losses are in bits per byte of text, because nats per token cannot be compared"
         unit = Unit("bits_per_byte", "bits per byte", sentence)
     else:
         reasons = []
         for run in without:
-            reason = next(iter(run.no_bits.values()), "they are not on record")
+            reason = next(iter(run.no_bits.values()), "they are not recorded")
             reasons.append(f"{printable(run.name)}: {reason}")
         listed = "; ".join(reasons)
         sentence = (
-            f"{differ}, and not all of them have bits per byte ({listed}): their losses cannot be compared, and the "
-            "runs are not ranked. `txl report RUN` shows each in its own units."
+            f"{differ}, and not all runs have bits per byte ({listed}). So losses cannot be compared, and the runs "
+            "are not ranked. `txl report RUN` shows the losses of one run."
         )
         return Unit("", "", sentence, is_fair=False)
     unfair = _unfair(runs, in_nats=is_one)
     if unfair:
-        return unit._replace(sentence=f"{unit.sentence}; but {unfair}: the runs are not ranked.", is_fair=False)
+        return unit._replace(sentence=f"{unit.sentence}. But the runs are not ranked, because {unfair}.", is_fair=False)
     return unit._replace(sentence=f"{unit.sentence}.")
 
 
@@ -203,12 +203,12 @@ def _unfair(runs: Sequence[RunRecords], *, in_nats: bool) -> str:
     if len(sizes) > 1:
         return f"their validation splits differ: {_listed(sizes)} bytes"
     if in_nats and len(counts) > 1:
-        return f"validation losses are over different numbers of tokens, {_listed(counts)}"
+        return f"the validation losses are over different numbers of tokens, {_listed(counts)}"
     if in_nats and len(scores_all) > 1:
-        return "not all of them score the first tokens of documents"
+        return "not all runs score the first tokens of documents"
     if not in_nats and unknown:
         names = ", ".join(printable(run.name) for run in unknown)
-        return f"it is not on record how much of the validation split was scored ({names})"
+        return f"the records do not show how much of the validation split was scored ({names})"
     return ""
 
 

@@ -34,9 +34,9 @@ from txl_dist.train.run_dir import evaluated_losses
 from txl_dist.vocabulary_clusters import best_cutoffs
 
 _BESIDE = {
-    "tmp": "a save that was not finished, or a removal; the next start removes it",
-    "damaged": "was damaged and is kept for people; nothing reads it",
-    "rewound": "set aside by a rewind; nothing reads it",
+    "tmp": "unfinished save or removal, which the next start deletes",
+    "damaged": "damaged checkpoint, which is kept for inspection and never read",
+    "rewound": "set aside by a rewind, and never read",
 }
 
 
@@ -107,7 +107,9 @@ def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
         facts["clusters"] = of_corpus.cluster_facts(corpus.split(question.split), cutoffs)
         lines += ["", *of_corpus.cluster_lines(facts["clusters"])]
     if question.num_clusters:
-        lines.append("These cost least work per token; wider clusters, as in the papers' recipes, cost less loss.")
+        lines.append(
+            "These cutoffs cost least work per token. Wider clusters, as in the papers' recipes, give a lower loss."
+        )
     return facts, lines
 
 
@@ -147,8 +149,8 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
         changed = _change_between(reached, saved)
         if changed:
             raise CheckpointError(
-                f"what the lanes read at step {step} cannot be computed: {changed} before {behind[0].name}, and no "
-                f"checkpoint from before that change exists. Name a step after {saved_step}."
+                f"the text of step {step} cannot be computed: {changed} before {behind[0].name}, and no checkpoint "
+                f"from before this change exists. Give a step after {saved_step}."
             )
     return splits, state.advanced((step - 1 - start) * step_len), config.train.segment_len
 
@@ -159,7 +161,7 @@ def _change_between(reached: StreamState, saved: StreamState) -> str:
     reached_cuts = [corpus.cut() for corpus in reached.corpora]
     saved_cuts = [corpus.cut() for corpus in saved.corpora]
     if reached_cuts != saved_cuts:
-        return "the lanes were cut again"
+        return "the corpora were divided among lanes again"
     reached_positions = [corpus.position for corpus in reached.corpora]
     saved_positions = [corpus.position for corpus in saved.corpora]
     if reached_positions != saved_positions:
@@ -230,7 +232,7 @@ def _bytes_of(folder: Path) -> int:
 
 def _what_is(name: str) -> str:
     word = name.partition(".")[2].partition("-")[0]
-    return _BESIDE.get(word, "none of this program's")
+    return _BESIDE.get(word, "not a file or folder of txl_dist")
 
 
 def run_lines(facts: dict[str, Any]) -> list[str]:

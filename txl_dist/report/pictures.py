@@ -110,7 +110,7 @@ _MEMORY_ROWS = (
     PlotRow(
         _MEMORY,
         "Gain from the memory",
-        "loss without less loss with, nats",
+        "loss without minus loss with memory, nats",
         {"": "memory_gain"},
         "memory",
         caption="Difference between the loss per token without memory and with memory.",
@@ -187,7 +187,7 @@ _LOSS_BY_POSITION = PlotRow(_MEMORY, "Loss per position in the segment", _NATS, 
 _GAIN_BY_POSITION = PlotRow(
     _MEMORY,
     "Gain from the memory per position",
-    "loss without less loss with, nats",
+    "loss without minus loss with memory, nats",
     {},
     by="position",
     caption="Difference between the loss of the same tokens after an empty memory and after the real memory. The "
@@ -262,13 +262,13 @@ def picture_of(row: PlotRow, lines: Sequence[Line], *, hours: float = 0.0, marks
             reason = f"; {row.missing}"
         else:
             reason = ""
-        return Picture(row.title, Markup(), f"{row.title}: nothing is on record{reason}.")
+        return Picture(row.title, Markup(), f"{row.title}: no numbers are recorded{reason}.")
     notes = [row.caption]
     if row.is_log:
         notes.append("Logarithmic scale.")
     absent = ", ".join(line.label for line in lines if line not in shown)
     if absent:
-        notes.append(f"Not on record for {absent}.")
+        notes.append(f"Not recorded for {absent}.")
     chart = Chart(row.title, lines, _x_label(row.by, hours=hours), row.unit, row.is_log)
     svg = draw(chart, marks=marks, alt=_description(chart._replace(lines=shown)))
     return Picture(row.title, Markup(svg), " ".join(filter(None, notes)))

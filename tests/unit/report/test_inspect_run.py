@@ -132,7 +132,7 @@ def test_steps_that_are_still_to_come_are_shown_too(tmp_path: Path, corpora: lis
 
 def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_path: Path, corpora: list[Path]) -> None:
     for name, second, changed in (
-        ("lanes", {"num_lanes": 4, "segment_len": 10}, "the lanes were cut again"),
+        ("lanes", {"num_lanes": 4, "segment_len": 10}, "the corpora were divided among lanes again"),
         ("segments", {"num_lanes": 8, "segment_len": 16}, "train.segment_len was changed"),
     ):
         run = Run(tmp_path / name)
@@ -140,7 +140,7 @@ def test_where_the_step_lies_is_not_guessed_and_what_was_changed_is_named(tmp_pa
         run.train(config_of(corpora, **second), num_steps=7)
         shutil.rmtree(checkpoint_folder(run.folder, 5))
         with pytest.raises(
-            CheckpointError, match=f"at step 7 cannot be computed: {changed} before step_000000012, .* exists"
+            CheckpointError, match=f"the text of step 7 cannot be computed: {changed} before step_000000012, .* exists"
         ):
             stream_before_step(run.folder, 7)
 
@@ -224,10 +224,10 @@ def test_a_run_shows_each_checkpoint_whole_or_why_not_the_best_one_and_what_lies
     assert " ".join(rows["step_000000012"].split()) == "step_000000012 480 0.1 2 1 fp32 5.2500 (best) whole"
     assert rows["step_000000008"].endswith(" 5.5000  whole")
     assert rows["step_000000016"].endswith("damaged: engine/00001.safetensors does not match its sha256")
-    assert "a save that was not finished" in rows["step_000000020.tmp-a1b2:"]
-    assert "was damaged" in rows["step_000000012.damaged-1:"]
+    assert "unfinished save or removal" in rows["step_000000020.tmp-a1b2:"]
+    assert "damaged checkpoint" in rows["step_000000012.damaged-1:"]
     assert "set aside by a rewind" in rows["step_000000014.rewound-1:"]
-    assert "none of this program's" in rows["step_x:"]
+    assert "not a file or folder of txl_dist" in rows["step_x:"]
     facts = json.loads((tmp_path / "facts.json").read_text())
     assert (facts["newest_whole"], facts["best_step"], facts["done"]) == (12, 12, False)
     assert [one["eval_loss"] for one in facts["checkpoints"]] == [5.5, 5.25, 5.375]

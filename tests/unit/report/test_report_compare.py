@@ -83,8 +83,8 @@ def test_the_same_runs_give_the_same_bytes(runs: list[Path], tmp_path: Path) -> 
     [
         (("aa", "aa"), (1.0, 1.0), "loss", "same tokenizer"),
         (("aa", "bb"), (1.0, 1.0), "bits_per_byte", "different tokenizers"),
-        (("aa", ""), (1.0, 1.0), "bits_per_byte", "not on record"),
-        (("", ""), (1.0, 1.0), "bits_per_byte", "not on record"),
+        (("aa", ""), (1.0, 1.0), "bits_per_byte", "do not show whether"),
+        (("", ""), (1.0, 1.0), "bits_per_byte", "do not show whether"),
         (("aa", "bb"), (1.0, None), "", "r1: mine (valid): 3 of 4 documents do not come back"),
     ],
 )
@@ -131,10 +131,10 @@ def test_a_run_that_is_better_in_bits_per_byte_is_ranked_first(tmp_path: Path) -
         (
             {"tokenizer": "bb"},
             {"held_out_bytes": None},
-            "not on record how much of the validation split was scored (run1)",
+            "the records do not show how much of the validation split was scored (run1)",
         ),
         ({}, {"held_out_bytes": 5000}, "their validation splits differ: 4,000 and 5,000 bytes"),
-        ({}, {"is_old": True, "document_mask": True}, "not all of them score the first tokens of documents"),
+        ({}, {"is_old": True, "document_mask": True}, "not all runs score the first tokens of documents"),
         ({"tokenizer": "bb"}, {"held_out_bytes": 5000}, "their validation splits differ"),
     ],
 )

@@ -68,7 +68,7 @@ class Verdict(NamedTuple):
     kind: str
     """Kind of the failure: hang, lost or failed."""
     ranks: list[int]
-    """Ranks at fault."""
+    """Numbers of the ranks at fault."""
     line: str
     """Message for people. It is empty if the rank at fault has printed the message itself."""
     frozen: list[ProcessId]
