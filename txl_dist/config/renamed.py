@@ -294,7 +294,7 @@ def _flags_by_old(command: str) -> dict[str, Renamed]:
 
 
 def _setting(flag: str) -> str:
-    """Return the `section.key` of a flag, with hyphens or underscores."""
+    """Return the `section.key` of a flag, which may be spelt with hyphens or underscores."""
     return flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 

@@ -26,7 +26,8 @@ class Resume(NamedTuple):
 
 
 class PositionScheme(NamedTuple):
-    """Properties of a positional scheme that the program needs. The module `model/positions.py` has the layers."""
+    """Properties of a positional scheme, for the rest of the program. The module `model/positions.py` has the
+    layers."""
 
     uses_memory: bool = False
     """True if queries can attend to past segments, because positions are given as distances."""
@@ -269,7 +270,8 @@ class ModelSection(Section):
 
 
 class OptimizerKind(NamedTuple):
-    """Properties of an optimizer that the program needs. The module `train.engine.optimizer` builds the optimizer."""
+    """Properties of an optimizer, for the rest of the program. The module `train.engine.optimizer` builds the
+    optimizer."""
 
     settings: tuple[str, ...] = ("betas", "eps")
     """Names of the settings of [optim] that its steps use, in addition to lr and weight_decay."""

@@ -381,7 +381,8 @@ def _is_same(weights: Weights, name: str, other: str) -> bool:
 
 
 def _settings_of_module(module: Inert, *, where: str) -> dict[str, Any]:
-    """Return the constructor's arguments of a pickled MemTransformerLM. They are read from its attributes."""
+    """Return the constructor's arguments of a pickled MemTransformerLM. The arguments are read from the module's
+    attributes."""
     state = vars(module)
     if type(module).__name__ != "MemTransformerLM":
         raise CheckpointError(f"{where} is a pickled {type(module).__name__}, not a MemTransformerLM.")

@@ -431,7 +431,7 @@ def copy_weights(network: TransformerXL, weights: Weights) -> None:
 
 
 def _compute_type(dtype: str) -> torch.dtype:
-    """Return the type in which a network runs whose bundle has weights of this type."""
+    """Return the number type in which a network runs, for a bundle whose weights have the type `dtype`."""
     return DTYPES.get(dtype, torch.float32)
 
 

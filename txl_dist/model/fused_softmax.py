@@ -7,8 +7,8 @@ The forward pass computes the gradients too, one chunk of tokens at a time, whil
              (Autograd would make a gradient as large as the whole table for every slice.)
     tokens   Tokens of weight 0 contribute nothing. The padded rows of a partition contribute nothing either.
     types    In half precision the gradient of the logits is divided by the largest weight. Otherwise a weight of one
-             over the number of tokens would make it underflow. The backward pass multiplies by that weight, together
-             with the loss scale. Losses and parameters' gradients are summed over tokens in fp32 or fp64.
+             over the number of tokens would make the gradient underflow. The backward pass multiplies by that weight,
+             together with the loss scale. Losses and parameters' gradients are summed over tokens in fp32 or fp64.
 
 On a GPU one Triton kernel adds the bias and turns logits into gradients. It replaces 24 operations. The backward pass
 only multiplies the gradients by the incoming scalar, in place. So it can run only once. No operation waits for the
