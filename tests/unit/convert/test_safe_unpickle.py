@@ -184,7 +184,7 @@ class Evil:
 def test_an_object_that_reduces_to_a_call_is_refused_beside_sound_tensors(is_zip: bool, tmp_path: Path) -> None:
     content = {"weight": torch.ones(3), "vocab": {"deep": [Evil(tmp_path / "marker")]}}
     torch.save(content, tmp_path / "evil.pt", _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(CheckpointError, match=r"evil\.pt holds (builtins|__builtin__)\.eval"):
+    with pytest.raises(CheckpointError, match=r"evil\.pt contains (builtins|__builtin__)\.eval"):
         read_torch_file(tmp_path / "evil.pt")
     assert not (tmp_path / "marker").exists()
 
@@ -192,7 +192,7 @@ def test_an_object_that_reduces_to_a_call_is_refused_beside_sound_tensors(is_zip
 def test_bytes_that_hold_a_torch_file_of_their_own_are_read_as_strictly(tmp_path: Path) -> None:
     inner = write_legacy(tmp_path / "inner.pt", payloads(tmp_path / "marker")["os.system"]).read_bytes()
     part = call_part("torch.storage", "_load_from_bytes", pickle.dumps(inner, protocol=4)[2:-1])
-    with pytest.raises(CheckpointError, match=r"evil\.pkl holds os\.system"):
+    with pytest.raises(CheckpointError, match=r"evil\.pkl contains os\.system"):
         read_pickle_file(write_plain(tmp_path / "evil.pkl", part))
     assert not (tmp_path / "marker").exists()
     sound = {"tensor": torch.arange(5.0)}
@@ -423,7 +423,7 @@ def test_empty_foreign_and_missing_files_are_named_with_what_they_are_not(tmp_pa
         for read in (read_torch_file, read_pickle_file, read_any):
             with pytest.raises(CheckpointError, match=rf"{name}\.pt"):
                 read(tmp_path / f"{name}.pt")
-    with pytest.raises(CheckpointError, match=r"script\.pt holds TorchScript"):
+    with pytest.raises(CheckpointError, match=r"script\.pt contains TorchScript"):
         read_torch_file(tmp_path / "script.pt")
 
 

@@ -279,7 +279,7 @@ def test_damaged_contradictory_and_foreign_vocabularies_are_named(tmp_path: Path
 
 def test_a_vocabulary_that_would_run_code_is_refused(tmp_path: Path) -> None:
     (tmp_path / "vocab.pkl").write_bytes(b"cos\nsystem\n(S'touch " + bytes(tmp_path / "marker") + b"'\ntR.")
-    with pytest.raises(CheckpointError, match=r"vocab\.pkl holds os\.system"):
+    with pytest.raises(CheckpointError, match=r"vocab\.pkl contains os\.system"):
         read_vocabulary(tmp_path / "vocab.pkl", vocab_size=2)
     assert not (tmp_path / "marker").exists()
 

@@ -130,7 +130,7 @@ def test_layers_that_remember_differently_are_carried_and_other_formats_refuse_t
     on_from = lm.generate(" and", memory=again, **sampling).text
     assert on_from == lm.generate(text + " and", **sampling).text
     for export in (export_to_huggingface, export_to_huggingface_code, export_to_onnx):
-        with pytest.raises(ConfigError, match=r"memory_lens=\[2, 16, 5\]\) can be stored only in bundles"):
+        with pytest.raises(ConfigError, match=r"memory_lens=\[2, 16, 5\]\) can be exported only to a bundle"):
             export(tmp_path / "bundle", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 

@@ -175,7 +175,7 @@ def test_a_setting_that_is_not_used_is_said_once(setting: Setting, caplog: pytes
     for context in ("abc ", "ba"):
         model.generate_until([Asked((context, {"max_gen_toks": 2, "num_beams": 4}))])
     assert [record.getMessage() for record in caplog.records if "num_beams" in record.getMessage()] == [
-        "generation setting num_beams=4 is not used; one text is made, of the likeliest or drawn tokens"
+        "generation setting num_beams=4 is not used, because beam search is not supported"
     ]
 
 
