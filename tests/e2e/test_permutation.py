@@ -60,6 +60,7 @@ def test_the_validation_loss_falls_with_the_rank_of_prediction_and_has_no_bits_p
     train(*words, cwd=tmp_path, ranks=1)
     (evaluation,) = records(run, "eval")[-1:]
     assert len(evaluation["loss_by_position"]) == 5  # type: ignore[arg-type]
+    assert len(evaluation["accuracy_by_position"]) == 5  # type: ignore[arg-type]
     assert "bits_per_byte" not in evaluation
     assert "accuracy_pct" in evaluation
     assert "bits_per_byte" not in records(run, "train")[-1]

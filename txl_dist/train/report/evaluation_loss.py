@@ -61,6 +61,8 @@ class Means(NamedTuple):
     """Number of scored targets."""
     accuracy: float | None
     """Share of the scored targets that were the model's most probable token. It is None if it was not measured."""
+    accuracy_by_position: list[float]
+    """The same share for each part of `by_position`. It is empty if it was not measured."""
     by_position: list[ScoredPart]
     """Losses by position in the segment, in at most `POSITION_BINS` parts. They show the effect of more context."""
     by_cluster: list[ScoredPart]
@@ -92,6 +94,7 @@ class Evaluation(NamedTuple):
     def record(self, step: int) -> Record:
         """Return the result as a record for the loggers. `step` is the number of steps after which the model was
         evaluated."""
+        accuracies = self.means.accuracy_by_position
         clusters = {f"loss_cluster_{index}": part.loss for index, part in enumerate(self.means.by_cluster)}
         return {
             "step": step,
@@ -99,6 +102,7 @@ class Evaluation(NamedTuple):
             "tokens": self.means.tokens,
             **(clusters if len(clusters) > 1 else {}),
             "loss_by_position": [part.loss for part in self.means.by_position],
+            **({"accuracy_by_position": accuracies} if accuracies else {}),
         }
 
 
@@ -113,7 +117,7 @@ class LossSums:
         self._segment_len = segment_len
         self._edges = edges
         self._total_2X = torch.zeros(2, 1 + segment_len + len(edges) - 1, dtype=torch.float64, device=device)
-        self._num_correct: Tensor | None = None
+        self._correct_T: Tensor | None = None
 
     def add(self, nll_BT: Tensor, batch: Batch, *, correct_BT: Tensor | None = None) -> None:
         """Add the losses of a batch in nats. Only the last `segment_len` positions count, because earlier ones are
@@ -123,11 +127,10 @@ class LossSums:
         token, and must be given for all batches or for none.
         """
         if correct_BT is not None:
-            num_correct = (correct_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum()
-            if self._num_correct is None:
-                self._num_correct = num_correct
-            else:
-                self._num_correct = self._num_correct + num_correct
+            if self._correct_T is None:
+                self._correct_T = self._total_2X.new_zeros(self._segment_len)
+            correct_T = (correct_BT.double() * batch.scored_BT)[:, -self._segment_len :].sum(0)
+            self._correct_T += F.pad(correct_T, (0, self._segment_len - len(correct_T)))
         nll_BT, scored_BT, targets_BT = (
             values[:, -self._segment_len :] for values in (nll_BT.double(), batch.scored_BT.double(), batch.targets_BT)
         )
@@ -144,17 +147,23 @@ class LossSums:
         nats_X, counts_X = all_reduce_sum(self._total_2X).cpu().numpy()
         position = slice(1, 1 + self._segment_len)
         cluster = slice(1 + self._segment_len, None)
-        if self._num_correct is None:
-            num_correct = None
-        else:
-            num_correct = float(all_reduce_sum(self._num_correct))
         edges = np.linspace(0, self._segment_len, min(POSITION_BINS, self._segment_len) + 1).astype(int)
-        by_position = (np.add.reduceat(sums_X[position], edges[:-1]) for sums_X in (nats_X, counts_X))
+        nats_by_position, counts_by_position = (
+            np.add.reduceat(sums_X[position], edges[:-1]) for sums_X in (nats_X, counts_X)
+        )
+        accuracy = None
+        accuracy_by_position: list[float] = []
+        if self._correct_T is not None:
+            correct_T = all_reduce_sum(self._correct_T).cpu().numpy()
+            accuracy = float(correct_T.sum()) / max(1.0, counts_X[0])
+            correct_by_position = np.add.reduceat(correct_T, edges[:-1])
+            accuracy_by_position = (correct_by_position / np.maximum(1.0, counts_by_position)).tolist()
         return Means(
             loss=float(nats_X[0] / max(1.0, counts_X[0])),
             tokens=int(counts_X[0]),
-            accuracy=None if num_correct is None else num_correct / max(1.0, counts_X[0]),
-            by_position=_parts(edges.tolist(), *by_position),
+            accuracy=accuracy,
+            accuracy_by_position=accuracy_by_position,
+            by_position=_parts(edges.tolist(), nats_by_position, counts_by_position),
             by_cluster=_parts(self._edges, nats_X[cluster], counts_X[cluster]),
         )
 

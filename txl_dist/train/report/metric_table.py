@@ -145,6 +145,7 @@ _ROWS = (
     Metric("skipped_steps", "d", "skipped", hides_zero=True),
     Metric("skipped_documents", "d", "damaged documents", hides_zero=True),
     Metric("loss_by_position", tensorboard="histogram"),
+    Metric("accuracy_by_position", tensorboard="histogram"),
     Metric("loss_by_position_without_memory", tensorboard="histogram"),
 )
 """The metrics of this package."""
