@@ -48,19 +48,16 @@ defaults. `--section.key VALUE` after the file overrides a setting:
 - `--model.cutoffs 1000 5000`: a list. Without values it is empty.
 - `--checkpoint.keep_best` switches on, `--checkpoint.keep_best False` off.
 
-Hyphens may replace underscores.
 `txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, and `--dry-run --all` prints all.
 
-Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and default. Two notes say
-what a resumed run does with another value
-([resuming with other settings](checkpoints.md#resuming-with-other-settings)):
+Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and its default in brackets.
+A note says what happens if you change the setting and [resume the run](checkpoints.md#resuming-with-other-settings):
 
-- **Frozen.** Another value is refused.
-- **Warned.** Another value is used, with a warning in the log.
-
-A setting without a note may change freely.
+- **Frozen.** The resumed run refuses another value.
+- **Resume warns.** The resumed run uses the new value and logs a warning.
+- No note: the resumed run uses the new value.
 """
-RESUME_NOTES = {"frozen": " Frozen.", "warned": " Warned.", "free": ""}
+RESUME_NOTES = {"frozen": " Frozen.", "warned": " Resume warns.", "free": ""}
 """Note of an entry, by the policy of its setting."""
 COMMANDS_HEAD = f"""# Command reference
 
@@ -92,7 +89,7 @@ def settings_page() -> str:
         parts.append(f"## {section}\n")
         for key, field in schema["properties"].items():
             note = RESUME_NOTES[resume_policy(f"{section}.{key}")]
-            facts = f"{_type(field)}. Default: {_default(field['default'])}.{note}"
+            facts = f"{_type(field)}. [{_default(field['default'])}]{note}"
             parts.append(f"### {section}.{key}\n\n{_escaped(field['description'])}\n\n*{facts}*\n")
     return "\n".join(parts)
 
