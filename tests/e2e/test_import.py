@@ -26,7 +26,7 @@ def test_import_train_on_export_and_come_back(tmp_path: Path) -> None:
     settings, golden = read_golden(NAME)
     write_original_module(tmp_path / "model.pt", settings, state_dict(golden), legacy=True)
     said = run_txl("import", "model.pt", "bundle", "--format", "original", cwd=tmp_path)
-    assert "text is ids in decimal" in said
+    assert "text is written as ids in decimal" in said
     # One document, cut into as many lanes as the golden file has rows: lane l is row l.
     rows = golden["train_ids"].t()
     (tmp_path / "train.txt").write_text(" ".join(str(int(i)) for i in rows.flatten()), encoding="utf-8")

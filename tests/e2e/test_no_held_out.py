@@ -31,7 +31,7 @@ def test_a_corpus_without_held_out_text_trains_without_evaluation_and_says_so(
     assert Path("run/DONE").exists()
 
     message = refused(capsys, "evaluate", "run")
-    assert "has no split 'valid' to score; it has train" in message
+    assert "has no split 'valid' to score. The corpus has train" in message
     assert "--data" in message
     assert "--split" in message
     assert main(["evaluate", "run", "--split", "train"]) == 0

@@ -467,7 +467,7 @@ def test_a_picture_of_one_length_is_refused_before_it_is_scored(
             outputs=Outputs(plot=tmp_path / "p.png"),
         )  # fmt: skip
     assert list(tmp_path.iterdir()) == []
-    assert "scored once" not in capsys.readouterr().err
+    assert "the same settings as other rows" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("document_mask", [False, True])
