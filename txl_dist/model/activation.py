@@ -1,7 +1,8 @@
-"""The feed-forward network's first layer.
+"""First linear layer of the feed-forward network, with its activation and dropout.
 
-On a GPU in half precision, one kernel applies its bias, activation and dropout. Torch's operations replace the kernel
-where it cannot run (see `kernels.rows.runs`). The activation swiglu has two arguments and no kernel.
+On a GPU in half precision, one Triton kernel adds the layer's bias and applies the activation and the dropout. Torch's
+operations replace the kernel where it cannot run (see `kernels.rows.runs`). The activation swiglu always uses torch's
+operations, because it has two arguments.
 
 Shapes: R rows (one per token), F width of a row.
 """
@@ -26,16 +27,17 @@ ACTIVATIONS: dict[str, Callable[..., Tensor]] = {
     "gelu": gelu_dropout,
     "relu2": relu2_dropout,
 }
-"""Function of each activation, which also applies the dropout that follows it. The dropout rate is 0 by default. The
-function may overwrite its input."""
+"""Functions by the name of the activation. A function takes a tensor x and a dropout rate (0 by default), and computes
+dropout(activation(x)). It can overwrite x."""
 TILE_COLUMNS = 128
-"""Largest number of columns in a tile, the numbers that a program of the kernel computes at a time."""
+"""Largest number of columns in a tile. A tile is the block of numbers that one program of the kernel computes at a
+time."""
 
 
 class ActivatedLinear(nn.Linear):
-    """Linear layer of a feed-forward network, which computes dropout(activation(x W' + b)).
+    """First linear layer of a feed-forward network. It computes dropout(activation(x W' + b)).
 
-    The layer always has a bias b.
+    W is the weight matrix, and b is the bias, which the layer always has.
     """
 
     def __init__(self, num_in: int, num_out: int, *, activation: str) -> None:
@@ -64,8 +66,8 @@ def swiglu(x: Tensor, gate: Tensor) -> Tensor:
 class _Activation(torch.autograd.Function):
     """Autograd function for the bias, activation and dropout of `ActivatedLinear`, computed by the kernels.
 
-    For relu the result is kept for the backward pass. For other activations the product, the bias and the seed are
-    kept.
+    For relu the result is kept for the backward pass. For other activations the product x W', the bias b and the seed
+    of the dropout are kept.
     """
 
     @staticmethod

@@ -4,9 +4,9 @@ The vocabulary is in frequency order and is cut into clusters. If `div_value` is
 `div_value` is larger, cluster i has its own table of width E // div_value**i and a projection to the model width. The
 result is multiplied by sqrt(D) if the model scales its embeddings.
 
-Every cluster is computed in every step, for at least one padded row, even if no token belongs to it. If only some ranks
-computed a cluster, the collectives of ZeRO would hang. The host computes the partition (`vocabulary_clusters`), so
-nothing here waits for the device.
+Every cluster is computed in every step. A cluster to which no token belongs is computed for padded rows. If only some
+ranks computed a cluster, the collectives of ZeRO would hang. In training the host finds the tokens of each cluster
+(`vocabulary_clusters`) and sends them with the segment. So the forward pass does not wait for the device.
 
 Shapes: B lanes, T segment, S = B * T, D model width, E embedding width, V vocabulary, R padded rows of a cluster.
 """
@@ -27,15 +27,15 @@ from txl_dist.vocabulary_clusters import ClusterRows, cluster_edges, partition_b
 Partition = Sequence[ClusterRows]
 
 ROWS_MULTIPLE = {"cpu": 8, "cuda": 128}
-"""Divisor of the number of rows of a cluster, by kind of device. Rows are padded to a multiple of this number. A GPU
-should see few different shapes, and a CPU should compute few rows."""
+"""Multiple to which the number of rows of a cluster is padded, by kind of device. It is large on a GPU, so that steps
+have few different shapes. It is small on a CPU, so that few padded rows are computed."""
 
 
 def partition_of(ids: Tensor, *, edges: Sequence[int]) -> tuple[ClusterRows, ...]:
-    """Group token ids by cluster, as `AdaptiveEmbedding` and `AdaptiveSoftmax` need them. Returns one item per cluster.
+    """Group token ids by cluster for `AdaptiveEmbedding` and `AdaptiveSoftmax`. Returns one item per cluster.
 
-    An item holds the ids of the cluster's tokens and their positions. The function waits for the device. So training
-    computes the partition on the host instead, and sends it with each segment.
+    An item holds the positions and the ids of the cluster's tokens. The function waits for the device. So training
+    groups the ids on the host instead, and sends the groups with each segment.
     """
     device = ids.device
     if device.type == "cpu":
@@ -86,7 +86,7 @@ class AdaptiveEmbedding(nn.Module):
             self.register_parameter(f"projection_{i}", projection)
 
     def weight(self, i: int) -> nn.Parameter:
-        """Return the weights of table i, [V_i, E_i]. V_i is the number of tokens in its cluster."""
+        """Return the weights of table i, [V_i, E_i]: a row of width E_i for each of the table's V_i token ids."""
         return cast(nn.Parameter, getattr(self, f"weight_{i}"))
 
     def projection(self, i: int) -> nn.Parameter | None:
@@ -98,9 +98,9 @@ class AdaptiveEmbedding(nn.Module):
     ) -> Tensor:
         """Look up the embeddings of tokens and return them as hidden_BTD.
 
-        `partition` groups the tokens into the clusters of `edges`. It is ignored if there is a single table. With
-        `sparse_gradient` a single table may get a sparse gradient. The caller must be able to add that gradient to a
-        dense one.
+        `partition` groups the tokens into the clusters of `edges`. The argument is ignored if there is a single table.
+        With `sparse_gradient` the gradient of a single table can be a sparse tensor. A caller sets this flag only if it
+        adds the sparse gradient to a dense gradient.
         """
         if self.num_tables == 1:
             # Dense on a GPU, where a sparse sum has no fixed order.

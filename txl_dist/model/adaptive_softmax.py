@@ -1,10 +1,11 @@
 """Adaptive softmax (Grave et al. 2017): the loss over a large vocabulary, per token and in token order.
 
 The head is a softmax over the most frequent words and one column per tail cluster. The log-probability of a tail word
-is a sum: the log-probability of its cluster's column, plus the log-probability of the word within the cluster. Column i
-belongs to tail cluster i + 1. (The original PyTorch code has these columns in reverse order, and conversion reverses
-them.) Weights may be tied to the input embedding, and a cluster's output projection may be tied to its input
-projection. A tied tensor is the same Parameter in the softmax and in the embedding.
+is a sum: the log-probability of its cluster's column, plus the log-probability of the word within the cluster. The i-th
+of these columns, counted from 0, belongs to tail cluster i + 1. (The original PyTorch code has these columns in reverse
+order. The conversion of its checkpoints reverses them.) Weights may be tied to the input embedding, and a cluster's
+output projection may be tied to its input projection. A tied tensor is the same Parameter in the softmax and in the
+embedding.
 
 Every cluster is computed in every step (see `adaptive_embedding`). Normalisers and log-probabilities have the type fp32
 or fp64.
@@ -29,7 +30,7 @@ from txl_dist.vocabulary_clusters import cluster_edges
 
 
 class Columned(Protocol):
-    """Softmax of one cluster that computes the losses of given columns."""
+    """Interface of an object that computes the losses of one cluster's softmax. `ClusterTable` implements it."""
 
     def losses(self, hidden_RD: Tensor, targets_R: Tensor) -> Tensor:
         """Return -log p of one target column for each row, [R], in fp32 or fp64."""
@@ -57,7 +58,7 @@ class ClusterTable(NamedTuple):
 class AdaptiveSoftmax(nn.Module):
     """Output layer that turns hidden states and target tokens into losses in nats.
 
-    If the model has no cutoffs, it is a plain softmax over the vocabulary.
+    If the model has no cutoffs, the layer is a plain softmax over the vocabulary.
     """
 
     def __init__(self, model: ModelSection, *, vocab_size: int, embedding: AdaptiveEmbedding) -> None:
@@ -95,7 +96,7 @@ class AdaptiveSoftmax(nn.Module):
         weight_BT: Tensor | None = None,
         with_top1: bool = False,
     ) -> Tensor:
-        """Compute nll_BT, the loss of each target token in nats. The arguments can ask for other results:
+        """Compute nll_BT, the loss of each target token in nats. Three arguments select other results:
 
             with_top1        score_2BT: the losses, then 1.0 where the target is the most probable token, else 0.0
             weight_BT        the sum of weight * loss over all tokens, a scalar
@@ -121,7 +122,7 @@ class AdaptiveSoftmax(nn.Module):
         return nll_BT
 
     def _clusters(self, targets_S: Tensor, *, partition: Partition) -> list[Cluster]:
-        """Describe the head's and the tails' weights and tokens for `fused_linear_cross_entropy`."""
+        """Return the weights and the tokens of the head and of each tail, for `fused_linear_cross_entropy`."""
         head = Cluster(
             rows_R=None,
             targets_R=self._head_columns(targets_S),
@@ -149,8 +150,8 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Compute nll_BT, the loss of each token in nats, without `fused_softmax.fused_linear_cross_entropy`.
 
-        `tables` is the result of the method `tables()`. A caller with frozen weights computes it once, because it
-        copies the head. If `tables` is None, it is computed here.
+        `tables` is the result of the method `tables()`. A caller with frozen weights calls that method only once,
+        because it copies the head's weights. If `tables` is None, it is computed here.
         """
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)
@@ -178,7 +179,8 @@ class AdaptiveSoftmax(nn.Module):
     def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
         """Compute log p of the whole vocabulary for each hidden state, [S, V]. Generation and probes use it.
 
-        Training does not use it, because the result is large. `tables` is the same argument as in `losses`.
+        Training does not use this method, because the result is large. `tables` is the result of the method `tables()`.
+        If `tables` is None, it is computed here.
         """
         if tables is None:
             tables = self.tables()
@@ -197,8 +199,8 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Return top1_BT: 1.0 where the target is the most probable token, else 0.0.
 
-        Tokens are processed in chunks, so that few logits are in memory at a time. `tables` is the same argument as in
-        `losses`.
+        Tokens are processed in chunks, so that few logits are in memory at a time. `tables` is the result of the method
+        `tables()`. If `tables` is None, it is computed here.
         """
         if tables is None:
             tables = self.tables()
@@ -214,7 +216,7 @@ class AdaptiveSoftmax(nn.Module):
         return is_correct_BT.to(at_least_fp32(hidden_BTD.dtype))
 
     def _most_probable(self, hidden_SD: Tensor, tables: Sequence[ClusterTable]) -> Tensor:
-        """Return the ids of the most probable tokens, [S]. It waits for the device.
+        """Return the ids of the most probable tokens, [S]. The method waits for the device.
 
         A word is never more probable than its cluster's column. So a tail is computed only for the tokens where the
         tail's column is more probable than the best word so far.
@@ -259,7 +261,7 @@ class AdaptiveSoftmax(nn.Module):
         return tables
 
     def _columns(self, i: int) -> tuple[Columns, ...]:
-        """Return the slices of tables whose rows are the weights of cluster i's logits."""
+        """Return the slices of tables that hold the weights of cluster i's logits, one row per logit."""
         low = self.edges[i]
         high = self.edges[i + 1]
         if self.one_table:

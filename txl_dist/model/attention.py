@@ -1,9 +1,9 @@
-"""The attention layer. It projects to queries, keys and values, attends, and projects the result.
+"""The attention layer. It projects hidden states to queries, keys and values, attends, and projects the result.
 
-`implementation` chooses the function that computes attention from the queries, keys and values. Keys and values are
-projected separately from queries, so that generation can cache the keys and values of past tokens. Each parameter
-belongs to the module whose `forward` uses it, because ZeRO-3 gathers it there. `positions` builds the layer of each
-positional scheme.
+The function `implementation` chooses how attention is computed from the queries, keys and values. Keys and values are
+projected separately from queries, so that generation can cache the keys and values of past tokens. Each parameter is
+registered in the module whose `forward` uses it, because ZeRO-3 gathers a module's parameters before its `forward`. The
+module `positions` builds the layer for each positional scheme.
 
 Shapes: B lanes, T queries, K keys, S any positions, D model width, N heads, H head width.
 """
@@ -33,12 +33,14 @@ QUERY_KEY_GAIN = 1.2
 
 
 class RelativeEncodings(NamedTuple):
-    """Encodings that one layer uses for the distances K-1 ... 0, in that order. In any order they go on to 1-T."""
+    """Encodings of the distances between queries and keys, in one layer. Their rows are the distances K-1 ... 0, in
+    this order. If the model predicts in any order (XLNet), the rows continue to the distance 1-T."""
 
     key_KNH: Tensor
     """Encodings r of the distances, after the layer's projection."""
     bias_KN: Tensor | None
-    """Learned number per distance, which is term (d). None where term (d) is computed from the bias v."""
+    """Learned number for each distance and head, which is term (d) of the score (see `relative_attention`). It is None
+    if term (d) is computed from the bias v."""
 
 
 class KeyValue(nn.Linear):
@@ -59,10 +61,11 @@ class KeyValue(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Attention layer. It scores by content and, if it has a module `distance`, also by distance.
+    """Attention layer that scores keys by their content and, if it has a module `distance`, also by their distance.
 
-    The module `distance` computes `RelativeEncodings`. The biases u (content) and v (position) are arguments of the
-    methods, because several layers may use the same biases.
+    The module `distance` computes `RelativeEncodings`. The biases u (content) and v (position) are arguments, because
+    several layers can share them. With `mixes_values` the layer mixes the first layer's values into its own values.
+    `kernel` is the setting `engine.attention`.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class Attention(nn.Module):
         """Return True if training can use the fused projection to queries, keys and values for these hidden states.
 
         The Triton kernels read queries, keys and values directly from the projection's result. So this is possible only
-        if no norm or mix changes them first.
+        if the layer neither norms queries and keys nor mixes values.
         """
         if self.kernel not in ("auto", "triton") or not self.training or not self.uses_products:
             return False
@@ -115,7 +118,8 @@ class Attention(nn.Module):
     def project_segment(self, hidden_BTD: Tensor) -> Tensor:
         """Project a segment to queries, keys and values in one tensor, query_key_value_BT3NH.
 
-        This takes one matrix product, or two under ZeRO-3, which gathers weights for the module that owns them.
+        The projection is one matrix product. With ZeRO-3 it is two products, because ZeRO-3 gathers the weights of each
+        module separately.
         """
         if hasattr(self.query.weight, "ds_id"):
             products: Tensor = torch.cat([self.query(hidden_BTD), self.key_value(hidden_BTD)], dim=-1)
@@ -158,7 +162,7 @@ class Attention(nn.Module):
         return torch.stack(self.prepare_kv(key, value, first_value_BSNH), dim=-3)
 
     def qk_norm(self, heads: Tensor, *, gain: float = QUERY_KEY_GAIN) -> Tensor:
-        """Divide queries or keys [..., H] by their root mean square.
+        """Divide queries or keys [..., H] by their root mean square, and multiply them by `gain`.
 
         If the model does not norm queries and keys, return them unchanged.
         """
@@ -167,8 +171,7 @@ class Attention(nn.Module):
         return rms_norm(heads, eps=self.norm_eps, gain=gain)
 
     def _check_encodings(self, encodings: object, *, num_distances: int) -> None:
-        """Check the result of the module `distance`, which may be a plugin's. Raises ConfigError if the result is
-        unusable.
+        """Raise ConfigError if the result of the module `distance` cannot be used. A plugin can provide this module.
 
         The result must be a `RelativeEncodings` with `num_distances` distances.
         """
@@ -218,8 +221,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from the positions of `hidden_BTD`. Returns the context after the output projection, [B, T, D].
 
-        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. With `past_BMD`, the raw memory, both
-        are computed here. This needs a layer where `supports_fused_qkv` is True.
+        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. If `past_BMD` is given, the hidden
+        states of the memory, keys and values are computed here instead. That is possible only if `supports_fused_qkv`
+        returns True.
         """
         if past_BMD is not None:
             assert distances is not None
@@ -249,7 +253,8 @@ class Attention(nn.Module):
     def attend_fused_qkv(
         self, segment_BT3NH: Tensor, past_BM2NH: Tensor, *, distance_KNH: Tensor, visible: AttentionMask
     ) -> Tensor:
-        """Attend over fused projections by the Triton kernels, in training.
+        """Attend with the Triton kernels to keys and values that are in one tensor with the queries. Training uses this
+        method.
 
         Returns context_BTNH, before the output projection.
         """
@@ -266,7 +271,10 @@ class Attention(nn.Module):
         )
 
     def attend(self, terms: Terms, *, visible: AttentionMask | OrderedMask) -> Tensor:
-        """Attend by the function that `implementation` chooses. Returns context_BTNH, before the output projection."""
+        """Attend with the function that `implementation` chooses.
+
+        Returns context_BTNH, before the output projection.
+        """
         if self.training:
             dropout = self.dropout
         else:
@@ -298,11 +306,13 @@ class Attention(nn.Module):
 def with_segment_terms(
     terms: Terms, bias_NH: Tensor, encoding_2NH: Tensor, *, row_type_BQ: Tensor, key_type_BK: Tensor
 ) -> Terms:
-    """Add XLNet's segment terms to the scores, by queries and keys that are wider than H. Returns the wider terms.
+    """Add XLNet's segment terms to the scores. Returns terms whose queries and keys are wider than H.
 
     The term of row i and key j is (q_i + bias) . e_0 if both have the same segment type, else (q_i + bias) . e_1. Only
     the difference of the two matters to a softmax over the keys. So the term is (q_i + bias) . (e_0 - e_1) for keys of
-    the row's type, and 0 for all other keys. That is a product of one-hot vectors of the types.
+    the row's type, and 0 for all other keys. The additional columns of a key are the one-hot vector of its type. Those
+    of a query are the one-hot vector of its type times the difference. So the product of query and key includes the
+    term.
     """
     difference_NH = encoding_2NH[0] - encoding_2NH[1]
     term_BQN = ((terms.query_BTNH + bias_NH) * difference_NH).sum(dim=-1)
@@ -325,8 +335,8 @@ def with_segment_terms(
 def joint_linear(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Multiply x [..., D] by two matrices [n, D] and [m, D] in one product. Returns [..., n + m].
 
-    Each gradient takes one product too. If the second matrix follows the first in memory, as in a flat parameter,
-    nothing is copied.
+    The backward pass takes one product for the gradient of x, and one for the gradients of both matrices. If the second
+    matrix follows the first in memory, as in a flat parameter, the matrices are not copied.
     """
     product: Tensor = _JointLinear.apply(x, first, second)  # type: ignore[no-untyped-call]
     return product
@@ -364,7 +374,7 @@ def _joint(first: Tensor, second: Tensor) -> Tensor:
 def implementation(kernel: AttentionKernel, terms: Terms, *, in_any_order: bool = False) -> Callable[..., Tensor]:
     """Return the function that computes attention of these terms, as the setting `engine.attention` says.
 
-    All such functions have the same signature. With `in_any_order` queries may see later keys (XLNet). Raises
+    All attention functions have the same signature. With `in_any_order` queries can see later keys (XLNet). Raises
     ConfigError if the setting asks for the Triton kernels and they cannot run.
     """
     if terms.distance_KNH is None:
@@ -386,7 +396,7 @@ def implementation(kernel: AttentionKernel, terms: Terms, *, in_any_order: bool 
 def dot_product_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend by scaled dot products of queries and keys, without distances. Returns context_BTNH.
 
-    It calls torch's own attention function.
+    The function calls torch's `scaled_dot_product_attention`.
     """
     query = terms.query_BTNH.transpose(1, 2)
     key = terms.key_BKNH.transpose(1, 2)

@@ -46,7 +46,7 @@ class ResidualMix(nn.Module):
         self.scales = nn.Parameter(torch.empty(2))
 
     def forward(self, hidden: Tensor, first: Tensor) -> Tensor:
-        """Return lambda x + mu x0 for tensors of the same shape, which may be any."""
+        """Return lambda x + mu x0. Here x is `hidden` and x0 is `first`, of the same shape."""
         scales = self.scales.to(hidden.dtype)
         return scales[0] * hidden + scales[1] * first
 
@@ -54,7 +54,7 @@ class ResidualMix(nn.Module):
 class Block(nn.Module):
     """One Transformer-XL layer. It attends over a segment and a memory of earlier hidden states.
 
-    `inference.kv_cache` calls its methods with cached keys and values in place of the memory.
+    `inference.kv_cache` calls the block's methods with cached keys and values in place of the memory.
     """
 
     def __init__(
@@ -95,8 +95,10 @@ class Block(nn.Module):
 
         The second item is None unless later layers mix the first layer's values into their own values. The arguments
         are positional, because activation checkpointing passes them so. `encoding_KD` holds the sinusoids of the
-        distances K-1 ... 0, where the attention uses them. In any order the distances go on to 1-T, and query rows
-        follow the T rows of the segment. Only the segment has keys and values.
+        distances K-1 ... 0, or is None if attention does not use sinusoids.
+
+        If the model predicts in any order (XLNet), the distances continue to 1-T. The input then has query rows after
+        the T rows of the segment. Query rows have no keys and values.
         """
         distances = self.attention.distances(visible.num_distances, encoding_KD=encoding_KD)
         if self.pre_norm:
@@ -127,7 +129,7 @@ class Block(nn.Module):
         return output, value if self.gives_values else first_value_BKNH
 
     def project_key_value(self, hidden_BSD: Tensor, first_value_BSNH: Tensor | None = None) -> Tensor:
-        """Compute key_value_BS2NH of any positions, ready for attention.
+        """Compute the keys and values of any positions, key_value_BS2NH, ready for attention.
 
         `hidden_BSD` holds the layer's raw inputs at these positions. `first_value_BSNH` holds the first layer's values
         there, or is None.
@@ -143,7 +145,7 @@ class Block(nn.Module):
     def finish(self, hidden_BTD: Tensor, context_BTD: Tensor) -> Tensor:
         """Compute the layer's output from its input and its attention's output.
 
-        This includes the feed-forward network.
+        The computation includes the residual sums, the norms and the feed-forward network.
         """
         attention_drop, inner_drop, output_drop = self._drops(hidden_BTD)
         if self.pre_norm:
@@ -166,7 +168,10 @@ class Block(nn.Module):
         return output
 
     def _drops(self, hidden: Tensor) -> list[Drop]:
-        """Return three dropouts: after attention, inside the feed-forward network, and after the network."""
+        """Return the block's three dropouts.
+
+        They are applied after attention, inside the feed-forward network, and after the feed-forward network.
+        """
         rates = (0.0, 0.0, 0.0)
         if self.training:
             rates = (self.projection_dropout, self.ff_dropout, self.ff_dropout)
@@ -181,7 +186,8 @@ class Block(nn.Module):
 
 
 def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
-    """Cut the first layer's values to the positions that this layer remembers.
+    """Return the first layer's values at the last `num_positions` positions. Another layer can remember fewer
+    positions.
 
     Values of the right length are returned without a slice, because the gradient of a slice is a copy.
     """
@@ -191,11 +197,13 @@ def _last(first_value_BSNH: Tensor | None, num_positions: int) -> Tensor | None:
 
 
 class _Joined(torch.autograd.Function):
-    """Keys and values [B, K, N, H] of the memory, then of the segment, in the layout that attention reads.
+    """Autograd function that joins the keys and values of the memory and of the segment.
 
-    Joining needs a copy, and the copy can choose the layout. On a CPU the layout is by heads. On a GPU it is by
-    positions, because the kernels there accept strided keys. The gradients are copied once, into the layout of the
-    products. Autograd would make a second copy.
+    The results are the keys and the values, [B, K, N, H] each, in the layout that attention reads.
+
+    Joining needs a copy, and the copy also sets the layout of the result in memory. On a CPU the layout is by heads. On
+    a GPU it is by positions, because the kernels there accept strided keys. The backward pass copies the gradients
+    once, into the layout of the projections' results. Autograd's own backward pass would copy them twice.
     """
 
     @staticmethod

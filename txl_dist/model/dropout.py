@@ -83,7 +83,7 @@ def draw_kept_(keep: Tensor, rate: float) -> Tensor:
 def _room_for_mask(x: Tensor, *, most: int | None = None) -> Tensor:
     """Allocate an int16 mask with one number for each number of `x`, but at most `most` numbers.
 
-    The mask's length is rounded up to whole words.
+    The mask's length is rounded up to whole 64-bit words of random bits.
     """
     if most is None:
         length = x.numel()

@@ -1,4 +1,4 @@
-"""Counts by formula: floating-point operations per token, a device's peak, and the number of parameters.
+"""Formulas for the floating-point operations per token, the peak rate of a device, and the number of parameters.
 
 The model FLOPs utilisation (MFU) is the ratio of the operations per second to the device's peak. Operations are counted
 per trained token, forward and backward. A multiply-add is 2 operations. Symbols: L layers, D width, N*H inner width, F
@@ -13,10 +13,10 @@ has width E_i, size V_i, and a share p_i of the tokens.
     softmax     ((V_0 + C) E_0 + sum p_i V_i E_i) 2*3        head, then the tails
     projections (D E_0 + sum p_i D E_i) 2*3  and  sum p_i D E_i 2*3      of softmax and embedding, where they have any
 
-In any order (XLNet) a step moves each lane on by R tokens. Its rows are the T tokens and m query rows, whose keys are
-not computed. So the linear part has query, output and feed-forward of T + m rows, and keys and values of T rows. All
-rows compute scores with all K keys, there are K + T - 1 distances, and the softmax has m rows. All numbers are then
-divided by R instead of T.
+If the model predicts in any order (XLNet), a step advances each lane (row of the batch) by R tokens. The step computes
+rows for the T tokens of the segment and m query rows, which have no keys and values. So the linear part counts query,
+output and feed-forward for T + m rows, and keys and values for T rows. All rows compute scores with all K keys. There
+are K + T - 1 distances, and the softmax has m rows. All numbers are then divided by R instead of T.
 
 A token sees S = M + (T+1)/2 keys on average. With same_length it sees M or M + 1 keys. MFU counts only these useful
 operations. It does not count masked parts of blocks, padded rows of clusters, or activations that are computed twice.
@@ -104,9 +104,10 @@ def flops_by_part(
     """Return the operations of a training step per token, for each part of the formula above.
 
     `memory_lens` holds the number of tokens that each layer remembers. `cluster_shares` holds each cluster's share of
-    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is empty, `typical_shares` are used. In any
-    order a step moves each lane on by `step_len` tokens (0: the whole segment) and predicts `num_targets` tokens of
-    each segment. With `num_targets` 0 every token predicts the next one.
+    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is empty, `typical_shares` are used.
+    `num_targets` is 0 if every token predicts the next token. Otherwise the model predicts in any order (XLNet), and
+    `num_targets` is the number of predicted tokens of a segment. A step then advances each lane by `step_len` tokens
+    (0: the whole segment).
     """
     T = segment_len
     R = step_len or T

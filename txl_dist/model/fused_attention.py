@@ -1,6 +1,7 @@
 """Relative attention as one autograd function with a hand-written backward, for any device and floating type.
 
-It has the signature and the result of `relative_attention`, but takes less time and memory for these reasons:
+`fused_relative_attention` has the signature and the result of `relative_attention`. It takes less time and memory for
+these reasons:
 
     blocks   Queries are processed in blocks. The block [i, j) is itself a small relative attention: its memory has
              M + i keys, its keys are [0, M + j), and its distances are the last M + j. So few of the pairs that are
@@ -14,9 +15,9 @@ It has the signature and the result of `relative_attention`, but takes less time
 The probabilities of the visible blocks are kept for the backward pass. Computing them again would take a quarter more
 products. Inputs are kept without copies. No operation waits for the device, and the order of all sums is fixed.
 
-An example of the shift, for one head and lane, a block of b = 3 queries and k = 5 keys. A digit is the index of a
-distance among the last k, and a dot is 0. Query i meets key j at index j - i + b - 1. The keys after the end of a row
-are in the future and are masked:
+This example shows the shift for one head and one lane (row of the batch), in a block of b = 3 queries and k = 5 keys. A
+digit is the index of a distance among the last k distances, and a dot is 0. Query i meets key j at index j - i + b - 1.
+The keys after the end of a row are in the future and are masked:
 
     unshifted: [b, k] after zeros, rows S > k apart        shifted: the same cells, rows S - 1 apart
     . . . 0 1 2 3 4                                        2 3 4 . .
@@ -26,8 +27,8 @@ are in the future and are masked:
 Matrix products use the unshifted rows. If k is a multiple of 8, these rows begin at multiples of 8 numbers, as tensor
 cores need. Only sums and copies use the shifted rows.
 
-In any order (XLNet) queries may see keys after them. A block then has all K keys, and the K + b - 1 distances between
-them and its queries. All cells of the shifted rows are distances then, and none is a dot.
+If the model predicts in any order (XLNet), queries can see later keys. A block then has all K keys, and the K + b - 1
+distances between these keys and the block's queries. Every cell of the shifted rows is then a distance.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, P distances, N heads, H head width. Within a block of a group of
 heads: n heads, b queries, k keys, c distances, X = n B, R = B b.
@@ -52,8 +53,8 @@ from txl_dist.model.relative_attention import Terms, at_least_fp32
 def fused_relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance, in blocks. Returns context_BTNH, the same as `relative_attention`.
 
-    Query i must be at position i of the segment. So of the rows of an `OrderedMask` only content rows can be computed.
-    Dropout draws from the default generator. Second derivatives are not supported.
+    Query i must be at position i of the segment. So the function can compute the content rows of an `OrderedMask`
+    (XLNet), but not its query rows. Dropout draws from the default generator. Second derivatives are not supported.
     """
     if terms.position_bias_NH is None:
         assert terms.content_bias_NH is not None
@@ -63,18 +64,19 @@ def fused_relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMa
 
 
 class _Tile(NamedTuple):
-    """Amount of work that is computed at a time: queries and scores."""
+    """Limits of the work that is computed at a time: queries in a block, and bytes of scores."""
 
     block_len: int
     """Number of queries in a block."""
     scores_bytes: int
-    """Size of the scores of a block and a group of heads. It is about as large as the cache."""
+    """Largest size of the scores of one block of queries and one group of heads, in bytes. It is about the size of the
+    cache."""
 
 
 CPU = _Tile(64, 2**20)
-"""Amount of work that a CPU computes at a time."""
+"""Limits of the work that a CPU computes at a time."""
 GPU = _Tile(128, 2**25)
-"""Amount of work that a GPU computes at a time."""
+"""Limits of the work that a GPU computes at a time."""
 
 
 class _Block(NamedTuple):
@@ -84,7 +86,7 @@ class _Block(NamedTuple):
     stop: int
     num_keys: int
     distances: slice
-    """Distances between these queries and keys, among all distances."""
+    """Slice of the list of all distances: the distances between the block's queries and keys."""
 
     @property
     def num_distances(self) -> int:
@@ -98,7 +100,8 @@ class _Block(NamedTuple):
 
 
 class _Heads(NamedTuple):
-    """Inputs of a group of heads, used by all blocks of queries. Queries and biases include the scale H ** -0.5."""
+    """Inputs of attention for one group of heads. All blocks of queries use them. Queries and `distance_bias_nK` are
+    already multiplied by H ** -0.5, and the queries include the biases u and v."""
 
     content_query_XTH: Tensor
     position_query_nBTH: Tensor
@@ -148,13 +151,14 @@ class _Inputs(NamedTuple):
         return [slice(first, min(first + size, N)) for first in range(0, N, size)]
 
     def tile(self) -> _Tile:
-        """Return the amount of work that suits the inputs' device."""
+        """Return the limits of work for the inputs' device."""
         if self.query_BTNH.is_cuda:
             return GPU
         return CPU
 
     def scale(self) -> float:
-        """Return the factor of scores. Queries and keys that hold segment terms are wider than the values."""
+        """Return H ** -0.5, by which scores are multiplied. H is the width of the values. Queries and keys can be
+        wider, because they can have additional columns for XLNet's segment terms."""
         return float(self.value_BKNH.shape[-1] ** -0.5)
 
     def heads(self, group: slice) -> _Heads:
@@ -193,8 +197,8 @@ class _ShiftBuffer:
     def views(self, block: _Block, heads: _Heads) -> tuple[Tensor, Tensor]:
         """Return (unshifted_nRc, shifted_Xbk), two views of the same cells.
 
-        Some cells that are read are never written by a product or copy. They must be zero. They are set to zero only
-        when the shape changes, so groups of heads with the same shape use the same zeros.
+        Products and copies read some cells that no product and no copy writes. These cells must be zero. They are set
+        to zero only when the shape changes. So groups of heads with the same shape use the same zeros.
         """
         n, B = heads.position_query_nBTH.shape[:2]
         b = block.num_queries
@@ -247,8 +251,9 @@ class _Gradients:
     ) -> None:
         """Add the gradients that flow through a block's scores, for all inputs except the values.
 
-        `views` holds the two views of the shift buffer. `beta` is 0 for the first block, which sees all keys and whose
-        contribution overwrites the sums of the keys. It is 1 for all other blocks.
+        `views` holds the two views of the shift buffer. `beta` is 0 for the block that is added first. This block sees
+        all keys, and its contribution overwrites the gradient of the keys. `beta` is 1 for all other blocks, whose
+        contribution is added.
         """
         i, j, k, distances = block
         unshifted_nRc, shifted_Xbk = views

@@ -1,4 +1,5 @@
-"""The weighted sum of (adaptive) softmax losses and all its gradients in one pass, as one autograd function.
+"""One autograd function that computes the weighted sum of (adaptive) softmax losses, and all gradients of the sum, in
+one pass.
 
 The forward pass computes the gradients too, one chunk of tokens at a time, while the chunk's logits exist:
 
@@ -36,20 +37,19 @@ CHUNK_ROWS = {"cpu": 64, "cuda": 1024}
 """Smallest number of tokens in a chunk, by kind of device. Each chunk reads all weights and writes their gradient, so
 small chunks are slow."""
 CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**25}
-"""Largest number of logits in a chunk that has more than CHUNK_ROWS tokens."""
+"""Largest number of logits in a chunk that has more than CHUNK_ROWS tokens, by kind of device."""
 ALIGNMENT = 16
-"""Divisor of the length of a row of logits. Rows are padded to a multiple of it, because cuBLAS is slow with odd
-leading dimensions."""
+"""Multiple to which a row of logits is padded, in numbers. cuBLAS is slow with odd leading dimensions."""
 CACHED_LOGITS = {"cpu": 2**17, "cuda": 2**62}
-"""Largest number of logits that are turned into gradients at a time, so that they stay in a CPU's cache. The logits of
-one token are never split."""
+"""Largest number of logits that are turned into gradients at a time, by kind of device. On a CPU they stay in the
+cache. On a GPU the number is too large to be a limit. The logits of one token are never split."""
 KERNEL_TILE = 4096
 """Number of logits that a program (eight warps) of the Triton kernel holds at a time. They come from one row, or from
 several short rows."""
 
 
 class Columns(NamedTuple):
-    """Some columns of a cluster's logits. They belong to the rows [low, high) of a table and of its bias."""
+    """Slice of a table that gives some columns of a cluster's logits: rows [low, high) of the table and of its bias."""
 
     weight_VE: Tensor
     bias_V: Tensor
@@ -66,7 +66,8 @@ class Cluster(NamedTuple):
     """Description of one cluster's softmax for `fused_linear_cross_entropy`: its tokens, targets and columns."""
 
     rows_R: Tensor | None
-    """Indices of the cluster's tokens, int64, padded with S. None means all tokens, in order."""
+    """Indices of the cluster's tokens among the S tokens, int64. Padded rows have the index S. None means all tokens,
+    in order."""
     targets_R: Tensor
     """Target column of each token, int64. The targets of padded rows are arbitrary."""
     columns: tuple[Columns, ...]
@@ -84,7 +85,7 @@ def fused_linear_cross_entropy(hidden_SD: Tensor, clusters: Sequence[Cluster], *
     """Compute the weighted sum of all tokens' losses as a scalar in nats, in fp32 or fp64.
 
     A token's loss is the sum of its losses in its clusters, and `weight_S` holds each token's weight. The slices of a
-    table must cover the table exactly once. The weights are constants and get no gradient.
+    table must cover the table exactly once. `weight_S` gets no gradient.
     """
     parameters: dict[Tensor, None] = {}  # an ordered set: a tensor that clusters share is in it once
     for cluster in clusters:

@@ -78,10 +78,10 @@ def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like
 
 
 def attended(memory: Memory) -> Memory:
-    """Return the memory with every position visible, so that queries attend to empty positions as zeros.
+    """Return the memory with every position visible. Queries then attend to empty positions too, which hold zeros.
 
-    Hugging Face's model and the TensorFlow code begin with such a memory. Every token must have document 0, so
-    documents must not be masked.
+    Hugging Face's model and the TensorFlow code begin with such a memory. All positions get the document 0. So the
+    function works only without document masks, where all tokens have document 0.
     """
     return memory._replace(document_BM=torch.zeros_like(memory.document_BM))
 
@@ -130,7 +130,7 @@ class AttentionMask(NamedTuple):
     def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Build mask_BTK for the queries [start, stop). It is True where a query sees a key.
 
-        The keys are [0, M + stop), which ends with the last key that query stop - 1 may see.
+        The mask has the keys [0, M + stop). The last of these queries, stop - 1, sees no later key.
         """
         if stop is None:
             stop = self.query_document_BT.shape[1]
@@ -151,8 +151,8 @@ def build_mask(
 ) -> AttentionMask:
     """Build the mask of a segment whose queries see the memory and the segment itself.
 
-    With `same_length` every query sees equally many keys: M with itself ("memory") or M + 1 ("memory_and_self").
-    Without it query i sees M + 1 + i keys.
+    With `same_length` every query sees equally many keys, itself included: M keys for "memory", or M + 1 keys for
+    "memory_and_self". For "off" query i sees M + 1 + i keys.
     """
     oldest = {"off": None, "memory": 1, "memory_and_self": 0}[same_length]
     key_document_BK = torch.cat([memory.document_BM, document_BT], dim=1)

@@ -4,8 +4,8 @@
     learned_relative   a learned vector and number per distance, bias u (Shaw; labml)
     absolute           sinusoids of the position, added to the embedding (Vaswani; vanilla)
 
-`config.schema.SCHEMES` describes the properties of each scheme for the rest of the program. Each parameter belongs to
-the module whose `forward` uses it, because ZeRO-3 gathers it there.
+`config.schema.SCHEMES` describes the properties of each scheme for the rest of the program. Each parameter is
+registered in the module whose `forward` uses it, because ZeRO-3 gathers a module's parameters before its `forward`.
 
 Shapes: K keys, P rows of a table, D model width, N heads, H head width, I = N H.
 """
@@ -27,10 +27,10 @@ from txl_dist.model.relative_attention import at_least_fp32
 def distance_encoding(num_distances: int, *, width: int, clamp_len: int, like: Tensor, num_negative: int = 0) -> Tensor:
     """Compute R_KD, the sinusoids of the distances K-1 ... 0, as [sin | cos] like the original code.
 
-    The last `num_negative` of the distances are below 0: those of keys after a query (XLNet). The sinusoids are
-    computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024 positions. If
-    `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`, and all distances below
-    `-clamp_len` have the encoding of `-clamp_len`.
+    The last `num_negative` of the distances are below 0. They are the distances to keys after a query (XLNet). The
+    sinusoids are computed in at least fp32 and then cast, because bf16 has only 513 different values for 1,024
+    positions. If `clamp_len` is above 0, all distances above `clamp_len` have the encoding of `clamp_len`, and all
+    distances below `-clamp_len` have the encoding of `-clamp_len`.
     """
     dtype = at_least_fp32(like.dtype)
     largest = num_distances - num_negative - 1
@@ -54,7 +54,7 @@ class SinusoidalDistances(nn.Linear):
         self.head_width = model.head_width
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:  # type: ignore[override]
-        """Project the sinusoids of the distances K-1 ... 0. The signature is that of `LearnedDistances.forward`."""
+        """Project `encoding_KD`, the sinusoids of the distances. `num_distances` is the number of its rows."""
         assert encoding_KD is not None
         assert encoding_KD.shape[0] == num_distances
         projected_KI = super().forward(encoding_KD)
@@ -77,7 +77,7 @@ class LearnedDistances(nn.Module):
         self.bias = nn.Parameter(torch.empty(model.num_distances, model.num_heads))
 
     def forward(self, num_distances: int, encoding_KD: Tensor | None) -> RelativeEncodings:
-        """Return the learned encodings of the distances K-1 ... 0. The argument with the sinusoids is ignored."""
+        """Return the learned encodings of the distances K-1 ... 0. `encoding_KD`, the sinusoids, is ignored."""
         key_KNH = self._rows(self.weight, num_distances)
         bias_KN = self._rows(self.bias, num_distances)
         return RelativeEncodings(key_KNH, bias_KN)
@@ -94,7 +94,7 @@ class LearnedDistances(nn.Module):
 class AttentionBiases(NamedTuple):
     """Biases u (content) and v (position) of attention, which several layers can share.
 
-    The bias v exists only if the distances are encoded by sinusoids.
+    Layers without sinusoids of the distances do not use the bias v.
     """
 
     content_NH: nn.Parameter
@@ -114,7 +114,7 @@ def build_attention(
 ) -> Attention:
     """Build the attention layer for the positional scheme that `model.positions` names.
 
-    `kernel` is the setting `engine.attention`, which only relative positions use. With `mixes_values` the layer mixes
+    `kernel` is the setting `engine.attention`. Layers without distances ignore it. With `mixes_values` the layer mixes
     the first layer's values into its own values. Raises ConfigError if a plugin's scheme fails.
     """
     content, position = biases

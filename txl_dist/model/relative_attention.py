@@ -7,11 +7,12 @@ segment:
 
 With learned encodings r, term (d) is a learned number s_{i-j} per distance (Shaw et al. 2018, as in the original code).
 
-(a)+(c) is one matrix product with q + u. (b)+(d) is one product of q + v with the encodings of all K distances, in
-descending order. Row i of the second product must be shifted left by T-1-i. With one zero column in front, that
-relative shift is a *view* of the same buffer (row stride K, offset T): nothing is copied. Where the view wraps around,
-the keys are in the future, so they are always masked. In any order (XLNet) the keys in the future have distances of
-their own, 0 to 1-T, and each row gathers its distances by its place.
+Terms (a) and (c) are one matrix product of q + u with the keys. Terms (b) and (d) are one product of q + v with the
+encodings of all K distances, in descending order. Row i of the second product must be shifted left by T-1-i. With one
+zero column in front, that relative shift is a *view* of the same buffer (row stride K, offset T): nothing is copied.
+Where the view wraps around, the keys are in the future, so they are always masked. If the model predicts in any order
+(XLNet), a query can see later keys, at the distances -1 to 1-T. Each row then gathers the terms of its distances by its
+position in the segment.
 
 Shapes: B lanes, T queries, M memory, K = M + T keys, D model width, N heads, H head width.
 """
@@ -36,13 +37,14 @@ def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
 
 
 class Terms(NamedTuple):
-    """Inputs of an attention function. The last four are None for plain dot products of queries and keys."""
+    """Inputs of an attention function. The last four fields are None for plain dot products of queries and keys."""
 
     query_BTNH: Tensor
     key_BKNH: Tensor
     value_BKNH: Tensor
     distance_KNH: Tensor | None = None
-    """Encodings r of the distances K-1 ... 0 in one layer. In any order the distances go on to 1-T."""
+    """Encodings r of the distances K-1 ... 0 in one layer. If the model predicts in any order (XLNet), they continue to
+    1-T."""
     content_bias_NH: Tensor | None = None
     """Bias u, which term (c) uses."""
     position_bias_NH: Tensor | None = None
@@ -55,7 +57,8 @@ def relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dr
     """Attend by content and distance, in plain torch. Returns context_BTNH.
 
     Every query must see at least one key. In a Transformer-XL each query sees itself. The scores are divided by the
-    square root of the values' width H. Queries and keys are wider if they hold segment terms.
+    square root of the values' width H. Queries and keys can be wider than H: additional columns hold XLNet's segment
+    terms.
     """
     assert terms.distance_KNH is not None
     assert terms.content_bias_NH is not None
@@ -103,7 +106,7 @@ def relative_attention(terms: Terms, *, visible: AttentionMask | OrderedMask, dr
 
 
 def _select_by_place(terms_NRP: Tensor, visible: OrderedMask) -> Tensor:
-    """Select, for each row and key, the term of the distance between their places. Returns [N B, T, K].
+    """Select, for each row and key, the term of the distance between their positions. Returns [N B, T, K].
 
     `terms_NRP` holds the terms of all P distances for each of the R = B T rows.
     """

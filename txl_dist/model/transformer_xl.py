@@ -34,7 +34,8 @@ class TransformerXL(nn.Module):
     """The network of Dai et al. 2019, initialised from torch's default generator.
 
     If `recompute_every` is n, the backward pass computes every n-th block again instead of keeping its activations. A
-    value of 0 keeps all activations. `attention` and `memory_lens` are the settings of these names.
+    value of 0 keeps all activations. `attention` is the setting `engine.attention`, and `memory_lens` is
+    `train.memory_lens`.
 
     Raises ConfigError if the cutoffs do not fit `vocab_size`, or if an argument has the wrong type.
     """
@@ -114,9 +115,9 @@ class TransformerXL(nn.Module):
 
         `document_BT` (int64, >= 0) gives each token's document, and a query then sees only its own document. If it is
         None, a query sees all documents. `partition` groups `tokens_BT` into the clusters of `embedding.edges`. If it
-        is None, it is computed here, which waits for the device. `with_loss` says that the softmax will compute a
-        gradient to which a tied embedding can add its own gradient. Raises ConfigError if there is a memory and the
-        model's positions do not support one.
+        is None, it is computed here, which waits for the device. Set `with_loss` if the softmax then computes a loss
+        from the result. A tied embedding can then get a sparse gradient, which autograd adds to the dense gradient of
+        the softmax. Raises ConfigError if there is a memory and the model's positions do not support one.
         """
         section = self.section
         scheme = section.scheme
@@ -210,7 +211,7 @@ class Batch(NamedTuple):
 class SegmentLoss(nn.Module):
     """Module that computes the loss of one segment of some lanes (rows of the batch).
 
-    An engine wraps it for training.
+    In training an engine, such as DeepSpeed, wraps this module.
     """
 
     def __init__(self, model: TransformerXL) -> None:
@@ -229,8 +230,8 @@ class SegmentLoss(nn.Module):
 
         The loss is the sum of the scored losses in nats, divided by `normalizer`. The loss has the type fp32 or fp64.
         If `normalizer` is None, the losses are not summed, and nll_BT is returned for evaluation and probes. With
-        `with_top1` the first item is score_2BT of `AdaptiveSoftmax.forward`. With `predicts` it is log p_BV of the
-        token after the segment.
+        `with_top1` the first item is score_2BT of `AdaptiveSoftmax.forward`. With `predicts` the first item is log p_BV
+        of the token after the segment.
         """
         hidden_BTD, memory = self.model(
             batch.tokens_BT,

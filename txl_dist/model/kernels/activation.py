@@ -28,7 +28,7 @@ NOT_SPECIAL = ["num_rows", "threshold"]
 
 @triton.jit
 def tile_of(row_tile, column_tile, num_rows, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return (rows, offsets, mask) of a program's tile. Offsets and mask are [ROWS, COLUMNS]."""
+    """Return (row numbers, offsets in memory, mask) of a program's tile. Offsets and mask are [ROWS, COLUMNS]."""
     row = row_tile * ROWS + tl.arange(0, ROWS)
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     mask = (row < num_rows)[:, None] & (column < F)[None, :]
@@ -38,9 +38,9 @@ def tile_of(row_tile, column_tile, num_rows, F: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def load_bias(BIAS, column_tile, F: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a tile of the bias as [ROWS, COLUMNS] in fp32, with equal rows.
+    """Load a tile of the bias as [ROWS, COLUMNS] in fp32. All rows of the result are equal.
 
-    Loading a single row would move only two bytes at a time.
+    If only one row were loaded, each load would move only two bytes.
     """
     column = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     pointer = tl.broadcast_to((BIAS + column)[None, :], [ROWS, COLUMNS])

@@ -2,8 +2,8 @@
 
 `triton_relative_attention` computes the same as `relative_attention`, in half precision on a GPU. Between forward and
 backward it keeps the inputs, the context, and one number per query and head. The kernels are in
-`kernels/relative_attention.py`. Only the score buffer has T x K numbers. It holds the scores of some lanes and heads at
-a time, called a chunk. `launches` plans all launches for given sizes, and needs no device.
+`kernels/relative_attention.py`. Only the score buffer has T x K numbers per lane and head. It holds the scores of a
+chunk: some lanes and heads at a time. `launches` plans all launches for given sizes, and needs no device.
 
 No launch waits for the device. The seed of dropout is a tensor, drawn from the device's default generator. Activation
 checkpointing restores that generator, so recomputation draws the same mask.
@@ -35,8 +35,8 @@ from txl_dist.model.relative_attention import Terms
 
 MAX_HEAD_WIDTH = 128
 HEAD_WIDTH_MULTIPLE = 16
-"""Divisor of all head widths in the kernels. Heads are padded by zeros to a multiple of it, so that every row of a head
-begins at a multiple of 16 bytes."""
+"""Multiple to which the kernels pad heads, by zeros. With such a width every row of a head begins at a multiple of 16
+bytes."""
 SCORE_BUFFER_BYTES = 192 * 2**20
 """Largest score buffer of a chunk, in bytes. The scores of one layer fit in it for every recipe. A buffer of 30 MB
 would stay in the L2 cache of an H100 or H200 (50 and 60 MB). But then there would be many launches, and each would be
@@ -59,13 +59,14 @@ BACKWARD = (
 SUM = "sum_parts"
 """Name of the kernel that runs once after all chunks of the backward pass."""
 WIDTH_ROWS = 32
-"""Rows of heads that a program of `set_width` copies."""
+"""Number of rows that one program of the kernel `set_width` copies. A row is one head at one position."""
 KEEP_LEVELS = 65_536
 """Number of levels of the dropout rate, which is rounded to a multiple of 1 / KEEP_LEVELS."""
 
 
 class Tile(NamedTuple):
-    """Way in which a kernel is compiled: a program's part of the scores, its warps, and its stages of loads."""
+    """Sizes with which a kernel is compiled: the part of the scores that one program computes, its warps and its stages
+    of loads."""
 
     rows: int
     """Rows of scores that a program computes at a time."""
@@ -74,18 +75,18 @@ class Tile(NamedTuple):
     num_warps: int
     """Number of warps of a program."""
     num_stages: int
-    """Number of stages in which a program loads data ahead."""
+    """Number of stages of Triton's software pipeline, in which a program loads data before it needs them."""
     resident: int
     """Number of programs that a multiprocessor of sm_90 holds at a time. Registers, shared memory and warps limit it.
     """
     max_registers: int | None = None
-    """Largest number of registers per thread. With 168 registers, a multiprocessor holds three programs of four warps.
-    """
+    """Largest number of registers per thread, or None for no limit. With 168 registers, a multiprocessor holds three
+    programs of four warps."""
 
 
 class Sizes(NamedTuple):
-    """Sizes of one layer's attention, in the letters of the module's legend. They decide how the work is divided into
-    launches."""
+    """Sizes of one layer's attention, from which `launches` plans the launches of kernels. The letters are those of the
+    module's docstring."""
 
     B: int
     T: int
@@ -168,7 +169,8 @@ class Launch(NamedTuple):
 
 
 def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_position_bias: bool) -> str | None:
-    """Return why the kernels cannot compute attention of this kind on any device, or None if they can."""
+    """Return why the kernels cannot compute attention with this type, width and bias on any device. Returns None if
+    they can."""
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it needs bf16 or fp16, but the model computes in {str(dtype).removeprefix('torch.')}"
     if head_width > MAX_HEAD_WIDTH:
@@ -181,7 +183,7 @@ def unsupported_shape_reason(dtype: torch.dtype, *, head_width: int, has_positio
 def unsupported_reason(query_BTNH: Tensor, *, has_position_bias: bool, in_any_order: bool = False) -> str | None:
     """Return why the kernels cannot compute attention of these queries on their device, or None if they can.
 
-    With `in_any_order` queries may see later keys (XLNet).
+    With `in_any_order` queries can see later keys (XLNet).
     """
     if in_any_order:
         return "the kernels compute causal attention only, and the model predicts in any order (model.any_order)"
@@ -240,7 +242,8 @@ def missing_compiler_reason() -> str:
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance with the Triton kernels. Returns context_BTNH, like `relative_attention`.
 
-    `unsupported_reason` says whether the kernels can run. They need all terms except the last one.
+    `unsupported_reason` returns why the kernels cannot run, if so. They use all fields of `terms` except
+    `distance_bias_KN`.
     """
     query, key, value, *others = terms[:6]
     key_value = torch.stack([key, value], 2)
@@ -257,7 +260,7 @@ def triton_attention_of_products(
     visible: AttentionMask,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Attend over fused projections with the Triton kernels. Returns context_BTNH.
+    """Attend with the Triton kernels to the results of fused projections. Returns context_BTNH.
 
     `segment_BT3NH` holds queries, keys and values of the segment. `past_BM2NH` holds keys and values of the memory. The
     kernels read these tensors without copies, and each tensor gets one gradient.
@@ -277,8 +280,9 @@ def _attend(
 ) -> Tensor:
     """Attend with the Triton kernels. Returns context_BTNH.
 
-    Along axis G the segment's tensor always holds queries. It also holds keys and values, unless `key_value_BK2NH`
-    holds the keys and values of all K positions.
+    `segment_BTGNH` holds the segment's queries first along axis G. If `key_value_BK2NH` is None, the segment's keys and
+    values follow them, and `past_BM2NH` holds the keys and values of the memory. Otherwise `key_value_BK2NH` holds the
+    keys and values of all K positions.
     """
     seed = torch.randint(2**63 - 1, (1,), device=segment_BTGNH.device) if dropout > 0 else None
     context: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
@@ -388,7 +392,7 @@ def _tile(kernel: str, sizes: Sizes, largest: KernelChunk) -> Tile:
 
 
 def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: KernelChunk, largest: KernelChunk) -> tuple[int, ...]:
-    """Return the number of programs along each axis, as the kernel's docstring names them.
+    """Return the number of programs along each axis of a kernel's grid. The kernel's docstring names the axes.
 
     `largest` is the largest chunk of the layer.
     """
@@ -416,8 +420,8 @@ def _grid(kernel: str, tile: Tile, sizes: Sizes, chunk: KernelChunk, largest: Ke
 def chunks(sizes: Sizes) -> Iterator[KernelChunk]:
     """Divide all (lane, head) pairs into chunks whose scores fit the buffer.
 
-    If all lanes of a head fit, a chunk has all lanes of some heads. Then one pass computes the gradient of R for these
-    heads.
+    If the scores of all lanes of a head fit, a chunk has all lanes of some heads. Then one launch sums the gradient of
+    the encodings of these heads over all lanes.
     """
     num_lanes = sizes.B
     num_heads = sizes.N
@@ -447,7 +451,8 @@ def _ceil_div(number: int, divisor: int) -> int:
 
 
 class _Kernels:
-    """Kernels for one layer's inputs: their module, their plan, and the arguments that all launches get."""
+    """Launcher of the kernels for the inputs of one layer. It holds the planned launches and what all launches share:
+    the shape and the buffer of scores."""
 
     def __init__(
         self, inputs: _Products, *, num_keys: int, oldest: int | None, has_dropout: bool, backward: bool
@@ -507,7 +512,8 @@ class _Kernels:
 
 
 class _Products(NamedTuple):
-    """Views of queries and keys in the fused projections. Each view is [B, S, N, H] of a contiguous [B, S, G, N, H]."""
+    """Views of the queries and keys in fused projections. A view is [B, S, N, H], one index of axis G of a contiguous
+    tensor [B, S, G, N, H]."""
 
     query: Tensor
     key: Tensor

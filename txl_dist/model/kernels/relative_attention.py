@@ -10,7 +10,7 @@ queries of a tile are eight apart: i = 8 a + residue. Its columns are n = j - 8 
     a = 0                     |  0 - |  8 - | 16 - |      A column has the same c = n + T - 1 - residue in all rows.
     a = 1              |  0 - |  8 - | 16 - | 24 - |      So the picture is a plain product with rows of R. A row
     a = 2       |  0 - |  8 - | 16 - | 24 - | 32 - |      holds all keys, and begins one cell before the row above it.
-                                                          i S + 8 a + n divides by 8: cells are vectors of the buffer.
+                                                          i S + 8 a + n is a multiple of 8: cells are vectors.
 
 There are eight such parallelograms, one for each residue. A query sees n <= M + residue. Where the attended length is
 fixed, it also needs n >= residue + oldest. These are the same columns in all rows. R is the same for all lanes, so the
@@ -61,7 +61,7 @@ LOWEST = tl.constexpr(-1.0e30)
 
 @triton.jit
 def head_mask(known, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Compute the mask [rows, BLOCK_H] that is True for `known` rows and for columns within the head width H."""
+    """Compute the mask [rows, BLOCK_H] of rows where `known` is True, and of columns below the head width H."""
     if H == BLOCK_H:
         mask = known[:, None]
     else:
@@ -72,7 +72,7 @@ def head_mask(known, H: tl.constexpr, BLOCK_H: tl.constexpr):
 
 @triton.jit
 def load_rows(POINTER, row, known, stride, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load rows of one head as [rows, BLOCK_H]. Unknown rows, and columns from H on, are zeros."""
+    """Load rows of one head as [rows, BLOCK_H]. Rows where `known` is False, and columns from H on, are zeros."""
     h = tl.arange(0, BLOCK_H)
     pointer = POINTER + row[:, None] * stride + h[None, :]
     return tl.load(pointer, mask=head_mask(known, H, BLOCK_H), other=0.0)
@@ -105,15 +105,15 @@ def key_rows(KEY, PAST, lane, head, j, shape, H: tl.constexpr, BLOCK_H: tl.const
 
 @triton.jit
 def key_mask(j, shape, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Return the mask for the pointers of `key_rows`."""
+    """Return the mask for the pointers of `key_rows`. It is True for keys below K and columns below H."""
     return head_mask(j < shape.K, H, BLOCK_H)
 
 
 @triton.jit
 def load_bias(BIAS, head, ROWS: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Load a bias of one head as [ROWS, BLOCK_H] in fp32, with equal rows.
+    """Load a bias of one head as [ROWS, BLOCK_H] in fp32. All rows of the result are equal.
 
-    Loading a single row would move only two bytes at a time.
+    If only one row were loaded, each load would move only two bytes.
     """
     h = tl.arange(0, BLOCK_H)
     pointers = tl.broadcast_to((BIAS + head * H + h)[None, :], [ROWS, BLOCK_H])
@@ -147,7 +147,7 @@ def visible(i, j, query_document, key_document, shape):
 def load_documents(POINTER, lane, row, length):
     """Load the document numbers of some rows of one lane (row of the batch), int32.
 
-    Beyond the lane's end they are 0, because an asynchronous copy fills in zeros.
+    After the lane's end the numbers are 0, because an asynchronous copy writes zeros there.
     """
     document = tl.load(POINTER + lane * length + row, mask=row < length, other=0)
     return document.to(tl.int32)

@@ -27,7 +27,7 @@ NOT_SPECIAL = ["num_rows", "threshold"]
 
 @triton.jit
 def places(row, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return (offsets, mask) of the numbers in these rows, each [rows, BLOCK_D]."""
+    """Return (offsets in memory, mask) of the numbers in these rows. Each result is [rows, BLOCK_D]."""
     column = tl.arange(0, BLOCK_D)
     place = row.to(tl.int64)[:, None] * D + column[None, :]
     mask = (row < num_rows)[:, None] & (column < D)[None, :]
@@ -36,9 +36,9 @@ def places(row, num_rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def gains(POINTER, D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load gains or biases as [ROWS, BLOCK_D] in fp32, with equal rows.
+    """Load gains or biases as [ROWS, BLOCK_D] in fp32. All rows of the result are equal.
 
-    Loading a single row would move only two bytes at a time.
+    If only one row were loaded, each load would move only two bytes.
     """
     column = tl.arange(0, BLOCK_D)
     pointer = tl.broadcast_to((POINTER + column)[None, :], [ROWS, BLOCK_D])

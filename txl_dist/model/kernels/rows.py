@@ -17,24 +17,25 @@ from txl_dist.config.schema import AttentionKernel
 from txl_dist.model.kernels.attention_launch import KEEP_LEVELS, NUM_MULTIPROCESSORS, unsupported_device_reason
 
 MAX_WIDTH = 8192
-"""Longest row that a program can hold. This is sixteen numbers per thread, with the largest number of warps."""
+"""Largest width of a row that one program can hold. It is 16 numbers per thread, with the largest number of warps."""
 TILE_LEN = 2048
 """Largest number of values that a program of four warps holds at a time."""
 MAX_PARTS = 4 * NUM_MULTIPROCESSORS
 """Largest number of programs that compute partial sums of a gradient over rows."""
 SUM_ROWS = 64
-"""Rows in a tile of partial sums."""
+"""Number of rows in a tile of partial sums, for the kernel `sum_all`."""
 SUM_COLUMNS = 32
-"""Columns in a tile of partial sums."""
+"""Number of columns in a tile of partial sums, for the kernel `sum_all`."""
 
 
 def runs(setting: AttentionKernel, x: Tensor) -> bool:
-    """Return True if the kernels run for rows like `x`. The setting `engine.attention` and the device decide."""
+    """Return True if the kernels run for rows with the type, the width and the device of `x`. `setting` is
+    `engine.attention`."""
     return fits(setting, x) and unsupported_device_reason(x) is None
 
 
 def fits(setting: AttentionKernel, x: Tensor) -> bool:
-    """Return True if the kernels can process rows like `x`, on a device that supports the kernels."""
+    """Return True if the kernels support the type and the width of the rows `x`. The device of `x` is not checked."""
     if setting not in ("auto", "triton"):
         return False
     is_half = x.dtype in (torch.bfloat16, torch.float16)

@@ -1,7 +1,7 @@
 """One Triton kernel that turns a chunk's logits into losses and gradients in place. `fused_softmax` starts it.
 
 `fused_softmax` also has the same computation in torch. The kernel reads each row twice. The first pass computes the
-row's maximum and sum of exponentials, online. The second writes the gradient over the logits while the cache still
+row's maximum and sum of exponentials, online. The second pass writes the gradient over the logits while the cache still
 holds the row. This moves six bytes per logit in half precision. Separate operations would pass over the whole chunk 24
 times.
 
