@@ -52,7 +52,7 @@ def test_a_mixture_goes_on_with_more_lanes_and_other_weights(
     train(*mixture, *words, cwd=tmp_path)
     log = (tmp_path / "launcher.log").read_text(encoding="utf-8")
     assert "train.num_lanes changed from 8 to 16" in log
-    assert "the lanes get new parts of the text" in log
+    assert "the lanes (batch rows) get new parts of the text" in log
     checkpoint = list_checkpoints(run)[-1]
     after = read_state(checkpoint).values
     for one, folder, old_lanes in zip(after["stream"]["corpora"], (corpus, second), (6, 2), strict=True):

@@ -1,1 +1,1 @@
-"""Training: what happens between a corpus and a committed checkpoint. DeepSpeed lives in `engine` and `checkpoint`."""
+"""Training of a model on a prepared corpus. Only the subpackage `engine` imports DeepSpeed."""

@@ -1,11 +1,11 @@
-"""Conversion of a segment (numpy, host) to the micro-batches of a rank (tensors, device).
+"""Conversion of a segment of text (numpy arrays in host memory) to a rank's micro-batches (tensors on its device).
 
-Token ids are sorted into the clusters of the vocabulary here, where they are in host memory. So no operation waits for
+Token ids are sorted into the clusters of the vocabulary while they are still in host memory. So sorting never waits for
 the device. `BatchMaker` and `pinned` run in the prefetch thread. Only `to_device` runs in the training thread.
 
-CUDA graphs need few different shapes. So the clusters are then padded to one of a few tuples of sizes, the smallest
-that has room for the batch (`vocabulary_clusters.size_ladder`). Each tuple is one shape, and one graph. The tuple
-depends only on the settings and the batch, so a resumed run has the same shapes.
+CUDA graphs need few different shapes. With CUDA graphs the clusters are therefore padded to one of a few fixed tuples
+of sizes. The smallest tuple that has room for the batch is used (`vocabulary_clusters.size_ladder`). Each tuple needs
+one graph. The tuple depends only on the settings and the batch, so a resumed run has the same shapes.
 """
 
 from __future__ import annotations
@@ -55,12 +55,14 @@ class BatchMaker(NamedTuple):
     mask_documents: bool
     """Whether tokens attend only within their document."""
     rows_multiple: int = 0
-    """Multiple to which each cluster's rows are padded. 0 pads them to one of a few fixed sizes."""
+    """The number of rows of each cluster is padded to a multiple of this value. With 0 it is padded to one of a few
+    fixed sizes."""
     half_loss: bool = False
-    """Whether only the last half of a segment's targets is scored. `for_training` sets it."""
+    """Whether only the last half of a segment's targets is scored. `for_training` sets this field."""
 
     def for_training(self, *, half_loss: bool) -> BatchMaker:
-        """Return the maker for training text. With `half_loss` it marks only the last half of the targets as scored."""
+        """Return a copy of this maker for training text. With `half_loss` the copy marks only the last half of each
+        segment's targets as scored."""
         return self._replace(half_loss=half_loss)
 
     def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
@@ -69,13 +71,13 @@ class BatchMaker(NamedTuple):
         return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, num_lanes, lanes)]
 
     def batch(self, segment: Segment, *, rows: slice = slice(None)) -> Batch:
-        """Make one batch of the segment's `rows`, by default of all rows. It shares the segment's memory where
+        """Make one batch of the segment's `rows`, by default of all rows. The tensors share the segment's memory where
         possible.
 
-        With document masks an end-of-text token belongs, as an input, to the document that it opens. It attends to
-        itself alone and predicts the first token of that document. A target is not scored if it is not in its input's
-        document. That is the case where a document begins without an end-of-text token, or where the border of a lane's
-        text cuts a document.
+        With document masks an input that is an end-of-text token counts as part of the document that follows it. This
+        input attends to itself alone, and predicts the first token of that document. A target is scored only if it is
+        in the same document as its input. It is in another document if a document begins without an end-of-text token,
+        or where the text of a lane (batch row) cuts a document.
         """
         tokens = segment.tokens[rows, :-1]
         targets = segment.tokens[rows, 1:]
@@ -104,8 +106,8 @@ class BatchMaker(NamedTuple):
         )
 
     def ordered_microbatches(self, segment: Segment, targets: TargetBatch, *, lanes: int) -> list[Batch]:
-        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows), for XLNet's objective. `targets` are
-        the tokens to predict."""
+        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows), for XLNet's objective. `targets`
+        contains the tokens to predict."""
         num_lanes = segment.tokens.shape[0]
         return [
             self.ordered_batch(segment, targets, rows=slice(start, start + lanes))
@@ -148,9 +150,10 @@ class BatchMaker(NamedTuple):
         )
 
     def _sizes(self, tokens: np.ndarray, targets: np.ndarray) -> tuple[int, ...]:
-        """Return the padded size of each cluster. It has room for the input tokens and for the targets.
+        """Return the number of rows to which each cluster is padded. Each size has room for the cluster's input tokens
+        and for its targets.
 
-        If both the embedding and the softmax have clusters, their edges are equal.
+        If both the embedding and the softmax have clusters, they have the same clusters.
         """
         counts = count_by_cluster(targets, self.softmax_edges)
         if len(self.embedding_edges) > 2:
@@ -159,8 +162,8 @@ class BatchMaker(NamedTuple):
         return sizes_for(counts, edges=self.softmax_edges, num_tokens=targets.size)
 
     def _partition(self, ids: np.ndarray, edges: tuple[int, ...], sizes: tuple[int, ...]) -> Partition | None:
-        """Return the ids sorted into clusters. `edges` are the edges of the clusters. Returns None if there is only one
-        cluster."""
+        """Return the ids sorted into clusters, or None if there is only one cluster. `edges` contains the first id of
+        each cluster, then the vocabulary size."""
         if len(edges) == 2:
             return None
         flat = np.ascontiguousarray(ids).reshape(-1)
@@ -185,7 +188,8 @@ def batch_maker(model: TransformerXL, *, mask_documents: bool, for_graphs: bool 
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch in pinned memory. On a CPU the batch itself is returned. Called in the reader thread.
+    """Return a copy of a batch in pinned host memory, or the batch itself if the device is a CPU. The reader thread
+    calls this function.
 
     torch keeps a set of pinned buffers, and uses a buffer again only after the copy from it has ended.
     """
@@ -195,8 +199,8 @@ def pinned(batch: Batch, device: torch.device) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a copy of a batch on a device. The host does not wait if the batch is pinned. On a CPU the batch itself is
-    returned."""
+    """Return a copy of a batch on a device, or the batch itself if the device is a CPU. The host does not wait for the
+    copy of a pinned batch."""
     if device.type == "cpu":
         return batch
     return _mapped(batch, lambda value: value.to(device, non_blocking=True))
@@ -230,7 +234,8 @@ def read_inputs(
     device: torch.device,
     sampler: TargetSampler | None = None,
 ) -> Iterator[StepInput]:
-    """Yield the input of each step for this rank's `lanes`, from the position `stream` on.
+    """Yield the input of each training step for this rank's `lanes` (batch rows), from the position `stream` in the
+    text on.
 
     This runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that
     are prefetched. `sampler` chooses the targets for XLNet's objective, and is None for prediction of the next token.
@@ -263,8 +268,8 @@ def read_inputs(
 def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
     """Yield the training batches of a run in one process, without end. Use it in a training loop of your own.
 
-    Each batch has all lanes (batch rows), and the first batch is that of the first step. Raises DataError if the corpus
-    of `data.path` cannot be read.
+    Each batch has all lanes (batch rows). The first batch is the batch of step 1. Raises DataError if the corpus of
+    `data.path` cannot be read.
     """
     train = config.train
     mask_documents = config.data.document_mask
@@ -298,7 +303,7 @@ def target_sampler(config: Config, corpus: Corpus, *, seed: int | None = None) -
     """Return the sampler that chooses a run's targets for XLNet's objective, or None if the run predicts the next
     token.
 
-    `corpus` has the tokenizer, which says where words begin. By default the sampler uses the seed of the run.
+    The tokenizer of `corpus` determines where words begin. Without `seed` the sampler uses the seed of the run.
     """
     if not config.train.is_permutation:
         return None

@@ -56,7 +56,8 @@ class RunResult(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """Exit code of `txl train`: 0 after the last step, 75 if the same command continues the run."""
+        """Exit code of `txl train`. It is 0 if the run is finished, and 75 if the run stopped early and the same
+        command will continue it."""
         if self.ended == "done":
             return 0
         return REQUEUE
@@ -122,7 +123,7 @@ class SaveEnd(NamedTuple):
     """Argument of the callback method `on_save`. All fields are the same on every rank."""
 
     step: int
-    """Step that the checkpoint stores. Training may already be some steps further."""
+    """Step whose state the checkpoint stores. Training may already be some steps further."""
     path: Path
     """Folder of the checkpoint."""
 
@@ -130,10 +131,10 @@ class SaveEnd(NamedTuple):
 class Callback:
     """Base class for callbacks. Each of its methods does nothing, so define only the methods that you need.
 
-    All methods run on all ranks, except `state_dict`. Deriving from this class is optional. It gives an editor the
-    names and types, and allows a `state_dict` without `load_state_dict`.
+    All methods run on all ranks, except `state_dict`. Deriving from this class is optional. The class gives an editor
+    the names and types of the methods. A class that derives from it may define `state_dict` without `load_state_dict`.
 
-    For work that only one process should do (a file, a request), compare `TrainStart.rank` with 0.
+    For work that only one process should do, such as writing a file, compare `TrainStart.rank` with 0.
     """
 
     @property
@@ -207,7 +208,7 @@ class Callbacks:
     """The callbacks of one run on one rank. All ranks call its methods together, except `fail`."""
 
     def __init__(self, callbacks: Iterable[object]) -> None:
-        """Check the callbacks.
+        """Store the callbacks after checking each of them.
 
         Raises ConfigError for an object that is not a callback, or for two callbacks with the same `state_key`.
         """
@@ -225,7 +226,7 @@ class Callbacks:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(
-                f"callbacks: two callbacks save their state as {twice[0]!r}. Give one of the two another state_key."
+                f"callbacks: two callbacks have the state_key {twice[0]!r}. Give one of the two another state_key."
             )
         self._has_started = False
         self.validated_step = -1
@@ -309,14 +310,15 @@ class Callbacks:
         if get_rank() == 0:
             for name in sorted(known.keys() - states.keys()):
                 logger.warning(
-                    "callback %s: the checkpoint of step %d has no state of this callback, which starts without one",
+                    "callback %s: the checkpoint of step %d has no state of this callback. It starts without a saved "
+                    "state",
                     name,
                     step,
                 )
             for name in sorted(states.keys() - known.keys()):
                 logger.warning(
                     "callback %s: the checkpoint of step %d has a state of this callback, but the run does not "
-                    "use it. The state is dropped",
+                    "use the callback. The saved state is dropped",
                     name,
                     step,
                 )
@@ -381,13 +383,14 @@ def _shown(thing: object) -> str:
 
 
 def _has(callback: object, method: str) -> bool:
-    """Return whether a callback has a method of its own. The methods of `Callback`, which do nothing, do not count."""
+    """Return whether a callback defines a method itself. The methods that it inherits from `Callback` do nothing and do
+    not count."""
     function = getattr(callback, method, None)
     return callable(function) and getattr(function, "__func__", None) is not getattr(Callback, method)
 
 
 def _method(callback: object, name: str) -> Callable[..., Any]:
-    """Return a method that the callback is known to have."""
+    """Return a callback's method by its name. The callback must have this method."""
     method: Callable[..., Any] = getattr(callback, name)
     return method
 

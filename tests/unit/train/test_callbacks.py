@@ -76,7 +76,7 @@ def test_the_names_are_those_of_lightning() -> None:
 @pytest.mark.parametrize(
     ("callbacks", "reason"),
     [
-        ([Counter(), Counter()], "two callbacks save their state as 'Counter'"),
+        ([Counter(), Counter()], "two callbacks have the state_key 'Counter'"),
         ([Named("a/b")], "must be a name without a slash"),
         ([Named("")], "must be a name without a slash"),
         ([Counter], r"is a class\. Pass an instance of it: Counter\(\)"),
@@ -160,8 +160,8 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
         ({1: 2}, "use text as keys|Use text as keys"),
         ([[print]], r"seen\[0\]\[0\], holds a builtin"),
         (b"bytes", "seen, holds a bytes"),
-        (torch.zeros(1).expand(MAX_TENSOR_BYTES), "a checkpoint takes .* at most"),
-        ("x" * (17 << 20), "a checkpoint takes .* at most"),
+        (torch.zeros(1).expand(MAX_TENSOR_BYTES), "a checkpoint stores .* at most"),
+        ("x" * (17 << 20), "a checkpoint stores .* at most"),
     ],
 )
 def test_a_value_that_would_not_come_back_is_refused_by_its_place(value: Any, reason: str) -> None:

@@ -80,7 +80,7 @@ def test_training_goes_on_from_it_as_it_did_then(tmp_path: Path, golden: Path, s
     words = ["train", str(golden / "settings.toml"), "--data.path", str(golden / "corpus"), "--run.dir", "run"]
     done = txl(*words, "--resume", str(golden / STEP), "--engine.zero_stage", str(stage), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "step_000000016: its weights reproduce its probe to " in done.stderr
+    assert "step_000000016: the weights reproduce the saved losses of the probe to " in done.stderr
     losses = losses_of(tmp_path / "run")
     assert sorted(losses) == [17, 18, 19, 20]
     # One rank adds up in another order than two, and another machine may round otherwise.

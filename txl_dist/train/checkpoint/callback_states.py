@@ -21,7 +21,8 @@ from txl_dist.train.callbacks import States
 from txl_dist.train.checkpoint.validate import CALLBACKS
 
 MAX_TENSOR_BYTES, MAX_JSON_BYTES = 256 << 20, 16 << 20
-"""Limits in bytes for the states of all callbacks together. Rank 0 holds a copy of them while it saves."""
+"""Maximum number of bytes of tensors, and of JSON, in the states of all callbacks together. Rank 0 holds a copy of the
+states while it saves."""
 _STATES_KEY, _VALIDATED_KEY = "callbacks", "validated_step"
 
 
@@ -38,7 +39,8 @@ NO_STATES = CallbackStates({})
 
 
 def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[str, str]] | None:
-    """Return (copies of the tensors, metadata) for the file, or None if no callback has a state.
+    """Return (tensors, metadata) of the file of callbacks' states, or None if no callback has a state. The tensors are
+    copies.
 
     Raises TrainingError for values that are neither JSON nor tensors, and if the states exceed a limit.
     """
@@ -68,7 +70,7 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
         if size > limit:
             raise TrainingError(
                 f"the states of callbacks ({', '.join(states)}) hold {format_bytes(size)} of {what}, but a "
-                f"checkpoint takes {format_bytes(limit)} at most. Store large values in a separate file, and the "
+                f"checkpoint stores {format_bytes(limit)} at most. Store large values in a separate file, and the "
                 f"file's name in the state."
             )
     return tensors, metadata
@@ -98,9 +100,9 @@ _DEEPEST = 20
 
 
 def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
-    """Check that a value survives JSON unchanged. Raises TrainingError if it does not."""
+    """Raise TrainingError if a value would change when it is written as JSON and read again."""
     if depth > _DEEPEST:
-        raise _unfit(name, where, value, f"nest it {_DEEPEST} levels deep at most")
+        raise _unfit(name, where, value, f"nest lists and dictionaries at most {_DEEPEST} levels deep")
     if value is None or type(value) in (bool, int, float, str):
         return
     if isinstance(value, list | tuple):
@@ -118,7 +120,8 @@ def _check_json(name: str, where: str, value: object, *, depth: int) -> None:
 
 
 def _unfit(name: str, where: str, value: object, remedy: str) -> TrainingError:
-    """Return the error for a value that a checkpoint cannot keep. `where` names its place in the state."""
+    """Return the error for a value that a checkpoint cannot store. `where` is the place of the value inside the
+    callback's state, or empty for the whole state."""
     if where:
         place = f", {where},"
     else:

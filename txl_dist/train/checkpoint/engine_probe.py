@@ -74,11 +74,11 @@ def make_probes(
 
 
 def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: str) -> str:
-    """Compare the engine's losses after a checkpoint was loaded with the losses that were saved in the checkpoint.
+    """Compare the engine's losses after a checkpoint was loaded with the losses that the checkpoint's probe contains.
 
     The check costs one pass over 64 tokens, with the memory length of the saved settings. All ranks call it together.
     Returns the outcome as text for the log. Raises CheckpointError on every rank if a loss differs by more than
-    `probe_tolerance` allows for the two precisions.
+    `probe_tolerance` allows for the saved and the present precision.
     """
     start_s = time.perf_counter()
     saved, config = run_on_all_ranks(
@@ -93,15 +93,18 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
         tolerance = probe_tolerance({precision, config.engine.dtype}, largest_loss=float(expected.max()))
         if not worst <= tolerance:
             raise CheckpointError(
-                f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the one that it was "
-                f"saved with, more than {tolerance:.3g}. The weights are not those that were saved. Move the "
-                f"checkpoint away: the same command then resumes from the previous checkpoint. If no checkpoint "
-                f"reproduces its probe, report this."
+                f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the saved loss, and "
+                f"only {tolerance:.3g} nats are allowed. So the loaded weights are not the saved weights. Move the "
+                f"checkpoint away. The same command then resumes from the previous checkpoint. If no checkpoint "
+                f"reproduces its probe, report a bug."
             )
         return worst
 
     worst = max(gather_objects(run_on_all_ranks(compare)))
-    return f"its weights reproduce its probe to {worst:.1e} nats. The check took {time.perf_counter() - start_s:.2f} s"
+    return (
+        f"the weights reproduce the saved losses of the probe to {worst:.1e} nats. The check took "
+        f"{time.perf_counter() - start_s:.2f} s"
+    )
 
 
 def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:

@@ -1,7 +1,8 @@
-"""The files of fragments in a checkpoint: pieces of parameters and optimizer state, one file per saving rank.
+"""The fragment files of a checkpoint. Each rank that saves writes one file: its pieces of parameters and optimizer
+state.
 
-A reader assembles any range of any parameter from them. So a checkpoint can be loaded at any ZeRO stage, on any number
-of ranks.
+`FragmentFiles` assembles any range of any parameter from the files. So a checkpoint can be loaded at any ZeRO stage, on
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
 
 @contextmanager
 def reading(what: str, path: Path) -> Iterator[Any]:
-    """Open a file of tensors for the block. Raises CheckpointError if the file cannot be read.
+    """Return a context manager that opens a file of tensors. Raises CheckpointError if the file cannot be read in its
+    block.
 
     `what` names the file's content in the error's message.
     """
@@ -38,7 +40,8 @@ def reading(what: str, path: Path) -> Iterator[Any]:
 def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return (tensors, metadata) for a file of fragments.
 
-    Tensors are named `KIND/PARAMETER`. The metadata has each fragment's start in its parameter and its update count.
+    Tensors are named `KIND/PARAMETER`. For each fragment the metadata contains the place of its first value in the
+    parameter, and the optimizer's update count.
     """
     tensors: dict[str, Tensor] = {}
     for fragment in fragments:
@@ -50,7 +53,8 @@ def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict
 
 
 class FragmentFiles:
-    """Reader of the fragments that all ranks wrote. It is a `Source` for an engine of any stage on any number of ranks.
+    """Reader of the fragment files of all ranks that saved. An engine of any ZeRO stage, on any number of ranks, loads
+    from it.
 
     The reader first opens the file of rank `near`. It opens another file only if the open files lack a requested value.
     So a rank that reads the fragments that it saved itself opens one file only.
@@ -81,7 +85,7 @@ class FragmentFiles:
         while num_read < length:
             if index == len(self._opened) and not self._open_next():
                 raise CheckpointError(
-                    f"{self._folder} lacks {length - num_read} of {length} values {kind} of {parameter} from "
+                    f"{self._folder} lacks {length - num_read} of {length} values of {parameter} ({kind}), from value "
                     f"{start + num_read} on. The checkpoint belongs to another model. Use another checkpoint."
                 )
             copied = self._opened[index].copy_into(values[num_read:], kind, parameter, start=start + num_read)
@@ -127,7 +131,7 @@ class _FragmentFile:
         with self._reading():
             self._file = TensorFile(path)
             self.kinds = sorted({name.partition("/")[0] for name in self._file.shapes})
-        what = f"{path} does not say which parts of which parameters it holds"
+        what = f"{path} has no valid list of the pieces of parameters in it"
         with translate_errors(CheckpointError, what, "Use another checkpoint.", of=(KeyError, ValueError)):
             self._starts: dict[str, int] = parse_object(self._file.metadata["starts"])
             self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
@@ -137,7 +141,7 @@ class _FragmentFile:
         return [kind for kind in self.kinds if f"{kind}/{parameter}" in self._file.shapes]
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:
-        """Copy the values that this file has of a parameter, from the value `start` on, into `values`.
+        """Copy values of a parameter from this file into `values`, beginning with the parameter's value `start`.
 
         Returns the number of copied values, which is 0 if the file lacks the value at `start`. Raises CheckpointError
         if the file lacks this kind of value.

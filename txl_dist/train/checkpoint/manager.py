@@ -59,8 +59,9 @@ class CheckpointManager:
     ) -> None:
         """Store the parts of the run that a save needs.
 
-        `newest` is the checkpoint that the run resumed, or None. `evaluated` maps a step to its validation loss, and
-        the run adds to it. `clock_s` measures the minutes between checkpoints.
+        `newest` is the checkpoint that the run resumed, or None. `evaluated` maps each evaluated step to its validation
+        loss, and the run adds later evaluations to it. `clock_s` returns the time in seconds for
+        `checkpoint.every_minutes`.
         """
         self._saver = saver
         self._engine = engine
@@ -102,7 +103,8 @@ class CheckpointManager:
         return {}
 
     def is_due(self, step: int) -> bool:
-        """Whether the state must be saved after this step, because the interval has passed or the last save failed."""
+        """Return whether the state must be saved after this step, because the interval has passed or the last save
+        failed."""
         every = self._context.config.checkpoint.every_steps
         return step == self._retry_at or (every > 0 and step % every == 0)
 
@@ -147,8 +149,8 @@ class CheckpointManager:
         for name, buffer in _buffers_of(self._engine):
             if not torch.equal(buffer, self._buffers[name]):
                 raise TrainingError(
-                    f"training has changed the buffer {name} of the model, which a checkpoint does not store, so a "
-                    f"resume or an export would lose the buffer. Make the buffer a parameter, or compute it in forward."
+                    f"training has changed the buffer {name} of the model. A checkpoint does not store buffers, so a "
+                    f"resume or an export would lose the change. Make the buffer a parameter, or compute it in forward."
                 )
 
     def finish(self, step: int) -> bool:
@@ -193,9 +195,9 @@ class CheckpointManager:
     def finish_last(self, state: TrainState, *, patience_s: float, stopped: bool = False) -> None:
         """Save the state before the run ends, and retry a failed save for `patience_s` seconds.
 
-        A stop request during these retries leads to one last attempt at once. If the run ends because of a stop request
-        (`stopped`), only a second request does so. Raises CheckpointError on every rank if the state cannot be saved,
-        or if the run directory no longer exists.
+        A stop request during these retries ends the waiting, and the state is saved one last time. If a stop request
+        already ends the run (`stopped`), only a second request ends the waiting. Raises CheckpointError on every rank
+        if the state cannot be saved, or if the run directory no longer exists.
         """
         if stopped:
             self._obeyed_stops = None
@@ -229,8 +231,7 @@ class CheckpointManager:
         raise raised_everywhere(
             CheckpointError(
                 f"step {state.step} could not be saved {when}. The log contains the reason. Remove the cause. The "
-                f"same command then "
-                f"{self._resume_hint()}."
+                f"same command then {self._resume_hint()}."
             )
         )
 
@@ -261,7 +262,8 @@ class CheckpointManager:
         )
 
     def _resume_hint(self) -> str:
-        """Return a sentence that says from which step the same command resumes."""
+        """Return the end of a sentence about the same command, for example `continues from step_000001200` or `starts
+        from step 0`."""
         if self._newest is not None:
             return f"continues from {self._newest.name}"
         return "starts from step 0"
@@ -282,8 +284,8 @@ class CheckpointManager:
         self._newest = folder
 
     def _is_asked_to_leave(self) -> bool:
-        """Whether this rank received a stop request during the last save. The request that caused the save does not
-        count."""
+        """Return whether this rank received a stop request during the last save. The request that caused the save does
+        not count."""
         return self._obeyed_stops is not None and self._watch.stops.count > self._obeyed_stops
 
     def _wait_for_removal(self) -> bool:
@@ -335,7 +337,8 @@ def _buffers_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 
 def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Path]:
-    """Rename the checkpoints that are not to be kept, except `newest`, which was just committed. Only rank 0 calls it.
+    """Rename the checkpoints whose steps are not in `keep`, except `newest`, which was just committed. Only rank 0
+    calls it.
 
     Returns the renamed folders, which the caller removes. A renamed folder is no longer a checkpoint, so the next start
     removes the folders that remain after a crash. A checkpoint that a process is reading stays until the next call.
@@ -359,7 +362,7 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
 
 
 def _may_be_taken(descriptor: int) -> bool:
-    """Return whether no process is reading the folder, according to the folder's lock."""
+    """Return whether the folder can be removed. It cannot while a process reads it and therefore holds a lock on it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -388,7 +391,7 @@ def _check_is_there(run_dir: Path) -> None:
     """Check that the run directory still exists. Raises CheckpointError if it does not."""
     if was_removed(run_dir):
         raise CheckpointError(
-            f"the run directory {run_dir} was removed or moved during the run, and is not created again, so nothing "
-            f"more can be saved. Restore the directory, or name its new path with --run.dir. The same command then "
-            f"continues from its newest complete checkpoint."
+            f"the run directory {run_dir} was removed or moved during the run. The run does not create it again, so "
+            f"nothing more can be saved. Restore the directory, or name its new path with --run.dir. The same "
+            f"command then continues from its newest complete checkpoint."
         )

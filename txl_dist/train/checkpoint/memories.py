@@ -1,7 +1,9 @@
-"""The memories of a new run, and those of a checkpoint, which are stored by global lane and not by rank.
+"""The memories (cached hidden states) of lanes, which are batch rows: for a new run, and in the files of a checkpoint.
 
-A file holds the memories of some lanes: `hidden` [L, B, M, D] and `document` [B, M]. If the layers' memories differ in
-length, `hidden.0` [B, M_0, D], `hidden.1` and so on take the place of `hidden`.
+Checkpoints store memories by lane and not by rank, so another number of ranks can read them. A file has the memories of
+some lanes: `hidden` [L, B, M, D] and `document` [B, M]. Here L is the number of layers, B the number of lanes, M the
+memory length and D the width. If the layers have different memory lengths, the file has `hidden.0` [B, M_0, D],
+`hidden.1` and so on instead of `hidden`.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
 
 
 def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, ...]:
-    """Read the memories of these lanes, one memory per micro-batch.
+    """Read the memories of these lanes from a checkpoint, one memory per micro-batch.
 
-    The results have the lengths, type and device of the memories `like`.
+    The results have the same lengths, type and device as the memory `like`.
     """
     memory_lens = [hidden_BMD.shape[1] for hidden_BMD in like.hidden]
     memory = resized(load_lane_memory(folder, lanes=lanes), memory_lens)
@@ -65,7 +67,8 @@ def load_memories(folder: Path, *, lanes: range, like: Memory) -> tuple[Memory, 
 
 
 def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
-    """Read the memory of any range of lanes from a checkpoint. Raises CheckpointError if a lane is missing."""
+    """Read the memory of any range of lanes from a checkpoint, as one memory. Raises CheckpointError if a lane is
+    missing."""
     hidden: list[list[Tensor]] = []
     document: list[Tensor] = []
     next_lane = lanes.start
@@ -89,7 +92,8 @@ def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
 
 
 def resized(memory: Memory, memory_lens: Sequence[int]) -> Memory:
-    """Return the newest positions of a memory, `memory_lens` positions per layer. Missing positions are empty.
+    """Return the newest positions of a memory, `memory_lens[i]` positions in layer i. Missing positions are filled with
+    empty ones.
 
     A position is empty in all layers or in none. So a position that one layer lacks becomes empty in all layers.
     """

@@ -1,4 +1,5 @@
-"""Reading checkpoints: which one a run resumes, and how each rank loads its part. `writer` writes them.
+"""Reading of checkpoints: which checkpoint a run resumes, and how each rank loads its part. `writer` writes
+checkpoints.
 
     checkpoints/step_000001200/
       engine/00000.safetensors        per rank: its pieces of fp32 weights and optimizer state, by name of the parameter
@@ -8,8 +9,8 @@
       MANIFEST.json                   every file's bytes and sha256
 
 A checkpoint does not depend on the number of ranks or the ZeRO stage. Memories are stored by lane, weights by
-parameter, and each rank reads the slices it needs. No file is a pickle. A run resumes the newest checkpoint that its
-manifest proves complete. The newest is the one with the highest step, not with the latest time.
+parameter, and each rank reads the slices it needs. No file is a pickle. A run resumes the newest checkpoint whose
+manifest proves that it is complete. The newest checkpoint is the one with the highest step, whatever its file times.
 
 The file config.toml keeps the paths of the corpora as given, which may be relative. The file state.json has the
 absolute paths too, so that the corpora are found from another working directory. The absolute paths are not compared
@@ -92,7 +93,8 @@ class Choice(NamedTuple):
 
 
 def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
-    """Find the newest checkpoint of a run in which the function `look` finds no problem, by default `examine`."""
+    """Return the newest checkpoint of a run in which the function `look` finds no problem. By default `look` is
+    `examine`."""
     rejected: list[str] = []
     for path in reversed(list_checkpoints(run_dir)):
         problems, saved = look(path)
@@ -103,20 +105,20 @@ def newest_checkpoint(run_dir: Path, *, look: Examine = examine) -> Newest:
 
 
 def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) -> Choice:
-    """Choose the checkpoint to resume by `--resume auto|must|never|PATH`.
+    """Choose the checkpoint that a run resumes. `resume` is the value of `--resume`: auto, must, never or a path.
 
-    With PATH, a run that already has checkpoints of its own continues from its own checkpoints.
+    With a path, a run that already has checkpoints of its own continues from its own checkpoints. The path must not be
+    an older checkpoint of the same run, because the newer checkpoints would be mixed with those of the new branch.
 
-    Raises CheckpointError if a checkpoint is required and none is undamaged, or if the undamaged one has another format
-    version. Raises it also if `resume` is never and the run has checkpoints. PATH must not be an older checkpoint of
-    the same run, because the newer checkpoints would be mixed with those of the new branch.
+    Raises CheckpointError if the run cannot continue from a checkpoint although it must. Also raises it if the
+    checkpoint has another format version, or if `resume` is never and the run has checkpoints.
     """
     existing = list_checkpoints(run_dir)
     remarks = []
     folder = Path(resume)
     is_path = resume not in ("auto", "must", "never")
     if is_path and existing and folder.resolve().parent != existing[-1].resolve().parent:
-        remarks = [f"{run_dir} has checkpoints of its own, and continues from those checkpoints, not from {folder}"]
+        remarks = [f"{run_dir} has checkpoints of its own. The run continues from these checkpoints, not from {folder}"]
     elif is_path:
         if not folder.is_dir():
             raise CheckpointError(f"--resume {resume}: no such folder. Use auto, must, never or a checkpoint's path.")
@@ -202,16 +204,16 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     if theirs != ours:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
-            f"({theirs[:12]} and {ours[:12]}). "
-            f"Prepare the corpus with --tokenizer-file {folder / 'tokenizer.json'} (token ids with the same "
-            "--vocab-list), or use another --run.dir."
+            f"({theirs[:12]} and {ours[:12]}). If the corpus comes from text, prepare it with --tokenizer-file "
+            f"{folder / 'tokenizer.json'}. If it comes from token ids, prepare it with the --vocab-list of the "
+            "earlier corpus. Or use another --run.dir."
         )
     remarks = refuse_frozen_changes(config, context.config, made=str(folder))
     remarks += plugin_changes(saved.values.get("plugins", ()), where=folder.name)
     if not scores_first_tokens(config, saved):
         raise CheckpointError(
-            f"{folder} was trained with document masks by a program that did not score the first token of a document: "
-            "losses before and after would count different tokens. Continue with the program that wrote it, or begin a "
+            f"{folder} was trained with document masks by a program that did not score the first token of a document. "
+            "Losses before and after would count different tokens. Continue with the program that wrote it, or begin a "
             f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
         )
     before = saved.values["world_size"]
@@ -225,7 +227,8 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
 
 
 def scores_first_tokens(config: Config, saved: SavedState) -> bool:
-    """Return whether the program that wrote a checkpoint scored the first token of a document after an end-of-text.
+    """Return whether the program that wrote a checkpoint scored the first token of each document, which follows an
+    end-of-text token.
 
     Older programs did not score this token with document masks. `config` contains the checkpoint's settings.
     """
@@ -235,14 +238,16 @@ def scores_first_tokens(config: Config, saved: SavedState) -> bool:
 def continued_stream(saved: SavedState, wanted: StreamState, splits: Sequence[Split]) -> tuple[StreamState, list[str]]:
     """Return (the position in the text at which training continues, warnings for the log).
 
-    `wanted` is the first state of a new run with the present settings. If a corpus has another number of lanes (batch
-    rows) than in the checkpoint, its unread text is divided among the new lanes. Raises CheckpointError if the
-    checkpoint was trained on other data or with another seed.
+    `wanted` is the position at which a new run with the present settings would start. If a corpus has another number of
+    lanes (batch rows) than in the checkpoint, its unread text is divided among the new lanes. Raises CheckpointError if
+    the checkpoint was trained on other data or with another seed.
     """
     state = continued(saved.stream, wanted, splits)
     if state.has_lanes_of(saved.stream):
         return state, []
-    return state, ["the lanes get new parts of the text: each lane continues with unread text and an empty memory"]
+    return state, [
+        "the lanes (batch rows) get new parts of the text. Each lane starts in unread text with an empty memory"
+    ]
 
 
 def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, stream: StreamState) -> TrainState:
@@ -268,10 +273,11 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
 
 
 def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Rows]:
-    """Return the model's fp32 weights by name, or with `use_ema` their averages. A tied weight has one name.
+    """Return the model's fp32 weights by name, or with `use_ema` the averages of the weights. A tied weight has one
+    name.
 
-    The values are read from the files when they are used. The function needs neither ranks nor DeepSpeed. It raises
-    CheckpointError, and so may the later reading of values.
+    The values are read from the files when they are used, without ranks or DeepSpeed. Raises CheckpointError if a file
+    cannot be read. Reading the values later can raise CheckpointError too.
     """
     files = FragmentFiles(folder / "engine")
     kind = AVERAGE if use_ema else WEIGHT
@@ -297,9 +303,9 @@ def absolute_paths(corpora: Sequence[str]) -> list[str]:
 
 
 def with_corpora_found(config: Config, checkpoint: Path) -> Config:
-    """Return the settings of a checkpoint with paths at which its corpora are found.
+    """Return the settings of a checkpoint, with paths at which its corpora exist.
 
-    A path that leads to no corpus is replaced by the absolute path in state.json, if a corpus is there.
+    A path without a corpus is replaced by the absolute path in the checkpoint's state.json, if a corpus is there.
     """
     try:
         saved_paths = read_state(checkpoint).values.get("corpora")

@@ -25,10 +25,11 @@ class Rewind(NamedTuple):
 def find_rewind(
     context: RunContext, state: TrainState, *, first_bad: int, began: tuple[int, StreamState]
 ) -> Rewind | None:
-    """Find the newest complete checkpoint from before the step `first_bad`. All ranks call it together.
+    """Find the newest complete checkpoint of a step before `first_bad`, the first step of a spike. All ranks call it
+    together.
 
-    The stream of the result skips the text that was read since that step. `began` contains the step and the stream with
-    which this process began. Returns None if there is no such checkpoint.
+    The stream of the result skips the text that was read from that step until now. `began` contains the step and the
+    stream with which this process began. Returns None if there is no such checkpoint.
     """
     before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
     whole = (path for path in reversed(before) if not examine_together(path, context.ranks).problems)
@@ -48,8 +49,8 @@ def stream_of(
 ) -> StreamState | None:
     """Return the stream of a checkpoint to rewind to, without the text that earlier rewinds skipped.
 
-    Returns None if the stream's lanes or segments were cut differently. Raises CheckpointError if the checkpoint cannot
-    be read.
+    Returns None if the text was then divided among the lanes, or cut into segments, in another way than now. Raises
+    CheckpointError if the checkpoint cannot be read.
     """
     step, stream = began
     if saved.step != step:

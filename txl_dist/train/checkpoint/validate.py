@@ -5,8 +5,8 @@ the sha256 of the `state.json` that it was saved with (`STATE_KEY`). `state.json
 settings and of `tokenizer.json`. A file of memories also names its lanes (`LANES_KEY`). File names and shapes must
 cover each lane and each parameter once.
 
-Hashes that an older program did not write are not compared. Every older program wrote the hash of the tokenizer. Either
-all or none of its files of tensors hold the hash of `state.json`.
+Older versions of this program wrote the hash of the tokenizer, but not all other hashes. A missing hash is not
+compared. Either all or none of a checkpoint's files of tensors must hold the hash of `state.json`.
 
 Limitations: only headers of tensors are read here. The probe checks the values (`engine_probe.check_probe`).
 """
@@ -114,7 +114,7 @@ class _State(_Section):
 
 
 class SavedState(NamedTuple):
-    """Content of a checkpoint's state.json. A start reads it once and passes it on."""
+    """Content of a checkpoint's state.json. A starting run reads the file once, and then uses this object."""
 
     folder: Path
     """Folder of the checkpoint."""
@@ -165,17 +165,19 @@ class Examination(NamedTuple):
     problems: list[str]
     """Reasons why the folder is not a valid checkpoint, one line each. The list is empty for a valid checkpoint."""
     saved: SavedState | None
-    """State of a valid checkpoint. It is None if there are problems, in parts other than the first, and for another
-    format version.
+    """State of a valid checkpoint. It is None if there are problems, and in every process except the one that examines
+    part 0.
 
-    A checkpoint of another format version is not damaged, so it has no problems here. `read_state` refuses it.
+    It is also None for a checkpoint of another format version. Such a checkpoint is not damaged, so it has no problems
+    here. `read_state` raises an error for it.
     """
 
 
 def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
     """Check whether a folder is a valid checkpoint, and read the checkpoint's state if it is.
 
-    Several processes can share the hashing, as in `problems_of`. Only the process of part 0 makes the other checks.
+    Several processes can share the hashing of the files: each passes another `part` from 0 to `num_parts` - 1. Only the
+    process with part 0 makes the other checks.
     """
     problems = problems_of(folder, part=part, num_parts=num_parts)
     if problems or part:
@@ -260,11 +262,11 @@ def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
         if header.lanes not in ("", header.path.stem):
             yield f"lanes/{header.path.name} holds other memories than its name says: of lanes {header.lanes}"
         if lanes.start != next_lane:
-            yield f"lanes/{header.path.name} follows lane {next_lane - 1}"
+            yield f"lanes/{header.path.name} does not begin with lane {next_lane}, the first lane that is missing"
         next_lane = lanes.stop
         forms.add(form._replace(num_lanes=0))
     if next_lane != num_lanes or len(forms) > 1:
-        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} of one"
+        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} lanes of one shape"
 
 
 class _Header(NamedTuple):
@@ -274,12 +276,13 @@ class _Header(NamedTuple):
     state: str
     """The sha256 of the state.json that was saved with the file, or an empty text if the file names none."""
     lanes: str
-    """Lanes of the file according to its metadata, in the form of its name. Empty if the metadata name no lanes."""
+    """Lanes that the metadata names, written as in the file's name, for example 00000-00031. It is empty if the
+    metadata names no lanes."""
     shapes: dict[str, list[int]]
 
 
 class MemoryForm(NamedTuple):
-    """Sizes of a file of memories."""
+    """Sizes of the memories in a file. `memory_form` reads them from the shapes of the file's tensors."""
 
     num_lanes: int
     memory_lens: tuple[int, ...]
@@ -330,8 +333,8 @@ def lanes_of(path: Path) -> range:
 def settings_hash(data: bytes) -> str:
     """Return the sha256 of the settings in a config.toml, without `run.dir`.
 
-    So runs that differ only in their directory have equal states. Raises ValueError or TypeError if the data contain no
-    settings.
+    So runs that differ only in their directory have equal hashes. Raises ValueError or TypeError if the data contains
+    no settings.
     """
     values = parse_toml(data)
     run = {key: value for key, value in dict(values.get("run", {})).items() if key != "dir"}

@@ -100,7 +100,7 @@ class AsyncWriter:
     ) -> None:
         """Copy the state and start to write it. No other save may be in progress.
 
-        `callbacks` contains the callbacks' states, on rank 0.
+        `callbacks` is the result of `packed_states`: the callbacks' states on rank 0, and None on other ranks.
         """
         assert not self.in_flight
         failpoint("save-begin", step=state.step)
@@ -211,9 +211,10 @@ class AsyncWriter:
         return files
 
     def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
-        """Return copies of tensors in host memory.
+        """Return the tensors of the files in host memory, where the next step does not change them before they are
+        written.
 
-        Tensors that are on the host already, and are written before the next step, are not copied.
+        Tensors that are already in host memory, and are written before the next step, are not copied.
         """
         if self._host is not None:
             return self._host.copy(files)
@@ -267,8 +268,9 @@ class AsyncWriter:
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: it needs {format_bytes(self._needed)}, {format_bytes(free)} "
-                "of disk are free. Free space, lower checkpoint.keep_last, or move the run to another file system."
+                f"no room for a checkpoint in {folder}: it needs {format_bytes(self._needed)}, but "
+                f"{format_bytes(free)} of disk are free. Free space, lower checkpoint.keep_last, or move the run to "
+                "another file system."
             )
 
     def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:
@@ -345,7 +347,8 @@ def _in_file_system(action: Callable[[], None], path: Path, *, needed: int) -> N
 
 
 def _explained(error: Exception, path: Path, *, needed: int) -> str:
-    """Return an error's text with its file and a remedy. `needed` is the size of the checkpoint in bytes."""
+    """Return an error's message with the file that could not be written and a remedy. `needed` is the size of the
+    checkpoint in bytes."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError):

@@ -1,9 +1,9 @@
 """Forward, loss and backward of a micro-batch as one CUDA graph, recorded once per shape and then replayed.
 
 A micro-step of a small model is about a thousand kernels, which a GPU runs faster than Python can launch them. A replay
-copies the inputs into the recorded ones, launches the graph, and passes the recorded gradients to autograd. For this
-the loss that `GraphedModule` returns has a backward pass that only returns the recorded gradients. So DeepSpeed's hooks
-and buckets work as usual. Dropout stays a function of the seed: a replay starts from the current state of the default
+copies the inputs into the recorded inputs, launches the graph, and passes the recorded gradients to autograd. The
+backward pass of the loss that `GraphedModule` returns only returns these gradients. So DeepSpeed's hooks and buckets
+work as usual. Dropout stays a function of the seed: a replay starts from the current state of the default
 generator.
 
 Shapes are static, except that clusters of the adaptive softmax have a few sizes (`vocabulary_clusters.size_ladder`).
@@ -77,8 +77,8 @@ class GraphedModule(nn.Module):
         """Results and gradients that all graphs share, by position, shape and type."""
 
     def forward(self, *arguments: Any) -> Any:
-        """Return the module's result. In training a recording is replayed. In evaluation the module itself is
-        called."""
+        """Return the module's result. In training the recording for this shape is replayed. In evaluation the module
+        itself is called."""
         values, spec = tree_flatten(arguments)
         key = (spec, *(_signature(value) for value in values))
         is_known = key in self._graphs
@@ -87,7 +87,8 @@ class GraphedModule(nn.Module):
         if not is_known and (self._is_full or len(self._graphs) >= MAX_GRAPHS):
             if not self._is_full:
                 logger.warning(
-                    "engine.cuda_graph: more than %d shapes. New shapes run without a CUDA graph", MAX_GRAPHS
+                    "engine.cuda_graph: micro-batches have more than %d shapes. New shapes run without a CUDA graph",
+                    MAX_GRAPHS,
                 )
             self._is_full = True
             return self.module(*arguments)
@@ -194,7 +195,8 @@ def _places(values: Sequence[Tensor]) -> list[Any]:
 
 
 class _Delivered(torch.autograd.Function):
-    """Autograd function that returns a loss whose gradients are recorded already. Its backward pass returns these.
+    """Autograd function that returns a loss whose gradients are already recorded. Its backward pass returns the
+    recorded gradients.
 
     The recorded gradients include the factor by which the loss will be multiplied.
     """

@@ -7,10 +7,10 @@ With G the clipped gradient of a matrix [m, n] and B its momentum (Jordan et al.
     X = a X + (b A + c A A) X with A = X X^T
     W = W - lr decay W - 0.2 sqrt(max(m, n)) lr X                     as large as AdamW's step (arXiv 2502.16982)
 
-The momentum is a moment like Adam's: each rank keeps it for the values that ZeRO gives it, whatever matrix these values
-belong to. But X is computed from a whole matrix. So each matrix has an owner, the rank that computes its X. The other
-ranks send the owner their values of U and receive the values of X that they need. So each update has two exchanges, at
-any ZeRO stage. The ranges to exchange are fixed when the engine is built. Keys and values are two matrices, although
+Each rank keeps the momentum of the values that ZeRO assigns to it. These values may be any part of a matrix. But X is
+computed from a whole matrix. So each matrix has an owner, the rank that computes its X. The other ranks send the owner
+their values of U and receive the values of X that they need. So each update has two exchanges, at any ZeRO stage. Which
+values to exchange is fixed when the engine is built. Keys and values are two matrices, although
 one tensor holds both.
 
 Limitations: a matrix is never cut, so no more ranks share the work than there are matrices.
@@ -34,7 +34,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c of the module's formula. They raise small singular values fast, and leave all singular values
 between 0.7 and 1.2."""
 STACKED = {"key_value": 2}
-"""Number of matrices that are stacked in the weight of a layer with this name. Other layers have one matrix."""
+"""Number of matrices in the weight of a layer, by the name of the layer, if the weight stacks several matrices. The
+weight of any other layer is one matrix."""
 
 
 class Matrix(NamedTuple):
@@ -60,14 +61,14 @@ class Matrix(NamedTuple):
 
 
 def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Return whether Muon orthogonalizes a parameter: a weight of a linear layer in a block. `name` is the parameter's
-    name."""
+    """Return whether Muon orthogonalizes the parameter with this name and shape. It does so for the weights of linear
+    layers in blocks."""
     return name.startswith("blocks.") and name.endswith(".weight") and "norm." not in name and len(shape) == 2
 
 
 def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
-    """Return the matrices of a parameter that Muon orthogonalizes separately. The list is empty for other
-    parameters."""
+    """Return the matrices in a parameter. Muon orthogonalizes each matrix by itself. The list is empty for a parameter
+    that Muon does not orthogonalize."""
     if not is_matrix(name, shape):
         return []
     layer = name.split(".")[-2]
@@ -99,8 +100,9 @@ RankPieces = list[list[tuple[str, int, int, int]]]
 class MatrixAssignment:
     """Assignment of matrices to ranks, and the values that ranks exchange because of it. `Muon` uses it.
 
-    It covers the tensors that are updated together. The owner of a matrix is the rank that orthogonalizes it. Each list
-    of ranges below has one entry per rank.
+    One assignment covers the tensors that the optimizer updates together. The owner of a matrix is the rank that
+    orthogonalizes it. Each of the lists `send_ranges`, `recv_ranges`, `result_send_ranges` and `result_recv_ranges` has
+    one entry per rank.
     """
 
     def __init__(
@@ -139,10 +141,12 @@ class MatrixAssignment:
             self.result_recv_ranges.append(for_other)
 
     def orthogonalize(self, updates: list[Tensor], *, dtype: torch.dtype) -> list[tuple[Range, Tensor]]:
-        """Send the momentum updates U to the owners, orthogonalize them there, and return the results X for this rank.
+        """Send the momentum updates U to the owners of the matrices, orthogonalize them there, and return the results X
+        for this rank.
 
         All ranks call this method together. `updates` are the flat tensors of U on this rank, and `dtype` is the type
-        of the computation. The result has the values of X for each range of this rank.
+        of the computation. The result has one pair for each part of a matrix that this rank stores: the range of the
+        part, and its values of X.
         """
         values = _exchange(_values_of_updates(updates, self.send_ranges), self.recv_ranges, like=updates[0])
         parts: dict[int, list[tuple[int, Tensor]]] = {index: [] for index in self.local_matrices}
@@ -205,7 +209,7 @@ class Muon(torch.optim.Optimizer):
         """Set which rank computes which matrix, before the first update.
 
         Matrices are orthogonalized in the type `dtype` on `device`. `assignments` has one entry for each set of tensors
-        that are updated together. Its key is the `id` of the first tensor.
+        that are updated together. The entry's key is the `id` of the first tensor of the set.
         """
         self._assignments = assignments
         self._dtype = dtype
@@ -274,8 +278,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _ranges(matrices: list[Matrix], pieces_by_tensor: RankPieces) -> Iterator[Range]:
-    """Yield each range of a matrix that one rank holds. `pieces_by_tensor` are the pieces of parameters on that
-    rank."""
+    """Yield the parts of matrices that one rank holds. `pieces_by_tensor` are the pieces of parameters on that rank."""
     by_parameter: dict[str, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_parameter.setdefault(matrix.parameter, []).append(index)
@@ -309,7 +312,8 @@ def _flat(ranges_by_rank: list[list[Range]]) -> list[Range]:
 
 
 def _values_of_updates(updates: list[Tensor], ranges_by_rank: list[list[Range]]) -> list[list[Tensor]]:
-    """Return, for each rank, views of its ranges in `updates`, the tensors of the momentum updates."""
+    """Return, for each rank, the values of its ranges as views of `updates`, which are the tensors of the momentum
+    updates."""
     views: list[list[Tensor]] = []
     for ranges in ranges_by_rank:
         views.append([updates[part.tensor][part.offset : part.offset + part.length] for part in ranges])
@@ -317,7 +321,8 @@ def _values_of_updates(updates: list[Tensor], ranges_by_rank: list[list[Range]])
 
 
 def _values_of_results(results: dict[int, Tensor], ranges_by_rank: list[list[Range]]) -> list[list[Tensor]]:
-    """Return, for each rank, views of its ranges in `results`, the whole orthogonalized matrices."""
+    """Return, for each rank, the values of its ranges as views of `results`, which are the whole orthogonalized
+    matrices."""
     views: list[list[Tensor]] = []
     for ranges in ranges_by_rank:
         views.append([results[part.matrix][part.start : part.start + part.length] for part in ranges])

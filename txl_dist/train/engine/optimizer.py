@@ -2,7 +2,7 @@
 
 The optimizers adam, adamw and sgd are torch's in fused form. They exist on every device, and ZeRO accepts them.
 DeepSpeed's own CPU Adam would be compiled at the first start, and is not faster. The optimizer lamb comes from
-pytorch_optimizer. It has settings that make its step that of NVIDIA's code (DeepLearningExamples, lamb.py). With g the
+pytorch_optimizer. Its settings give it the same step as NVIDIA's code (DeepLearningExamples, lamb.py). With g the
 clipped gradient:
 
     m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    s = m / (sqrt(v) + eps) + decay w    no bias correction
@@ -70,14 +70,14 @@ def _check_built(optimizer: object, name: str) -> None:
         raise raised_everywhere(
             ConfigError(
                 f"optim.name = {name!r}: the build function returned a {type(optimizer).__name__}. It must return a "
-                "torch.optim.Optimizer of the groups."
+                "torch.optim.Optimizer for the groups that it receives."
             )
         )
     if optimizer.state:
         raise raised_everywhere(
             ConfigError(
-                f"optim.name = {name!r}: {type(optimizer).__name__} makes its state before the first step, for tensors "
-                "that ZeRO replaces. Make the state in step()."
+                f"optim.name = {name!r}: {type(optimizer).__name__} makes its state before the first step. ZeRO "
+                "replaces the tensors of that state. Make the state in step()."
             )
         )
 

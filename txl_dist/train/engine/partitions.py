@@ -63,7 +63,8 @@ class Fragment(NamedTuple):
 
 
 def partitions_of(optimizer: Any, stored: list[Stored], *, stage: int) -> list[Partition]:
-    """Return the partitions of this rank.
+    """Return this rank's partitions: the flat tensors that the optimizer updates, with the pieces of parameters in
+    each.
 
     `optimizer` is the optimizer that `deepspeed.initialize` made for the parameters `stored`.
     """
@@ -100,7 +101,8 @@ def _pieces(slots: tuple[Slot, ...], start: int, length: int, *, offset: int) ->
 
 
 def _linked(group: list[Any], slots: dict[int, tuple[Slot, ...]]) -> Iterator[PartitionPiece]:
-    """Yield the pieces at stages 1 and 2, with the links that DeepSpeed stores in each parameter.
+    """Yield the pieces at stages 1 and 2. DeepSpeed stores a link in each parameter, from which the pieces are
+    computed.
 
     A link gives the part of the parameter that is in this rank's flat tensor. A parameter without such a part has no
     link.
@@ -142,7 +144,8 @@ def fragments(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> 
 
 
 def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) -> str:
-    """Return the name of a value of the optimizer's state that a checkpoint would lose, or an empty text."""
+    """Return the name of one value of the optimizer's state that a checkpoint would not store. The text is empty if a
+    checkpoint stores all values."""
     for tensor, _ in partitions:
         state = optimizer.state.get(tensor, {})
         for name, value in state.items():
@@ -158,8 +161,8 @@ def unkept_state(partitions: list[Partition], optimizer: torch.optim.Optimizer) 
 
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the numbers and texts of the parameter groups. The learning rate is not included, because every step
-    changes it."""
+    """Return the settings in each of the optimizer's parameter groups. The learning rate is not included, because every
+    step changes it."""
     plain = (bool, int, float, str, tuple)
     settings = []
     for group in optimizer.param_groups:
@@ -226,8 +229,9 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
 def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], names: Iterable[str]) -> Tensor:
     """Return the sums of squares of each parameter's gradient and weights on this rank, [2, names] in fp64.
 
-    The first row is for gradients, the second for weights. `gradients` has for each partition flat tensors that
-    together have the partition's layout. The function allocates nothing of the size of a gradient.
+    The first row is for gradients, the second for weights. `gradients` has one list of flat tensors per partition.
+    Joined in order, these tensors have the same layout as the partition. The function allocates nothing of the size of
+    a gradient.
     """
     index = {name: i for i, name in enumerate(names)}
     sums = torch.zeros(2, len(index), dtype=torch.float64, device=partitions[0].tensor.device)
@@ -270,7 +274,7 @@ def _norm_in_rows(values: Tensor) -> Tensor:
 def _overlaps(pieces: list[PartitionPiece], parts: list[Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name of the parameter, values) for each overlap of a piece with a tensor of `parts`.
 
-    `parts` are flat tensors that together have the layout of the partition to which the pieces belong.
+    `parts` are flat tensors. Joined in order, they have the same layout as the partition that contains the pieces.
     """
     begin = 0
     for part in parts:

@@ -57,20 +57,23 @@ class Engine(Protocol):
     def squared_norms(self) -> dict[str, list[float]]:
         """Return two numbers for each parameter: [sum of squares of its gradient, sum of squares of its weights].
 
-        The gradient is the one before clipping. The weights are the fp32 weights, if there are any. The result is the
-        same on every rank. Call this method between `grad_norm` and `step`. It waits for the device.
+        Gradients are taken before clipping. Weights are the fp32 weights, if the engine keeps such weights. The result
+        is the same on every rank. Call this method between `grad_norm` and `step`. It waits for the device.
         """
 
     def losses(self, batch: Batch, memory: Memory, *, with_top1_correct: bool = False) -> tuple[Tensor, Memory]:
-        """Return nll_BT in nats and the next memory, computed without gradients or dropout.
+        """Return (nll_BT, next memory), computed without gradients or dropout. nll_BT is the loss of each target in
+        nats.
 
         With `with_top1_correct` the first item is score_2BT: the losses, then 1 where the target is the most probable
         token, else 0.
         """
 
     def predict(self, batch: Batch, memory: Memory) -> tuple[Tensor, Memory]:
-        """Return log p_BV of the token after the batch, and the next memory. The pass has no gradients and no
-        dropout."""
+        """Return (log p_BV, next memory), computed without gradients or dropout.
+
+        log p_BV is the log-probability of each token of the vocabulary as the next token of each batch row.
+        """
 
     def swap_averages(self) -> None:
         """Exchange the weights and their averages (`optim.ema_decay`).

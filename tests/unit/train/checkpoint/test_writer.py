@@ -594,7 +594,9 @@ def test_a_save_rebuilds_no_run_directory_that_is_gone_and_the_last_one_says_so(
     (tmp_path / "run").rename(tmp_path / "away")
     one.begin(it.state(2))
     assert not one.finish(2)
-    with pytest.raises(CheckpointError, match=r"the run directory .*run was removed or moved .* is not created again"):
+    with pytest.raises(
+        CheckpointError, match=r"the run directory .*run was removed or moved .* does not create it again"
+    ):
         one.finish_last(it.state(2), patience_s=900.0)
     assert [path.name for path in tmp_path.iterdir()] == ["away"]
     assert records.events == [("saved", 1), ("save_failed", 2)]
