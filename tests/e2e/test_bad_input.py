@@ -166,14 +166,14 @@ def test_no_whole_checkpoint_is_an_error_and_a_damaged_one_is_passed_over(
     # The job of one rank finishes again from step 2 and moves the damaged folder aside.
     result = txl("train", *words(corpus), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "skipped the damaged checkpoint step_000000004" in result.stderr
+    assert "skipped a damaged checkpoint, step_000000004" in result.stderr
     assert "step_000000002" in result.stderr
     assert Path("run/checkpoints/step_000000004.damaged-1").is_dir()
     assert main(["verify", str(newest)]) == 0
     flip_bit(next((newest / "engine").iterdir()))
     exported = txl("export", "run", "older", cwd=tmp_path)
     assert exported.returncode == 0
-    assert "skipped the damaged checkpoint step_000000004" in exported.stderr
+    assert "skipped a damaged checkpoint, step_000000004" in exported.stderr
     assert "step_000000002" in exported.stdout, "which checkpoint it came from"
     verified = txl("verify", "run", cwd=tmp_path)
     assert verified.returncode == 1

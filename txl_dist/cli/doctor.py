@@ -14,7 +14,7 @@ from txl_dist.errors import ConfigError
 def doctor(run_dir: Path = Path("runs"), data: str = "", timeout_s: int = 60, json: Path | None = None) -> None:
     """Check this machine, or under a launcher all nodes and their network. Exit code 1 means that a run would fail.
 
-    Command under a launcher: deepspeed [--hostfile H] --module txl_dist doctor. The check takes some seconds.
+    Command under a launcher: deepspeed [--hostfile H] --module txl_dist doctor.
 
     Args:
         run_dir: Folder of one or several runs, whose disk is tested. The folder need not exist.

@@ -63,7 +63,7 @@ class TrainArguments:
     """auto: resume from the newest whole checkpoint, if any. must: require a checkpoint. never: refuse to resume. PATH:
     resume from this checkpoint."""
     max_time: str = ""
-    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00. Default: no limit."""
+    """Save and exit with code 75 after this much time: 90s, 15m, 2h30m or 2:30:00."""
     profile: str = ""
     """First and last step, for example 20:22. A torch profiler trace of these steps is written to the run directory."""
     dry_run: bool = False

@@ -20,7 +20,7 @@ def report(path: Positional[Path], /, out: Path | None = None) -> None:
     Args:
         path: Run directory (--run.dir) or checkpoint (shows the checkpoint's run), bundle or hf://OWNER/NAME (shows the
             model card).
-        out: Page to write. The default is RUN/report.html, or BUNDLE.html next to a bundle.
+        out: Page to write. Default: RUN/report.html, or BUNDLE.html next to a bundle.
     """
     address = address_of(path)
     if address is not None and out is None:

@@ -518,8 +518,8 @@ class EngineSection(Section):
     """CPU threads per rank. 0 means OMP_NUM_THREADS if set, else the number of cores divided by the ranks of the
     node."""
     start_timeout_s: Annotated[Seconds, FREE] = 1800
-    """Until the first step is finished: seconds without progress after which ranks count as hung. The ranks then report
-    the missing rank, write their stacks and exit."""
+    """Until the first step is finished: seconds without progress after which ranks count as hung. They then report the
+    missing rank, write their stacks and exit."""
     timeout_s: Annotated[Seconds, FREE] = 600
     """After the first step is finished: seconds without progress after which ranks count as hung. This time must exceed
     the longest step and one evaluation segment."""
@@ -634,8 +634,8 @@ class MetricsSection(Section):
     wandb_tags: Annotated[tuple[str, ...], FREE] = ()
     """Tags of the W&B run, of 1 to 64 characters each."""
     wandb_id: Annotated[str, FREE] = ""
-    """Id of the W&B run, to choose or resume it. Empty derives the id from the path of the run directory, so a resumed
-    run keeps its id."""
+    """Id of the W&B run, to choose or resume it. Empty: an id from the path of the run directory, which a resumed run
+    keeps."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
     """allow: resume the W&B run with this id, or start one. must: the W&B run must exist. never: the W&B run must not
     exist."""

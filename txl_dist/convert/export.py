@@ -102,7 +102,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
                         trained = _read_checkpoint(folder, name=run.name, use_ema=use_ema)
                         result = use(trained)
                         for reason in rejected:
-                            logger.warning("skipped the damaged checkpoint %s", reason)
+                            logger.warning("skipped a damaged checkpoint, %s", reason)
                         return result
                 except (TxlError, OSError):
                     # Only the pruning of the checkpoint excuses an error.

@@ -331,7 +331,7 @@ def test_a_file_of_another_save_or_another_hand_is_found_though_the_manifest_fit
     found, (remark,) = choose_checkpoint(run, "auto")
     assert found is not None
     assert found.folder == before
-    assert remark.startswith("skipped the damaged checkpoint step_000000002: ")
+    assert remark.startswith("skipped a damaged checkpoint, step_000000002: ")
 
 
 class Records:
