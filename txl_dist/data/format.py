@@ -6,14 +6,15 @@
       train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000017.npy ...
       train-000000.tar.idx       one 16-byte record per document
       train-counts.npy           how often each id occurs in the split (int64)
-      prepared.json              hashes of the sources of the corpus, which no reader needs
+      prepared.json              hashes of the inputs and settings, which only `txl prepare` reads
       valid-000000.tar ...       the files of the other splits
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids on.
-  Each document ends with end-of-text. KEY is the number of the sample's first document in its split, in 9 digits.
-- Documents below 4,096 tokens share a sample, whose `KEY.docs.npy` lists their starts (uint32). In a sample of its own,
-  a short document would take more bytes for headers than for tokens.
-- A record says where the document's tokens are in the tar, so that a reader maps the file and never parses it.
+  Each document ends with end-of-text. A sample is one such array. KEY is the index in the split of the sample's first
+  document, in 9 digits.
+- Documents below 4,096 tokens share a sample. The member `KEY.docs.npy` lists where each document begins in the array
+  (uint32). In a sample of its own, a short document would take more bytes for headers than for tokens.
+- A record says where a document's tokens are in the tar. So a reader maps the tar into memory and never parses it.
 - Equal input gives equal bytes: fixed times and owners in the tar, canonical JSON.
 - The corpus is written into the folder `.NAME.prepare`, which is renamed to NAME at the end. If `txl prepare` is
   killed, this folder remains. The same command continues from it, and a user may remove it.
@@ -102,7 +103,10 @@ class SplitInfo:
 def index_of(
     tokenizer: Tokenizer, *, dtype: np.dtype[Any], splits: Mapping[str, SplitInfo], statistics: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the content of index.json as JSON values, without the hash of the index itself."""
+    """Return the content of index.json as JSON values, without the hash of the index itself.
+
+    `statistics` are counts of the preparation, such as the number of empty documents, which the index only records.
+    """
     return {
         "format_version": FORMAT_VERSION,
         "dtype": dtype.name,

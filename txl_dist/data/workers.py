@@ -60,7 +60,10 @@ class Workers:
 
 @contextmanager
 def start_workers(num_workers: int) -> Iterator[Workers]:
-    """Start `num_workers` processes that end with the block. With one worker, tasks run in the present process."""
+    """Start `num_workers` processes, and end them when the `with` block ends.
+
+    With one worker, no process is started, and tasks run in the present process.
+    """
     if num_workers == 1:
         yield Workers(None, 1)
         return

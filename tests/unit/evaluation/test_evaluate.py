@@ -238,7 +238,7 @@ def test_where_a_tokenizer_loses_text_perplexity_is_told_with_the_reason(tmp_pat
     assert [name.split(" (")[0] for name in results] == ["model", "order 0", "bigram"]
     for values in results.values():
         assert "bits_per_byte" not in values
-        assert "do not come back" in values["no_bits"]
+        assert "does not restore" in values["no_bits"]
 
 
 def test_an_attended_memory_differs_from_an_empty_one_in_what_is_visible_only() -> None:

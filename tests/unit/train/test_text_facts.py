@@ -24,7 +24,7 @@ def test_a_start_records_why_there_are_no_bits_by_kind_of_record(tmp_path: Path)
     facts = text_facts([lossy.split("train")], [lossy.split("valid"), whole.split("valid")], mask_documents=False)
     assert facts["token"] == "word"
     assert facts["no_bits"].keys() == {"train", "eval"}
-    assert "do not come back from the tokenizer (word)" in facts["no_bits"]["eval"]
+    assert "the tokenizer (word) does not restore" in facts["no_bits"]["eval"]
     part = text_facts([split], [whole.split("valid")], mask_documents=False, max_tokens=20)["no_bits"]
     assert part.keys() == {"eval"}
     assert "only the first 20 of the" in part["eval"]

@@ -1,9 +1,9 @@
 """Units in which a loss may be reported: bits per byte only if the loss measures the whole text.
 
-A loss in nats per token is the cost of tokens. It is also the cost of the text if every token is scored and the tokens
-spell the whole text, byte for byte. Only then can losses of different tokenizers be compared. If only a part of a split
-is scored, the number of bytes in that part is not known. `text_units` alone decides which units a loss has. All code
-that shows, records or compares losses uses the result of `text_units`, or a record of this result.
+A loss in nats per token depends on the tokenizer. It can be converted to bits per byte of text if every token is scored
+and the tokens spell the whole text, byte for byte. Only then can losses of different tokenizers be compared. If only a
+part of a split is scored, the number of bytes in that part is not known. `text_units` alone decides which units a loss
+has. All code that shows, records or compares losses uses the result of `text_units`, or a record of this result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TextUnits(NamedTuple):
     problem: str
     """Reason why a loss cannot be given in bits per byte, for messages. Empty if bits per byte are valid."""
     token: str
-    """Word for one unit of the vocabulary in messages, "token" or "word"."""
+    """Noun by which messages call one id of the vocabulary: "token" or "word"."""
     unknown_pct: float
     """Percentage of the tokens that are the unknown symbol (such as `<unk>`), from 0 to 100."""
 
@@ -69,8 +69,8 @@ def text_units(
     """Decide in which units losses over `splits` may be reported.
 
     `shares` are the fractions of the scored tokens that come from each split. At most `max_tokens` tokens of a split
-    are scored, and 0 means all tokens. `unscored` is the reason why some targets
-    have no loss, or empty. Raises DataError if a tokenizer, or a file of token counts that is needed, cannot be read.
+    are scored, and 0 means all tokens. If some targets are not scored for another reason, `unscored` says why.
+    Otherwise it is empty. Raises DataError if a tokenizer, or a file of token counts that is needed, cannot be read.
     """
     parts = list(zip(splits, shares, strict=True))
     problems = [_problem_of(split, mask_documents=mask_documents, max_tokens=max_tokens) for split in splits]

@@ -19,8 +19,9 @@ class Corpora(NamedTuple):
     train: tuple[Split, ...]
     """Training split of each corpus, in the order of `opened`."""
     eval: tuple[Split, ...]
-    """Evaluation splits: the split of data.path's corpus, and of each further corpus that has a split of this name.
-    Empty if evaluation is switched off, or if the corpus of data.path lacks the default split."""
+    """Splits with the name data.eval_split: first the split of data.path's corpus, then those of the further corpora
+    that have such a split. Empty if data.eval_split is empty, or if data.eval_split has its default value and the
+    corpus of data.path has no such split."""
     begin: StreamState
     """State of the training stream at the start of a new run. It says which corpus each lane (row of the batch with its
     own token stream) reads."""
@@ -84,6 +85,6 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
 
 
 def lacks_eval_split(data: DataSection, corpus: Corpus) -> bool:
-    """Return whether data.eval_split has its default value and the corpus has no split of that name."""
+    """Return whether data.eval_split has its default value and the corpus has no split of this name."""
     default_split = DataSection().eval_split
     return data.eval_split == default_split and data.eval_split not in corpus.split_names

@@ -49,7 +49,8 @@ from txl_dist.tokenizers.tokenizer import read_tokenizer
 
 
 class Shard:
-    """Open shard of a split, which returns the tokens of each document by the document's index in file order."""
+    """Shard of a split that is open for reading. It returns the tokens of each document by the document's index in file
+    order."""
 
     def __init__(self, storage: Storage, info: ShardInfo, *, dtype: np.dtype[Any], vocab_size: int) -> None:
         """Open the tar of a shard and its file of records (`NAME.tar.idx`).
@@ -176,7 +177,7 @@ class Split:
         tokenizer = self.corpus.tokenizer
         num_changed = self._info.changed_documents
         if not tokenizer.spells_text:
-            return "its ids come from a list of names, which do not spell a text"
+            return "its ids are names from a vocabulary list, not text"
         if num_changed == 0:
             return ""
         if num_changed is None:
@@ -184,7 +185,7 @@ class Split:
                 return ""
             return f"the corpus does not record whether the tokenizer ({tokenizer.kind}) lost some of the text"
         return (
-            f"{num_changed:,} of {self.documents:,} documents do not come back from the tokenizer ({tokenizer.kind}) "
+            f"the tokenizer ({tokenizer.kind}) does not restore {num_changed:,} of {self.documents:,} documents "
             "byte for byte"
         )
 

@@ -24,7 +24,8 @@ class CorruptionPolicy:
         of its documents count."""
 
     def skip(self, error: DataError, *, shard: str, document: int, count: int = 1) -> None:
-        """Count and log a damaged document, or all `count` documents of a shard (`document` -1).
+        """Count and log one damaged document. With `document` -1, count all `count` documents of a shard that cannot be
+        opened.
 
         Raises DataError if the document may not be skipped. Raises `error` unchanged if the file cannot be reached,
         because an unreachable file is not damaged.

@@ -36,7 +36,8 @@ class EvaluationText(Protocol):
 
     @property
     def segment_len(self) -> int:
-        """Number of targets of each lane in a segment, without the repeated context before them."""
+        """Number of targets in each lane (batch row) of a segment. Repeated context tokens before the targets are not
+        counted."""
 
     @property
     def overlap_len(self) -> int:
@@ -76,9 +77,8 @@ class EvalStream:
         """Select the lanes of this rank in the split's first `max_tokens` tokens (0 means all tokens).
 
         Each segment repeats up to `overlap_len` tokens before it as context. Each lane moves on by `step_len` tokens
-        per segment. If that is 0, it moves on by the whole segment. With a smaller `step_len` segments overlap, and
-        tokens are read several times. Raises DataError if there are fewer than
-        two tokens to evaluate.
+        per segment. If `step_len` is 0, a lane moves on by the whole segment. With a smaller `step_len` segments
+        overlap, and tokens are read several times. Raises DataError if there are fewer than two tokens to evaluate.
         """
         if max_tokens:
             num_tokens = min(split.tokens, max_tokens)

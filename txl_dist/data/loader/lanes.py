@@ -45,11 +45,11 @@ from txl_dist.errors import ConfigError, DataError
 Int64s = npt.NDArray[np.int64]
 
 SHARD_ORDER = 1
-"""Key of `hash64` for the order of shards."""
+"""Number that is hashed along with the seed to order shards, so that no other order uses the same hashes."""
 _DOCUMENT_ORDER = 2
-"""Key of `hash64` for the order of documents."""
+"""Number that is hashed along with the seed to order the documents of a shard."""
 _LANE_ORDER = 3
-"""Key of `hash64` for the order of lanes."""
+"""Number that is hashed along with the seed to assign lanes (batch rows) to corpora."""
 _MASK = (1 << 64) - 1
 """Mask that keeps the low 64 bits of an integer."""
 
@@ -361,13 +361,14 @@ class LanePlan:
                 first = stop
 
     def _find_shard(self, epoch: int, token: int) -> tuple[int, int, int]:
-        """Return (shard that contains a token of the epoch, number of the shard's tokens before it, number from it
-        on)."""
+        """Return (shard that contains a token of the epoch, number of the shard's tokens before this token, number of
+        the shard's tokens from it on)."""
         order, starts = self._shard_order(epoch)
         return _find(token, order, starts, self._shard_tokens)
 
     def _find_document(self, epoch: int, shard: int, token: int) -> tuple[int, int, int]:
-        """Return (document that contains a token of the shard, number of its tokens before it, number from it on)."""
+        """Return (document that contains a token of the shard, number of the document's tokens before this token,
+        number of the document's tokens from it on)."""
         order, starts = self._document_order(epoch, shard)
         return _find(token, order, starts, self._document_tokens(shard))
 

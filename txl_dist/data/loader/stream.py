@@ -11,9 +11,10 @@ Key properties:
     lane's stream   a b c d e f g h i ...       segment_len 3
     tokens row      a b c d                     inputs a b c, targets b c d (the next row is d e f g)
 
-Limitations: a lane jumps to another place of the corpus at the end of its part of an epoch (stripe), between ranges of
-a new partition, and at skipped ranges. At each jump one target belongs to the new text. With document masks such a
-target is scored only if an end-of-text precedes it and it begins a document, as between any two documents.
+Limitations: a lane jumps to another place of the corpus at the end of its part of an epoch (stripe) and at skipped
+ranges. If the corpus was divided again among other lanes within an epoch, a lane also jumps from one unread range to
+the next. At each jump one target belongs to the new text. With document masks such a target is scored only if an
+end-of-text precedes it and it begins a document, as between any two documents.
 """
 
 from __future__ import annotations
@@ -156,9 +157,9 @@ class LaneStream:
         return steps
 
     def positions(self, state: StreamState) -> list[int]:
-        """Return the position of each lane at a state: the number of tokens that the lane has passed.
+        """Return the position of each lane of this rank at a state: the number of tokens that the lane has passed.
 
-        The number begins at 0 again when the lanes are divided again among the ranks' rows and corpora.
+        Positions begin at 0 again when a corpus is divided among another number of lanes.
         """
         return [state.corpora[corpus].position for corpus in self._corpus_of_row]
 
@@ -260,7 +261,8 @@ class _LaneReader:
         return self._corpus.plan.locate(self._lane, position)
 
     def read(self, ranges: Sequence[PositionRange], segment: Segment, row: int, *, mark: bool) -> None:
-        """Write the tokens at these lane positions into one row of a segment. `mark` fills `documents` and `opens` too.
+        """Write the tokens at the lane positions `ranges` into one row of a segment. `mark` fills `documents` and
+        `opens` too.
 
         Raises DataError for damage that may not be skipped.
         """

@@ -62,7 +62,8 @@ class CorpusState:
     unread: Ranges = ()
     """Token ranges of `epoch` that were divided among the lanes. Empty means the whole epoch."""
     skips: Ranges = ()
-    """Ranges of lane positions in this partition that no lane trains on, including ranges already passed."""
+    """Ranges of lane positions that no lane trains on, including ranges already passed. They count from the same start
+    as `position`."""
 
     def cut(self) -> LanePartition:
         """Return the division of the corpus among its lanes (rows of the batch), as `LanePlan` takes it."""
@@ -252,7 +253,8 @@ def _names(corpora: Iterable[CorpusState]) -> str:
 
 
 def _continued_corpus(old: CorpusState, new: CorpusState, split: Split) -> CorpusState:
-    """Return the state of one corpus in which the lanes of the state `new` continue where those of `old` stopped."""
+    """Return the state of one corpus for the lanes of the state `new`, which continue where the lanes of `old`
+    stopped."""
     if old.num_lanes == new.num_lanes:
         return replace(old, name=new.name)
     if not old.num_lanes:  # it was paused: `unread` has listed its unread tokens since then

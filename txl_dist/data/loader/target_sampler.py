@@ -39,9 +39,10 @@ class TargetSettings(NamedTuple):
 
     segment_len: int
     halves: tuple[Half, ...]
-    """Halves of a segment, which together have T tokens and m targets."""
+    """The two halves of a segment, which together have T tokens and m targets."""
     order_len: int = 0
-    """Number of places that have a permutation in common. 0 means that each half has one permutation."""
+    """Number of tokens in a block. A block is predicted before the next block, and all blocks have the same random
+    permutation of their tokens. 0 means that each half is one block."""
     longest_span: int = 5
     """Largest number of words in a span."""
     span_context: int = 6
@@ -65,7 +66,11 @@ class TargetSettings(NamedTuple):
 
 
 class DrawnTargets(NamedTuple):
-    """Targets of one segment of one lane. The arrays have m numbers, in the order of prediction, or T numbers."""
+    """Targets of one segment of one lane (batch row).
+
+    Arrays with the suffix _m have one number for each of the m targets, in the order of prediction. Arrays with the
+    suffix _T have one number for each of the T tokens.
+    """
 
     place_m: Int64s
     """Positions of the targets. A target that could not be drawn has place 0."""
@@ -171,9 +176,10 @@ def _span_at(position: int, num_words: int, words: Sequence[int], *, stop: int) 
 
 
 def _draw_ranks(num_tokens: int, *, order_len: int, rng: np.random.Generator) -> Int64s:
-    """Draw the rank of each token of a half in its order.
+    """Draw the rank of each token of a half in the order of prediction.
 
-    Blocks of `order_len` tokens keep the order of the text, and all have the same permutation.
+    The half is cut into blocks of `order_len` tokens. The blocks keep the order of the text, and the tokens of every
+    block are permuted in the same way.
     """
     block_len = order_len or num_tokens
     permutation = rng.permutation(block_len)
@@ -183,14 +189,15 @@ def _draw_ranks(num_tokens: int, *, order_len: int, rng: np.random.Generator) ->
 
 
 class TargetBatch(NamedTuple):
-    """Targets of the segments of several lanes, in the fields of `DrawnTargets`. The first axis is that of lanes."""
+    """Targets of the segments of several lanes (batch rows): the arrays of `DrawnTargets`, with lanes as their first
+    axis."""
 
     place_Bm: Int64s
     is_drawn_Bm: Bools
     query_level_BT: Int64s
     key_level_BT: Int64s
     reuse_len: int
-    """Number R of tokens that the memory stores."""
+    """Number R of tokens of each segment that the model's memory stores."""
 
     def of_rows(self, rows: slice) -> TargetBatch:
         """Return the targets of some of the lanes."""
@@ -204,7 +211,7 @@ class TargetBatch(NamedTuple):
 
 
 class TargetSampler:
-    """Sampler of the targets of a run's segments."""
+    """Sampler that draws the tokens to predict in each training segment, for training as in XLNet."""
 
     def __init__(self, settings: TargetSettings, *, seed: int, begins_word_V: Bools) -> None:
         """Store what is the same for all segments. `begins_word_V` says for each token id whether it begins a word."""
@@ -213,9 +220,10 @@ class TargetSampler:
         self._begins_word_V = begins_word_V
 
     def draw(self, segment: Segment, *, lanes: Sequence[int], positions: Sequence[int]) -> TargetBatch:
-        """Draw the targets of a segment. `lanes` and `positions` are those of its rows.
+        """Draw the targets of a segment.
 
-        The targets are among the last T of the segment's T + 1 tokens. The segment must have document numbers.
+        `lanes` and `positions` are the lane and the lane position of each row of the segment. The targets are among the
+        last T of the segment's T + 1 tokens. The segment must have document numbers.
         """
         tokens_BT = segment.tokens[:, 1:]
         begins_document_BT = segment.documents[:, 1:] != segment.documents[:, :-1]

@@ -20,7 +20,7 @@ REMEDY = "Restore the file from a copy, or run `txl prepare` again."
 
 
 class Payload(Protocol):
-    """Interface of an open shard, which returns any range of the shard's bytes."""
+    """Interface of a shard that is open for reading. It returns any range of the shard's bytes."""
 
     remedy: str
     """Advice to print if the bytes of the shard are damaged."""

@@ -45,7 +45,7 @@ from txl_dist.errors import UnreachableError
 from txl_dist.io.files import flush_folder, open_new, sha256_of_file
 
 NUM_PREFETCHERS = 4
-"""Maximum number of shards that a process downloads at the same time before they are opened."""
+"""Maximum number of shards that a process downloads at the same time in advance, before they are opened."""
 
 _CACHE_FILE = re.compile(r"[0-9a-f]{32}-.+?(\.(?P<bytes>\d+)\.part)?(?<!\.lock)")
 _POLL_S = 0.05
@@ -154,7 +154,8 @@ class CachedStorage(RemoteStorage):
         return MappedPayload(stream, remedy=remedy)
 
     def _download(self, path: Path, info: ShardInfo, *, patient: bool) -> MappedPayload:
-        """Download a shard, with one try, and map it into memory. The caller holds the shard's download lock."""
+        """Download a shard, without a second try, and map it into memory. The caller holds the shard's download
+        lock."""
         part, stream = self._reserve(path, info, patient=patient)
         try:
             self._origin.download(info.name, part)

@@ -62,12 +62,13 @@ class LocalStorage(Storage):
 
 
 class MappedPayload:
-    """Open shard whose file is mapped into memory."""
+    """Shard that is open for reading and mapped into memory."""
 
     def __init__(self, file: Path | IO[bytes], *, remedy: str = REMEDY) -> None:
         """Map a file, given by its path or as an open file.
 
-        The caller may close the open file afterwards. A flock on it lasts as long as the map and the views of the map.
+        The caller may close the open file afterwards. A flock on the file lasts as long as the map and the views of the
+        map.
         """
         # A plain array over the map: slicing np.memmap itself is three times slower.
         self._bytes = np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))

@@ -23,8 +23,8 @@ from txl_dist.data.storage.remote import RemoteStorage, UrlOrigin
 from txl_dist.errors import DataError
 
 RECENT_BYTES = 256 << 20
-"""Maximum number of bytes of documents that are kept in memory. If the documents that a rank reads at the same time
-were larger, each segment would fetch its whole documents again."""
+"""Maximum number of bytes of documents that are kept in memory. If the documents that a rank is reading do not fit in
+this limit, they are fetched again for each segment."""
 
 
 class RangeStorage(RemoteStorage):
@@ -54,7 +54,7 @@ class RangeStorage(RemoteStorage):
 
 
 class RangePayload(Payload):
-    """Open shard at a URL, whose bytes are fetched when they are read."""
+    """Shard at a URL that is open for reading. Its bytes are fetched when they are read."""
 
     def __init__(self, origin: UrlOrigin, info: ShardInfo, *, recent: _RecentBytes, retries: int) -> None:
         self._origin = origin
@@ -66,8 +66,10 @@ class RangePayload(Payload):
 
     @override
     def read(self, offset: int, num_bytes: int, *, crc32: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return bytes of the shard, from memory if they were read recently. Bytes with another crc32 are fetched
-        again."""
+        """Return bytes of the shard, from memory if they were read recently.
+
+        If the crc32 of the received bytes is not `crc32`, the bytes are fetched again.
+        """
         key = self._info.name, offset, num_bytes
         content = self._recent.get(key)
         if content is None:

@@ -41,7 +41,8 @@ class Origin(ABC):
 
     @abstractmethod
     def download(self, file: str, path: Path) -> None:
-        """Write the content of a remote file into the local file `path`, which is not replaced by a new file."""
+        """Write the content of a remote file into the local file `path`. An existing file is overwritten in place, not
+        replaced."""
 
     def sizes(self) -> dict[str, int] | None:
         """Return the size of each file in bytes by the file's name, or None if the source has no listing of files."""
@@ -187,8 +188,8 @@ def start_command(
 ) -> subprocess.Popen[bytes]:
     """Start a shell command that writes its standard output to `output`.
 
-    The output may be truncated unless the exit status is 0. This includes the statuses 141 (a broken pipe) and 23. With
-    bash a pipeline fails if any of its commands fails.
+    Unless the exit status is 0, the output may be truncated. The statuses 141 (a broken pipe) and 23 are no exceptions.
+    With bash, a pipeline fails if any of its commands fails.
     """
     bash = shutil.which("bash")
     if bash:

@@ -24,7 +24,8 @@ PREVIEW_LEN = 24
 """Number of tokens of each document in the list of a shard."""
 
 SORTED_ENOUGH = 0.9
-"""Smallest share of cluster 0, as a fraction of the best possible share, at which ids count as sorted by frequency."""
+"""Ids count as sorted by frequency if cluster 0 contains at least this fraction of the tokens that it would contain
+with perfectly sorted ids."""
 
 _COUNTED = ("documents", "tokens", "text_bytes", "text_characters", "longest")
 
@@ -104,7 +105,7 @@ def cluster_facts(split: Split, cutoffs: Sequence[int]) -> dict[str, Any]:
 
 
 def cluster_lines(facts: dict[str, Any]) -> list[str]:
-    """Return the shares of the clusters as lines for the user, with the flag --model.cutoffs for a training."""
+    """Return the shares of the clusters as lines for the user, with the flag --model.cutoffs for a training run."""
     rows = [["cluster", "ids from", "to", "number", f"share of {facts['split']}"]]
     for number, cluster in enumerate(facts["clusters"]):
         first = cluster["first"]
@@ -276,7 +277,7 @@ def lane_lines(facts: dict[str, Any]) -> list[str]:
         rows.append(row)
     lines = [
         f"lane {facts['lane']} reads {facts['corpus']} ({facts['split']}) from its token {facts['position']:,} on, "
-        "counted since the lanes were cut:"
+        "counted since the corpus was divided among the lanes:"
     ]
     lines += format_table(rows)
     for piece in facts["pieces"]:

@@ -39,8 +39,8 @@ _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)
 class ForwardReader:
     """File-like reader of a shard, which hashes the bytes while they are read.
 
-    Reading forward fetches and hashes each byte once. Bytes before the present chunk can be read too, but are fetched
-    again.
+    Reading forward fetches and hashes each byte once. Earlier bytes can be read again, but those before the present
+    chunk are fetched again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ForwardReader:
         self._digest = hashlib.sha256()
         self._window = bytearray()
         self._begin = 0
-        """Offset of the first byte of the window. The window ends at the last hashed byte."""
+        """Offset in the shard of the first byte that is kept in memory. The kept bytes end at the last hashed byte."""
         self._position = 0
 
     def read(self, count: int) -> bytes:
@@ -94,7 +94,7 @@ class ForwardReader:
         return self._digest.hexdigest()
 
     def _fetch(self) -> None:
-        """Fetch and hash the next chunk, and drop the bytes before the position from the window."""
+        """Fetch and hash the next chunk. Bytes before the position of the next read are no longer kept in memory."""
         hashed = self._begin + len(self._window)
         chunk_len = min(CHUNK_BYTES, self.num_bytes - hashed)
         chunk = self._payload.read(hashed, chunk_len)

@@ -4,7 +4,7 @@
   document.
 - All damage is reported. After a damaged file the other files are still checked. Documents after an unreadable header
   are checked too, because their records contain their offsets.
-- A change without a meaning, such as another blank in index.json, is reported too.
+- A change that alters no value, such as an added blank in index.json, is reported too.
 
 Nothing is repaired. A user can restore a damaged file from a copy, or run `txl prepare` again.
 """

@@ -241,7 +241,7 @@ def test_bits_are_told_of_exactly_the_splits_whose_text_comes_back_byte_for_byte
         assert bool(units.bits(1.0)) == (num_changed == 0)
         assert units.unknown_pct == pytest.approx(100 * unknown / split.tokens)
         if num_changed:
-            assert f"{num_changed} of {len(own)} documents do not come back" in units.problem
+            assert f"does not restore {num_changed} of {len(own)} documents" in units.problem
 
 
 def test_reindexing_counts_the_same_text_sizes_as_preparing(
@@ -292,7 +292,7 @@ def test_words_are_lossless_only_where_one_blank_follows_each_and_a_newline_each
     assert text_units([kept], mask_documents=False).problem == "", "an <unk> that the text itself spells is text"
     for number, text in enumerate(("a b\n", "a b ", " a b \n", "a  b \n")):
         lost = tiny_corpus(tmp_path, name=f"lost{number}", texts=[text], **settings).split("train")
-        assert "1 of 1 documents do not come back" in lost.lost
+        assert "does not restore 1 of 1 documents" in lost.lost
 
 
 def test_an_index_of_before_is_judged_by_what_its_tokenizer_is_certain_of(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ def test_every_document_comes_back_with_the_ids_that_it_was_given(
     assert sorted(found) == sorted([*one, *ends] for one in documents)
     assert len(ids_of(corpus, "valid")) > 0
     assert list(corpus.tokenizer.symbols) == [*NAMES, *[END_OF_TEXT] * end_of_text]
-    assert "come from a list of names" in text_units([corpus.split("valid")], mask_documents=False).problem
+    assert (
+        "its ids are names from a vocabulary list" in text_units([corpus.split("valid")], mask_documents=False).problem
+    )
 
 
 def test_arrays_lists_and_records_of_the_same_ids_are_the_same_corpus(tmp_path: Path, names: Path) -> None:
