@@ -1,15 +1,15 @@
-"""The inference bundle: a folder that holds a trained model and proves that its weights are the trained ones.
+"""The inference bundle: a folder with a trained model, and with a probe by which each load checks the weights.
 
-    model.safetensors    weights, each tied tensor once; for type int8 also one scale per matrix row
+    model.safetensors    weights, each tied tensor once (for type int8 also one scale per matrix row)
     config.json          model settings, vocabulary size, type, memory and segment length, origin of the weights
     tokenizer.json       tokenizer between text and ids
     train.toml           settings to continue training: txl train BUNDLE/train.toml --init BUNDLE --data.path ...
-    probe.safetensors    tokens and the losses of the engine that trained the weights; checked at every load
-    card.json            facts about the training, and facts that the user stated: module `card`
-    README.md            model card for people, made from card.json; it may be edited
+    probe.safetensors    tokens and their losses by the engine that trained the weights, checked at every load
+    card.json            facts about the training, and facts that the user stated (module `card`)
+    README.md            model card for people, made from card.json (people can edit it)
     MANIFEST.json        bytes and sha256 of each file
 
-Bundles of older versions of txl_dist have no card.json and no README.md. Loading needs neither DeepSpeed nor a
+Bundles of older versions of txl_dist have no card.json and no README.md. Loading a bundle needs neither DeepSpeed nor a
 launcher.
 """
 
@@ -52,15 +52,15 @@ from txl_dist.tokenizers.tokenizer import KINDS, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 FORMAT_VERSIONS = (1, 2, 3, 4, 5)
-"""Format versions of bundles that txl_dist reads. Version 2 added int8 weights. Version 3
-added layers with memories of different lengths. Version 4 added the setting `document_mask`. Version 5 added models
-that predict in any order. Other models are written as version 4."""
+"""Format versions of bundles that txl_dist reads. Version 2 added int8 weights. Version 3 added layers with memories of
+different lengths. Version 4 added the setting `document_mask`. Version 5 added models that predict in any order. Models
+that predict the next token are written as version 4."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number types in which a network can run. The network of an int8 bundle runs in fp32."""
 PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
-"""Largest allowed difference on the probe (tokens with recorded losses), by number type.
+"""Largest allowed difference between recorded and computed losses of the probe's tokens, by number type.
 
-The probe was computed in one type, and the weights may be stored in another type. The larger of the two tolerances
+The losses were recorded in one type, and the weights can be stored in another type. The larger of the two tolerances
 applies. The value of fp32 is in nats. The other values are shares of the largest loss on the probe, because half
 precisions round relative to the loss. That loss counts as at least 5 nats. Measured shares are 0.02 % to 0.8 % for bf16
 and for int8, on 14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
@@ -90,14 +90,14 @@ class _Content(BaseModel):
 class Package:
     """Trained model with everything that is needed to use it, before its network is built.
 
-    Exports and imports of models make a package, and `write_bundle` writes it as a bundle.
+    The export and the import of a model make a package. `write_bundle` writes a package as a bundle.
     """
 
     section: ModelSection
     """Settings of the model (section `model` of a config)."""
     weights: Weights
-    """Weights by the names that txl_dist gives to parameters. A tied tensor has at least one of its names. The values
-    may still be in a file, and are then read when they are used."""
+    """Weights by the names that txl_dist gives to parameters. A tensor that several parameters share has at least the
+    first of their names. The values can still be in a file. They are then read when they are used."""
     tokenizer: Tokenizer
     segment_len: int
     """Length of a segment in training, in tokens."""
@@ -110,8 +110,8 @@ class Package:
     document_mask: bool = False
     """Whether training used document masks, so that a token sees only its own document."""
     begins_documents: bool = True
-    """Whether the model was trained to predict a document's first token from an end-of-text. False for a vocabulary
-    without end-of-text, and for models that version 0.1 trained with document masks."""
+    """Whether the model was trained to predict a document's first token from an end-of-text. It is False for a
+    vocabulary without an end-of-text token, and for models that version 0.1 trained with document masks."""
     source: dict[str, Any]
     """Origin of the weights: run, step and precision, or the file that was imported."""
     probe: dict[str, Tensor]
@@ -146,7 +146,8 @@ class Package:
         )
 
     def open(self, dtype: str = "fp32", *, device: str = "cpu", where: str) -> Bundle:
-        """Build the network in the type `dtype` on `device`, and return it with this content as an open bundle.
+        """Build the network in the type `dtype` on `device`. Returns an open bundle: the network and this package's
+        fields.
 
         `where` names the model in messages. Raises CheckpointError if weights and settings do not fit.
         """
@@ -164,10 +165,10 @@ class Package:
         return Bundle(**{**vars(self), "weights": weights, "probe": probe, "model": network, "dtype": dtype})
 
     def proven(self, dtype: str, *, where: str) -> float:
-        """Return the largest error on the probe, in nats, of a network that reads these weights in small ranges.
+        """Check the weights on the probe, reading a few rows at a time. Returns the largest error, in nats.
 
         `dtype` is the type of the weights in their file. `where` names the model in messages. Raises CheckpointError if
-        the error is larger than the types allow.
+        the error is larger than `probe_tolerance`.
         """
         vocab_size = self.tokenizer.vocab_size
         with _readable(where):
@@ -200,7 +201,8 @@ def write_bundle(folder: Path, package: Package, *, dtype: str = "fp32") -> floa
 
     `dtype` is the type of the weights in the file: fp32, bf16, fp16 or int8. A bundle that is already in the folder is
     replaced. Weights are read a few MiB at a time and the probe runs layer by layer, so the model need not fit in
-    memory. Raises CheckpointError if the weights do not fit, the probe disagrees, or the folder cannot be written.
+    memory. Raises CheckpointError if the weights do not fit, if the error is larger than `probe_tolerance`, or if the
+    folder cannot be written.
     """
     folder = folder.resolve()
     if (
@@ -287,7 +289,8 @@ def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
 def read_bundle(folder: Path) -> tuple[Package, str]:
     """Check the hashes of a bundle's files, and return (the bundle's content, the type of its weights).
 
-    The weights stay in their file until they are used. Raises CheckpointError.
+    The weights stay in their file until they are used. Raises CheckpointError if a file is missing or damaged, or has
+    an unknown format version.
     """
     if detect_artifact(folder) is not ArtifactKind.BUNDLE:
         raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
@@ -328,7 +331,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
 
 @contextmanager
 def _readable(where: Path | str) -> Iterator[None]:
-    """Raise CheckpointError that names the bundle `where`, in place of any error in the block."""
+    """Turn an error in the block into a CheckpointError that names the bundle `where`."""
     try:
         yield
     except ValidationError as error:
@@ -350,8 +353,8 @@ def _readable(where: Path | str) -> Iterator[None]:
 def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -> float:
     """Return the largest error of a network on a package's probe, in nats, as `probe_error` defines it.
 
-    `dtype` is the type of the network's weights in their file. Raises CheckpointError if the error is larger than the
-    types allow, because then the weights are not the trained ones. The message names the model `where`.
+    `dtype` is the type of the network's weights in their file. Raises CheckpointError if the error is larger than
+    `probe_tolerance`, because then the weights are not the trained ones. The message names the model `where`.
     """
     tolerance = probe_tolerance({dtype, package.probe_dtype}, largest_loss=float(package.probe["losses"].max()))
     worst = probe_error(network, package.probe, memory_len=package.memory_len)
@@ -424,7 +427,7 @@ def network_of(
 def copy_weights(network: TransformerXL, weights: Weights) -> None:
     """Overwrite every parameter of a network with the given weights, each cast to the parameter's type.
 
-    `weights` has each tied tensor under at least one of its names.
+    A tensor that several parameters share has at least the first of their names in `weights`.
     """
     for name, parameter in network.named_parameters():
         copy_in_pieces(parameter, weights[name])

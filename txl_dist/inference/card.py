@@ -1,10 +1,10 @@
 """The model card: what a model is and where it comes from, for people and for the Hugging Face Hub.
 
-    card.json    facts that an export knows of the training, and facts that the user stated; part of a bundle
-    README.md    the same facts for people, after the metadata block that the Hub reads; in every exported folder
+    card.json    facts about the training, and facts that the user stated (only in bundles)
+    README.md    these facts for people, after the metadata block that the Hub reads (in every exported folder)
 
 Facts come from the run's records and from command-line flags. The card says "not stated" for every other fact, and
-guesses nothing. People may edit README.md, because no program reads it and its hash is not checked.
+guesses nothing. People can edit README.md, because no program reads it and its hash is not checked.
 
 This module imports no torch, so that `txl report` shows a card at once.
 """
@@ -119,7 +119,7 @@ LICENSES = (
     "other",
 )
 """Identifiers of licenses that the Hub knows (hub-docs, repositories-licenses, August 2026). The metadata of a card
-give another license as `other`, with its name."""
+state any other license as `other`, with the license's name."""
 MAX_STATED = 500
 """Largest number of characters of a fact that the user states."""
 TOKENIZERS = {
@@ -163,7 +163,7 @@ class Stated:
     """License of the training text."""
 
     def check(self) -> None:
-        """Raise ConfigError if a card cannot hold a fact, or if the base model or license is misspelt."""
+        """Raise ConfigError if a fact is blank, too long or unprintable, or the base model or license is misspelt."""
         for key, value in vars(self).items():
             flag = flag_of(key)
             if value and not value.strip():
@@ -214,7 +214,7 @@ class Score(_Fact):
     ppl: float
     """Perplexity per token. For a word tokenizer a token is a word."""
     token: str = "token"
-    """Word for a token of this tokenizer, such as token or word."""
+    """Noun for one token of this tokenizer, for example "token" or "word"."""
     bits_per_byte: float | None = None
     """Bits per byte of the text. None if the loss does not cover the whole text."""
     tokens: int
@@ -224,9 +224,9 @@ class Score(_Fact):
     memory_len: int
     """Number of past tokens in the memory."""
     num_lanes: int
-    """Number of text streams into which the split was cut."""
+    """Number of parts into which the split was divided. They were scored side by side, as rows of a batch."""
     overlap_len: int = 0
-    """Number of tokens before each segment that are run again as context, and not scored again."""
+    """Number of tokens before each segment that the model reads again as context. They are not scored again."""
     precision: str = ""
 
     @property
@@ -346,7 +346,10 @@ SERVE_THE_BUNDLE = Code("Serve over HTTP the bundle that this folder was exporte
 
 
 def read_card(folder: Path) -> Card:
-    """Read the card of a bundle. It is `NOTHING_STATED` for a bundle without card.json. Raises OSError, ValueError."""
+    """Read the card of a bundle. Returns `NOTHING_STATED` for a bundle without card.json.
+
+    Raises OSError if the file cannot be read, and ValueError if its content is not a card.
+    """
     try:
         content = read_bytes(folder / CARD)
     except FileNotFoundError:
@@ -355,12 +358,15 @@ def read_card(folder: Path) -> Card:
 
 
 def write_card(folder: Path, card: Card) -> None:
-    """Write a card as card.json into a folder. Raises OSError."""
+    """Write a card as card.json into a folder. Raises OSError if the file cannot be written."""
     write_bytes(folder / CARD, card.model_dump_json(indent=1, exclude_defaults=True).encode() + b"\n")
 
 
 def write_readme(folder: Path, model: Model, kind: ArtifactKind) -> None:
-    """Write README.md, the model card, into an exported folder of this kind. Raises OSError."""
+    """Write README.md, the model card, into an exported folder of this kind.
+
+    Raises OSError if the file cannot be written.
+    """
     write_bytes(folder / README, readme(model, kind).encode())
 
 
@@ -548,7 +554,7 @@ def _spelling(license: str) -> str:
 
 
 def _metadata(model: Model, kind: ArtifactKind) -> str:
-    """Return the YAML block of the card. It has one key per line, whose value is in JSON, which is valid YAML."""
+    """Return the YAML block of the card, one key per line. Values are written in JSON, which is valid YAML."""
     card = model.card
     values: dict[str, Any] = {
         **license_fields(card.license),

@@ -31,8 +31,8 @@ _MOST_LOGITS = 1 << 19
 class DiskOffloadedXL(TransformerXL):
     """Network in evaluation mode whose layers read their weights from a file when they run.
 
-    It is used to check the probe of a bundle that may not fit in memory. It computes in the type `dtype`. The keys of
-    `weights` are the names of the parameters.
+    With it, `txl export` checks the probe of a bundle that can be larger than memory. The network computes in the type
+    `dtype`. The keys of `weights` are the names of the parameters.
     """
 
     def __init__(
@@ -104,7 +104,10 @@ class _Reader(NamedTuple):
 
 
 def _stream(module: nn.Module, reader: _Reader) -> None:
-    """Make each layer in a module read its weights when it runs. The biases u and v are read at once."""
+    """Make each layer in a module read its weights when it runs.
+
+    Parameters of the module itself, such as the biases u and v, are read now and stay in memory.
+    """
     for name, parameter in list(module.named_parameters(recurse=False)):
         setattr(module, name, nn.Parameter(reader.whole(parameter), requires_grad=False))
     for name, child in list(module.named_children()):
@@ -115,7 +118,7 @@ def _stream(module: nn.Module, reader: _Reader) -> None:
 
 
 class _Part(nn.Module):
-    """Layer that reads its weights when it runs, and drops them afterwards."""
+    """Wrapper of a layer that reads the layer's weights when the layer runs, and drops them afterwards."""
 
     def __init__(self, part: nn.Module, reader: _Reader) -> None:
         super().__init__()

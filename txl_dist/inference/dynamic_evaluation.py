@@ -2,20 +2,20 @@
 
 Dynamic evaluation (Krause et al. 2018 and 2019) scores each segment first. Then one gradient step on the segment's mean
 loss changes the weights. The step is scaled by the size of gradients on training text (`square_sums`), and the weights
-are pulled back to their start:
+are pulled back to the trained weights theta_0. Here g is the gradient of the segment's loss:
 
     theta <- theta - lr g / (sqrt(ss) + eps) - decay sqrt(ss) (theta - theta_0),        ss = sum of g^2 over batches
 
 With the neural cache (Grave et al. 2017) the weights do not change. The last `window` hidden states of a lane (one
-stream of text, a batch row) are kept, each with the word that followed. Such a word becomes more likely if the present
-hidden state is similar:
+stream of text, a batch row) are kept, each with the word that followed. Such a word becomes more likely if the current
+hidden state h_t is similar to the kept state h_j. Here l and theta are two settings, and w_j is the word that followed
+h_j:
 
     p(w) = (1 - l) p_model(w) + l sum over j of softmax_j(theta h_t . h_j) [w_j = w]
 
-Each token is scored before the model adapts to it. The weights of the given model are never written: functions take and
-return adapted weights as values, as they do with memory. Dynamic evaluation costs a backward pass per segment, and
-memory for about five times the weights. The cache costs `window` products per token, and `window` hidden states per
-lane.
+Each token is scored before the model adapts to it. The weights of the given model are never written. Functions take and
+return adapted weights as values, like memories. Dynamic evaluation costs a backward pass per segment, and memory for
+about five times the weights. The cache costs `window` products per token, and `window` hidden states per lane.
 
 Shapes: B lanes, T tokens of a segment, W window, K = W + T entries, D model width.
 """
@@ -43,7 +43,10 @@ Weights = Mapping[str, Tensor]
 
 
 class DynamicRule(NamedTuple):
-    """Rule of dynamic evaluation by which the weights change after each segment."""
+    """Rule by which dynamic evaluation changes the weights after each segment: the first equation of this module.
+
+    The fields `lr`, `decay` and `eps` are the numbers with these names in the equation.
+    """
 
     start: Weights
     """Trained weights: theta_0 in the equation."""
@@ -70,7 +73,7 @@ def weights_of(module: SegmentLoss) -> Weights:
 
 
 def square_sums(model: TransformerXL, batches: Iterable[Batch], memory: Memory) -> Weights:
-    """Return ss of each weight: its squared gradients of the mean loss per batch, summed over the batches.
+    """Return ss of each weight: the squared gradient of a batch's mean loss, summed over the batches.
 
     The memory after each batch is passed to the next batch. The model's weights do not change.
     """
@@ -87,7 +90,7 @@ def square_sums(model: TransformerXL, batches: Iterable[Batch], memory: Memory) 
 def dynamic_losses(
     module: SegmentLoss, batch: Batch, weights: Weights, memory: Memory, *, rule: DynamicRule
 ) -> tuple[Tensor, Weights, Memory]:
-    """Return (nll_BT of a segment by the current weights, the weights after it, the memory after it).
+    """Return (nll_BT of a segment by the current weights, the weights after the segment, the memory after it).
 
     All lanes share the weights, so a step uses the mean loss over all lanes. The model must be in evaluation mode and
     in fp32 or fp64.
@@ -158,8 +161,8 @@ def cache_losses(
     """Mix the model's probabilities with those of a neural cache. Returns (nll_BT of the mixture, the next cache).
 
     `nll_BT` are the model's losses of the words in `segment`, which holds the T positions to score. A position sees the
-    W positions before it that are in its lane and document. A position that sees no other keeps the model's loss. No
-    position sees a position without a document (EMPTY). `share` is l in the equation, in [0, 1). `theta` scales the
+    W positions before it that are in its lane and document. A position that sees no cached position keeps the model's
+    loss. Positions with the document EMPTY are never seen. `share` is l in the equation, in [0, 1). `theta` scales the
     similarity.
     """
     num_lanes, num_tokens = nll_BT.shape
@@ -185,9 +188,11 @@ def cache_losses(
 
 
 def _cached(known: NeuralCache, queries: slice, entries: slice, *, window: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Return (log of the summed scores that a query sees, log probability of its word by the cache), both [B, Q].
+    """Return (log of a query's summed weights, log-probability of its word by the cache), both [B, Q].
 
-    The first value is -inf for a query that sees no entry.
+    The weight of an entry that the query sees is exp of their score.
+
+    The first result is -inf for a query that sees no entry.
     """
     hidden_BKD, word_BK, document_BK = known
     device = word_BK.device

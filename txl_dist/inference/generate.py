@@ -1,4 +1,4 @@
-"""Generation of many texts at once. Each step makes one token of every text, and no text depends on the others.
+"""Generation of many texts at once. Each step generates one token of every text. No text depends on the other texts.
 
     decoder = Decoder(model, memory_len=512, segment_len=64)
     decoder.add("a", Request(ids=(5, 17, 3), max_tokens=20))
@@ -7,9 +7,9 @@
             if token.is_last:
                 decoder.remove(token.key)
 
-`add` reads a prompt alone up to its last token, in chunks of one segment length as in training. The last token runs in
-the next step, in one batch with the last tokens of all other texts. Each text has its own row of the KV cache. So every
-text may begin and end at any step, and a text's memory never includes its last token.
+The method `add` reads a prompt up to its last token, in chunks of `segment_len` tokens. The prompt's last token runs in
+the next step, in one batch with the last tokens of all other texts. So a text's memory never includes the text's last
+token. Each text has its own row of the KV cache, so that it can begin and end at any step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Request(NamedTuple):
     past: CacheState | None = None
     """Memory of the text before `ids`. None if no text comes before, or if the model has no memory."""
     num_read: int = 0
-    """Number of leading `ids` that `past` already includes. It never includes the last id."""
+    """Number of leading `ids` that `past` already includes. The last id is never one of them."""
     stop_at: int | None = None
     """Id of the token that ends the text, usually end-of-text. None means that only `max_tokens` ends it."""
     sampling: Sampling = Sampling()
@@ -49,8 +49,8 @@ class Request(NamedTuple):
     num_top: int = 0
     """Number of most probable ids to return with each token."""
     num_spare: int = 0
-    """Number of newest tokens that `Decoder.past` can drop without making the memory shorter. The KV cache keeps room
-    for one token more."""
+    """Number of newest tokens that `Decoder.past` can leave out without making the memory shorter. For this the KV
+    cache stores as many additional tokens, plus one."""
 
 
 class Token(NamedTuple):
@@ -84,7 +84,7 @@ class PromptChunk(NamedTuple):
     num_tokens: int
     """Number of tokens of the prompt in this chunk."""
     scored: list[Scored]
-    """Scores of the tokens that follow each token of this chunk. Empty if no scores were asked for."""
+    """Scores of the tokens that follow each token of this chunk. Empty if scores were not requested."""
 
 
 Reading = Generator[PromptChunk, None, CacheState | None]
@@ -92,7 +92,7 @@ Reading = Generator[PromptChunk, None, CacheState | None]
 
 
 class _Text:
-    """State of one text in the decoder, which is being generated."""
+    """State of one text that the decoder generates."""
 
     def __init__(self, key: Hashable, request: Request) -> None:
         self.key = key
@@ -112,7 +112,7 @@ class _Text:
 class Decoder:
     """Generator of many texts at once. The caller chooses a key for each text.
 
-    A token sees `memory_len` tokens of the past, which may be more than in training. The KV cache has room for the
+    A token sees `memory_len` tokens of the past, which can be more than in training. The KV cache has room for the
     longest text so far, and grows when a longer text is added. Prompts are read `segment_len` tokens at a time. If the
     model's positions support no memory, each new token runs the last `segment_len` tokens of its text again.
     """
@@ -159,7 +159,8 @@ class Decoder:
         return self._rows.reading(request, with_scores=with_scores)
 
     def add(self, key: Hashable, request: Request) -> None:
-        """Read a prompt up to its last token. Each following call of `step` generates one token of its text."""
+        """Add a text: read its prompt up to the last token. Each following call of `step` generates one token of the
+        text."""
         assert request.ids
         assert request.max_tokens > 0
         assert key not in self.keys
@@ -180,7 +181,8 @@ class Decoder:
     def remove(self, key: Hashable) -> None:
         """Stop generating a text.
 
-        Its row of the KV cache becomes free, and half of the rows are released if they are not needed.
+        A later text can use its row of the KV cache. If at most half of the rows are in use, the unused rows are
+        deleted.
         """
         row = self._row_of(key)
         self._texts[row] = None
@@ -239,8 +241,8 @@ class Decoder:
         return tokens
 
     def _select(self, rows: list[int]) -> None:
-        """Keep only the rows with these numbers, in this order. For a row of the KV cache without a text, any number
-        may be repeated."""
+        """Keep only the rows with these numbers, in this order. A repeated number makes an additional row, which a new
+        text then overwrites."""
         self._rows.select(rows)
         if self._seen_BV is None or not len(self._texts):
             self._seen_BV = None
@@ -254,9 +256,9 @@ class Decoder:
 def read(
     frozen: FrozenModel, ids: Sequence[int], past: CacheState | None = None, *, memory_len: int, segment_len: int
 ) -> CacheState:
-    """Run the tokens `ids` after a past, in chunks of `segment_len` tokens, and return the memory after them.
+    """Run the tokens `ids` after the memory `past`, in chunks of `segment_len` tokens. Returns the memory after them.
 
-    The memory holds the last `memory_len` tokens. A past of None means that no text comes before `ids`.
+    The returned memory holds the last `memory_len` tokens. If `past` is None, no text comes before `ids`.
     """
     reading = read_by_chunks(frozen, ids, past, memory_len=memory_len, segment_len=segment_len)
     while True:

@@ -1,8 +1,8 @@
-"""The cached core runs a model with frozen weights over stored keys and values of the past.
+"""Runs a model with frozen weights, and stores the keys and values of past tokens in a KV cache.
 
-The plain model stores hidden states, and projects the whole memory to keys and values again for every segment. With
-frozen weights each position needs only one projection, and so does the encoding of each distance. Evaluation, scoring,
-generation and serving all run on this core. Its results equal the plain model's up to rounding.
+The plain model (`TransformerXL`) stores hidden states, and projects the whole memory to keys and values again for every
+segment. With frozen weights each position, and the encoding of each distance, need only one projection. Evaluation,
+scoring, generation and serving all use this module. Its results equal the results of the plain model up to rounding.
 
     frozen = FrozenModel(model)
     ring = frozen.ring(num_rows=4, memory_len=512, chunk_len=64)       # the rows' memory: each chunk changes it
@@ -12,8 +12,8 @@ generation and serving all run on this core. Its results equal the plain model's
 **The ring.** Each layer has a buffer of 2 R slots, where R = memory_len + chunk_len. Position p is stored twice: in
 slot p mod R, and R slots later. So the last R positions are always contiguous, oldest first, and attention reads them
 as a view. A chunk writes two copies of its own keys and values, and this cost does not depend on the length of the
-past. All rows (texts of the batch) write to the same slots. A row that remembers fewer positions has nothing in the
-oldest slots, and a mask hides these slots from the row.
+past. All rows (texts of the batch) write to the same slots. A row that remembers fewer positions than other rows has
+nothing in its oldest slots, and a mask hides these slots.
 
 **The scores.** The score of a query and a key is a product of the two, plus a term of their distance. One matrix
 product gives the terms of all distances, [queries, distances K-1 ... 0]. Each row of the result is followed by T - 1
@@ -58,8 +58,8 @@ split.
 On a CPU this number keeps the scores in the cache. On a GPU it allows few, large products.
 """
 MOST_LOGITS = 2**26
-"""Largest number of logits that are computed at a time without a partition of the vocabulary: 256 MiB in fp32. One
-token's logits are never split."""
+"""Largest number of logits that `FrozenModel.losses` computes at a time without a `partition`: 256 MiB in fp32. The
+logits of one token are never split."""
 
 
 class CacheState(NamedTuple):
@@ -77,7 +77,7 @@ class CacheState(NamedTuple):
 class KVCache:
     """Memory of several texts, one per row: each layer's keys and values at the last positions.
 
-    `FrozenModel.ring` makes it, and `FrozenModel.run` reads and changes it.
+    `FrozenModel.ring` makes the cache and explains the arguments. `FrozenModel.run` reads and changes the cache.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class KVCache:
     def advance(self, num_tokens: int, document_BT: Tensor | None) -> Tensor | None:
         """Make room for a chunk of `num_tokens`. Then `write` adds each layer's keys and values.
 
-        `document_BT` is the document number of each token, or None without documents. Returns mask_BTK, or None if
-        every row sees all of the past.
+        `document_BT` is the document number of each token, or None without documents. Returns mask_BTK, True where a
+        token sees a key, or None if every row sees all of the past.
         """
         past_len = self.past_len
         first = self._position % self.size
@@ -313,15 +313,15 @@ class _Layer(NamedTuple):
     weight: Tensor
     """Weight of the projection to queries, keys and values, [3 N H, D].
 
-    The part for queries includes the factor H ** -0.5. A layer that norms its queries scales them after the norm
-    instead.
+    The part for queries includes the factor H ** -0.5. If the layer norms queries, this factor is applied after the
+    norm instead.
     """
     bias: Tensor | None
     query_bias_2N11H: Tensor
-    """Biases u and v, scaled by H ** -0.5. v is 0 in a model without v."""
+    """Biases u and v, scaled by H ** -0.5. In a model without the bias v, its values are 0."""
 
     def prepare_qkv(self, projected_3NBTH: Tensor, first_value: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Norm or mix projected queries, keys and values as the model needs. Returns (query_NBTH, key_value_2NBTH)."""
+        """Norm queries and keys, and mix values, as the model's settings say. Returns (query_NBTH, key_value_2NBTH)."""
         query, key, value = projected_3NBTH.unbind(0)
         attention = self.block.attention
         if attention.norm_eps is not None:
@@ -461,10 +461,11 @@ class FrozenModel:
         One call of `run` takes at most `chunk_len` tokens per text.
 
         With `with_documents`, each call of `run` gets the document number of each token, and a token sees only its own
-        document. `least_len` is the shortest memory that any layer gets, at most `memory_len`. This length may exceed
+        document. `least_len` is the shortest memory that any layer gets, at most `memory_len`. This length can exceed
         the layer's memory in training.
 
-        Raises ConfigError if the memory does not fit on the device, or if a query would see nothing.
+        Raises ConfigError if the memory does not fit on the device. Also raises it if a query would see no key, because
+        `same_length` is "memory" and `memory_len` is 0.
         """
         if self._window == 0 and memory_len == 0:
             raise ConfigError("same_length 'memory' needs a memory. Choose a --memory-len of 1 or more.")
@@ -578,8 +579,8 @@ class FrozenModel:
     def losses(self, hidden_BTD: Tensor, targets_BT: Tensor, *, partition: Partition | None = None) -> Tensor:
         """Compute the loss nll_BT of each target in nats, in fp32 or higher.
 
-        `partition` groups the targets by vocabulary cluster. Without it, few tokens are computed at a time to save
-        memory.
+        `partition` groups the targets by vocabulary cluster. Without `partition`, few tokens are computed at a time to
+        save memory.
         """
         softmax = self.model.softmax
         num_tokens = targets_BT.numel()
@@ -614,8 +615,8 @@ class FrozenModel:
     ) -> Tensor:
         """Compute attention of several queries per row. Returns context_NBTH.
 
-        `distances` has the terms of K or more distances, of which the last one is 0. A query sees at most `window`
-        keys.
+        `distances` has the encodings, and the learned term or None, of at least K distances in descending order to 0. A
+        query sees at most `window` keys.
         """
         N, B, T, H = query_2NBTH.shape[1:]
         K = key_NBKH.shape[2]

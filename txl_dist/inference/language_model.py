@@ -58,11 +58,11 @@ class Generation(NamedTuple):
 class LanguageModel:
     """A trained model on its device, which scores and generates text.
 
-    `txl_dist.load` opens one. It keeps no state of texts, so methods take and return memories.
+    `txl_dist.load` returns this object. It stores no state of texts, so methods take and return memories.
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        """Take over a bundle. Raises ConfigError if the model cannot predict the next token."""
+        """Use the model of an open bundle. Raises ConfigError if the model cannot predict the next token."""
         require_causal(bundle.section, where="the model")
         self.bundle = bundle
         self._versions: list[tuple[int, int]] = []
@@ -76,8 +76,8 @@ class LanguageModel:
     def network(self) -> TransformerXL:
         """Network of the model, in evaluation mode.
 
-        A program may change its weights between calls, in place or by `load_state_dict`. The next call uses the new
-        weights, and refuses memories that were made with the old weights.
+        A program can change the network's weights between calls, in place or by `load_state_dict`. The next call uses
+        the new weights. It raises ConfigError for a memory that was made with the old weights.
         """
         return self.bundle.model
 
@@ -140,11 +140,14 @@ class LanguageModel:
     ) -> Tensor:
         """Return the log-probability in nats of each token of a text, [tokens], in fp32 or higher.
 
-        The first token is scored after the text of `memory`, or without a memory after an end-of-text token. The first
-        token has no score if no memory is given and the model cannot begin a document. If training used document masks,
-        an end-of-text token among the ids begins a document that sees nothing before it. `memory_len` is the number of
-        past tokens in the memory, possibly more than in training. -1 means as many as in training. With `zero_memory`
-        the text begins with a memory of zeros, which queries attend to, as in Hugging Face and TensorFlow.
+        With `memory` the first token is scored after the memory's text. Without `memory` the first token of a string is
+        scored after an end-of-text token. The first token has no score if `text` is a list of ids and has no `memory`,
+        or if the model cannot begin a document.
+
+        If training used document masks, an end-of-text token among the ids begins a document that sees nothing before
+        it. `memory_len` is the number of past tokens that a token sees through the memory. It can be larger than in
+        training. The value -1 means as many as in training. With `zero_memory` the text begins with a memory of zeros,
+        which queries attend to, as in Hugging Face and TensorFlow.
 
         Raises ConfigError for ids outside the vocabulary, for a `memory` of another model, and for a `memory` together
         with `zero_memory`.
@@ -184,7 +187,7 @@ class LanguageModel:
     def generate(
         self, prompt: Text, *, memory: TextMemory | None = None, keep_memory: bool = False, **settings: Any
     ) -> Generation:
-        """Generate the text that continues a prompt. An empty prompt begins a document.
+        """Generate the text that continues a prompt. If the prompt is empty, the text is a new document.
 
         `settings` are fields of `SamplingParams`: max_tokens, temperature, top_k, top_p, min_p, seed, stop ... `memory`
         is the memory of the text before the prompt. With `keep_memory` the result holds the memory after the text.
@@ -245,8 +248,7 @@ class LanguageModel:
     def write(
         self, prompts: Iterable[Prompt], writing: SamplingParams, *, keep_memory: bool = False
     ) -> Iterator[OutputChunk]:
-        """Do the same as `stream_batch`, after a deprecation warning. Version 0.2 had the name `write` for this
-        method."""
+        """Log a deprecation warning, then do the same as `stream_batch`. Version 0.2 called that method `write`."""
         warn_of_old_method("LanguageModel.write")
         return self.stream_batch(prompts, writing, keep_memory=keep_memory)
 
@@ -254,7 +256,7 @@ class LanguageModel:
         """Make a scheduler to which prompts can be added, and from which they can be removed, at any time.
 
         The scheduler generates `num_rows` texts at once. Between two tokens it reads one segment of the waiting
-        prompts. `memory_len` is the number of past tokens that a text sees, and -1 means as many as in training.
+        prompts. `memory_len` is the number of past tokens that a text sees. The value -1 means as many as in training.
         """
         return Scheduler(self._decoder(memory_len), self.tokenizer, num_rows=num_rows, read_len=self.bundle.segment_len)
 
@@ -275,8 +277,8 @@ class LanguageModel:
     def memory(self, text: Text, *, memory: TextMemory | None = None, memory_len: int = -1) -> TextMemory:
         """Read a text and return the memory after it, which `score` and `generate` continue from.
 
-        The text comes after the text of `memory`, if one is given. The result holds the last `memory_len` tokens, and
-        -1 means as many as in training. Raises ConfigError if the model has no memory, and for the same inputs as
+        The text comes after the text of `memory`, if one is given. The result holds the last `memory_len` tokens. The
+        value -1 means as many as in training. Raises ConfigError if the model has no memory, and for the same inputs as
         `generate`.
         """
         check_count(memory_len, least=-1, what="memory_len")
@@ -300,9 +302,10 @@ class LanguageModel:
     ) -> KVCache:
         """Make an empty memory of `num_rows` texts for `hidden`.
 
-        `hidden` then takes at most `chunk_len` positions per call. `memory_len` is the number of past tokens in it, and
-        -1 means as many as in training. With `with_documents`, `hidden` needs the document number of each position.
-        Raises ConfigError for an argument that is not a whole number in its range, and for a model without a memory.
+        The method `hidden` then takes at most `chunk_len` positions per call. `memory_len` is the largest number of
+        past tokens in the memory. The value -1 means as many as in training. With `with_documents`, `hidden` needs the
+        document number of each position. Raises ConfigError for an argument that is not a whole number in its range,
+        and for a model without a memory.
         """
         check_count(num_rows, least=1, what="num_rows")
         check_count(memory_len, least=-1, what="memory_len")
@@ -316,13 +319,13 @@ class LanguageModel:
     def hidden(
         self, inputs: Tensor, memory: KVCache | None = None, *, document_BT: Tensor | None = None
     ) -> tuple[Tensor, KVCache]:
-        """Run inputs and return (hidden_LBTD, the memory after them): the hidden states of all layers.
+        """Run the model on inputs. Returns (hidden_LBTD, the memory after the inputs): the hidden states of all layers.
 
         The first axis of hidden_LBTD has the inputs of the L layers, then the normed output of the last layer: L + 1
         entries. `inputs` are tokens_BT (int64), or vectors_BTD in the model's type that replace embeddings. The inputs'
-        keys and values are appended to `memory` in place. None means a new empty memory, as long as in training.
-        `document_BT` (int64, >= 0) is the document number of each position, which sees only its own document. It needs
-        a memory made `with_documents`.
+        keys and values are appended to `memory` in place. If `memory` is None, an empty memory is made, as long as in
+        training. `document_BT` (int64, >= 0) is the document number of each position. A position then sees only its own
+        document. The argument needs a memory that was made `with_documents`.
 
         Raises ConfigError for inputs that are neither tokens nor vectors, and for ids outside the vocabulary. Also
         raises it for a memory or documents that do not fit, and for more positions than the memory takes per call.
@@ -419,8 +422,10 @@ class LanguageModel:
         return prompt
 
     def _read(self, text: Text, memory: TextMemory | None) -> Prompt:
-        """Encode a text that follows a memory or an end-of-text token. The result may have no ids. Raises
-        ConfigError."""
+        """Encode a text that follows a memory or an end-of-text token. The result can have no ids.
+
+        Raises ConfigError for a memory of another model, and for a text that cannot be encoded.
+        """
         if not isinstance(memory, TextMemory | None):
             raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make a memory by `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
@@ -448,10 +453,10 @@ class LanguageModel:
         return Prompt((*leading_ids, *ids), past, joint, num_led=len(leading_ids))
 
     def window(self, memory_len: int = -1) -> int:
-        """Return the number of past tokens that a text sees for this `memory_len`. -1 means as many as in training.
+        """Return the number of past tokens that a text sees for this `memory_len`. The value -1 means as in training.
 
-        In training a token sees its memory. Without `same_length`, it sees the tokens of its segment instead if the
-        segment is longer than the memory.
+        For -1 the result is the length of the memory in training. Without `same_length` it is at least the length of a
+        segment minus 1, because the last token of a segment saw as many tokens.
         """
         if memory_len >= 0:
             return memory_len

@@ -1,4 +1,4 @@
-"""Adapter of a bundle for lm-evaluation-harness (extra `harness`), with the command line of the harness's `lm_eval`:
+"""Adapter that runs a bundle in lm-evaluation-harness (extra `harness`). It has the command line of `lm_eval`:
 
     python -m txl_dist.inference.lm_eval_adapter --model txl --model_args path=BUNDLE,memory_len=1000 --tasks ...
 
@@ -7,9 +7,9 @@ program calls:
 
     lm_eval.simple_evaluate(model=HarnessModel(LanguageModel(load_bundle(path))), tasks=[...])
 
-Each text begins a document. An end-of-text token precedes the text if the model was trained that way. No text is
-truncated. A text is read in segments, and a token sees as many past tokens as the memory holds. Texts of similar length
-are read together.
+Each text begins a document. An end-of-text token precedes the text if the model was trained to begin documents with it.
+No text is truncated. A text is read in segments, and a token sees as many past tokens as the memory holds. Texts of
+similar length are read together.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
 
     @property
     def tokenizer_name(self) -> str:
-        """Fingerprint of the tokenizer, which identifies it in the harness's cache of requests."""
+        """Fingerprint of the tokenizer, by which the harness's cache of requests identifies the tokenizer."""
         return self.lm.tokenizer.fingerprint
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -178,8 +178,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return per request (log-probability in nats of its continuation, whether each of its tokens is the most
-        probable).
+        """Return (log-probability in nats, is greedy) of each request's continuation.
+
+        The second item is True if each token of the continuation is the most probable token at its position.
         """
         rows = [_Row([*self._with_end_of_text(context), *ids], len(ids)) for _, context, ids in requests]
         results = self._in_batches(rows, self._scored, length=lambda row: len(row.ids))
@@ -242,7 +243,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness is not type
         return results
 
     def _hidden(self, tokens_BS: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Run all tokens but the last. Yields (number of the first position, hidden_BTD) of each segment."""
+        """Run all tokens except the last, in segments. Yields (number of the first position, hidden_BTD) of each
+        segment."""
         lm = self.lm
         num_rows, num_tokens = tokens_BS.shape
         segment_len = lm.bundle.segment_len

@@ -38,7 +38,7 @@ class Sampling:
     """Token ids that can be generated. Empty: all ids."""
 
     def check(self, *, vocab_size: int | None = None) -> None:
-        """Raise ConfigError for a setting out of range, and with `vocab_size` for an allowed id that is unknown."""
+        """Raise ConfigError if a setting is out of range. With `vocab_size` also check the ids in `allowed`."""
         rules = [
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more tokens (0 keeps all)"),
@@ -60,13 +60,13 @@ class SamplingParams(Sampling):
     stop: tuple[str, ...] = ()
     """Strings that end a text. The text does not contain the string."""
     seed: int = 0
-    """Seed of the draws. The same seed gives the same texts."""
+    """Seed of the random choice of tokens. The same seed gives the same texts."""
     num_samples: int = 1
     """Number of texts per prompt."""
     log_probs: int = -1
     """Write the log-probability of each token and of this many likeliest alternatives. -1: none."""
     memory_len: int = -1
-    """Past tokens that the model sees, possibly more than in training. -1: as trained."""
+    """Past tokens that the model sees, possibly more than in training. -1: as many as in training."""
     batch_size: int = 16
     """Number of texts generated at once."""
 
@@ -98,7 +98,7 @@ class SamplingParams(Sampling):
             raise ConfigError(f"{name}={values[name]!r:.200}: it must be {kind}.") from error
 
     def check(self, *, vocab_size: int | None = None) -> None:
-        """Raise ConfigError for a setting out of range, and with `vocab_size` for an allowed id that is unknown."""
+        """Raise ConfigError if a setting is out of range. With `vocab_size` also check the ids in `allowed`."""
         super().check(vocab_size=vocab_size)
         rules = [
             ("max_tokens", 0 <= self.max_tokens <= MOST_TOKENS, f"0 or more tokens, and at most {MOST_TOKENS:,}"),

@@ -1,7 +1,8 @@
-"""Log-probabilities of given tokens, and the probe: tokens whose losses prove that weights are the trained ones.
+"""Log-probabilities of given tokens, and the probe: tokens whose recorded losses show that weights are the trained
+ones.
 
-The training engine computes the losses with its weights at every checkpoint. Code that loads exported weights computes
-them again. The tokens run as two segments, so that the losses also depend on the memory.
+At every checkpoint the training engine computes and records the losses. Code that loads exported weights computes the
+losses again and compares. The tokens run as two segments, so that the losses also depend on the memory.
 """
 
 from __future__ import annotations

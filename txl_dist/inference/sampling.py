@@ -91,7 +91,10 @@ def _limited(scores_BS: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _drawn_by_group(p_BS: Tensor, uniform_B2: Tensor) -> Tensor:
-    """Draw place_B1: the first number selects a group, and the second number selects a place in it."""
+    """Draw place_B1, an index among the probabilities.
+
+    The first random number of a row selects a group. The second one selects a token in that group.
+    """
     num_scores = p_BS.shape[1]
     group_len = 1 + math.isqrt(num_scores - 1)
     if num_scores % group_len:
@@ -106,9 +109,9 @@ def _drawn_by_group(p_BS: Tensor, uniform_B2: Tensor) -> Tensor:
 
 
 def _fallen(p_BS: Tensor, uniform_B1: Tensor) -> Tensor:
-    """Find place_B1, where a number falls among cumulative probabilities. A place of probability 0 is never found.
+    """Return place_B1: the index whose interval of cumulative probabilities contains the row's random number.
 
-    The probabilities may have any sum.
+    An index of probability 0 is never returned. The probabilities of a row can have any sum.
     """
     cumulated_BS = p_BS.cumsum(-1)
     # In fp64 the product with 1 - 2**-53, the largest number that can be drawn, is rounded to less than the sum.

@@ -1,8 +1,8 @@
 """Scheduler of prompts and texts: it turns new tokens into chunks of text, and ends texts at stop strings.
 
-for chunk in write(decoder, tokenizer, prompts, params): ... # prompts that are all known
+for chunk in stream(decoder, tokenizer, prompts, params): ... # if all prompts are known
 
-scheduler = Scheduler(decoder, tokenizer, num_rows=64, read_len=64)    # prompts that come and go
+scheduler = Scheduler(decoder, tokenizer, num_rows=64, read_len=64)    # if prompts come and go
 scheduler.add(7, prompt, params)
 while scheduler.num_texts:
     for chunk in scheduler.step(): ...                                 # a token of each text, and part of a prompt
@@ -25,8 +25,8 @@ from txl_dist.tokenizers.base import StreamDecoder, Tokenizer
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
-"""Smallest number of tokens for which reading part of a prompt is counted, because each call of the model has a fixed
-cost."""
+"""Smallest number of tokens that a part of a prompt counts for in a step's limit of prompt tokens. A shorter part
+counts as this many, because each call of the model has a fixed cost."""
 
 READ_PER_ROW = 2
 """Number of additional prompt tokens that a step reads per text in generation. Reading them takes about as long as
@@ -42,20 +42,21 @@ class Prompt(NamedTuple):
     past: CacheState | None = None
     """Memory of the text before the prompt. None if no text comes before."""
     joint: str = ""
-    """Text that is put between the prompt and its continuation."""
+    """Text to show between the prompt and its continuation, for example a blank."""
     num_led: int = 0
-    """Number of leading `ids` that are not part of the prompt's text: an end-of-text, or the last token of `past`."""
+    """Number of leading `ids` that are not part of the prompt's text: an end-of-text token, or the last token of the
+    text before."""
 
 
 class Completion(NamedTuple):
-    """End of a text: the reason, the tokens, and the memory if it was asked for."""
+    """End of a text: the reason, the tokens, and the memory if it was requested."""
 
     finish: FinishReason
-    """Reason why the text ended: a stop string, its length, or an end-of-text."""
+    """Reason why the text ended: a stop string, its length, or an end-of-text token."""
     tokens: Sequence[Token]
     """Tokens of the text. Tokens after the text's end are left out."""
     past: CacheState | None
-    """Memory of the prompt and the text without its last token. None unless it was asked for."""
+    """Memory of the prompt and the text, without the text's last token. None unless the memory was requested."""
 
 
 class OutputChunk(NamedTuple):
@@ -71,9 +72,10 @@ class OutputChunk(NamedTuple):
     """End of the text. None unless this is the last chunk of the text."""
     tokens: Sequence[tuple[Token, int]] = ()
     """Tokens whose text is complete with this chunk, each with the length of the text up to the token's end in
-    characters. An end-of-text is included."""
+    characters. An end-of-text token is included."""
     scored: Sequence[Scored] = ()
-    """Scores of the prompt's tokens except the first. Only the first chunk has them, if they were asked for."""
+    """Scores of the prompt's tokens except the first. Only the first chunk of a text has them, and only if they were
+    requested."""
     error: TxlError | None = None
     """Reason why the prompt failed. A chunk with an error is the last chunk of the prompt and of all its texts."""
 
@@ -103,9 +105,8 @@ class Scheduler:
 
     @property
     def num_texts(self) -> int:
-        """Number of texts that have not ended: the prompt is being read, the text waits, or the text is being
-        generated.
-        """
+        """Number of texts that have not ended. Their prompt is being read, or they wait for a row, or they are being
+        generated."""
         num_unread = sum(job.writing.num_samples for job in self._to_read)
         return len(self._works) + len(self._to_write) + num_unread
 
@@ -203,7 +204,10 @@ class Scheduler:
                     self._to_read.append(job)
 
     def _has_read(self, job: _Job, past: CacheState | None) -> Iterator[OutputChunk]:
-        """Put the texts of a prompt that has been read into the queue for rows. Texts without tokens end at once."""
+        """Put the texts of a prompt that has been read into the queue of texts that wait for a row.
+
+        If `max_tokens` is 0, the texts end immediately.
+        """
         samples = range(job.writing.num_samples)
         if job.writing.max_tokens == 0:
             ending = Completion("length", (), past if job.keeps_memory else None)
@@ -307,7 +311,7 @@ class _Job:
     writing: SamplingParams
     request: Request
     reading: Reading | None
-    """Generator that reads the prompt. None if the prompt need not be read."""
+    """Generator that reads the prompt. None if nothing that was requested needs the prompt's memory or scores."""
     keeps_memory: bool
     scored: list[Scored] = field(default_factory=list)
 
@@ -354,7 +358,7 @@ class _Work:
         return self._show(len(self._pending) - num_held)
 
     def cut(self) -> str:
-        """End the text with its present tokens, and return the part that was held back."""
+        """End the text with the tokens that it has, and return the characters that were held back."""
         self.finish = "length"
         self._pending += self._decoder.close()
         if self._lengths:
@@ -362,7 +366,7 @@ class _Work:
         return self._show(len(self._pending))
 
     def text_tokens(self) -> list[Token]:
-        """Return the tokens whose text was shown. An end-of-text and incomplete characters are left out."""
+        """Return the tokens whose text was shown. An end-of-text token and incomplete characters are left out."""
         num_tokens = self._num_shown()
         if self.finish == "end_of_text":
             num_tokens = len(self.tokens) - 1
@@ -371,7 +375,7 @@ class _Work:
     def new_tokens(self) -> list[tuple[Token, int]]:
         """Return the tokens shown since the last call, each with the length of the text up to the token's end.
 
-        An end-of-text counts as shown.
+        An end-of-text token counts as shown.
         """
         first = self._num_reported
         self._num_reported = max(first, self._num_shown())
@@ -379,7 +383,7 @@ class _Work:
         return list(zip(self.tokens[new], self._lengths[new], strict=True))
 
     def _num_shown(self) -> int:
-        """Count the tokens whose text was shown. An end-of-text that ended the text counts too."""
+        """Count the tokens whose text was shown. An end-of-text token that ended the text counts too."""
         if self.finish in ("length", "end_of_text"):
             return len(self.tokens)
         num_reached = bisect_right(self._lengths, self._num_shown_chars)

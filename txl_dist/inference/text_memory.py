@@ -3,7 +3,7 @@
 The file has the format safetensors, and these tensors:
 
     key_value   keys and values [L, 2, N, S, H], if all layers remember the same number of positions
-    key_value.0 keys and values of layer 0 [2, N, S_0, H], if the numbers differ; likewise key_value.1 ...
+    key_value.0 keys and values of layer 0 [2, N, S_0, H], if the numbers differ (then also key_value.1 ...)
     document    document number of each of the last S positions [S], oldest first
     last        id of the token after these positions, which has not been read yet
 
@@ -173,7 +173,7 @@ def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
 
 
 def fingerprint_of(model: TransformerXL) -> str:
-    """Return the hash (sha256) of a model's settings and weights. It takes a second for some 100 million weights."""
+    """Return the hash (sha256) of a model's settings and weights. It takes about 1 s per 100 million weights."""
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     digest = hashlib.sha256(model.section.model_dump_json().encode())
     digest.update(_digest(weights).encode())

@@ -1,7 +1,7 @@
-"""Weights that need not be in memory as a whole: code reads, rounds and writes some rows at a time.
+"""Weights that need not be in memory as a whole. Code reads, rounds and writes a few rows at a time.
 
-`Sliced` is the type of a tensor whose rows are taken by slices. It is a `Tensor`, or `Rows`, which reads the rows from
-a file. Code that goes through weights by `pieces` needs a few MiB of memory, however large the weights are.
+The type `Sliced` is a tensor from which code takes rows by slices: a `Tensor`, or `Rows`, which reads the rows from a
+file. Code that goes through weights by `pieces` needs a few MiB of memory, however large the weights are.
 
 The type int8 is for storing matrices only. A row is an output of a matrix or an entry of a table. Each row has 127
 steps on each side of zero, and a scale that is the size of a step. Scales are bf16, so that they take little space in
@@ -40,7 +40,7 @@ class Sliced(Protocol):
         """Shape of the whole tensor, with at least one axis."""
 
     def __getitem__(self, rows: slice, /) -> Tensor:
-        """Return a range of rows, on the device that holds them."""
+        """Return a range of rows, on the device on which they are stored."""
 
 
 Weights = Mapping[str, Sliced]
@@ -101,7 +101,8 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
 def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
     """Write weights to a new file in the type `dtype` (a key of `STORED`), some rows at a time.
 
-    Raises CheckpointError if a number is not finite in this type, OSError, and the errors of reading the weights.
+    Raises CheckpointError if a number is not finite in this type, and OSError if the file cannot be written. Errors of
+    reading the weights are passed on.
     """
     streams: dict[str, Stream] = {}
     if dtype == "int8":
@@ -121,7 +122,7 @@ def write_weights(path: Path, weights: Weights, *, dtype: str) -> None:
 def stored_weights(path: Path) -> dict[str, Sliced]:
     """Open a file that `write_weights` wrote, and return its weights by name. Their values are read when they are used.
 
-    Raises OSError, ValueError or SafetensorError.
+    Raises OSError, ValueError or SafetensorError if the file is missing or damaged.
     """
     file = TensorFile(path)
     weights: dict[str, Sliced] = {}
