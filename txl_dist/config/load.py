@@ -97,6 +97,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
 
 def check_config(config: Config) -> None:
     """Refuse settings that contradict each other. Raises ConfigError, which names section.key, value and rule."""
+    order_rules = _order_rules(config)
     position_rules = _position_rules(config)
     model = config.model
     engine = config.engine
@@ -122,8 +123,12 @@ def check_config(config: Config) -> None:
             not model.value_residual or model.num_layers > 1,
             "model.value_residual=True mixes the values of two layers, and needs model.num_layers of 2 or more",
         ),
+        (
+            config.train.step_len <= config.train.segment_len,
+            f"train.reuse_len={config.train.reuse_len} must not exceed train.segment_len={config.train.segment_len}",
+        ),
         *position_rules,
-        *_order_rules(config),
+        *order_rules,
         (
             len(config.data.weights) in (0, 1 + len(config.data.more_paths)),
             f"data.weights has {counted(len(config.data.weights), 'entry', 'entries')}, but needs one entry for "
@@ -228,10 +233,10 @@ def _order_rules(config: Config) -> list[tuple[bool, str]]:
     """Return the rules for models that predict in any order (XLNet), as pairs (whether it holds, message)."""
     model = config.model
     train = config.train
-    needs_any_order = train.is_permutation == model.any_order
+    is_permutation = train.objective == "permutation"
     rules = [
         (
-            needs_any_order,
+            is_permutation == model.any_order,
             f"train.objective={train.objective!r} does not go with model.any_order={model.any_order}: "
             "set objective to 'permutation' and any_order to true, or neither",
         ),
@@ -240,7 +245,7 @@ def _order_rules(config: Config) -> list[tuple[bool, str]]:
             "model.segment_terms=True needs model.any_order=True",
         ),
         (
-            train.is_permutation or not (train.reuse_len or train.predicted_len or train.order_len),
+            is_permutation or not (train.reuse_len or train.predicted_len or train.order_len),
             f"train.reuse_len={train.reuse_len}, predicted_len={train.predicted_len} and "
             f"order_len={train.order_len} need train.objective='permutation': set these lengths to 0",
         ),
@@ -268,7 +273,7 @@ def _order_rules(config: Config) -> list[tuple[bool, str]]:
             "order: set engine.attention to 'auto' or 'fused'",
         ),
     ]
-    if train.is_permutation:
+    if is_permutation:
         rules += _permutation_rules(config)
     return rules
 
@@ -278,10 +283,6 @@ def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
     train = config.train
     segment_len = train.segment_len
     rules = [
-        (
-            train.step_len <= segment_len,
-            f"train.reuse_len={train.reuse_len} must not exceed train.segment_len={segment_len}",
-        ),
         (not train.half_loss, "train.half_loss=True needs train.objective='next': set half_loss to false"),
         (
             config.metrics.sample_every_steps == 0,
@@ -302,7 +303,7 @@ def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
             f"engine.cuda_graph={config.engine.cuda_graph!r} needs train.objective='next': set it to 'off'",
         ),
     ]
-    if train.step_len > segment_len:
+    if train.reuse_len > segment_len:
         return rules
     for half in train.halves():
         length = half.stop - half.start

@@ -283,7 +283,8 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
         mark_documents=mask_documents or train.is_permutation,
     )
     maker = batch_maker(model, mask_documents=mask_documents).for_training(half_loss=train.half_loss)
-    sampler = target_sampler(config, corpora.first)
+    settings = TargetSettings.of(train) if train.is_permutation else None
+    sampler = target_sampler(settings, corpora.first, seed=config.run.seed)
     if sampler is None:
         return (maker.batch(segment) for segment, _ in stream)
     return _ordered_batches(stream, corpora.begin, maker, sampler)
@@ -299,16 +300,12 @@ def _ordered_batches(
         state = after
 
 
-def target_sampler(config: Config, corpus: Corpus, *, seed: int | None = None) -> TargetSampler | None:
-    """Return the sampler that chooses a run's targets for XLNet's objective, or None if the run predicts the next
-    token.
+def target_sampler(settings: TargetSettings | None, corpus: Corpus, *, seed: int) -> TargetSampler | None:
+    """Return the sampler that chooses the tokens to predict for XLNet's objective.
 
-    The tokenizer of `corpus` determines where words begin. Without `seed` the sampler uses the seed of the run.
+    Returns None if there are no `settings`, which means next-token prediction. The tokenizer of `corpus` determines where
+    words begin.
     """
-    if not config.train.is_permutation:
+    if settings is None:
         return None
-    return TargetSampler(
-        TargetSettings.of(config.train),
-        seed=config.run.seed if seed is None else seed,
-        begins_word_V=word_starts(corpus.tokenizer),
-    )
+    return TargetSampler(settings, seed=seed, begins_word_V=word_starts(corpus.tokenizer))

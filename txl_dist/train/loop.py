@@ -274,7 +274,7 @@ class TrainingRun:
             damage=self.damage,
             depth=depth,
             device=context.ranks.device,
-            sampler=target_sampler(config, context.corpora.first),
+            sampler=target_sampler(context.target_settings, context.corpora.first, seed=config.run.seed),
         )
         inputs = prefetch(step_inputs, depth=depth)
         try:
@@ -427,7 +427,7 @@ class TrainingRun:
                 corpora.eval,
                 mask_documents=config.data.document_mask,
                 max_tokens=config.eval.max_tokens,
-                unscored=config.train.unscored,
+                unscored=context.unscored,
                 with_eval_bits=not config.train.is_permutation,
             )
         )
@@ -454,7 +454,7 @@ class TrainingRun:
             values,
             splits=context.corpora.train,
             mask_documents=config.data.document_mask,
-            unscored=config.train.unscored,
+            unscored=context.unscored,
             max_steps=self.max_steps,
         )
         self.reporter.write("train", record)

@@ -18,6 +18,7 @@ from txl_dist.config.load import BatchPlan, Config, check_config, check_vocabula
 from txl_dist.config.phases import SavedSettings, check_phases, each_phase, saved_settings
 from txl_dist.data.loader.corpora import Corpora, first_stream, open_corpora
 from txl_dist.data.loader.lanes import lanes_of_rank
+from txl_dist.data.loader.target_sampler import TargetSettings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.flops import count_parameters, flops_by_part, peak_tflops
 from txl_dist.train.preflight import StageWarnings, check_hardware, check_text, warnings_on_stage
@@ -119,6 +120,8 @@ def stage_context(
         vocab_size=vocab_size,
         lanes=lanes_of_rank(train.num_lanes, rank=ranks.rank, world_size=ranks.world_size),
         scored_len=train.scored_len,
+        unscored=train.unscored,
+        target_settings=TargetSettings.of(train) if train.is_permutation else None,
         evaluation=evaluation,
         flops=flops_by_part(
             config.model,

@@ -13,6 +13,7 @@ from txl_dist.config.load import BatchPlan, Config
 from txl_dist.config.phases import SavedSettings
 from txl_dist.data.loader.corpora import Corpora
 from txl_dist.data.loader.stream_state import StreamState
+from txl_dist.data.loader.target_sampler import TargetSettings
 from txl_dist.distributed.collectives import RankInfo
 from txl_dist.model.memory import Memory
 from txl_dist.train.stability import Health
@@ -58,7 +59,12 @@ class RunContext:
     lanes: range
     """Global ids of this rank's lanes (batch rows, each with its own token stream)."""
     scored_len: int
-    """Number of targets per segment whose loss counts in training. They are the last targets of the segment."""
+    """Number of targets per segment whose loss counts in training. With next-token prediction these are the last
+    targets of the segment."""
+    unscored: str
+    """Reason why some targets have no training loss, for messages. It is empty if all targets have one."""
+    target_settings: TargetSettings | None
+    """Lengths by which XLNet's objective chooses the tokens to predict. None for next-token prediction."""
     evaluation: EvaluationPlan
     """Lengths and options of evaluations during the run."""
     flops: dict[str, float]
