@@ -303,8 +303,8 @@ def _ordered_batches(
 def target_sampler(settings: TargetSettings | None, corpus: Corpus, *, seed: int) -> TargetSampler | None:
     """Return the sampler that chooses the tokens to predict for XLNet's objective.
 
-    Returns None if there are no `settings`, which means next-token prediction. The tokenizer of `corpus` determines where
-    words begin.
+    Returns None if there are no `settings`, which means next-token prediction. The tokenizer of `corpus` determines
+    where words begin.
     """
     if settings is None:
         return None
