@@ -1,7 +1,7 @@
 """`txl export`: write a committed checkpoint or a bundle as a bundle, a Hugging Face folder or ONNX graphs.
 
-It needs no running job. The training engine recorded a probe in the checkpoint: some tokens and their losses. The
-export computes these losses again and compares them.
+The run need not be active. The training engine recorded a probe in the checkpoint: some tokens and their losses. The
+export computes these losses again from the exported weights, and compares the two.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 T = TypeVar("T")
 NOTHING_STATED = Stated()
-"""Statements for a model card to which the user adds nothing."""
+"""Statements of a user who states nothing for the model card."""
 MOST_SAMPLED = 16_000_000
 """Largest number of parameters for which an export generates a sample of text for the model card, if training recorded
-no sample. The weights of larger models are never in memory as a whole."""
+no sample. An export never has the weights of a larger model in memory as a whole."""
 SAMPLE_SETTINGS: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 1}
 """Arguments of `LanguageModel.generate` for the sample of text in the model card."""
 
 
 class Trained(NamedTuple):
-    """Content of one checkpoint: its folder, its settings, and the package of weights, tokenizer and model card."""
+    """Checkpoint that was read: its folder, its settings, and a package with its weights and tokenizer."""
 
     folder: Path
     config: Config
@@ -73,9 +73,9 @@ def read_trained(run: Path) -> Trained:
 def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False) -> T:
     """Call `use` with a run's newest undamaged checkpoint, or with a checkpoint folder, and return its result.
 
-    `use` gets the checkpoint's content and can read the weights piece by piece. With `use_ema` it gets the moving
-    averages of the weights instead. The run may still be training. The run does not prune the checkpoint before `use`
-    has returned. Checkpoints that the run pruned before are ignored.
+    The function `use` gets the checkpoint's content, and can read a few rows of the weights at a time. With `use_ema`
+    the weights are the moving averages. The run can still be training. It then keeps the checkpoint until `use` has
+    returned. Checkpoints that the run has already pruned are ignored.
 
     Raises CheckpointError if there is no undamaged checkpoint.
     """
@@ -156,7 +156,7 @@ def _read_checkpoint(folder: Path, *, name: str, use_ema: bool) -> Trained:
 
 
 def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
-    """Return (folder of the weights, package with its model card) for a run, a checkpoint or a bundle."""
+    """Return (folder with the weights, package with a model card) for a run, a checkpoint or a bundle."""
     if detect_artifact(source) is not ArtifactKind.BUNDLE:
         trained = read_trained(source)
         return trained.folder, _with_card(trained, stated)
@@ -169,7 +169,7 @@ def _read(source: Path, stated: Stated) -> tuple[Path, Package]:
 def _with_card(trained: Trained, stated: Stated) -> Package:
     """Return a checkpoint's package with a model card.
 
-    The card has the metadata that the run recorded and the statements of the user.
+    The card has the metadata that the run recorded, and `stated`, the statements of the user.
     """
     package = trained.package
     saved = read_state(trained.folder)
@@ -204,10 +204,10 @@ def _num_parameters(package: Package) -> int:
 
 
 def _rounded_once(package: Package, dtype: str) -> Package:
-    """Return the package with a probe that is compared in type `dtype`.
+    """Return the package of a bundle with the number type `dtype` for its probe.
 
-    A bundle's weights are already rounded to `dtype`, so the probe's losses are compared with the tolerance of this
-    type.
+    The bundle's weights are already rounded to `dtype`. So the next export must compare the losses of the probe with
+    the tolerance of this type.
     """
     if dtype == "fp32":
         return package
@@ -219,10 +219,11 @@ def export_bundle(
 ) -> Exported:
     """Write a bundle (a folder with all that inference needs) from a run, a checkpoint or another bundle.
 
-    The weights are read and written some MiB at a time. With `use_ema` the bundle gets the moving averages of the
+    The weights are read and written a few MiB at a time. With `use_ema` the bundle gets the moving averages of the
     weights, if the run kept them. `stated` holds statements of the user for the model card.
 
-    Raises CheckpointError if no undamaged source is found, if the probe disagrees, or if `out` cannot be written.
+    Raises CheckpointError if no undamaged source is found, if the losses of the probe differ too much, or if `out`
+    cannot be written.
     """
 
     def write(folder: Path, package: Package) -> Exported:
@@ -273,8 +274,8 @@ def export_to_xlnet(source: Path, out: Path, *, dtype: str = "fp32", stated: Sta
 def export_to_onnx(source: Path, out: Path, *, stated: Stated = NOTHING_STATED) -> float:
     """Write a folder that ONNX Runtime runs, from a run, a checkpoint or a bundle.
 
-    Returns the largest difference between a log-probability of the graphs and of the source, in nats. Raises the errors
-    of `export_onnx`, and CheckpointError if no undamaged source is found.
+    Returns the largest difference between the graphs' and the source's log-probabilities, in nats. Raises the errors of
+    `export_onnx`, and CheckpointError if no undamaged source is found.
     """
     folder, package = _read(source, stated)
     _check_alike(package)
@@ -311,11 +312,11 @@ def _check_alike(package: Package) -> None:
 def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     """Open a trained model: a bundle, a checkpoint, or a run's newest complete checkpoint.
 
-    A checkpoint is opened as if `txl export` had written it as a bundle in fp32. A string may be the address of a
-    bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION], which is downloaded.
+    A checkpoint is opened as if `txl export` had written it as a bundle in fp32. A string can be the address of a
+    bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION]. That bundle is downloaded.
 
-    Raises CheckpointError if no complete checkpoint is found. Raises ConfigError if the path leads to something else,
-    or if the device does not exist.
+    Raises CheckpointError if no complete checkpoint is found. Raises ConfigError if `source` is none of these, or if
+    the device does not exist.
     """
     path = local_model(source)
     device = check_device(device)

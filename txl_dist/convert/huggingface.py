@@ -46,10 +46,11 @@ WRITTEN = {"config.json", "model.safetensors", TOKENIZER, "vocab.txt", "tokenize
 
 
 def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a folder with a model of Hugging Face's TransfoXL. Returns the model with our settings and names.
+    """Read a folder with a model of Hugging Face's TransfoXL. Returns the model with the settings and names of
+    txl_dist.
 
-    `user_settings` are settings, by Hugging Face's names, that the folder's config.json lacks. Raises CheckpointError,
-    or DataError for a vocabulary that cannot be read.
+    `user_settings` are settings, by Hugging Face's names, that the folder's config.json lacks. Raises CheckpointError
+    if the model cannot be read, and DataError if the vocabulary cannot be read.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Name the folder with config.json and the weights.")
@@ -122,7 +123,7 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return True if a folder is empty or an older export, so that replacing it loses nothing."""
+    """Return True if a folder is empty or an older export. Replacing such a folder loses nothing else."""
     if not folder.is_dir():
         return False
     names = {path.name for path in folder.iterdir()}
@@ -132,8 +133,9 @@ def _is_ours(folder: Path) -> bool:
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     """Write the files of TransfoXLTokenizer, if this tokenizer can express the vocabulary.
 
-    TransfoXLTokenizer can express vocabularies of words, of which one word stands for unknown words. The files name
-    their special tokens. Otherwise TransfoXLTokenizer would add its default special tokens after the vocabulary.
+    TransfoXLTokenizer can express a vocabulary of words if one of the words stands for unknown words. The files name
+    the special tokens. Without these names TransfoXLTokenizer would add its default special tokens after the
+    vocabulary.
     """
     symbols = tokenizer.symbols
     unknowns = [symbol for symbol in ("<unk>", "<UNK>") if symbol in symbols]
@@ -162,7 +164,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def inexpressible(model: ModelSection) -> list[str]:
     """Return descriptions of a model's settings that transformers' TransfoXL lacks.
 
-    The result is empty if TransfoXL has all of them.
+    The result is empty if TransfoXL has all of the model's settings.
     """
     default = ModelSection()
     names = ["activation", "final_norm", "value_bias", "output_bias", "scale_embedding"]
@@ -207,8 +209,8 @@ def read_parts(folder: Path) -> dict[str, Any]:
 def _original_names(peer_weights: Weights, *, where: str) -> Weights:
     """Return Hugging Face's weights under the original code's names.
 
-    Shared biases are also in every layer. These copies are compared with the shared biases and dropped. Raises
-    CheckpointError for a model without softmax.
+    If the layers share biases, Hugging Face's weights also have a copy of the biases in every layer. The copies are
+    compared with the shared biases and dropped. Raises CheckpointError for a model without softmax.
     """
     if "word_emb.emb_layers.0.weight" in peer_weights and "crit.out_layers.0.bias" not in peer_weights:
         raise CheckpointError(
@@ -230,7 +232,7 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
 
 
 def _flip_clusters(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor, with its rows reversed if they are tail clusters, which Hugging Face has in the other order."""
+    """Return a tensor. Its rows are reversed if they are tail clusters, because Hugging Face has the other order."""
     if name in ("crit.cluster_weight", "crit.cluster_bias"):
         return tensor.flip(0)
     return tensor
@@ -243,7 +245,7 @@ def _huggingface_name(name: str) -> str:
 
 
 def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
-    """Return our weights under Hugging Face's names.
+    """Return the weights of txl_dist under Hugging Face's names.
 
     Each tensor is a copy, because the file format refuses tensors that share memory.
     """
@@ -265,7 +267,8 @@ def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
 def _config(package: Package, *, dtype: str) -> dict[str, Any]:
     """Return the content of config.json.
 
-    A model whose window has memory_len + 1 keys is written as one with memory_len keys and a longer memory.
+    TransfoXL's `same_length` has one key less than "memory_and_self". So for such a model `mem_len` is written one
+    token longer.
     """
     model = package.section
     is_wider = model.same_length == "memory_and_self"
@@ -304,7 +307,7 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
 
 
 def _end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the id of the end-of-text token, else the id of end-of-line. Returns None if neither exists."""
+    """Return the id of the end-of-text token, else the id of the end-of-line token, else None."""
     if tokenizer.end_of_text is not None:
         return tokenizer.end_of_text
     if END_OF_LINE in tokenizer.symbols:

@@ -75,7 +75,7 @@ class Written(NamedTuple):
     """Result of an export that includes the model's code."""
 
     difference: float | None
-    """Largest difference between a log-probability of the exported model and of the bundle, in nats. It is None if
+    """Largest difference between the exported model's and the bundle's log-probabilities, in nats. It is None if
     transformers 5 is not installed."""
     has_tokenizer: bool
     """True if transformers can load the exported tokenizer."""
@@ -84,8 +84,9 @@ class Written(NamedTuple):
 def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
     """Write a model, its tokenizer and the code that runs it to the folder `out`. transformers can then load it.
 
-    Raises ConfigError if the model has absolute positions or a plugin's positions. Raises CheckpointError if the probe
-    or the model that transformers loads gives other numbers, or if the folder cannot be written.
+    Raises ConfigError if the model has absolute positions or a plugin's positions. Raises CheckpointError if the losses
+    of the probe or the log-probabilities of the model in transformers differ too much, or if the folder cannot be
+    written.
     """
     section = bundle.section
     require_causal(section, where="the model")
@@ -179,7 +180,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 @torch.no_grad()
 def _difference(folder: Path, bundle: Bundle) -> float | None:
-    """Return the largest difference between a log-probability of transformers' model and of the bundle, in nats.
+    """Return the largest difference between the log-probabilities of transformers' model and of the bundle, in nats.
 
     CHECKED_SEGMENTS segments are compared. Returns None if the installed transformers, if any, lacks features that the
     code needs.

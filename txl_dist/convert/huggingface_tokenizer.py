@@ -4,9 +4,9 @@ The library needs neither torch nor this package. Before a pipeline is written, 
 tokenizer's ids and texts, for texts of random ids. These differences remain:
 
     long texts            bpe and unigram divide texts of more than 64 KiB first. The library does not.
-    unknown characters    Without `<unk>` in the vocabulary, the library leaves them out. This package raises DataError.
+    unknown characters    Without `<unk>` in the vocabulary, the library skips them. This package raises DataError.
     lower case            The library lowers some single letters in another way, for example a final sigma.
-    special tokens        With some foreign vocabularies, the library reads `</s>` in a text as the special token. This
+    special tokens        With some imported vocabularies, the library reads `</s>` in a text as a special token. This
                           package reads it as text.
 """
 
@@ -125,7 +125,8 @@ def _pipeline(tokenizer: Tokenizer) -> Any | None:
 
 
 def _renumbered(tokenizer: HuggingFaceTokenizer) -> dict[str, Any]:
-    """Return the content of a foreign tokenizer.json, where this package's ids replace the foreign ids."""
+    """Return the content of another program's tokenizer.json, in which this package's ids replace the ids of that
+    program."""
     content = parse_object(tokenizer.content)
     own_ids = {int(foreign): i for i, foreign in enumerate(tokenizer.foreign_ids) if foreign != ADDED}
     model = content["model"]

@@ -1,8 +1,8 @@
 """Result type of every importer, and the checks that all importers make.
 
-An importer reads another program's (a peer's) file into tensors, and its settings into a `PeerSettings`. Tensors and
-settings together give a `ModelSection`. Missing settings are computed from the tensors' shapes. Then all
-names and shapes are compared with the names and shapes that the model must have. An error names the key, and the
+An importer reads the file of another program (a peer): its tensors, and its settings as `PeerSettings`. Tensors and
+settings together give a `ModelSection`. Settings that the file lacks are computed from the tensors' shapes. Then all
+names and shapes are compared with the names and shapes that the model must have. An error names the tensor, and the
 expected and the actual shape.
 """
 
@@ -28,7 +28,7 @@ from txl_dist.tokenizers.base import Tokenizer
 
 S = TypeVar("S", bound="PeerSettings")
 BUFFERS = ("inv_freq",)
-"""Last parts of the names of buffers. Buffers are not imported, because they can be computed again."""
+"""Last parts of the names of tensors that are buffers. Buffers are not imported, because they can be computed again."""
 WRAPPERS = frozenset(
     {
         "module",  # DataParallel, DeepSpeed
@@ -39,7 +39,8 @@ WRAPPERS = frozenset(
         "_checkpoint_wrapped_module",
     }
 )
-"""Parts that wrappers such as DDP add to tensors' names. The names in other programs' models have no such part."""
+"""Parts that wrappers such as DDP add to tensors' names. Without a wrapper no tensor of a supported program has such a
+part."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Imported:
 class PeerSettings(BaseModel):
     """Settings of another program's model, by that program's own names. None means that a setting is not given.
 
-    Settings that have no field here do not affect the model.
+    Each importer has a subclass, whose fields are the settings that affect the model.
     """
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
@@ -186,7 +187,7 @@ def shape_problems(
     optional: Container[str] = (),
     shown: Callable[[str], str] = str,
 ) -> list[str]:
-    """Return descriptions of the tensors that are missing, not expected, or of the wrong shape.
+    """Return one sentence for each tensor that is missing, not expected, or of the wrong shape.
 
     Args:
         optional: Names of tensors that may be missing.
@@ -223,7 +224,7 @@ def refuse(problems: list[str], *, where: str) -> None:
 
 
 def _settings_error(error: Exception, *, where: str) -> CheckpointError:
-    """Return the error for settings that pydantic or JSON refused. It shows only the first problem."""
+    """Return the error for settings that are not valid. Its message names only the first problem."""
     if not isinstance(error, ValidationError):
         return CheckpointError(f"{where}: the settings cannot be read: {error}.")
     problem = error.errors()[0]

@@ -25,7 +25,10 @@ class Reader(Protocol):
     """Function that reads a model from a file or folder in one program's format."""
 
     def __call__(self, path: Path, *, user_settings: dict[str, Any]) -> Imported:
-        """Read the model. `user_settings` are the user's settings, by the other program's names. Raises TxlError."""
+        """Read the model. `user_settings` are the user's settings, by the other program's names.
+
+        Raises a TxlError if the file cannot be read or does not fit the format.
+        """
 
 
 READERS: dict[Format, Reader] = {
@@ -61,7 +64,8 @@ def import_model(
 ) -> Summary:
     """Read another program's file or folder, and write a bundle to `out`. Code in the file is not run.
 
-    Raises CheckpointError, DataError or ConfigError.
+    Raises CheckpointError if the model cannot be read or written, DataError if the vocabulary cannot be read, and
+    ConfigError if a length is unknown.
 
     Args:
         settings: A JSON file with settings that the model file lacks, by the other program's names.

@@ -1,8 +1,8 @@
 """Map between this package's tensor names and the names of the original PyTorch code.
 
-NVIDIA's and Hugging Face's code use the original names too. The same table is used for reading and writing.
-`to_original` for tensors without storage also gives the names and shapes that a file must have. Most tensors differ
-only in their names, but these differ in other ways too:
+NVIDIA's and Hugging Face's code use the original names too. The same table is used for reading and writing. Called on
+tensors without storage, `to_original` also gives the names and shapes that a file must have. Most tensors differ only
+in their names, but these differ in other ways too:
 
     qkv_net            has rows of query, key, value. Here they are in `query` and `key_value`.
     cluster_weight     has tail cluster C - i in row i. Here row i has cluster i + 1, so rows are flipped.
@@ -42,7 +42,7 @@ _TABLES = {"attention.distance.weight": "r_emb", "attention.distance.bias": "r_b
 
 
 def to_original(weights: Weights, model: ModelSection) -> Weights:
-    """Return this package's weights under the original's names, for an export or for the names a file must have.
+    """Return this package's weights under the original code's names.
 
     Tied weights must be under each of their names, as in `TransformerXL.state_dict`.
     """
@@ -74,7 +74,7 @@ def _stack_layers(weights: Weights, name: str, model: ModelSection) -> Tensor:
 def from_original(original: Weights, model: ModelSection) -> Weights:
     """Return the original's weights under this package's names. This is the inverse of `to_original`.
 
-    A tied or shared tensor may be under only one of its names, in the argument and in the result.
+    Neither the argument nor the result need contain a tied or shared tensor under more than one of its names.
     """
     weights: Weights = {}
     for original_name, our_name in one_to_one(model).items():
@@ -130,10 +130,9 @@ def one_to_one(model: ModelSection) -> dict[str, str]:
 
 
 def partners(model: ModelSection) -> dict[str, str]:
-    """Return the name of the embedding's tensor for each name of the softmax's tensors, for all tensors that this model
-    ties.
+    """Return the tensors that a model ties, as a dict from the softmax's name to the embedding's name.
 
-    All names are the original's names.
+    All names are the original code's names.
     """
     if model.div_value == 1:
         num_tables = 1
@@ -157,7 +156,7 @@ def shapes_of(model: ModelSection, *, vocab_size: int) -> dict[str, tuple[int, .
 
 
 def without_storage(model: ModelSection, *, vocab_size: int) -> Weights:
-    """Return this package's weights as tensors with shapes but without values. Allocates no memory.
+    """Return this package's weights as tensors with shapes but without values, which take no memory.
 
     Tied weights are under each of their names.
     """

@@ -67,9 +67,10 @@ class LabmlSettings(PeerSettings):
 
 
 def import_labml(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a state dict of labml's Transformer-XL. Returns the model with our settings and names.
+    """Read a state dict of labml's Transformer-XL. Returns the model with the settings and names of txl_dist.
 
-    `user_settings` are the user's settings, by labml's names. Raises CheckpointError.
+    `user_settings` are the user's settings, by labml's names. Raises CheckpointError if the file cannot be read, or
+    does not fit the settings.
     """
     settings = LabmlSettings.of({}, user_settings, where=str(path))
     peer_weights = only_tensors(read_weights(path), where=str(path))
@@ -129,7 +130,7 @@ def _section(peer_weights: Weights, settings: LabmlSettings, *, where: str) -> M
 def _zero_row(num_rows: int) -> int:
     """Return the row of distance 0.
 
-    This is the middle row of a whole table, or the last row if the rows of the future were cut off.
+    Distance 0 is at the middle row of a whole table, or at the last row if the rows of the future were cut off.
     """
     if num_rows % 2 == 0:
         return num_rows // 2

@@ -1,8 +1,8 @@
 """Import of checkpoints of NVIDIA's code (DeepLearningExamples, PyTorch): `checkpoint_last.pt`, `checkpoint_best.pt`.
 
-The model is the same as in the original code, with three differences. The softmax has other names, tied tensors are
-stored once, and the same-length window is one key wider. The file has the arguments of the model's constructor, and its
-vocabulary. Optimizer state and memories are not imported.
+The model is the same as in the original code, with three differences. The tensors of the softmax have other names, tied
+tensors are stored once, and with `same_length` a query sees one key more. The file has the arguments of the model's
+constructor, and its vocabulary. Optimizer state and memories are not imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from txl_dist.errors import CheckpointError
 CHECKPOINTS = ("checkpoint_last.pt", "checkpoint_best.pt")
 ALIAS = "crit.shared_out_projs."
 MAX_CLUSTERS = 100
-"""Number of clusters for which this module has names. No known model has so many clusters."""
+"""Largest number of clusters whose tensors this module can name. No known model has so many clusters."""
 
 
 def _softmax_names() -> dict[str, str]:
@@ -35,16 +35,16 @@ def _softmax_names() -> dict[str, str]:
 
 
 ORIGINAL = _softmax_names()
-"""Original name for each name in NVIDIA's code that differs."""
+"""Names in the original code, by NVIDIA's names, for all names that differ."""
 THEIRS = {original: nvidia for nvidia, original in ORIGINAL.items()}
-"""Name in NVIDIA's code for each original name that differs."""
+"""Names in NVIDIA's code, by the original code's names, for all names that differ."""
 
 
 def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
-    """Read a checkpoint of NVIDIA's code. Returns the model with our settings and names.
+    """Read a checkpoint of NVIDIA's code. Returns the model with the settings and names of txl_dist.
 
     If `path` is a folder, the last checkpoint in it is read, or the best checkpoint if there is no last one. Raises
-    CheckpointError.
+    CheckpointError if the file cannot be read or does not fit the format.
     """
     file = path
     if path.is_dir():
@@ -82,7 +82,8 @@ def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:
 
 
 def _without_aliases(weights: Weights, *, where: str) -> Weights:
-    """Drop the copies of input projections that the softmax lists, whether the projections are tied or not.
+    """Drop the softmax's copies of input projections. NVIDIA's code saves these copies whether the projections are tied
+    or not.
 
     Raises CheckpointError if a copy differs from its projection.
     """

@@ -1,16 +1,16 @@
-"""Export of a folder that ONNX Runtime runs: one graph for a token, one for a chunk, and one file of weights.
+"""Export of a folder that ONNX Runtime runs: a graph for one token, a graph for a chunk of tokens, and the weights.
 
     token.onnx, chunk.onnx   graphs of fixed lengths, for any number of rows
-    weights.bin              weights of both graphs, each tensor once: a graph itself may have at most 2 GiB
+    weights.bin              weights of both graphs, each tensor once (a graph file can have at most 2 GiB)
     config.json              names of inputs and outputs, lengths, settings of the model
     tokenizer.json           the tokenizer for the library `tokenizers`
     txl_tokenizer.json       this package's tokenizer, as in a bundle
     MANIFEST.json            size and sha256 of each file
 
-The memory is an input and an output. It has keys and values of each layer at the last M positions, the oldest first.
-For each row it also has the number of positions that are filled. Positions that are not filled are masked, so queries
-do not attend to zeros there. So a new memory is zeros with length 0, for any model. The model's `same_length` and
-`clamp_len` are part of the graphs. A memory of hidden states, as in training, would be half as large. But then each
+The memory is an input and an output of both graphs. It holds the keys and values of each layer at the last M positions,
+the oldest first. For each row it also holds the number of filled positions. Other positions are masked, so that queries
+do not attend to them. So a memory without tokens consists of zeros and the number 0. The model's `same_length` and
+`clamp_len` are part of the graphs. The memory of training holds hidden states, and is half as large. With it, each
 token would need M projections to keys and values.
 
 The graphs are made from the model's own modules, with keys and values as arguments. Before the folder is published, the
@@ -57,7 +57,7 @@ INPUTS = ("tokens", "memory", "length", "num_tokens")
 OUTPUTS = ("log_probs", "next_memory", "next_length")
 """Names of the graphs' outputs."""
 TOLERANCE = 1e-4
-"""Largest difference from the bundle's log-probabilities that is accepted, in nats."""
+"""Largest allowed difference between the graphs' and the bundle's log-probabilities, in nats."""
 CHECKED_SEGMENTS = 5
 """Number of segments on which the graphs are compared with the bundle."""
 
@@ -65,9 +65,9 @@ CHECKED_SEGMENTS = 5
 def export_onnx(out: Path, bundle: Bundle) -> float:
     """Write a folder that ONNX Runtime runs, and run its graphs once to compare them with the bundle.
 
-    Returns the largest difference between a log-probability of the graphs and of the bundle, in nats. Raises
-    ConfigError for absolute positions or a missing package. Raises CheckpointError if the graphs or the probe give
-    other numbers, or if the folder cannot be written.
+    Returns the largest difference between the graphs' and the bundle's log-probabilities, in nats. Raises ConfigError
+    for absolute positions or a missing package. Raises CheckpointError if the graphs' log-probabilities or the losses
+    of the probe differ too much, or if the folder cannot be written.
     """
     section = bundle.section
     require_causal(section, where="the model")
@@ -284,7 +284,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _move_weights(graphs: list[Any], folder: Path) -> None:
-    """Write the tensors of all graphs to one file, and make the graphs refer to that file.
+    """Write the tensors of all graphs to one file, and make each graph refer to the file.
 
     Tensors that are equal are written once.
     """
@@ -310,10 +310,10 @@ def _move_weights(graphs: list[Any], folder: Path) -> None:
 
 
 def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> float:
-    """Return the largest difference between a log-probability of the graphs and of the bundle, in nats.
+    """Return the largest difference between the graphs' and the bundle's log-probabilities, in nats.
 
-    Two rows are compared, and the second row begins one segment later. The rows have five segments, of which the last
-    is shorter, and then single tokens.
+    Two rows are compared, and the second row begins one segment later. Each row has CHECKED_SEGMENTS segments for the
+    graph of a chunk, the last of them shorter, and then single tokens.
     """
     from onnxruntime import InferenceSession, SessionOptions
 

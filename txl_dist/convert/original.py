@@ -1,9 +1,10 @@
 """Import of the weights of the original PyTorch code (kimiyoung/transformer-xl).
 
-The importers for programs that were made from this code use the functions here too. A `model.pt` is a whole pickled
-module, with all settings and without the vocabulary. A plain state dict has only the shapes of tensors. The other
-settings (cutoffs with div_val 1, heads of absolute attention, pre_lnorm, clamp_len, same_length, lengths) are read from
-a JSON object. Its keys are the names of the constructor's arguments.
+The importers of programs that were derived from this code use the functions here too. A file `model.pt` is a whole
+pickled module, with all settings and without the vocabulary. From a plain state dict some settings can be computed,
+from the shapes of tensors. The other settings (cutoffs with div_val 1, heads of absolute attention, pre_lnorm,
+clamp_len, same_length, lengths) are read from the user's JSON object. Its keys are the names of the constructor's
+arguments.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from txl_dist.errors import CheckpointError, ConfigError, translate_errors
 POSITIONS = {0: "relative", 1: "learned_relative", 2: "absolute"}
 TABLE, SHARED, CLUSTERS = "word_emb.emb_layers.{}.weight", "word_emb.emb_projs.", "crit.cluster_weight"
 STATE_DICTS = ("model_state", "model_state_dict", "state_dict", "model", "module")
-"""Keys under which trainers save the weights in a checkpoint: other Transformer-XL code, Lightning, DeepSpeed."""
+"""Keys under which other Transformer-XL code, Lightning and DeepSpeed save the weights in a checkpoint."""
 _MAX_NESTING = 8
 Window = Literal["memory", "memory_and_self"]
 
@@ -64,8 +65,7 @@ class OriginalSettings(PeerSettings):
     sample_softmax: int = -1
     untie_r: bool | None = None
     ext_len: int = 0
-    """Number that is accepted and ignored. In this package the overlap of segments is a setting of evaluation
-    (eval.overlap_len)."""
+    """Overlap of segments in evaluation, which is ignored. In txl_dist it is the setting eval.overlap_len."""
     tgt_len: int | None = None
     mem_len: int | None = None
     dropout: float = 0.0
@@ -78,7 +78,8 @@ class OriginalSettings(PeerSettings):
 def import_original(path: Path, *, user_settings: dict[str, Any]) -> Imported:
     """Read a model of the original code: `model.pt`, a folder that holds it, or a state dict (.pt, .safetensors).
 
-    Returns the model with our settings and names. Raises CheckpointError.
+    Returns the model with the settings and names of txl_dist. Raises CheckpointError if the file cannot be read or does
+    not fit the format.
     """
     if path.is_dir():
         file = path / "model.pt"
@@ -104,7 +105,8 @@ def import_original(path: Path, *, user_settings: dict[str, Any]) -> Imported:
 
 
 def read_weights(file: Path) -> Any:
-    """Read a file of .safetensors or torch.save. If it is a dict that contains a state dict, return the state dict."""
+    """Read a file of safetensors or torch.save. If its content is a dict that contains a state dict, return the state
+    dict."""
     if file.suffix == ".safetensors":
         with translate_errors(
             CheckpointError, f"{file} cannot be read", "Copy it again.", of=(OSError, SafetensorError)
@@ -134,7 +136,9 @@ def model_of(
     where: str,
     shown: Callable[[str], str] = str,
 ) -> Imported:
-    """Build this package's model from weights under the original code's names. Raises CheckpointError.
+    """Build a model of txl_dist from weights under the original code's names.
+
+    Raises CheckpointError if the weights do not fit the settings.
 
     Args:
         same_length: The value of `model.same_length` for the other program's same_length=True.
@@ -268,7 +272,7 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
 def _heads(
     peer_weights: Weights, settings: OriginalSettings, *, positions: str, per_layer: bool, where: str
 ) -> tuple[int, int]:
-    """Return the number of heads and their width, from the settings or from the shape of the biases.
+    """Return (number of heads, width of a head), from the settings or from the shape of the biases.
 
     Absolute attention has no biases. Raises CheckpointError for absolute attention if the number of heads is not given.
     """
@@ -343,8 +347,10 @@ def _div_value(widths: list[int]) -> int:
 
 
 def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
-    """Return True if embedding and softmax are tied. The setting decides. Without it, they are tied if all tables are
-    equal."""
+    """Return True if embedding and softmax are tied.
+
+    If the settings do not say so, the two are tied if all of their tables are equal.
+    """
     if settings.tie_weight is not None:
         return settings.tie_weight
     if settings.tie_word_embeddings is not None:
@@ -356,7 +362,7 @@ def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tabl
 def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
     """Return, for each cluster, True if its two projections are tied. The result is empty if no projection is tied.
 
-    The setting decides. Without it, two projections are tied if they are equal.
+    If the settings do not say so, two projections are tied if they are equal.
     """
     num_projections = count(peer_weights, SHARED)
     if not num_projections:

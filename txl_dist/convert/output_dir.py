@@ -15,8 +15,7 @@ from txl_dist.io.manifest import describe_file, files_of, replace_folder, write_
 
 @contextmanager
 def new_folder(out: Path, *, kind: ArtifactKind) -> Iterator[Path]:
-    """Yield an empty folder to write an export into. At the end of the block the folder gets a manifest and replaces
-    `out`.
+    """Yield an empty folder for an export. At the end of the block it gets a manifest and replaces the folder `out`.
 
     Raises CheckpointError if `out` cannot be written, or is neither empty nor an older folder of this kind.
     """

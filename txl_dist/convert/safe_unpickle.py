@@ -1,16 +1,16 @@
 """Reader for files of `torch.save` and `pickle.dump` that runs none of the code in them.
 
-A pickle is a program, which can call any function of any installed library. The unpickler here imports
-nothing. Each name in the file leads to one of three results:
+A pickle is a program, which can call any function of any installed library. The unpickler here imports nothing. The
+unpickler replaces each name of a class or function in the file by one of these:
 
-    a harmless constructor     For a tensor, a dict or a set. Each file gets new ones, so a file that changes them
+    a harmless constructor     For a tensor, a dict or a set. Each file gets its own, so a file that changes them
                                changes nothing outside itself.
     an Inert stand-in          For a class of other Transformer-XL code, torch.nn, and so on (PACKAGES). It keeps the
                                state and has no behaviour.
     CheckpointError            For any other name. The error names it and the file.
 
 Some objects cannot be read, because only their own class understands their state (numpy scalars, patterns). A hostile
-file can still request much memory.
+file can still make the reader allocate much memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from txl_dist.errors import CheckpointError
 ZIP_START = b"PK\x03\x04"
 """First bytes of a file that torch.save of torch 1.6 or later wrote."""
 LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of a file that torch.save before torch 1.6 wrote. They are a pickled number."""
+"""First bytes of a file that torch.save before torch 1.6 wrote: a number, as a pickle."""
 PACKAGES = (
     "mem_transformer",
     "data_utils",
@@ -55,7 +55,7 @@ PACKAGES = (
     "pytorch_transformers",
     "pytorch_pretrained_bert",
 )
-"""Packages whose classes become Inert. This includes the classes of their submodules."""
+"""Packages whose classes are read as `Inert` stand-ins, with the classes of their submodules."""
 INERT = {
     ("argparse", "Namespace"),
     ("re", "_compile"),
@@ -65,7 +65,7 @@ INERT = {
     ("numpy.core.multiarray", "scalar"),
     ("numpy._core.multiarray", "scalar"),
 }
-"""Further names that become Inert, as pairs (module, name)."""
+"""Further names that are read as `Inert` stand-ins, as pairs (module, name)."""
 MAX_DEPTH = 100
 """Largest depth of nested modules that is read."""
 CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
@@ -75,8 +75,8 @@ CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
 class Inert:
     """Stand-in for an object of a class that is not imported. `type(it)` has the name and module of that class.
 
-    The object's state is its `__dict__`. Attributes hold everything else: arguments of a call, items of a list or set,
-    pairs of a dict, and a state that is not a dict.
+    The object's state is its `__dict__`. The attributes named `inert_...` hold everything else: arguments of a call,
+    items of a list or set, pairs of a dict, and a state that is not a dict.
     """
 
     __slots__ = ("__dict__", "inert_arguments", "inert_items", "inert_pairs", "inert_state")
@@ -126,21 +126,28 @@ class Inert:
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save without running code in it. Tensors are on the CPU. Raises CheckpointError."""
+    """Read a file of torch.save without running code in it. Tensors are on the CPU.
+
+    Raises CheckpointError if the file is damaged, or contains a name that is not allowed.
+    """
     with _reading(path, "a file of torch.save") as file:
         return _load_torch(file, path)
 
 
 def read_pickle_file(path: Path) -> Any:
-    """Read a file of pickle.dump without running code in it. Raises CheckpointError."""
+    """Read a file of pickle.dump without running code in it.
+
+    Raises CheckpointError if the file is damaged, or contains a name that is not allowed.
+    """
     with _reading(path, "a pickle") as file:
         return _restricted_pickle(path).load(file, encoding="utf-8")
 
 
 def read_any(path: Path) -> Any:
-    """Read a file of torch.save or pickle.dump without running code in it. Raises CheckpointError.
+    """Read a file of torch.save or pickle.dump without running code in it.
 
-    The file's first bytes decide which of the two formats is read.
+    The file's first bytes decide which of the two formats is read. Raises CheckpointError if the file is damaged, or
+    contains a name that is not allowed.
     """
     with _reading(path, "a file of torch.save or a pickle") as file:
         start = file.peek(len(LEGACY_START))
@@ -199,7 +206,7 @@ class _Unmapped(io.BufferedReader):
 
 @contextmanager
 def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
-    """Open a file. Every error in the block becomes a CheckpointError that names the file."""
+    """Open a file. Turn every error in the block into a CheckpointError that names the file."""
     try:
         with _Unmapped(io.FileIO(path)) as file:
             yield file
@@ -272,7 +279,7 @@ def _restricted_pickle(path: Path) -> Any:
 
 
 def _is_inert(module: str, name: str) -> bool:
-    """Return True if a name in a file becomes an Inert class."""
+    """Return True if a name in a file is read as an `Inert` stand-in."""
     if (module, name) in INERT:
         return True
     is_in_package = any(module == package or module.startswith(f"{package}.") for package in PACKAGES)
@@ -292,8 +299,8 @@ def _without_sources(persistent_load: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _constructors() -> dict[tuple[str, str], Any]:
-    """Return the callables that a file may call. Each call makes new callables, except for types that cannot be
-    changed."""
+    """Return the callables that a file is allowed to call. Each call of this function makes new ones, except for types
+    that cannot be changed."""
 
     class Parameter:
         """Constructor that returns a plain tensor. If the data comes later as the state, the tensor is empty."""

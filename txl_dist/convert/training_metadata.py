@@ -1,7 +1,7 @@
 """Metadata that a run recorded about one checkpoint, for the model card.
 
-The metadata are corpora, tokens, commit, date, scores, and a sample of text. Scores and the sample must be of the
-checkpoint's own step, because other steps have other weights. A run's records may be missing, damaged or of another
+The metadata are corpora, tokens, commit, date, scores, and a sample of text. Scores and the sample must come from the
+checkpoint's own step, because other steps have other weights. A run's records can be missing, damaged or of another
 version. The card says "not stated" for everything that cannot be read.
 """
 
@@ -60,7 +60,7 @@ def card_of_checkpoint(folder: Path, saved: SavedState, config: Config, *, use_e
 
 
 def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
-    """Return (record of the start that computed a step, records of that step by their kind).
+    """Return (the record of the process start that led to a step, the records of that step by their kind).
 
     A record's kind includes the name of an event. If there are several records of a kind, the last one is returned,
     because a run that resumes an older checkpoint computes steps again.
@@ -81,7 +81,7 @@ def _records_at(run: Path, *, step: int) -> tuple[Record, dict[str, Record]]:
 
 
 def _parsed(lines: Iterator[bytes], *, step: int) -> Iterator[Record]:
-    """Yield the records of starts and of a step. Lines that a crash cut short are left out."""
+    """Yield the records of process starts and the records of one step. Lines that a crash cut short are skipped."""
     at_step = f'"step": {step}'.encode()
     for line in lines:
         if at_step not in line and b'"start"' not in line:  # so that a million lines need no parsing

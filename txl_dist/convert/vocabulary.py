@@ -5,11 +5,11 @@
     vocab.txt               a symbol per line
     cache.pt, vocab.bin     files of torch.save: a Corpus or Vocab of the original code, a dict of a Vocab's fields, or
                             a checkpoint of NVIDIA's code
-    vocab.pkl               the same from pickle.dump, as Hugging Face writes it
+    vocab.pkl               the same objects from pickle.dump, as Hugging Face writes them
 
-The symbols give facts that a file does not state. If there is `<eos>`, it ends each line. If there is only `<S>`, it is
-at both ends of each line. `<unk>` or `<UNK>` stands for unknown words. Without either of them, unknown words are
-refused. Only GPT-2's vocabulary, which NVIDIA's code can use, has a mark for the end of a document.
+The symbols say what a file does not state. If there is `<eos>`, it ends each line. If there is only `<S>`, it is at
+both ends of each line. The symbol `<unk>` or `<UNK>` stands for unknown words. Without one of these two, unknown words
+raise DataError. Only GPT-2's vocabulary, which NVIDIA's code can use, has a mark for the end of a document.
 
 The other programs' own splitting of raw text (Hugging Face's moses) is not imported. Texts are split at blanks, as in
 the corpora of these vocabularies.
@@ -38,7 +38,7 @@ _REMEDY = "Name the vocabulary that this model was trained with."
 
 
 def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
-    """Read a vocabulary file of any kind as a tokenizer. The ids stay the same.
+    """Read a vocabulary file of any supported kind as a tokenizer. The ids stay the same.
 
     Raises DataError or CheckpointError if the file is damaged, or if its size is not the expected one.
     """
@@ -126,7 +126,7 @@ def _fields_of(value: Any) -> dict[Any, Any]:
 
 
 def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
-    """Return a tokenizer's values, read from an object of the original's class Vocab or of a copy of that class."""
+    """Return a tokenizer's values, read from the fields of the original code's class Vocab or a copy of it."""
     symbols = fields.get("idx2sym")
     ids = fields.get("sym2idx")
     if symbols is None:
@@ -213,9 +213,9 @@ def _are_characters(symbols: Iterable[Any]) -> bool:
 
 
 def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
-    """Build a tokenizer.
+    """Build a tokenizer from its values, and check its symbols.
 
-    Raises DataError if symbols are not text, occur twice, or have another number than expected.
+    Raises DataError if symbols are not text or occur twice, or if their number is not the expected number.
     """
     for symbol in values["symbols"]:
         if not isinstance(symbol, str):

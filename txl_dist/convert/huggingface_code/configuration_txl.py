@@ -33,15 +33,16 @@ class TxlConfig(PreTrainedConfig):
     cutoffs: list | tuple = ()
     """First id of each tail cluster of the adaptive softmax. An empty list means a plain softmax."""
     div_value: int = 1
-    """Divisor of embedding widths: cluster i has embeddings of width embed_width // div_value**i. With a value of 1 all
+    """Divisor of embedding widths. Cluster i has embeddings of width embed_width // div_value**i. With a value of 1 all
     clusters use one table."""
     tie_weights_to_embedding: bool = True
     """True if the output weights are the input embeddings."""
     tie_projections: list | tuple = ()
-    """One value per cluster, True if its output projection is its input projection. An empty list means that all output
-    projections are separate."""
+    """One value per cluster. It is True if the cluster's output projection is its input projection. An empty list means
+    that all output projections are separate."""
     project_same_width: bool = True
-    """True if embeddings as wide as the model have a projection too. It matters only if div_value is above 1."""
+    """True if embeddings that are as wide as the model have a projection too. The setting has an effect only if
+    div_value is above 1."""
     scale_embedding: bool = True
     """True if embeddings are multiplied by sqrt(width)."""
     pre_norm: bool = False
@@ -70,17 +71,17 @@ class TxlConfig(PreTrainedConfig):
     share_biases: bool = True
     """True if all layers use the same pair of attention biases."""
     same_length: str = "off"
-    """Number of keys that a query sees. "memory": memory_len keys, itself included. "memory_and_self": memory_len + 1
-    keys. "off": the whole memory, and its segment up to itself."""
+    """Number of keys that a query sees. "memory": memory_len keys, the query's own key included. "memory_and_self":
+    memory_len + 1 keys. "off": the whole memory, and the query's segment up to the query."""
     clamp_len: int = 0
-    """Largest distance with an encoding of its own. Larger distances use the same encoding. A value of 0 means no
+    """Largest distance with its own encoding. Larger distances use the encoding of this distance. A value of 0 means no
     limit."""
     segment_len: int = 64
     """Number of tokens that the model reads at a time."""
     memory_len: int = 128
     """Number of earlier tokens that a segment sees."""
     generation_memory_len: int = 128
-    """Number of earlier tokens that generation sees. It is at least the number that the last token of a segment saw in
+    """Number of earlier tokens that generation sees. The number is at least what the last token of a segment saw in
     training."""
     document_mask: bool = False
     """True if a token sees only its own document, which begins with eos_token_id. False if it also sees earlier

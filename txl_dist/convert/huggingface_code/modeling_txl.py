@@ -12,11 +12,11 @@
 
 The memory is a `TxlMemory`: the keys and values of each layer at the last M positions. So the cost of a token does not
 depend on the length of its text. A text of any length is read in segments of `config.segment_len`, as in training. Rows
-of a batch may be padded on the left, and tokens never see the padding. Each row is divided into segments from its own
+of a batch can be padded on the left, and tokens never see the padding. Each row is divided into segments from its own
 first token, so its results do not depend on the other rows.
 
 `logits` are log-probabilities of the whole vocabulary in nats, even with an adaptive softmax. There is no dropout, and
-no gradient flows from one segment to the segment before. So this code is for inference and small adaptations.
+no gradient flows from one segment to the segment before. So use this code for inference and for short fine-tuning.
 
 Shapes: B rows, T tokens, S positions of the past, K = S + T keys, N heads, H head width, D model width, V vocabulary.
 """
@@ -64,7 +64,7 @@ class MemoryLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def keep(self, num_positions):
-        """Forget all positions except the last ones. No gradient flows into the positions that are kept."""
+        """Forget all positions except the last `num_positions`. No gradient flows into the positions that are kept."""
         first = max(0, self.keys.shape[2] - num_positions)
         self.keys = self.keys[:, :, first:].detach()
         self.values = self.values[:, :, first:].detach()
@@ -106,8 +106,8 @@ class MemoryLayer(CacheLayerMixin):
 class TxlMemory(Cache):
     """Memory of a batch: each layer's keys and values at the last `memory_len` positions, and the positions' documents.
 
-    `memory_len` may be larger than in training. If it is None, it is `config.generation_memory_len`. Raises ValueError
-    if the length is 0 and same_length is "memory".
+    `memory_len` can be larger than in training. If it is None, the length is `config.generation_memory_len`. Raises
+    ValueError if the length is 0 and same_length is "memory".
     """
 
     def __init__(self, config, memory_len=None):
@@ -124,11 +124,11 @@ class TxlMemory(Cache):
         self.document_BS = None
 
     def get_seq_length(self, layer_idx=0):
-        """Return the number of tokens that were read, padding included. It may exceed the length of the memory."""
+        """Return the number of tokens that were read, padding included. It can exceed the memory's length."""
         return self.num_seen
 
     def keep(self, num_positions):
-        """Forget all positions of all layers except the last ones."""
+        """Forget all positions of all layers except the last `num_positions`."""
         for layer in self.layers:
             layer.keep(num_positions)
         first = max(0, self.document_BS.shape[1] - num_positions)
@@ -174,8 +174,8 @@ def cluster_edges(cutoffs, vocab_size):
 class AdaptiveEmbedding(nn.Module):
     """Embedding that turns token ids into hidden states (Baevski and Auli 2019).
 
-    If div_value is 1, there is one table. If it is larger, there is one table per cluster. Tables of rarer words are
-    narrower, and each table has a projection to the model width.
+    If div_value is 1, there is one table. If div_value is larger, there is one table per cluster. Tables of rarer words
+    are narrower, and each table has a projection to the model width.
     """
 
     def __init__(self, config):
@@ -217,9 +217,9 @@ class AdaptiveEmbedding(nn.Module):
 class AdaptiveSoftmax(nn.Module):
     """Softmax from hidden states to log-probabilities (Grave et al. 2017).
 
-    The head has the most frequent words and a column per tail cluster. The log-probability of a tail word is a sum: the
-    log-probability of its cluster's column, plus the log-probability of the word within the cluster. Weights that are
-    tied to the embedding are parameters of the embedding only.
+    The head is a softmax over the most frequent words and one column per tail cluster. The log-probability of a tail
+    word is a sum: the log-probability of its cluster's column, plus the log-probability of the word within the cluster.
+    Weights that are tied to the embedding are parameters of the embedding only.
     """
 
     def __init__(self, config, embedding):
@@ -339,7 +339,7 @@ class LearnedDistances(nn.Module):
 
 
 class KeyValue(nn.Linear):
-    """Linear layer that projects hidden states to keys and values. If the model has biases, only values get one."""
+    """Linear layer that projects hidden states to keys and values. With `config.value_bias` only values get a bias."""
 
     def __init__(self, config):
         inner = config.num_heads * config.head_width
@@ -381,8 +381,8 @@ class RelativeAttention(nn.Module):
     def keys_and_values(self, hidden_BTD, first_value=None):
         """Return keys and values of any positions, each [B, N, T, H].
 
-        `first_value` holds the first layer's values at the same positions. It is needed only if the model mixes them
-        into later layers.
+        `first_value` holds the first layer's values at the same positions. The argument is needed only if the model
+        mixes these values into later layers.
         """
         key, value = self.key_value(hidden_BTD)
         key = self._by_heads(key)
@@ -397,7 +397,8 @@ class RelativeAttention(nn.Module):
         return x_BTNH.transpose(1, 2)
 
     def _normed(self, heads, gain=1.2):
-        """Divide queries, keys or encodings by their root mean square if the model norms them."""
+        """Divide queries, keys or encodings by their root mean square, and multiply them by `gain`, if the model norms
+        them."""
         if self.norm_eps is None:
             return heads
         return gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
@@ -435,7 +436,8 @@ class RelativeAttention(nn.Module):
     def _distances(self, memory_layer, num_distances):
         """Return the encodings [N, K, H] and the learned terms [N, K], or None, of K distances.
 
-        They are the same for all texts, so they are cached in the memory. They are not cached if gradients are enabled.
+        Encodings and terms are the same for all texts, so they are cached in the memory. They are not cached if
+        gradients are enabled.
         """
         needs_gradient = torch.is_grad_enabled()
         distances = memory_layer.distances
@@ -545,15 +547,15 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         num_items_in_batch=None,
         **kwargs,
     ):
-        """Read tokens that follow those in the memory. Returns log-probabilities, the loss and the memory.
+        """Read tokens that follow the tokens in the memory. Returns log-probabilities, the loss and the memory.
 
-        `input_ids` are [B, T]. `attention_mask` is 0 for padding. It is [B, T] or longer, and only its last T columns
-        are used. `past_key_values` is a `TxlMemory`, which is changed in place. The first token of `input_ids` begins a
-        segment.
+        `input_ids` are [B, T]. `attention_mask` is 0 for padding. Its shape is [B, T], or it has more columns, of which
+        only the last T are used. `past_key_values` is a `TxlMemory`, which is changed in place. The first token of
+        `input_ids` begins a segment.
 
         `labels` [B, T] are equal to `input_ids`, or -100 where a token's loss does not count. The loss of a token
-        depends on all tokens before it. `logits_to_keep` n returns log-probabilities only after the last n tokens. A
-        value of 0 returns all.
+        depends on all tokens before it. `logits_to_keep` is the number of last tokens for which log-probabilities are
+        returned. A value of 0 returns them for all tokens.
 
         Raises ValueError without `input_ids`, or for another kind of cache.
         """
@@ -612,7 +614,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         return output.to_tuple() if return_dict is False else output
 
     def _documents(self, input_ids, memory):
-        """Return the document number of each token, [B, T]. All are 0 if attention crosses document borders."""
+        """Return the document number of each token, [B, T]. All numbers are 0 if attention crosses document borders."""
         if not self.config.document_mask or self.config.eos_token_id is None:
             return torch.zeros_like(input_ids)
         last_B1 = torch.zeros_like(input_ids[:, :1])
@@ -664,7 +666,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def zero_memory(self, batch_size, memory_len=None):
-        """Return a memory of zeros that queries attend to. The memory that this model makes itself is empty.
+        """Return a memory of zeros that queries attend to. Without it, a text begins with an empty memory.
 
         The TensorFlow code and Hugging Face's TransfoXL begin with such zeros.
         """
