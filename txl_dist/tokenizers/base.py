@@ -50,7 +50,7 @@ class Tokenizer(ABC):
     spells_text: ClassVar[bool] = True
     """Whether ids stand for text, so that bits per byte have a meaning."""
     unit: ClassVar[str] = "token"
-    """Word for the text of one id in messages, such as token or word."""
+    """Noun by which messages call the text of one id, such as "token" or "word"."""
     unknown_id: int | None = None
     """Id that stands for every unknown symbol. None if there is no such id."""
 
@@ -72,11 +72,12 @@ class Tokenizer(ABC):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text that can be encoded decodes to the same bytes."""
+        """Whether decoding restores the bytes of every text that can be encoded."""
         return False
 
     def keeps_text(self, *, num_unknown: int) -> bool:
-        """Return whether a text certainly decodes to the same bytes, if `num_unknown` of its ids are `unknown_id`."""
+        """Return whether decoding certainly restores the bytes of a text, if `num_unknown` of the text's ids are
+        `unknown_id`."""
         return self.is_lossless
 
     @abstractmethod
@@ -84,11 +85,12 @@ class Tokenizer(ABC):
         """Return the ids of a text, without end-of-text."""
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a prompt. Its last line has not ended, because the model continues it."""
+        """Return the ids of a prompt. No line mark is added at its end, because the model continues the prompt's last
+        line."""
         return self.encode(text)
 
     def joint(self, text: str) -> str:
-        """Return the text to show between the prompt `text` and its continuation, such as a blank."""
+        """Return the text to show between the prompt `text` and the model's continuation, such as a blank."""
         return ""
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -135,7 +137,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _values(self) -> dict[str, Any]:
-        """Return the file's values besides the version, the kind and end-of-text."""
+        """Return the values of the tokenizer's file, except the version, the kind and end-of-text."""
 
 
 class StreamDecoder(Protocol):

@@ -43,7 +43,7 @@ class ByteTokenizer(SpelledTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes. Always True, because a byte without an id is refused."""
+        """Whether decoding restores the bytes of every text. Always True, because a byte without an id is refused."""
         return True
 
     def encode(self, text: str) -> Ids:
@@ -97,13 +97,14 @@ class CharTokenizer(SpelledTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes. True if unknown characters are refused and case is kept."""
+        """Whether decoding restores the bytes of every text. True if unknown characters are refused and case is
+        kept."""
         return self.unknown is None and not self.lower_case
 
     def keeps_text(self, *, num_unknown: int) -> bool:
-        """Return whether a text with `num_unknown` unknown characters decodes to the same bytes.
+        """Return whether decoding restores the bytes of a text with `num_unknown` unknown characters.
 
-        This holds if no character is unknown and case is kept.
+        The result is True if no character is unknown and case is kept.
         """
         return not self.lower_case and not num_unknown
 

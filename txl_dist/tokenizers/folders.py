@@ -104,7 +104,10 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 
 def _merges(text: str) -> list[tuple[str, str]]:
-    """Return the pairs of symbols in a merges.txt, without its version line. Raises ValueError."""
+    """Return the pairs of symbols in a merges.txt, without its version line.
+
+    Raises ValueError if a line is not two symbols with a blank between them.
+    """
     pairs = []
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.rstrip("\r").split(" ")

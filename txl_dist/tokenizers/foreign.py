@@ -30,7 +30,7 @@ from txl_dist.tokenizers.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, T
 from txl_dist.tokenizers.subwords import PIECE_LEN, LibraryTokenizer
 
 ADDED = -1
-"""Value in place of the foreign id, for an end-of-text that the foreign vocabulary does not have."""
+"""Value in place of the foreign id, if end-of-text was added because the foreign vocabulary does not have it."""
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])")
 """Pattern of a place where a text may be cut: after a Latin letter that a blank and another Latin letter follow."""
 _LOCAL_NORMALIZERS = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer"}
@@ -173,7 +173,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text is known to decode to the same bytes. True only for byte-level BPE as in GPT-2."""
+        """Whether decoding is known to restore the bytes of every text. True only for byte-level BPE as in GPT-2."""
         return self._is_byte_level
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
@@ -264,9 +264,9 @@ class SentencePieceTokenizer(ForeignTokenizer):
 def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
     """Return whether a text may be cut before a blank between two Latin letters without changing any id.
 
-    This holds under four conditions. Normalizers change characters in place. Splitters into words always split at such
-    a blank, as they do in samples. The patterns of splitters do not look further (no look-behind, and no look-ahead
-    except for blanks). No added token extends across such a blank.
+    The result is True under four conditions. Normalizers change characters in place. Splitters into words split some
+    sample texts at such a blank. The patterns of splitters do not look beyond the match (no look-behind, and no
+    look-ahead except for blanks). No added token extends across such a blank.
     """
     splitters = set(_stages(pipeline.get("pre_tokenizer")))
     normalizers = set(_stages(pipeline.get("normalizer")))

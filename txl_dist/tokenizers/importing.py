@@ -1,4 +1,5 @@
-"""Imports existing tokenizers: detects the kind of a file, and numbers the ids by their frequency in our texts."""
+"""Imports existing tokenizers: detects the kind of a file, and numbers the ids by their frequency in the given
+texts."""
 
 from __future__ import annotations
 

@@ -41,17 +41,18 @@ class Learning:
     """Options for training a tokenizer of any kind. Options that a kind does not use must be at their defaults."""
 
     vocab_size: int = 0
-    """Maximum number of ids of a word, bpe or unigram tokenizer. 0 means 4096, but no limit for word."""
+    """Maximum number of ids of a word, bpe or unigram tokenizer. 0 means 4,096 for bpe and unigram, and no limit for
+    word."""
     min_frequency: int = 1
     """Minimum number of occurrences of a word, or of a bpe merge."""
     lower_case: bool = False
-    """Convert text to lower case (char, word)."""
+    """Convert text to lower case (kinds char and word)."""
     end_of_text: bool = True
     """Add an end-of-text token after each document, except in named corpora with the papers' tokenizer."""
     observed_symbols: bool = False
-    """Give ids only to bytes or characters that occur (byte, char)."""
+    """Give ids only to bytes or characters that occur in the text (kinds byte and char)."""
     double_eos: bool = False
-    """Mark the start and the end of each line, as lm1b does (word)."""
+    """Mark the start and the end of each line, as lm1b does (kind word)."""
 
     def __getattr__(self, name: str) -> Any:
         """Return an option by the name that an earlier version gave it, which a plugin may use."""

@@ -48,7 +48,7 @@ def read_names(path: str | Path) -> tuple[str, ...]:
     A byte order mark is skipped. Raises DataError with the number of the line if a line is not a name or repeats a
     name.
     """
-    remedy = "Give a UTF-8 file with a token's name in each line, that of id 0 first."
+    remedy = "Give a UTF-8 file with one name per line, beginning with the name of id 0."
     with translate_errors(
         DataError, f"cannot read the vocabulary list {path}", remedy, of=(OSError, UnicodeDecodeError)
     ):

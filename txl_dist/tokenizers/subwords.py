@@ -57,7 +57,7 @@ class ByteLevelTokenizer(LibraryTokenizer, SpelledTokenizer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether every text decodes to the same bytes. Always True, because every byte is a symbol."""
+        """Whether decoding restores the bytes of every text. Always True, because every byte is a symbol."""
         return True
 
     def _spell(self, symbol: str) -> bytes:

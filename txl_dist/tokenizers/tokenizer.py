@@ -42,7 +42,7 @@ _REMEDY = "Give a tokenizer.json that `txl prepare` wrote, or prepare the corpus
 
 
 class UnknownKindError(ValueError):
-    """Kind of tokenizer that neither this package nor a loaded plugin has."""
+    """Error for a kind of tokenizer that neither this package nor a loaded plugin has."""
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -77,7 +77,8 @@ def read_tokenizer(content: bytes, *, name: str) -> Tokenizer:
         if values["format_version"] != FORMAT_VERSION:
             raise DataError(
                 f"the tokenizer {name} has format version {values['format_version']}, but this version of txl_dist "
-                f"reads format version {FORMAT_VERSION}. Prepare the corpus again, or use the program that wrote it."
+                f"reads format version {FORMAT_VERSION}. Prepare the corpus again, or use the version of txl_dist that "
+                "prepared it."
             )
         return build_tokenizer(values)
     except UnknownKindError as error:

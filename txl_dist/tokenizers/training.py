@@ -48,10 +48,10 @@ def train_tokenizer(kind: str, texts: Texts, **settings: Any) -> Tokenizer:
     BPE merge. Without `end_of_text` documents are joined without a mark, as in other code bases. With
     `observed_symbols` byte and char have no id for symbols that the texts lack, and no `<unk>`.
 
-    A word vocabulary always has a symbol for unknown words, because validation text may have some. If the text itself
-    spells that symbol, as WikiText and PTB do, both share one id. `double_eos` sets the marks of lm1b: `<S>` at both
-    ends of each line, and `<UNK>`. Raises ConfigError for an impossible size or a setting that the kind does not have,
-    and DataError if there is no text.
+    A word vocabulary always has a symbol for unknown words, because validation text can contain unknown words. If the
+    text itself spells that symbol, as WikiText and PTB do, both share one id. `double_eos` sets the marks of lm1b:
+    `<S>` at both ends of each line, and `<UNK>`. Raises ConfigError for an impossible size or a setting that the kind
+    does not have, and DataError if there is no text.
     """
     learning = Learning(**settings)
     learning.check_kind(kind)
@@ -232,7 +232,7 @@ def _learn_unigram(texts: CountedTexts, *, size: int) -> tuple[dict[str, int], d
 
 
 def _learn(model: Any, trainer: Any, texts: CountedTexts) -> dict[str, Any]:
-    """Train a model of the library `tokenizers`, and return its part of the tokenizer.json."""
+    """Train a model of the library `tokenizers`, and return the object `model` of the library's tokenizer.json."""
     library = byte_level(model)
     library.train_from_iterator(chain.from_iterable(map(cut_pieces, texts)), trainer)
     learnt: dict[str, Any] = json.loads(library.to_str())["model"]

@@ -1,4 +1,4 @@
-"""Which token ids begin a word, so that whole words can be predicted together (XLNet)."""
+"""Rule that says which token ids begin a word, so that whole words can be predicted together (XLNet)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MARKS = ("\u2581", "\u0120", "\u010a", "\u0109", " ", "\n", "\t")
 def word_starts(tokenizer: Tokenizer) -> npt.NDArray[np.bool_]:
     """Return for each token id whether it begins a word. The shape is [vocab_size].
 
-    A piece of a subword tokenizer begins a word if it begins with a blank, an ASCII punctuation mark, or "<". That is
-    the rule of XLNet's code. If no piece begins with a blank, the text has no such words. Then, and for tokenizers of
-    bytes, characters and words, every token is a word.
+    A piece of a subword tokenizer begins a word if it begins with a blank or an ASCII punctuation mark, as in XLNet's
+    code. If no piece begins with a blank, this rule is not used. In that case, and for tokenizers of bytes, characters
+    and words, every token begins a word.
     """
     starts = np.ones(tokenizer.vocab_size, dtype=bool)
     if isinstance(tokenizer, ByteTokenizer | CharTokenizer | WordTokenizer):

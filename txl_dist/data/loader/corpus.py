@@ -421,7 +421,7 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
         raise DataError(
             f"{name} has format version {index.get('format_version')}, but this version of txl_dist reads format "
             f"version {FORMAT_VERSION}. "
-            "Prepare the corpus again, or use the program that wrote it."
+            "Prepare the corpus again, or use the version of txl_dist that prepared it."
         )
     if canonical_hash(index) != index["self_sha256"]:
         raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")

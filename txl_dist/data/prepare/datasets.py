@@ -129,7 +129,7 @@ def materialise(
 
 
 def _write(corpus: NamedCorpus, member: Member, stream: IO[bytes], folder: Path) -> None:
-    """Write the text files of all splits that a member contains. `stream` gives the bytes of the member."""
+    """Write the text files of all splits that a member contains. `stream` yields the bytes of the member."""
     names = corpus.file_names()
     if corpus.ends:
         content = stream.read()

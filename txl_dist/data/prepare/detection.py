@@ -31,8 +31,8 @@ PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
 """Suffixes of plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
 _MOST_CONTROLS = 0.05
-"""Maximum share of control characters in bytes that are not UTF-8 but count as text in another encoding. Random bytes
-have a share of 0.1, and text in 8-bit encodings has nearly none."""
+"""Maximum share of control characters in bytes that are not UTF-8. Bytes with at most this share can be text in another
+encoding. Random bytes have a share of 0.1, and text in 8-bit encodings has nearly none."""
 _MOST_ODD = 0.02
 """Maximum share of unassigned and control characters in decoded bytes that count as text."""
 _MOST_SCRIPTS = 12
@@ -41,7 +41,7 @@ _MOST_SCRIPTS = 12
 _LARGE_SCRIPTS = (range(0x2E80, 0xA000), range(0xAC00, 0xD7B0))
 """Code points of Chinese and Japanese, and of Korean. Each range counts as one script."""
 _FEWEST_LETTERS = 0.5
-"""Share of letters among the non-blank characters that bytes must exceed to count as words."""
+"""Bytes count as words if more than this share of their non-blank characters are letters."""
 _MOST_STRAY_NULS = 0.1
 """Maximum share of NUL bytes in UTF-8 text that contains stray NUL bytes. Bytes with a larger share are tested as
 UTF-16 and UTF-32."""
@@ -53,9 +53,9 @@ class Content(NamedTuple):
     """Format of an input as `detect_content` found it, and advice for the user if the format cannot be read."""
 
     kind: Kind
-    """json: JSON that does not have one object per line, which cannot be read as JSON lines. binary: bytes that are not
-    text. They are read only with --encoding-errors keep. refused: a format that is never read. The user must unpack or
-    fetch the file first."""
+    """Kind of the content. json: JSON that does not have one object per line, and so cannot be read as JSON lines.
+    binary: bytes that are not text. They are read only with --encoding-errors keep. refused: a format that is never
+    read. The user must unpack or fetch the file first."""
     what: str = ""
     """Name of the format in an error message. Empty if the format can be read."""
     remedy: str = ""
@@ -64,6 +64,8 @@ class Content(NamedTuple):
 
 
 class _Signature(NamedTuple):
+    """Rule that detects a file format by its first bytes."""
+
     pattern: bytes
     """Regular expression for the first bytes."""
     content: Content

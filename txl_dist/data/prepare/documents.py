@@ -35,7 +35,7 @@ refused when its document is read."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
-"""Size in bytes from which a document is refused as too long. For token ids, the names of the ids are counted."""
+"""A document of this size in bytes or more is refused as too long. For token ids, the names of the ids are counted."""
 _MARK = "\ufeff"
 """Byte order mark, decoded."""
 _SKIP_INVALID = "Correct or remove the record, or leave out such records with --skip-invalid."
@@ -43,11 +43,12 @@ _SHOWN_KEYS = 8
 _IDS_AT_ONCE = 1 << 12
 """Number of token ids that are converted to text at once."""
 _LOOKED_AT = 1 << 16
-"""Number of bytes at the beginning of an invalid document that are searched for signs of another encoding."""
+"""Number of bytes at the beginning of a document with invalid UTF-8 that are searched for signs of another encoding."""
 _MANY_DAMAGED = 3
-"""Minimum number of invalid characters from which the text is probably in another encoding."""
+"""A text with at least this many invalid characters is probably in another encoding."""
 SHORTEST_TAIL = 100
-"""Minimum number of characters in an end that is held out. With a share of 0.05 the document needs 2,000 characters."""
+"""Minimum number of characters in the end of a document that is held out for evaluation. For example, with
+--valid-fraction 0.05 a document needs 2,000 characters."""
 
 
 class Document(NamedTuple):
@@ -217,7 +218,7 @@ def split_of(digest: bytes, *, given_for: str, reading: Reading) -> str:
     """Return the split of a document.
 
     A train document goes to the validation or test split if its digest falls into the share that is held out for that
-    split. Any other document goes to `given_for`, the split of its input.
+    split. Any other document goes to `given_for`, the split for which the user gave its input.
     """
     if given_for != TRAIN:
         return given_for
@@ -394,8 +395,8 @@ def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
             if type(value) is not int or not 0 <= value < len(names):
                 raise DataError(
                     f"{where}, index {index}: {value!r:.40} is not an id of the vocabulary list, which has names for "
-                    f"the {len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give their own vocabulary "
-                    "list with --vocab-list."
+                    f"the {len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give the vocabulary "
+                    "list of these ids with --vocab-list."
                 )
         texts.append("".join([f"{names[i]} " for i in some_ids]))
         num_bytes += len(texts[-1].encode())
@@ -443,7 +444,7 @@ def _without_surrogates(document: Document, encoding_errors: EncodingErrors) -> 
 
 
 def _is_mostly_damaged(raw: bytes) -> bool:
-    """Return whether most characters outside ASCII are invalid. If so, the text is in another encoding."""
+    """Return whether most characters outside ASCII are invalid UTF-8. If so, the text is in another encoding."""
     beginning = raw[:_LOOKED_AT]
     num_damaged = beginning.decode("utf-8", errors="replace").count("\ufffd")
     sound_text = beginning.decode("utf-8", errors="ignore")

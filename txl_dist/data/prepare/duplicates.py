@@ -41,16 +41,18 @@ UInt64s = npt.NDArray[np.uint64]
 
 NUM_BANDS = 8
 NUM_ROWS = 8
-"""Number of bins in a band."""
+"""Number of bins in a band. Documents that agree in all bins of a band are near duplicates."""
 FEWEST_RUNS = 16
-"""Minimum number of runs in a document. A shorter document is not compared with others for near duplicates."""
+"""Minimum number of runs (sequences of consecutive token ids) in a document. A shorter document is not compared with
+others for near duplicates."""
 _NUM_BINS = NUM_BANDS * NUM_ROWS
 _RUN_LEN = {"byte": 24, "char": 24}
-"""Number of tokens in a run, by the kind of tokenizer, for tokenizers whose tokens are shorter than words."""
+"""Number of tokens in a run (sequence of token ids that is hashed) for tokenizers whose tokens are shorter than words,
+by the kind of tokenizer."""
 _DEFAULT_RUN_LEN = 5
-"""Number of tokens in a run with other tokenizers."""
+"""Number of tokens in a run (sequence of token ids that is hashed) for all other kinds of tokenizers."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)
-"""Base of the polynomial hash of a run."""
+"""Base of the polynomial hash of a run (sequence of token ids)."""
 _MIXERS = (
     (np.uint64(32), np.uint64(0x94D049BB133111EB)),
     (np.uint64(29), np.uint64(0xBF58476D1CE4E5B9)),
@@ -61,13 +63,13 @@ _TO_BIN = np.uint64(58)
 _HALF_BITS = np.uint64(32)
 """Half the number of bits of a hash."""
 _CHUNK = 1 << 15
-"""Number of runs that are hashed at once."""
+"""Number of runs (sequences of token ids) that are hashed at once, to bound host memory."""
 _SLICE = 1 << 23
 """Approximate number of entries that are sorted in host memory at once."""
 _MAX_FILES = 256
 """Maximum number of temporary files."""
 _EMPTY = np.uint64(2**64 - 1)
-"""Value of a bin without a hash."""
+"""Value of a bin into which no hash of a document fell."""
 _EXACT = np.dtype([("value", "<u8"), ("rest", "<u8"), ("ordinal", "<u8"), ("is_train", "<u8")])
 """Entry of one document in the search for exact duplicates: the two halves of its digest, its ordinal, and whether it
 is a train document."""
@@ -171,8 +173,8 @@ def _fill_empty_bins(smallest: UInt64s) -> None:
 def find_equal(tables: Iterable[tuple[npt.NDArray[Any], bool]], *, count: int, folder: Path) -> Equals:
     """Find the documents that are equal to another document, which is kept.
 
-    `tables` yields (records of a part, whether these are train documents). `count` is the number of records in all
-    tables. Temporary files are written to `folder`.
+    `tables` yields pairs (records of documents, whether these are train documents). `count` is the number of records in
+    all tables. Temporary files are written to `folder`.
     """
     ordinals = [np.empty(0, np.uint64)]
     num_held_out = 0
@@ -219,8 +221,8 @@ def _equals_previous(values: UInt64s) -> npt.NDArray[np.bool_]:
 def count_near(tables: Iterable[tuple[npt.NDArray[Any], UInt64s]], equal: Equals, *, count: int, folder: Path) -> int:
     """Count the documents that agree in a band with an earlier document. Exact duplicates in `equal` are left out.
 
-    `tables` yields (records of a part, bands of these documents). `count` is the number of records in all tables.
-    Temporary files are written to `folder`.
+    `tables` yields pairs (records of documents, bands of these documents). `count` is the number of records in all
+    tables. Temporary files are written to `folder`.
     """
     near = np.empty(0, np.uint64)
     entries = _band_entries(tables, equal)

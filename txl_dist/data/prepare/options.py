@@ -25,16 +25,18 @@ _OF_SPLITS = ("valid_inputs", "test_inputs", "valid_fraction", "test_fraction")
 
 @dataclass(frozen=True)
 class PrepareSettings(Learning):
-    """Settings of `txl prepare` and `prepare_corpus`. Shard sizes are in tokens. Fractions are shares of the
+    """Settings of `txl prepare` and `prepare_corpus`. Shard sizes are in tokens. Fractions are shares of the number of
     documents."""
 
     inputs: Sequence[str | Path]
-    """Files, folders, patterns, URLs, `-` (stdin), `pipe:COMMAND` or `stdlib` (built-in text). A public corpus such as
-    enwik8 is named alone."""
+    """Files, folders, patterns, URLs, `-` (stdin), `pipe:COMMAND` or `stdlib` (built-in text). Or the name of one
+    public corpus, such as enwik8, without any other input."""
     valid_inputs: Sequence[str | Path] = ()
-    """Inputs of the validation split. Default: input files named valid, or else a share of the documents."""
+    """Inputs of the validation split. Default: the inputs whose names say validation, or else a share of the train
+    documents (--valid-fraction)."""
     test_inputs: Sequence[str | Path] = ()
-    """Inputs of the test split. Default: input files named test, or else a share of the documents."""
+    """Inputs of the test split. Default: the inputs whose names say test, or else a share of the train documents
+    (--test-fraction)."""
     valid_fraction: float = 0.05
     """Share of the train documents to hold out for the validation split. If there are too few documents, the ends of
     documents are held out instead. 0: no validation split."""
@@ -46,18 +48,20 @@ class PrepareSettings(Learning):
     archive: str = ""
     """Local copy of a named corpus to use instead of a download: its archive, its file, or a folder of its files."""
     kind: str = "auto"
-    """Kind of tokenizer to train on the train split. auto: the kind of the named corpus, otherwise bpe."""
+    """Kind of tokenizer to train on the train split. auto: for a named corpus the kind that papers use, for other
+    inputs bpe."""
     tokenizer_all_splits: bool = False
     """Train the tokenizer on the text of all splits, as papers with closed vocabularies do."""
     tokenizer_fraction: float = 1.0
-    """Share of the train documents that the tokenizer is trained on. A hash of each document decides."""
+    """Share of the train documents that the tokenizer is trained on. A hash of a document's content decides whether the
+    document belongs to this share."""
     tokenizer_path: str | Path | None = None
     """Existing tokenizer file to use instead of training a tokenizer: Hugging Face's tokenizer.json, a sentencepiece
     model, or a tokenizer.json of this package."""
     vocab_list: str | Path | None = None
-    """File with the names of the token ids, one name per line, id 0 first. With it the inputs are token ids instead of
-    text: .npy arrays (one document, or one document per row) or JSON lines (one list per line). The end-of-text token
-    is added as the last id."""
+    """File with the names of the token ids, one name per line, id 0 first. With this option the inputs are token ids
+    instead of text: .npy arrays (one document, or one document per row) or JSON lines (one list per line). The
+    end-of-text token is added as the last id."""
     documents: Cut = "file"
     """Unit of plain text that becomes a document. A JSON line or a parquet row is always one document.
     jsonl: read text files as JSON lines, whatever their suffix."""
@@ -84,7 +88,7 @@ class PrepareSettings(Learning):
     num_workers: int = 0
     """Number of worker processes. 0: one per CPU core, or only the main process if the input is below 16 MiB."""
     block_bytes: int = 0
-    """Bytes of input per worker task. 0: chosen from the size of the input. This does not change the corpus."""
+    """Bytes of input per worker task. 0: chosen from the size of the input. The value does not change the corpus."""
     overwrite: bool = False
     """Replace a different corpus in the output folder (--out)."""
 
@@ -199,8 +203,9 @@ class PrepareSettings(Learning):
             name = f"{split}_fraction"
             if split in given and getattr(self, name) and self._changed(name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} has no effect, because the split {split} has files. Remove {name}. "
-                    "If the names of files chose this split, train on all files with `--ignore-split-names`."
+                    f"{name}={getattr(self, name)} has no effect, because the split {split} has its own files. "
+                    f"Remove {name}. If only the names of files say that they belong to this split, "
+                    "`--ignore-split-names` trains on all files."
                 )
 
     def content_hash(self) -> str:

@@ -48,9 +48,9 @@ _MIB = 1 << 20
 _SMALL = 16 * _MIB
 """Bytes of input below which the start of worker processes takes more time than the processes save."""
 MOST_BEGUN = 64 * _MIB
-"""Maximum number of bytes of a stream that are copied to disk to see whether it has only few documents. If so, the ends
-of the documents are held out. A longer stream nearly always has enough documents to hold out whole documents: a book
-has 1 MiB. The disk has room for the copy, because it will also hold the corpus."""
+"""Maximum number of bytes that are copied from a stream to disk, to see whether the stream has only few documents. If
+so, the ends of the documents are held out. A longer stream nearly always has enough documents to hold out whole
+documents: a book has 1 MiB. The disk has room for the copy, because it will also hold the corpus."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Preparation:
     remarks: list[str] = field(default_factory=list)
     """Sentences for the user about splits and the vocabulary."""
     kept: Counter[str] = field(default_factory=Counter)
-    """Number of finished `parts` and `shards` that are reused from an interrupted preparation."""
+    """Number of finished `parts` and `shards` that an interrupted preparation left and this preparation reuses."""
     reading: Reading = field(init=False)
     """Options for reading documents and for holding text out of train."""
 
@@ -266,7 +266,10 @@ def remarks_on_size(settings: PrepareSettings, tokenizer: Tokenizer) -> list[str
         return []
     if tokenizer.vocab_size >= wanted:
         return []
-    return [f"the vocabulary has {tokenizer.vocab_size:,} ids instead of {wanted:,}, because the text contains no more"]
+    return [
+        f"the vocabulary has {tokenizer.vocab_size:,} ids instead of {wanted:,}, because the text has too few "
+        "different words"
+    ]
 
 
 def _check_keeps(settings: PrepareSettings, kind: str) -> None:
@@ -387,9 +390,9 @@ def _total_bytes(files: Sequence[SourceFile]) -> int:
 
 
 def _choose_part_bytes(total_bytes: int) -> int:
-    """Return the size in bytes for about two thousand parts of 4 to 256 MiB. Returns 32 MiB if the total is unknown.
+    """Return the size of a part of the input in bytes: a power of 2, from 4 to 256 MiB, for about two thousand parts.
 
-    The size is a power of 2, so that a repaired file seldom changes the borders of parts.
+    Returns 32 MiB if the total is unknown. With a power of 2, a repaired file seldom changes the borders of parts.
     """
     if not total_bytes:
         return 32 * _MIB

@@ -64,7 +64,7 @@ class Opened(NamedTuple):
     stream: IO[bytes]
     """The decompressed bytes of the input."""
     form: Form
-    """Form in which the input is read. Its name, the settings and its content decide the form."""
+    """Form in which the input is read. The name of the input, the settings and the input's content decide the form."""
     stored_bytes: Callable[[], int]
     """Function that returns the number of stored bytes read so far. It works only for files of known size."""
     note: str = ""
@@ -218,7 +218,9 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
     if content.kind == "npy":
         if is_ids:
             return "npy"
-        raise DataError(f"{file.path} contains token ids. Name the ids with --vocab-list FILE, one name per line.")
+        raise DataError(
+            f"{file.path} contains token ids. Give a file with the names of the ids, one per line: --vocab-list FILE."
+        )
     if content.kind == "parquet":
         if is_ids:
             raise DataError(f"{file.path} is parquet. Token ids (--vocab-list) must be .npy files or JSON lines.")

@@ -54,7 +54,7 @@ from txl_dist.tokenizers.foreign import ADDED, ForeignTokenizer
 from txl_dist.tokenizers.importing import open_tokenizer
 
 MAX_SAMPLE_LEN = (1 << 32) - 1
-"""Maximum number of tokens in a sample, since a record counts them in 32 bits."""
+"""Maximum number of tokens in a sample, because a record counts the tokens in 32 bits."""
 _COMPRESSED = (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4")
 _TEMPORARY = ".idx.reindexed"
 """Suffix of the record files until all tars have been read. Then the files are renamed."""
@@ -267,7 +267,7 @@ def _write(folder: Path, scan: _Scan, tokenizer: Tokenizer, index: dict[str, Any
 
 @dataclass
 class _Scan:
-    """Reader of the tars for `reindex_corpus`. The fields collect the results of all tars that were read so far."""
+    """Reader of the tars for `reindex_corpus`. Its fields collect the results of all tars that were read so far."""
 
     tokenizer: Tokenizer
     on_bytes: Callable[[int], object]
@@ -283,7 +283,10 @@ class _Scan:
     """Content of each split's file of counts."""
 
     def split(self, name: str, paths: Sequence[Path]) -> SplitInfo:
-        """Read the tars of a split, and return its entry in the index. Raises DataError."""
+        """Read the tars of a split, and return the split's entry in the index.
+
+        Raises DataError if a tar is damaged, or contains ids of another type or outside the vocabulary.
+        """
         info = SplitInfo()
         counts: npt.NDArray[np.int64] = np.zeros(self.tokenizer.vocab_size, dtype=np.int64)
         for path in paths:
@@ -345,7 +348,8 @@ class _Scan:
         self.ignored[suffix] += 1
 
     def _check(self, sample: TarSample, path: str) -> None:
-        """Raise DataError if the ids of a sample have another type than earlier ids, or are outside the vocabulary."""
+        """Raise DataError if the ids of a sample are outside the vocabulary, or have another type than the ids of
+        earlier samples."""
         where = f"{path}, sample {sample.key}"
         if self.dtype is None:
             self.dtype = sample.tokens.dtype

@@ -68,7 +68,7 @@ def check_request(request: RequestHashes, target: Path) -> None:
         raise another_corpus(target, "it was made of tars by --reindex")
     if not request.inputs:
         raise another_corpus(
-            target, "the inputs can be read only once, so they cannot be compared with it before the work"
+            target, "the inputs can be read only once, and so cannot be compared with that corpus in advance"
         )
     earlier = read_request(target)
     if earlier is None:

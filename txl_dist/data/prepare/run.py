@@ -114,10 +114,10 @@ class PrepareSummary:
         lines += [f"  {remark}" for remark in self.remarks]
         for split in corpus.splits.values():
             if split.num_unknown:
-                lines.append(f"  unknown in {split.name}: {split.num_unknown / split.tokens:.2%} of the tokens")
+                lines.append(f"  unknown tokens in {split.name}: {split.num_unknown / split.tokens:.2%}")
         for split in corpus.splits.values():
             if split.lost:
-                lines.append(f"  lost in {split.name}, so no bits per byte: {split.lost}")
+                lines.append(f"  losses on {split.name} have no bits per byte: {split.lost}")
         counts = {**corpus.statistics, "files left out (suffix)": self.files_left_out}
         for key, count in counts.items():
             if count:
@@ -207,7 +207,10 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
 
 
 def _encode(job: Preparation, tokenizer: Tokenizer, workers: Workers, *, stamp: str) -> list[PartInfo]:
-    """Tokenize the parts that are not finished yet, and return the descriptions of all parts. Raises DataError."""
+    """Tokenize the parts that are not finished yet, and return the descriptions of all parts.
+
+    Raises DataError if an input cannot be read or contains no text for the train split.
+    """
     settings = job.settings
     hashes = identities(job.files)
     facts = f"{_PARTS_VERSION} {stamp} {tokenizer.fingerprint} {job.reading}"

@@ -97,13 +97,14 @@ TEXT_SOURCES: dict[str, TextSource] = {}
 
 
 class SourceFile(NamedTuple):
-    """Input file or stream, with its split and the way to read it."""
+    """Input file or stream of a preparation, with its split and the way to read it."""
 
     path: str
     """Local path, URL, `-`, `pipe:COMMAND`, or `NAME:REST` of a plugin's source."""
     split: str
     form: Form
-    """Form by the name and the settings. The content can change it when the file is opened."""
+    """Form in which to read the file, by the file's name and the settings. The content can change the form when the
+    file is opened."""
     size: int | None
     """Size of the stored file in bytes. None if unknown."""
     identity: str
@@ -292,7 +293,9 @@ def _form(path: str, settings: PrepareSettings) -> Form:
             return "npy"
         return "ids"
     if suffix == ".npy":
-        raise ConfigError(f"{path} contains token ids. Name the ids with --vocab-list FILE, one name per line.")
+        raise ConfigError(
+            f"{path} contains token ids. Give a file with the names of the ids, one per line: --vocab-list FILE."
+        )
     if suffix == ".parquet":
         return "parquet"
     if suffix in JSONL_SUFFIXES or suffix == ".json":
@@ -310,7 +313,7 @@ class _Found(NamedTuple):
 
 
 def _of_paths(given: str, settings: PrepareSettings) -> _Found:
-    """List the local files of one input. Raises DataError."""
+    """List the local files of one input. Raises DataError if a file does not exist or cannot be read."""
     taken, num_other, hidden = _paths_of(given, settings)
     files: list[tuple[str, int | None, str]] = []
     for path in taken:
@@ -326,7 +329,10 @@ def _of_paths(given: str, settings: PrepareSettings) -> _Found:
 
 
 def _paths_of(given: str, settings: PrepareSettings) -> tuple[list[Path], int, list[Path]]:
-    """Return (files to take, number of files of other suffixes, hidden files). Raises DataError."""
+    """Return (files to take, number of files of other suffixes, hidden files).
+
+    Raises DataError if the input does not exist, or if no file matches a pattern.
+    """
     path = Path(given)
     if given == STDLIB:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -386,7 +392,8 @@ def _is_hidden_match(match: str, pattern: str) -> bool:
 def _of_url(given: str, settings: PrepareSettings) -> _Found:
     """List the files that one URL gives.
 
-    A URL can be a pattern or a folder only if its store can list files, which web servers cannot. Raises DataError.
+    A URL can be a pattern or a folder only if its store can list files, which web servers cannot. Raises DataError if
+    the URL cannot be read, or if no file matches a pattern.
     """
     filesystem, path = filesystem_of(given, allow=settings.allow_protocols)
     can_list = not given.startswith(("http://", "https://"))

@@ -51,7 +51,7 @@ _QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout",
 _CODE, _PAGE = ".py", ".md"
 """Suffixes of Python source code and of Markdown pages, which are among the suffixes of text."""
 _TAR = ".tar"
-"""Suffix of shards. Programs write shards, so that every word in the name of a shard is intended."""
+"""Suffix of shards. Programs choose the names of shards, and so every word in such a name is intended."""
 _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chunks", "batch", "rank", "v", "k", "m"})
 """Words that only number a file."""
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
@@ -78,8 +78,8 @@ class _Name(NamedTuple):
     folder: PurePosixPath
     """Folder that contains the part."""
     family: str
-    """Key that finds counterparts. Parts in one folder have the same key if they differ only in the split's word,
-    fillers and numbers."""
+    """Key by which files such as train.en and test.en are found to be counterparts. Parts in one folder have the same
+    key if they differ only in the split's word, fillers and numbers."""
     is_sure: bool
     """Whether the part certainly names the split: it is only the word, or it ends in the word before shard numbering.
     False for the name of an input itself, unless the name says train."""
@@ -194,7 +194,10 @@ def splits_of_paths(inputs: Sequence[tuple[str, Sequence[str]]], *, given: Colle
 
 
 def _is_given(path: str, split: str, given: Collection[str]) -> bool:
-    """Return whether a path that its name puts into another split than train was also given for such a split."""
+    """Return whether the user also gave this path for the validation or test split.
+
+    `split` is the split that the path's name says. The result is False if `split` is train.
+    """
     return split != TRAIN and os.path.realpath(path) in given
 
 

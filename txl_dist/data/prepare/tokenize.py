@@ -101,13 +101,13 @@ class PartInfo(NamedTuple):
 
     number: int
     stamp: str
-    """`Encoding.stamp` of the run that wrote the part."""
+    """Hash of all settings that change a part, from the run that wrote this part."""
     inputs: str
-    """`PartTask.inputs` of the part."""
+    """Hash of all input files up to the end of this part."""
     begin: Cursor
     end: Cursor
     stored_bytes: int
-    """`InputPart.stored_bytes` of the part."""
+    """Number of stored bytes of all inputs up to the end of this part, for the progress display."""
     documents: dict[str, int]
     """Number of documents of each split. A split without documents has no files."""
     counts: dict[str, int]
@@ -271,7 +271,7 @@ def _encode_batch(
     splits: dict[str, _SplitOfPart],
     counts: Counter[str],
 ) -> None:
-    """Tokenize a batch of pieces, and add each to the documents of its split."""
+    """Tokenize a batch of pieces, and add each piece to the documents of the piece's split."""
     encoded = _encode(batch, tokenizer)
     if encoding.has_bands:
         bands = band_keys(encoded, kind=tokenizer.kind)

@@ -1,7 +1,7 @@
 """Choice of the validation and test splits if the user gives none: hold out whole documents, or the ends of documents.
 
-Normally a hash of a document's content decides its split (documents.py). That needs many documents. If the hash leaves
-a split without a document, as with a single text file, the end of each document that is long enough is held out
+Normally a hash of a document's content decides its split (documents.py). This rule needs many documents. If the hash
+leaves a split without a document, as with a single text file, the end of each document that is long enough is held out
 instead. Any other text that is equal to such an end goes to the same split, so that equal text is never in two splits.
 Only the content of the inputs decides between the two ways, before a tokenizer is trained.
 

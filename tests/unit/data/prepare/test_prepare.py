@@ -534,7 +534,7 @@ def test_the_share_of_unknown_words_is_told_per_split(tmp_path: Path) -> None:
     valid = write_jsonl(tmp_path / "valid.jsonl", ["a c d b"])
     settings = {"inputs": [train], "valid_inputs": [valid], "kind": "word", "end_of_text": False}
     lines = prepare_corpus(tmp_path / "corpus", **settings).lines()
-    assert [line for line in lines if line.startswith("  unknown")] == ["  unknown in valid: 40.00% of the tokens"]
+    assert [line for line in lines if line.startswith("  unknown")] == ["  unknown tokens in valid: 40.00%"]
 
 
 def test_a_url_is_no_output_and_a_fraction_means_nothing_beside_given_text(tmp_path: Path) -> None:

@@ -339,7 +339,7 @@ def test_settings_of_text_are_refused_beside_a_list(tmp_path: Path, names: Path,
 def test_ids_without_a_list_and_text_with_one_are_refused(tmp_path: Path, names: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((9, 9), dtype=int))
     (tmp_path / "a.txt").write_text("some text")
-    with pytest.raises(ConfigError, match=r"a\.npy contains token ids\. Name the ids with --vocab-list"):
+    with pytest.raises(ConfigError, match=r"a\.npy contains token ids\. Give a file .*--vocab-list"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.npy"])
     assert_refused(
         tmp_path, names, tmp_path / "a.txt", "a.txt is not a file of token ids. With --vocab-list, give files named"
