@@ -27,7 +27,7 @@ class Gpu:
     """Facts about one model of GPU and the machine around it."""
 
     device: str
-    """Words of the GPU's name, as in `model.flops.PEAK_TFLOPS`."""
+    """Words by which the GPU is recognized in the device name that torch reports, as in `model.flops.PEAK_TFLOPS`."""
     memory_gib: float
     """Memory of the GPU that the driver reports, in GiB."""
     bandwidth_gb_s: float
@@ -42,7 +42,7 @@ class Gpu:
     has_bf16: bool = True
     """True if the GPU has bf16, which our Triton kernels need. GPUs have it from Ampere on."""
     clock: float = 1.0
-    """Clock rate of this board, divided by the clock rate of the board whose peak is listed."""
+    """Clock rate of this board, divided by the clock rate of the board for which the datasheet gives the peak."""
 
     def flops(self, precision: str) -> float:
         """Return the GPU's peak in operations per second for fp32, tf32, bf16 or fp16."""

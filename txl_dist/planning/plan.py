@@ -1,10 +1,10 @@
 """Predicted memory and speed of a run on GPUs that this machine does not have: the facts of `txl plan`.
 
-Memory is computed by `train.footprint`, which runs a step on tensors without storage. Time is computed by `timing`.
-Every ZeRO stage is tried with every micro-batch that is a power of two and divides a rank's lanes (rows). If such an
-option does not fit, it is tried again with recomputed blocks. Of the options that fit, the fastest is chosen. But if
-others are at most 2 % slower, the one with the least memory is chosen. All figures are predicted, not measured. The
-module `text` writes the facts as sentences.
+Memory is computed by `train.footprint`, which runs a step on tensors without storage. Time is computed by `timing`. An
+option is a ZeRO stage with a micro-batch that is a power of two and divides a rank's lanes (batch rows). All options
+are tried. If an option does not fit into GPU memory, it is tried again with recomputed blocks. Among the options that
+fit and are at most 2 % slower than the fastest, the option with the least memory is chosen. All figures are predicted,
+not measured. The module `text` writes the facts as sentences.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from txl_dist.train.footprint.rank import bytes_per_rank
 from txl_dist.vocabulary_clusters import cluster_edges, typical_shares
 
 ENOUGH = 0.98
-"""Share of the fastest option's speed that is fast enough. Of the options above this share, the option with the least
-memory is chosen."""
+"""Fraction of the fastest option's speed that is fast enough. Among the options with at least this speed, the option
+with the least memory is chosen."""
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
 """Failures per GPU and hour. They are the unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al.
 2024, table 5)."""
@@ -68,7 +68,8 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Option:
-    """One possible set of settings for the run, with its predicted memory and speed."""
+    """Combination of engine settings that a plan considers: ZeRO stage, micro-batch and recomputation, with the
+    predicted memory and speed."""
 
     config: Config
     attention: AttentionKind
@@ -76,24 +77,26 @@ class Option:
     """Memory per rank in GiB. Between the smallest and the largest micro-batch it is interpolated, with an error of
     about 1 %."""
     fits: bool
-    """True if the memory fits on the GPU and leaves the reserves free."""
+    """True if `needed_gib` is at most the usable memory of the GPU, which excludes the reserves for CUDA and for
+    fragments."""
     step: StepTime
     tokens_per_s: float
 
     @property
     def engine(self) -> EngineSection:
-        """Engine settings of this option."""
+        """Settings of the section `engine` with which a run uses this option."""
         return self.config.engine
 
     @property
     def lanes(self) -> int:
-        """Number of lanes (rows) in a micro-batch."""
+        """Number of lanes (batch rows) in a micro-batch."""
         return self.config.train.microbatch_lanes
 
 
 @dataclass(frozen=True)
 class SavingPlan:
-    """Plan for saving: the interval at which saving and repeating steps cost least in total (Young 1974)."""
+    """Recommended interval between checkpoints: the interval at which saving checkpoints and repeating lost steps take
+    the least time in total (Young 1974)."""
 
     size_gib: float
     """Size of one checkpoint in GiB."""
@@ -126,14 +129,14 @@ class PhasePlan:
     needed_gib: float
     """Memory per rank in GiB."""
     fits: bool
-    """True if this memory fits on the GPU."""
+    """True if `needed_gib` is at most the usable memory of the GPU."""
     step_s: float
     tokens_per_s: float
 
 
 @dataclass(frozen=True)
 class PlannedOption(Option):
-    """Option that was chosen, with counted bytes, and the time and cost of the run with this option."""
+    """Option that the plan recommends, with the time and cost of the run. Its memory is counted, not interpolated."""
 
     flags: list[str]
     """Command-line flags that turn the given settings into this option."""
@@ -244,13 +247,13 @@ def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
         return used, []
     above = next((count for count in range(gpus + 1, num_lanes + 1) if num_lanes % count == 0), None)
     if above:
-        more = f" the next number above is {above},"
+        more = f" The next larger possible number is {above}."
     else:
         more = ""
     lanes = gpus * max(1, round(num_lanes / gpus))
     return used, [
-        f"train.num_lanes={num_lanes} does not divide among {counted(gpus, 'GPU')}: planned for {used};{more} "
-        f"or give --train.num_lanes {lanes} and use all {gpus}."
+        f"train.num_lanes={num_lanes} does not divide among {counted(gpus, 'GPU')}, so the plan uses {used}.{more} "
+        f"To use all {gpus}, give --train.num_lanes {lanes}."
     ]
 
 
@@ -333,7 +336,8 @@ class _Planner:
         )
 
     def option(self, config: Config, needed_bytes: float | None = None) -> Option:
-        """Predict memory and speed with these settings. Bytes are counted unless the caller gives them."""
+        """Predict memory and speed with these settings. The needed bytes are counted unless the caller gives them as
+        `needed_bytes`."""
         if needed_bytes is None:
             needed_bytes = sum(self.needed(config).values())
         work = self.work(config)

@@ -16,7 +16,8 @@ from txl_dist.planning.timing import Work, step_time
 
 MOST_GPUS = 4096
 BROKEN = 0.5
-"""Efficiency below which scaling is reported as bad."""
+"""Efficiency below which scaling is reported as bad. An efficiency of 1 means as many tokens per second and GPU as on
+one GPU."""
 REASONS = {
     "products": "small products: weights are read for few tokens",
     "attention": "small products in attention",
@@ -44,7 +45,8 @@ class Point:
 def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
     """Return the curve of strong scaling: a point for every number of GPUs that divides the global batch.
 
-    `num_lanes` is the number of rows of the global batch. Micro-batches are not larger than `work`'s.
+    `num_lanes` is the number of rows of the global batch. Micro-batches have at most as many rows as the micro-batch of
+    `work`.
     """
     works = []
     most_gpus = min(num_lanes, MOST_GPUS)
@@ -73,7 +75,7 @@ def weak(work: Work, cluster: GpuCluster) -> list[Point]:
 
 
 def curve(works: Iterable[Work], cluster: GpuCluster) -> list[Point]:
-    """Return a point for each item of `works`, compared with the first item."""
+    """Return a scaling point for each item of `works`. Efficiencies are relative to the first item."""
     points: list[Point] = []
     first: dict[str, float] = {}
     for work in works:

@@ -13,7 +13,7 @@ from txl_dist.planning.scaling import MOST_GPUS, REASONS, Point, breaking_point
 from txl_dist.train.preflight import MANY_EPOCHS, warnings_on_size
 
 SMALL_SHARE = 0.05
-"""Share of a GPU's memory. A model that needs less is called small."""
+"""A model is called small if it needs less than this share of a GPU's memory."""
 SHORT_S = 600.0
 
 
@@ -138,7 +138,7 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
         yield f"  ZeRO {chosen.engine.zero_stage}: the only stage that the other settings allow"
     else:
         what = f"ZeRO {chosen.engine.zero_stage}, micro-batches of {chosen.lanes}"
-        yield f"  {what}: of the options that fit, the fastest, or one at most 2 % slower with the least memory"
+        yield f"  {what}: least memory of the options that fit and are at most 2 % slower than the fastest"
     if chosen.engine.activation_checkpointing:
         yield "  recomputing blocks: faster options without recomputing do not fit"
     if chosen.engine.cuda_graph == "on":

@@ -5,13 +5,13 @@
     elementwise  passes over tensors of the model width, the feed-forward width, and the width of all heads
     vocabulary   products of softmax and projections, passes over logits and over the tables' gradients
     optimizer    bytes per parameter that this rank updates
-    host         CPU time to issue the work of a step, as far as the GPU's work does not hide it
+    host         CPU time to issue the work of a step, minus the time that the GPU's work hides
     exchange     gradients and weights among the ranks, minus the time that the backward pass hides
 
-A `Program` describes in what trainers differ: useless operations, passes, bytes, waits. OURS describes this package.
-`tools/checks/plan.py` describes NVIDIA's Transformer-XL, and compares the predictions with NVIDIA's published speeds.
-The sources of the constants are in tools/experiments/notebook/planning.md. The prediction ignores the tile shapes of
-kernels, imbalance among ranks, the reading of data, and other jobs on the network.
+A `Program` describes the costs in which trainers differ: useless operations, passes, bytes, waits. OURS describes this
+package. `tools/checks/plan.py` describes NVIDIA's Transformer-XL, and compares the predictions with NVIDIA's published
+speeds. The sources of the constants are in tools/experiments/notebook/planning.md. The prediction ignores the tile
+shapes of kernels, imbalance among ranks, the reading of data, and other jobs on the network.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LATENCY_S = 10e-6
 """Latency of a collective in seconds. It is multiplied by log2 of the number of ranks."""
 BUCKET_BYTES = 64 * 2**20
 GATHERS = {0: 0, 1: 1, 2: 1, 3: 2}
-"""Number of times that each rank receives the other ranks' parameters in a step, by ZeRO stage. At stage 3 the number
+"""Number of times in a step that each rank receives the other ranks' parameters, by ZeRO stage. At stage 3 the number
 is per micro-batch."""
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16"]
@@ -60,7 +60,7 @@ class Program:
     """Pair of numbers: how many projections are made of the memory, and how many products each projection needs in a
     step. The second number is 2, or 3 if hidden states in the memory get gradients."""
     skips_masked: bool
-    """True if scores above the diagonal cost nothing."""
+    """True if scores above the diagonal, which the causal mask removes, cost nothing."""
     score_passes: dict[AttentionKind, float]
     """Passes over the scores, in addition to the passes of the matrix products."""
     dropout_passes: float
@@ -76,7 +76,8 @@ class Program:
     table_passes: float
     """Passes over the gradient of the embeddings."""
     cuts_tables: bool
-    """True if the passes over the gradient are made for every cluster that is cut out of one table."""
+    """True if one table is cut into the embeddings of all vocabulary clusters, so that the passes over its gradient are
+    made for every cluster."""
     state_bytes: tuple[float, float]
     """Bytes that are moved per parameter and update: (if all weights are fp32, if there are half-precision weights
     too)."""
@@ -117,7 +118,7 @@ class Work:
     model: ModelSection
     vocab_size: int
     shares: tuple[float, ...]
-    """Share of the tokens that belong to each cluster."""
+    """Share of the tokens that belong to each cluster of the vocabulary."""
     parameters: int
     segment_len: int
     memory_lens: tuple[int, ...]
@@ -136,9 +137,10 @@ class Work:
     orthogonalizes: bool = False
     """True if the optimizer orthogonalizes the updates of matrices (Muon)."""
     step_len: int = 0
-    """Number of tokens by which a step moves each lane on. 0 means segment_len."""
+    """Number of tokens by which each lane (batch row) advances in a step. 0 means segment_len."""
     num_targets: int = 0
-    """Number of predicted tokens per segment, in any order. With 0 every token predicts the next one."""
+    """Number of tokens per segment that are predicted in random order, as in XLNet. 0 means that every token predicts
+    the next token."""
 
     @property
     def num_bytes(self) -> int:
@@ -154,7 +156,8 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """Number of rows that a block computes in a micro-batch: the tokens, and in any order the query rows."""
+        """Number of rows that a block computes in a micro-batch: one per token, and for prediction in random order also
+        one per target."""
         return self.tokens + self.microbatch_lanes * self.num_targets
 
     @property
@@ -166,7 +169,7 @@ class Work:
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens by which a step moves all lanes of all ranks on."""
+        """Number of tokens by which a step advances all lanes (batch rows) of all ranks together."""
         step_len = self.step_len or self.segment_len
         return self.microbatch_lanes * step_len * self.num_microbatches * self.world_size
 

@@ -30,7 +30,7 @@ from txl_dist.train.report.metric_table import METRICS
 
 MAX_RUNS = 16
 _FIGURES = {"step": "Step", "tokens": "Tokens seen", "work": "Working time", "speed": "Speed"}
-"""Facts that the table for the terminal shows in addition to losses: the name of each fact by its column heading."""
+"""Facts that the table for the terminal shows in addition to losses, as {column heading: name of the fact}."""
 _FACTS = ("Corpus", "Tokenizer", "Model", "Memory", "Commit", "MFU", "Peak memory", "State")
 """Names of further facts about each run that the page shows."""
 

@@ -16,7 +16,7 @@ class InspectOptions:
     """Selection of facts about a corpus, a run or a checkpoint. The default options select a summary."""
 
     split: str = "train"
-    """Split of a corpus to inspect, for clusters and lanes."""
+    """Split of a corpus to inspect with --cutoffs, --num-clusters or --lane."""
     cutoffs: tuple[int, ...] = ()
     """Show the share of the tokens in each vocabulary cluster for these cutoffs."""
     num_clusters: int = 0
@@ -38,15 +38,16 @@ class InspectOptions:
     step: int = 1
     """Step for --lane, counted from 1 as in the log of a run."""
     num_lanes: int = 0
-    """Number of lanes that read a corpus. 0 means the default of train.num_lanes."""
+    """Number of lanes (batch rows) into which a corpus is divided, for --lane. 0 means the default of
+    train.num_lanes."""
     segment_len: int = 0
-    """Tokens per lane and step when reading a corpus. 0 means the default of train.segment_len."""
+    """Number of tokens that a lane reads per step, for --lane on a corpus. 0 means the default of train.segment_len."""
     seed: int = 0
-    """Seed of the order in which a corpus is read. 0 means the default of run.seed."""
+    """Seed of the order in which the documents of a corpus are read, for --lane. 0 means the default of run.seed."""
     cache_dir: str = ""
     """Folder that caches whole shards of a corpus at a URL. Without it, only the needed byte ranges are read."""
     allow_protocols: tuple[str, ...] = ()
-    """Additional URL schemes to allow. `pipe` runs a shell."""
+    """Additional URL schemes to allow. `pipe` allows locations that run shell commands."""
 
     def check(self, path: str, kind: ArtifactKind) -> None:
         """Raise ConfigError for flags that contradict each other, or that have no meaning for this kind of path."""

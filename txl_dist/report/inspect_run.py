@@ -48,7 +48,7 @@ def answer(path: str, kind: ArtifactKind, question: InspectOptions) -> Answer:
     """Return the facts about a corpus, a run or a checkpoint at a path, and lines for people.
 
     `kind` says whether the path is a corpus, a run or a checkpoint. `question` holds the command-line options, which
-    `check` has accepted. Raises TxlError.
+    `check` has accepted. Raises TxlError if the path cannot be read, or lacks what the options select.
     """
     if kind is ArtifactKind.CHECKPOINT:
         facts = checkpoint_facts(Path(path))
@@ -116,9 +116,9 @@ def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
 def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], StreamState, int]:
     """Return (splits, state of the token stream before a step, tokens per lane and step). The first step is step 1.
 
-    A run may have changed its number of lanes (text streams) or its segment length. So the state is computed from the
-    newest checkpoint before the step. The settings come from the first checkpoint at or after the step, else from the
-    run. Raises TxlError if the run's corpora are missing.
+    A run may have changed its number of lanes (batch rows) or its segment length. So the state is computed from the
+    newest checkpoint before the step. The settings come from the first checkpoint at or after the step. If there is no
+    such checkpoint, they come from the run. Raises TxlError if the run's corpora are missing.
     """
     checkpoints = list_checkpoints(run_dir)
     before = [folder for folder in checkpoints if step_of(folder) < step]

@@ -1,8 +1,9 @@
-"""`txl report` of a checkpoint or a bundle: the page of the run that contains it, else a page of its own contents.
+"""`txl report` of a checkpoint or a bundle (exported model).
 
-The page of a bundle is its model card: what the model is, how it was trained, scores, a sample and how to use it. The
-page of a checkpoint without its run shows its step and its settings. The page is written next to the folder, because a
-new file inside it would not be in the manifest and would count as damage.
+For a checkpoint inside its run, the page of the run is written. The page of a bundle is its model card: what the model
+is, how it was trained, scores, a sample and how to use it. The page of a checkpoint without its run shows its step and
+its settings. The page is written next to the folder, because a new file inside it would not be in the manifest and
+would count as damage.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _SCALE = ".scale"
 def report_of(path: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:
     """Write the page of a run, a checkpoint or a bundle, and return lines for the terminal.
 
-    `out` is the page's file, and None means a file in the run's folder or next to the bundle. Raises TxlError.
+    `out` is the page's file. If it is None, the page is written into the run's folder, or next to the checkpoint or
+    bundle. Raises TxlError if the contents cannot be read or the page cannot be written.
     """
     run = path.resolve().parent.parent
     if kind is ArtifactKind.CHECKPOINT and detect_artifact(run) is ArtifactKind.RUN and (run / RECORDS).exists():

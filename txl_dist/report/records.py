@@ -4,9 +4,9 @@ A run can crash, be resumed and be rewound. So its file has some steps twice, an
 This module keeps the later record of a step. If a start or a rewind continues the run from a step, earlier records of
 later steps are left out. Hours are hours of work: the time from record to record, without the pauses before a start.
 
-A list of numbers becomes one column per element, NAME_0, NAME_1 ... Of times per rank, the fastest, the median and the
-slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a number
-that training cannot produce (`is_number`). Records and fields of unknown names do no harm. Names contain only
+A list of numbers becomes one column per element, NAME_0, NAME_1 ... For times per rank, only the fastest, the median
+and the slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a
+number that training cannot produce (`is_number`). Records and fields of unknown names do no harm. Names contain only
 characters that can be drawn.
 
 Numbers are kept as arrays, not objects, to save memory. A million records take at most half a minute and less than a
@@ -38,16 +38,14 @@ MOST = 1e15
 _MAX_SCORES = _MAX_LIST = 4096
 _MAX_NAME = 200
 BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
-"""Names for people of the metrics that are per byte or character of text.
-
-Programs of old versions recorded these metrics even if they were not a cost of the text. The start record of such a
-program does not say why bits are missing (`no_bits`). Then the values are left out.
-"""
+"""Metrics per byte or character of text, with their names for people. Old versions of txl_dist recorded these metrics
+even if they were not a cost of the text. The start record of such a version does not say why bits are missing
+(`no_bits`). In that case, the values of these metrics are left out."""
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
 class Event(NamedTuple):
-    """An event of the run, such as a start, a rewind or a loss spike. Events are in the order of the file."""
+    """Event of the run, such as a start, a rewind or a loss spike. Events are in the order of the file of records."""
 
     name: str
     step: int
@@ -79,7 +77,7 @@ class RecordTable:
         return len(self.columns["step"])
 
     def __getitem__(self, name: str) -> FloatArray:
-        """Return a column by its name. All its values are NaN if no record has it."""
+        """Return a column by its name. If no record has this column, all values are NaN."""
         return self.columns.get(name, np.full(len(self), np.nan))
 
     def has(self, name: str) -> bool:
@@ -132,7 +130,7 @@ class History:
     num_damaged: int
     """Number of lines that are not records, because a crash cut them short."""
     num_superseded: int
-    """Number of train records of steps that were repeated or given up."""
+    """Number of train records that later records replaced: their steps were repeated, or discarded by a rewind."""
 
     @property
     def held_out(self) -> RecordTable:
@@ -213,8 +211,8 @@ def read_scores(run_dir: Path) -> Scores:
 
 
 def read_loss_parts(run_dir: Path) -> Parts:
-    """Read the losses of parts of the text from the file that `read_scores` reads. The result is empty if none can be
-    read."""
+    """Read the losses of parts of the text from the file that `read_scores` reads. The result is empty if no losses can
+    be read."""
     rows = _scored(run_dir)
     parts_by_name: Parts = {}
     for key in get_args(PartName):

@@ -1,8 +1,9 @@
 """`txl report`: a run as one self-contained HTML page, and a few lines for the terminal.
 
-The page needs no network and no script. All text that comes from the run is escaped, and a content policy forbids
-everything else. Pictures are inline SVG (`figures`). The templates next to this file define the page's form. The page's
-file is replaced only when the new page is complete. A run that has not changed gives the same bytes.
+The page needs no network and no script. All text that comes from the run is escaped, and a content security policy
+forbids scripts and network access. Pictures are inline SVG (`figures`). The templates next to this file define the
+page's form. The page's file is replaced only when the new page is complete. A run that has not changed gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -67,10 +68,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_page(path: Path, template: str, **content: Any) -> str:
-    """Make a page from a template, write it to a file, and return a line that names the file. Raises ConfigError.
+    """Make a page from a template, write it to a file, and return a line that names the file.
 
     `template` is the name of a file next to this module. `content` has the template's variables. An old file is
-    replaced only when the new page is complete.
+    replaced only when the new page is complete. Raises ConfigError if the page cannot be written.
     """
     html = render(template, **content)
     try:

@@ -53,7 +53,7 @@ TROUBLES = {
 
 
 class Fact(NamedTuple):
-    """One fact of the summary, which is a row of the report: its name, its value, and a note."""
+    """Fact of the summary, shown as one row of the report: the fact's name, its value, and a note."""
 
     name: str
     value: str
@@ -264,7 +264,7 @@ def lead(run: RunRecords) -> str:
 
 
 _LEAST_ROUNDED = 10_000
-"""Smallest number of parameters that is shown rounded. Below it the exact number is as short."""
+"""Smallest number of parameters that is shown rounded. A smaller number is shown exactly."""
 
 
 def facts_of(run: RunRecords) -> list[Fact]:
@@ -437,7 +437,8 @@ def fact_lines(facts: Sequence[Fact]) -> list[str]:
 
 
 def _sizes(num_parameters: int | None) -> tuple[str | None, str | None]:
-    """Return the number of parameters, rounded and exact. A small number is returned only as it is."""
+    """Return the number of parameters as two texts, rounded and exact. For a small number, the first text is exact and
+    the second is None."""
     if not num_parameters:
         return None, None
     if num_parameters < _LEAST_ROUNDED:
@@ -470,7 +471,7 @@ def _list_of(value: object) -> list[Any]:
 
 
 def _slowest_rank_facts(history: History) -> Iterator[Fact]:
-    """Yield the rank that was most often the slowest, with how often and by how much."""
+    """Yield a fact about the rank that was most often the slowest: how often it was the slowest, and by how much."""
     slowest = history.train["slowest_rank"]
     delay_pct = history.train["slowest_pct"]
     ranks, counts = np.unique(slowest[np.isfinite(slowest)], return_counts=True)

@@ -172,7 +172,9 @@ def test_lanes_that_do_not_divide_are_planned_for_the_nearest_number() -> None:
     assert usable_gpus(32, gpus=8) == (8, [])
     used, (note,) = usable_gpus(32, gpus=12)
     assert used == 8
-    assert "planned for 8; the next number above is 16, or give --train.num_lanes 36 and use all 12." in note
+    assert (
+        "so the plan uses 8. The next larger possible number is 16. To use all 12, give --train.num_lanes 36." in note
+    )
     used, (note,) = usable_gpus(32, gpus=100)
     assert used == 32
     assert "give --train.num_lanes 100" in note

@@ -142,10 +142,10 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     found = f"{facts.room_gib:.1f} of {facts.memory_gib:.1f} GiB are available to processes"
     yield first_of("memory", found, (facts.room_gib < 1.5 * facts.num_local_ranks, "problem", remedy))
     more = (
-        "NCCL needs more shared memory: docker run --shm-size=8g (or --ipc=host), or remove files of dead processes "
-        "there."
+        "NCCL needs more shared memory: docker run --shm-size=8g (or --ipc=host), or remove the files of "
+        "dead processes from /dev/shm."
     )
-    full = "Remove files of dead processes: they hold memory until the next boot."
+    full = "Remove the files of dead processes from /dev/shm. Such files hold memory until the next boot."
     yield first_of(
         "/dev/shm",
         f"{facts.shm_free_gib:.2f} of {facts.shm_gib:.2f} GiB free",
@@ -214,7 +214,7 @@ DANGERS = {
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "torch.load runs code in files",
     "TXL_FAILPOINTS": "faults are injected on purpose, as in tests",
 }
-"""Effects of environment variables that a run should not have."""
+"""Environment variables that a run should not have, and the effect of each variable."""
 
 
 def _variables(facts: Facts) -> Iterator[Finding]:
@@ -254,8 +254,10 @@ def _host_name(facts: Facts, *, is_cut_off: bool) -> Finding:
 
 
 def _is_up(interface: str, up: set[str], *, is_prefix: bool) -> bool:
-    """Return True if a network interface is up. With `is_prefix`, `interface` may be the beginning of the interface's
-    name, as in NCCL."""
+    """Return whether a network interface is up.
+
+    With `is_prefix`, `interface` may be only the beginning of the interface's name, as in NCCL.
+    """
     if is_prefix:
         return any(name.startswith(interface) for name in up)
     return interface in up

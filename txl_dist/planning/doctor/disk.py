@@ -30,9 +30,9 @@ class Disk:
     renames: bool = False
     """True if a file can be renamed over another file, and a folder can be flushed to disk."""
     locks: bool = False
-    """True if a lock of a file keeps a second holder out."""
+    """True if a second process cannot lock a file that one process has locked."""
     error: str = ""
-    """Reason why the file system cannot be used. It is empty if it can be used."""
+    """Reason why the file system cannot be used. Empty if it can be used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def try_disk(folder: Path) -> Disk:
 
 
 def try_corpus(location: str) -> CorpusShards:
-    """Open a corpus as a run does. Returns its size or the error."""
+    """Open a corpus as a run does. Returns the size of the corpus, or the error if it cannot be opened."""
     try:
         splits = open_corpus(location).splits.values()
         return CorpusShards(location=location, tokens=sum(split.tokens for split in splits))
@@ -70,7 +70,7 @@ def try_corpus(location: str) -> CorpusShards:
 
 
 def _renames(folder: Path) -> bool:
-    """Check that a file can be renamed over another file, and that a folder can be flushed to disk."""
+    """Return whether a file can be renamed over another file, and a folder can be flushed to disk."""
     old = folder / "old"
     new = folder / "new"
     old.write_bytes(b"old")
@@ -81,7 +81,7 @@ def _renames(folder: Path) -> bool:
 
 
 def _locks(folder: Path) -> bool:
-    """Check that a file that is locked once cannot be locked a second time."""
+    """Return whether a file that is locked once cannot be locked a second time."""
     path = folder / "lock"
     with path.open("wb") as first, path.open("wb") as second, suppress(OSError):
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

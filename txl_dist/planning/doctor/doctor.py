@@ -42,8 +42,8 @@ class Report:
     """Times of all-reduces between the ranks, by size. It is empty if there is only one rank."""
 
     def count(self, verdict: Verdict) -> int:
-        """Return the number of findings with this verdict. A run fails if there is a finding with the verdict
-        problem."""
+        """Return the number of findings with this verdict. If a finding has the verdict problem, a run on the checked
+        machines fails or gives wrong results."""
         return sum(finding.verdict == verdict for _, finding in self._all_findings())
 
     def lines(self) -> list[str]:
@@ -70,8 +70,8 @@ class Report:
 def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | None:
     """Check this machine, or all nodes of a job, and return the report.
 
-    Returns None on ranks whose findings another rank reports. `timeout_s` is the longest wait for other ranks at each
-    step, in seconds.
+    Returns None on a rank if another rank reports this rank's findings. `timeout_s` is the longest wait for other ranks
+    at each step, in seconds.
     """
     facts = None
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -19,9 +19,9 @@ from txl_dist.distributed.collectives import RankInfo, barrier, broadcast_object
 MIB = 2**20
 SIZES_BYTES = (4096, 256 * 1024, 4 * MIB, 64 * MIB)
 REPEAT_FOR_S = 0.3
-"""Seconds for which an all-reduce of one size is repeated, at most 51 times."""
+"""Number of seconds for which an all-reduce of one size is repeated, at most 51 times."""
 ENOUGH_S = 0.5
-"""Seconds of one all-reduce after which larger sizes are not measured."""
+"""If one all-reduce takes more than this many seconds, larger sizes are not measured."""
 
 
 @dataclass(frozen=True)
