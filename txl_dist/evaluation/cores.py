@@ -1,9 +1,9 @@
 """Functions that compute the losses of segments in order, each segment with the state after the previous segment.
 
-There are three kinds: with fixed weights, with a neural cache, and with weights that learn. Each function returns
-`(losses, first)`: a function and the state before the first segment. `losses(batch, state)` returns `(nll_BT, next
-state)`, as `train.report.evaluate` calls it. The first two kinds keep keys and values of the past if the positions are
-distances, else hidden states.
+Fixed weights (`static`), a neural cache (`with_cache`) and weights that learn (`dynamic`) each have such a function.
+`static`, `with_cache` and `dynamic` return `(losses, first)`: the function, and the state before the first segment. The
+call `losses(batch, state)` returns `(nll_BT, next state)`, as `train.report.evaluate` expects. For `static` and
+`with_cache` the state holds keys and values of the past if the positional scheme supports a memory, else hidden states.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def _cached(
 def _plain(
     model: TransformerXL, cut: EvaluationText, *, memory_len: int, with_documents: bool, with_zeros: bool
 ) -> Core:
-    """Build a core for positions that are not distances. Its memory holds hidden states, or is empty."""
+    """Build a core for a positional scheme that supports no KV cache. The core's memory holds hidden states, or is
+    empty."""
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
 
     @torch.no_grad()
@@ -120,8 +121,8 @@ def _plain(
 def static(core: Core, *, with_top1_correct: bool = False) -> tuple[Losses, Any]:
     """Return (function that computes losses with fixed weights, the memory before the first segment).
 
-    With `with_top1_correct` the function returns score_2BT: the losses, and 1.0 where the most probable token is
-    correct.
+    With `with_top1_correct` the function returns score_2BT: the losses, then 1.0 where the target is the most probable
+    token, else 0.0.
     """
 
     def losses(batch: Batch, memory: Any) -> tuple[Tensor, Any]:
@@ -175,11 +176,11 @@ def dynamic(
     with_zeros: bool,
     before_segment: Callable[[], None],
 ) -> tuple[Losses, Any]:
-    """Return (function that computes losses by dynamic evaluation, its first state: the weights and the memory).
+    """Return (function that computes losses by dynamic evaluation, its first state). A state is weights and a memory.
 
     Gradients on the first batches of `train` give the scale of the steps. `maker` turns segments into batches, and
-    `before_segment` is called before each of them. The model's own weights do not change. The function raises
-    ConfigError if a loss is not finite.
+    `before_segment` is called before each of these batches. The model's own weights do not change. The returned
+    function raises ConfigError if a loss is not finite.
     """
     memory = model.empty_memory(num_lanes=len(cut.lanes), memory_len=memory_len)
     if with_zeros:

@@ -1,6 +1,7 @@
 """`txl evaluate`: scores of a trained model on a validation split.
 
-On request it also scores the model with memory off, the model while it adapts to the text, and counting baselines.
+On request it also scores the model without memory, the model while it adapts to the text, and baselines that count
+tokens.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def evaluate_trained(
 ) -> list[str]:
     """Score a run, a checkpoint or a bundle on a validation split, and return lines of text with the results.
 
-    `data` is the path of the corpus. Empty means the corpus of the run. `outputs` names files to write in addition.
-    With `baselines` counting tables are scored too. All ranks call this function and share the lanes (streams of text).
-    Only rank 0 returns lines.
+    `data` is the path of the corpus. If it is empty, the run's corpus is used. `outputs` names files to write in
+    addition. With `baselines`, tables of token counts are scored too. All ranks call this function and share the lanes
+    (streams of text). Only rank 0 returns lines.
 
     Raises ConfigError if the overrides contradict each other or the model, if a file cannot be written, or if memory is
     exhausted. Raises CheckpointError or DataError if the model or the corpus cannot be read, or if their tokenizers
@@ -107,7 +108,7 @@ def _add_words(results: dict[str, Result], split: Split, units: TextUnits) -> No
 
 
 def _write_files(outputs: Outputs, scores: Scores, results: dict[str, Result], split: Split) -> None:
-    """Write the output files that the flags ask for. Raises OSError."""
+    """Write the output files that the flags request. Raises OSError if a file cannot be written."""
     if outputs.log_probs is not None and scores.log_p_N is not None:
         write_log_probs(outputs.log_probs, split, scores.log_p_N)
     if outputs.plot is not None:

@@ -44,7 +44,7 @@ class LogProbs:
         self._position += stream.segment_len
 
     def joined(self) -> Tensor:
-        """Combine the log-probabilities of all ranks and return log_p_N in nats. All ranks call it.
+        """Combine the log-probabilities of all ranks and return log_p_N in nats. All ranks call this method.
 
         The value is inf for a target that was not scored.
         """
@@ -52,10 +52,10 @@ class LogProbs:
 
 
 def write_log_probs(path: Path, split: Split, log_p_N: Tensor) -> None:
-    """Write a file with the log-probability of each scored token. Raises OSError.
+    """Write a file with the log-probability of each scored token. Raises OSError if it cannot be written.
 
-    Its columns are `token` (the id), `log_p` (nats) and `document` (number in the split). An .npz file has the columns
-    as arrays. Any other file has one JSON object per line. The file's content is built in memory as a whole.
+    The file's columns are `token` (the id), `log_p` (nats) and `document` (number in the split). An .npz file has the
+    columns as arrays. Any other file has one JSON object per line. The file's content is built in memory as a whole.
     """
     log_p = log_p_N.numpy()
     is_scored = log_p != _NOT_SCORED

@@ -25,8 +25,8 @@ _AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag, the value of training i
 class Protocol(NamedTuple):
     """Evaluation protocol of another program, for comparisons with its published results.
 
-    It sets the number of lanes (batch rows) and the way in which the text is cut. `source` is the code that defines it.
-    The page docs/evaluating.md describes the protocols.
+    A protocol sets the number of lanes (batch rows) and the way in which the text is cut. The page docs/evaluating.md
+    describes the protocols.
     """
 
     num_lanes: int
@@ -55,18 +55,19 @@ class Overrides:
     split: str = ""
     """Split to score. Default: the run's split."""
     memory_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
-    """Tokens of memory. -1: as trained. Several values are scored in turn."""
+    """Tokens of memory. -1: as in training. Several values are scored in turn."""
     segment_len: Annotated[tuple[_Length, ...], Rule(_AS_TRAINED)] = (0,)
-    """Tokens per forward pass. 0: as trained. All combinations with --memory-len and --clamp-len are scored."""
+    """Tokens per forward pass. 0: as in training. All combinations with --memory-len and --clamp-len are scored."""
     num_lanes: Annotated[_Length, Rule(f"0 to {_MOST:,} lanes")] = 0
-    """Lanes (batch rows) into which the split is cut. 0: as configured."""
+    """Lanes (batch rows) into which the split is cut. 0: the run's eval.num_lanes."""
     overlap_len: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 0
-    """Tokens before each segment that are run again as context, not scored. 0: as configured. Needs --memory-len 0."""
+    """Tokens before each segment that the model reads again as context, not scored. 0: the run's eval.overlap_len.
+    Needs --memory-len 0."""
     clamp_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
-    """Largest distance, in tokens, with its own encoding. -1: as trained. 0: no limit."""
+    """Largest distance, in tokens, with its own encoding. -1: as in training. 0: no limit."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
-    """Keys per query. memory: memory_len (original PyTorch code, Hugging Face). memory_and_self: one more (NVIDIA,
-    TensorFlow). off: all."""
+    """Keys that a query sees. memory: memory_len keys (original PyTorch code, Hugging Face). memory_and_self: one key
+    more (NVIDIA, TensorFlow). off: all of memory and segment."""
     zero_memory: bool = False
     """Start with a memory of zeros, which queries attend to (Hugging Face, TensorFlow)."""
     without_memory: bool = False
@@ -74,7 +75,7 @@ class Overrides:
     accuracy: bool = False
     """Also report the share of targets that are the most probable token, except with --adapt."""
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
-    """Cut the text and average losses as that program does, to compare with its published results."""
+    """Program whose way of cutting the text and averaging losses is used, to compare with its published results."""
 
     @property
     def peer(self) -> Protocol | None:
@@ -133,8 +134,7 @@ class Outputs:
     """Draw the losses against the memory, segment or clamp lengths into this PNG file."""
 
     def check(self, overrides: Overrides) -> None:
-        """Raise ConfigError for a flag whose file this evaluation has no data for, and for two flags that name one
-        file.
+        """Raise ConfigError if this evaluation has no data for a requested file, or if two flags name the same file.
 
         A process without other ranks also checks that each file can be written. The ranks of a job check this after
         they have joined (`check_files`).
@@ -177,9 +177,9 @@ class AdaptationOptions:
     adapt_train: str = ""
     """dynamic: corpus whose train split gives the gradient sizes, which scale the steps. Default: the scored corpus."""
     adapt_batches: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} batches")] = 150
-    """dynamic: number of batches for the gradient sizes, as large as scored batches."""
+    """dynamic: number of training batches from which gradient sizes are computed."""
     adapt_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 2e-6
-    """dynamic: learning rate, relative to gradient sizes summed over --adapt-batches. Tune both together."""
+    """dynamic: learning rate. It is relative to gradient sizes summed over --adapt-batches, so tune both together."""
     adapt_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 0.0
     """dynamic: rate at which weights return to their trained values."""
     adapt_eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 1e-5
@@ -187,7 +187,7 @@ class AdaptationOptions:
     cache_share: Annotated[float, Field(ge=0, lt=1), Rule("0 or more and below 1")] = 0.1
     """cache: weight of the cache in the mixture of probabilities, 0 to below 1."""
     cache_theta: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 1.0
-    """cache: factor of the products of hidden states. 0 weighs the whole window equally."""
+    """cache: factor of the dot products of hidden states. 0: all kept tokens have the same weight."""
     cache_window: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 500
     """cache: number of past tokens to keep per lane (batch row)."""
 
@@ -240,15 +240,15 @@ class ReclSettings:
     max_context: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 1000
     """Longest context, in tokens."""
     r: tuple[float, ...] = (0.1, 0.5, 1.0)
-    """Shares of the targets to average over, the hardest targets first."""
+    """Shares of the targets, the hardest ones, on which the RECL is computed. One result per share."""
     num_tokens: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} targets")] = 500
-    """Number of targets drawn from the split, each scored after every length of context."""
+    """Number of targets drawn from the split. Each target is scored after every length of context."""
     memory_len: Annotated[_LengthOrTrained, Rule(_AS_TRAINED)] = -1
-    """Tokens of memory of all models that have a memory. -1: as trained."""
+    """Tokens of memory of all models that have a memory. -1: as in training."""
     num_lanes: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} lanes")] = 50
     """Number of targets scored at once."""
     seed: Annotated[int, Field(ge=0, lt=2**63), Rule("0 or more and below 2**63")] = 0
-    """Seed of the drawn targets."""
+    """Seed of the random choice of targets."""
 
     @property
     def contexts(self) -> list[int]:
@@ -278,13 +278,16 @@ class ReclOutputs:
     """Draw the losses against the context length into this PNG file."""
 
     def check(self) -> None:
-        """Check the files as `Outputs.check` does. Raises ConfigError."""
+        """Check the files as `Outputs.check` does. Raises ConfigError if two flags name the same file."""
         require_apart({"--json": self.json, "--plot": self.plot})
         if is_alone():
             self.check_files()
 
     def check_files(self) -> None:
-        """Try to write each file, on one rank, as `Outputs.check_files` does. Raises ConfigError."""
+        """Try to write each file, on one rank, as `Outputs.check_files` does.
+
+        Raises ConfigError if a file cannot be written.
+        """
         for flag, path, suffixes in (("--json", self.json, ()), ("--plot", self.plot, (".png",))):
             if path is not None:
                 check_output(flag, path, suffixes=suffixes)

@@ -14,7 +14,7 @@ The context c begins at the shortest context, and grows by a step as long as g_i
 the first c with a smaller gain. Gains at longer contexts do not count. f_i(c, c) is the mean of b over T, which is the
 same for all models.
 
-The paper leaves some choices open. This program makes these choices:
+The paper leaves some choices open. This module makes these choices:
 - The shortest context is one step, so one step is the smallest RECL, even for a model that never gains.
 - T is selected again for each c. It has round(r * targets) targets, at least one. If two
   targets have equal losses, the earlier target is taken first.
@@ -84,8 +84,8 @@ class Recl(NamedTuple):
 def relative_gain(losses_NCS: Losses, *, model: int, context: int, r: float) -> float:
     """Return g_i(c, c'), the relative gain in perplexity of a model from a context to the next longer context.
 
-    `losses_NCS` are the losses l_i(c, t) of N models, C contexts and S targets. `model` and `context` are indices into
-    it. `r` is the share of the targets that count as hard.
+    `losses_NCS` are the losses l_i(c, t) of N models, C contexts and S targets. `model` and `context` are indices of
+    the first two axes. `r` is the share of the targets that count as hard.
     """
     baseline_S = losses_NCS[:, context].min(axis=0)
     num_hard = max(1, round(r * len(baseline_S)))
@@ -124,13 +124,13 @@ def compare_contexts(
 ) -> list[str]:
     """Measure the RECL of several models on the same targets, and return lines of text with the results.
 
-    The models are runs, checkpoints or bundles. `data` is the path of the corpus. Empty means the corpus of the first
-    model. The corpora of the other models are not read. All ranks call this function and share the targets. Only rank 0
-    returns lines.
+    The models are runs, checkpoints or bundles. `data` is the path of the corpus. If it is empty, the first model's
+    corpus is used. The corpora of the other models are not read. All ranks call this function and share the targets.
+    Only rank 0 returns lines.
 
-    Raises ConfigError if a setting measures nothing, a file cannot be written, or tokenizers differ. Also raises it for
-    a model with document masks, or whose queries see nothing. Raises CheckpointError or DataError if a model or the
-    corpus cannot be read.
+    Raises ConfigError if the settings leave nothing to measure, a file cannot be written, or tokenizers differ. Also
+    raises it for a model with document masks, and for a model whose queries would see no key. Raises CheckpointError or
+    DataError if a model or the corpus cannot be read.
     """
     start_logging(rank=get_rank())
     settings.check()
@@ -217,7 +217,7 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
 
 
 def _sample(split: Split, settings: ReclSettings) -> npt.NDArray[np.int64]:
-    """Return the first token of each text that is run. Each text is the longest context and its target."""
+    """Draw the targets. Returns, for each target, the position in the split at which its longest context begins."""
     num_places = split.tokens - settings.max_context
     if num_places < 1:
         raise ConfigError(

@@ -3,7 +3,7 @@
 Each row of the printed table is one evaluation, with its own combination of lengths. On request the table also has a
 row with memory off, and a row in which the model adapts to the text.
 
-    rows_of      list the evaluations that the flags ask for, with checked settings
+    rows_of      list the evaluations that the flags request, with checked settings
     score_model  return a result per row, on all ranks, and score rows with equal lengths once
 """
 
@@ -62,7 +62,7 @@ class ScoredRow(NamedTuple):
 
 
 def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions) -> list[ScoredRow]:
-    """List the evaluations that the command-line flags ask for. Raises ConfigError if settings contradict each other.
+    """List the evaluations that the command-line flags request. Raises ConfigError if settings contradict each other.
 
     Rows with equal clamp_len follow each other, because each clamp_len needs its own model.
     """
@@ -82,7 +82,7 @@ def rows_of(target: Target, overrides: Overrides, adaptation: AdaptationOptions)
 def _with_overrides(
     target: Target, overrides: Overrides, *, memory_len: int, segment_len: int, clamp_len: int
 ) -> Config:
-    """Return the model's config with the settings of one evaluation, after a check. Raises ConfigError."""
+    """Return the model's config with the settings of one evaluation. Raises ConfigError if the settings do not fit."""
     config = target.config
     if memory_len < 0:
         memory_len = config.train.memory_len
@@ -115,9 +115,9 @@ def _with_overrides(
 
 
 def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> str:
-    """Return the setting same_length of an evaluation. It comes from the protocol if no flag gives it.
+    """Return the setting same_length of an evaluation: the flag's value, else the protocol's value.
 
-    Raises ConfigError.
+    Raises ConfigError for a protocol if the model was trained with document masks.
     """
     peer = overrides.peer
     if peer is None:
@@ -156,7 +156,7 @@ def _eval_values(config: Config, overrides: Overrides, *, memory_len: int, segme
 
 
 def _check_memory_off(config: Config, overrides: Overrides, *, memory_len: int) -> None:
-    """Raise ConfigError for a setting that needs memory if memory is off, and for zeros in a masked memory."""
+    """Raise ConfigError if memory is off but a setting needs it, or if document masks would hide a memory of zeros."""
     is_off = memory_len == 0
     if config.model.same_length != "off" and (is_off or overrides.without_memory):
         raise ConfigError(
@@ -315,7 +315,7 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
 
 
 def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overrides) -> None:
-    """Warn once for each flag that asks for more tokens than the split has, and once if rows have the same scores."""
+    """Warn once for each flag whose value exceeds the tokens of the split, and once if rows have the same scores."""
     messages: dict[str, None] = {}
     for row, plan in zip(rows, plans, strict=True):
         messages |= dict.fromkeys(_limit_messages(row, plan.cut, overrides))
@@ -512,9 +512,9 @@ def enough_memory() -> Iterator[None]:
 
 
 def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
-    """Yield a message for each flag that asks for more tokens than the split has.
+    """Yield a message for each flag whose value exceeds the tokens of the split or of a lane (batch row).
 
-    The scores are the same as without such a flag.
+    The evaluation reduces such a value to the number of tokens that exist.
     """
     if not isinstance(cut, EvalStream):
         return

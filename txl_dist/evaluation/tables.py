@@ -19,7 +19,8 @@ _POSITIONS = 4
 def table(results: dict[str, Result], units: TextUnits) -> list[str]:
     """Return the lines of a table with one row per score.
 
-    The table shows bits of text. If bits are not the cost of the whole text, it shows perplexity and the reason.
+    The table shows bits per byte and per character. If the losses do not cover the whole text, it shows perplexity per
+    token instead, and the reason.
     """
     columns = _columns(results, units)
     rows = [["", *columns.values(), "nats/token", "tokens"]]

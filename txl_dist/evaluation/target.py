@@ -70,8 +70,8 @@ class Target(NamedTuple):
 def open_target(path: Path, *, data: str | Path) -> Target:
     """Read the model of a run, a checkpoint or a bundle at a path, to score it.
 
-    `data` is the path of the corpus. Empty means the corpus of the run. Raises CheckpointError or ConfigError if the
-    model cannot be read.
+    `data` is the path of the corpus. If it is empty, the run's corpus is used. Raises CheckpointError or ConfigError if
+    the model cannot be read.
     """
     if detect_artifact(path) is ArtifactKind.BUNDLE:
         bundle = load_bundle(path)
@@ -103,10 +103,10 @@ def open_target(path: Path, *, data: str | Path) -> Target:
 
 
 def require_same(targets: Sequence[Target]) -> None:
-    """Raise CheckpointError on all ranks if ranks have read different models. All ranks call it.
+    """Raise CheckpointError on all ranks if ranks have read different models. All ranks call this function.
 
-    A run may save a checkpoint after one rank has read and before another rank reads. Then the ranks would add scores
-    of different checkpoints.
+    A run can save a checkpoint after one rank has read the model and before another rank reads it. Then the ranks would
+    add scores of different checkpoints.
     """
     names_by_rank = gather_objects([target.where for target in targets])
     for names in zip(*names_by_rank, strict=True):  # of one target on all ranks

@@ -44,7 +44,7 @@ def _foreign_fields() -> dict[str, str]:
 
 
 FOREIGN_FIELDS = _foreign_fields()
-"""Name of the field of this server, by the name that other programs have for it. Error messages suggest it."""
+"""Request fields of this server, by the names that other programs have for them. Error messages suggest the fields."""
 CHAT_FIELDS = {
     "messages",
     "tools",
@@ -103,7 +103,7 @@ class APIError(Exception):
         }
 
     def response(self) -> Response:
-        """Return the HTTP response, with the headers that its status asks for."""
+        """Return the HTTP response, with the headers that its status requires."""
         headers = {429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}, 401: {"WWW-Authenticate": "Bearer"}}
         content = json.dumps(self.body()).encode()
         return Response(content, self.status, headers.get(self.status), media_type="application/json")

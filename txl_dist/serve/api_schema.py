@@ -18,7 +18,7 @@ _FORMS = "give a text, a list of texts, a list of token ids, or a list of lists 
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
-    """Change a request's JSON schema so that each optional field may be null."""
+    """Change a request's JSON schema so that each optional field can be null."""
     required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         if name in required:
@@ -240,7 +240,7 @@ class Detokenized(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Facts about the tokenizer that evaluation harnesses ask for. No text is tokenized to a special token."""
+    """Facts about the tokenizer that evaluation harnesses request. No text is read as a special token."""
 
     vocab_size: int
     eos_token: None
@@ -265,7 +265,7 @@ class Deleted(BaseModel):
 
 
 class HealthStatus(BaseModel):
-    """State of the server: `ok` if it accepts requests, `draining` if it is about to end."""
+    """State of the server: `ok` if it accepts requests, `draining` if it is stopping."""
 
     status: Literal["ok", "draining"]
     model: str

@@ -135,7 +135,7 @@ async def _completions(request: Request) -> Response:
     openapi_extra=request_body(MemoryRequest, accepts_file=True),
 )
 async def _make_memory(request: Request) -> Response:
-    """Store a memory of a text, which is read once, or a memory file that `txl generate --save-memory` wrote."""
+    """Read a text and store its memory. Or store an uploaded memory file that `txl generate --save-memory` wrote."""
     service = _service_of(request)
     service.check_room(num_memories=1)
     if request.headers.get("content-type", "").startswith(UPLOAD):
@@ -205,7 +205,7 @@ async def _send_memory(request: Request, memory: str) -> Response:
     responses=responses(*MEMORY_ERRORS, success=json_response(api_schema.Deleted)),
 )
 async def _forget_memory(request: Request, memory: str) -> Response:
-    """Delete a stored memory. Texts that already continue from it are not affected."""
+    """Delete a stored memory. Texts that already continue from this memory are not affected."""
     service = _service_of(request)
     service.memories.remove(service.memory(memory).id)
     return JSONResponse({"id": memory, "object": "memory", "deleted": True})
@@ -261,7 +261,7 @@ async def _detokenize(request: Request) -> Response:
     responses=responses(408, 413, 429, success=json_response(api_schema.TokenizerInfo)),
 )
 async def _tokenizer_info(request: Request) -> Response:
-    """Return the facts about the tokenizer that evaluation harnesses ask for."""
+    """Return the facts about the tokenizer that evaluation harnesses request."""
     tokenizer = _service_of(request).model.tokenizer
     return JSONResponse({"vocab_size": tokenizer.vocab_size, "eos_token": None, "eos_token_id": tokenizer.end_of_text})
 
@@ -316,7 +316,7 @@ def _service_of(request: Request) -> Service:
 
 
 async def _read(request: Request, form: type[R]) -> R:
-    """Read a JSON body as a request of the type `form`. Raises APIError if the body does not fit."""
+    """Read a JSON body as a request of the type `form`. Raises APIError if the body does not fit this type."""
     body = (await request.body()).removeprefix(codecs.BOM_UTF8)
     _check_content_type(request, body)
     if request.headers.get("content-encoding", "identity") != "identity":
@@ -341,7 +341,7 @@ def _check_repeated(body: bytes) -> None:
 
 
 def _as_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the members of a JSON object. Raises APIError if two of them have one key."""
+    """Return the members of a JSON object as a dict. Raises APIError if two members have the same key."""
     values: dict[str, Any] = {}
     for key, value in members:
         if key in values:
@@ -353,9 +353,9 @@ def _as_object(members: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_content_type(request: Request, body: bytes) -> None:
     """Raise APIError if the content type says that a body is not JSON.
 
-    `curl -d` and other programs send JSON with the content type of a form, or without one. A web page of another site
-    can send such a request too, and its browser does not ask this server first. So these types are refused if a browser
-    names the page that the request comes from.
+    `curl -d` and other programs send JSON with the content type of a form, or without a content type. A web page of
+    another site can send such a request too, and the browser does not first ask this server for permission. So these
+    content types raise the error if a header shows that a web page sent the request.
     """
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type == "application/json":
@@ -448,10 +448,9 @@ def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) ->
 
 
 def _sampling_params(completion: CompletionRequest) -> SamplingParams:
-    """Return the sampling settings for one prompt. Each prompt gets a new random seed, because the function is called
-    for each prompt.
+    """Return the sampling settings for one prompt of a request. Their seed is the request's seed.
 
-    If the request has a seed, that seed is used instead.
+    If the request has no seed, each call draws a new seed. The function is called once per prompt.
     """
     stop = (completion.stop,) if isinstance(completion.stop, str) else tuple(completion.stop)
     if completion.seed is None:

@@ -51,7 +51,7 @@ def listen(serving: Serving) -> socket.socket:
 
 
 def _first_free_port() -> int:
-    """Return the lowest port that a program without privileges may use on this machine."""
+    """Return the lowest port that a program without privileges can use on this machine."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text(encoding="ascii"))
     except (OSError, ValueError):

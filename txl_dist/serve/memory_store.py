@@ -1,6 +1,7 @@
 """Store of the memories that clients keep on the server, with limits on number, bytes and age.
 
-Only the event loop uses the store. A client needs only the id to use a memory, so ids are random and long.
+Only the event loop uses the store. A client that knows the id of a memory can use the memory. So ids are long and
+random.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ DRAIN_BYTES = 2**26
 DRAIN_S = 10.0
 """Maximum number of seconds for which a request is read and discarded after an early response."""
 SEND_S = 60.0
-"""Seconds for which a client may leave a full buffer unread."""
+"""Maximum number of seconds for which a client can leave a full buffer unread. Then it is disconnected."""
 HEADER_BYTES = 2**14
 """Maximum number of bytes of a memory file in addition to its tensors."""
 MOST_UPLOADS = 4
@@ -42,8 +42,8 @@ SPARE_REQUESTS = 64
 class Gate:
     """Wrapper of the server's application, which checks each request before a route gets it.
 
-    `key` is the key that clients must send, and empty means no key. A JSON body has at most `max_body_bytes` bytes. A
-    memory file has at most the size of a full memory.
+    `key` is the key that clients must send. If it is empty, clients need no key. A JSON body has at most
+    `max_body_bytes` bytes. A memory file has at most the size of a full memory.
     """
 
     def __init__(self, app: ASGIApp, service: Service, *, key: str) -> None:
@@ -55,7 +55,7 @@ class Gate:
         self._max_upload = service.largest_memory + HEADER_BYTES
         self._max_requests = serving.max_num_seqs + serving.max_queue + SPARE_REQUESTS
         self.num_active = 0
-        """Number of requests in work. Requests for open paths are not counted."""
+        """Number of requests that are being processed. Requests for open paths are not counted."""
         self._num_uploads = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +131,7 @@ class Gate:
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
-    """Return the value of the first header of this name. Empty if there is none."""
+    """Return the value of the first header with this name, or b"" if the request has no such header."""
     for key, value in scope["headers"]:
         if key == name:
             content: bytes = value
@@ -157,7 +157,7 @@ class _RequestBody:
         self.has_ended = not (has_length or _header(scope, b"transfer-encoding"))
 
     async def take(self) -> bytes:
-        """Return the next bytes of the body. Raises _ClientGoneError."""
+        """Return the next bytes of the body. Raises _ClientGoneError if the client has disconnected."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise _ClientGoneError
@@ -207,7 +207,7 @@ class _Response:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` function that yields a body that was read before, then the messages that follow it."""
+    """Return a `receive` function. It returns `body`, which was read before, and then the messages after the body."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:

@@ -37,13 +37,13 @@ class Serving:
     """Options of `txl serve`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The default accepts only clients of this machine, 0.0.0.0 all clients."""
+    """Address to listen on. The default accepts only clients on this machine. Use 0.0.0.0 to accept all clients."""
     port: Port = 8000
-    """Port to listen on. 0 takes a free port and prints it."""
+    """Port to listen on. 0: choose a free port and print it."""
     name: str = ""
     """Name of the model for clients. Empty: the name of the model's folder."""
     api_key: str = ""
-    """Key that clients must send. Other users of this machine see flags: prefer --api-key-file or TXL_API_KEY."""
+    """Key that clients must send. Other users of the machine can see flags, so prefer --api-key-file or TXL_API_KEY."""
     api_key_file: Path | None = None
     """File with the key that clients must send."""
     max_num_seqs: Texts = 64
@@ -51,7 +51,7 @@ class Serving:
     max_queue: Prompts = 256
     """Maximum number of queued prompts. Further requests get HTTP 429."""
     memory_len: MemoryLen = -1
-    """Tokens of memory, possibly more than in training. -1: as trained."""
+    """Tokens of memory, possibly more than in training. -1: as many as in training."""
     max_prompt_len: Tokens = 32_768
     """Maximum tokens per prompt."""
     max_tokens: Tokens = 4_096
@@ -61,11 +61,12 @@ class Serving:
     max_logprobs: TokensOrNone = 20
     """Maximum alternatives per token with log-probabilities."""
     max_body_bytes: Bytes = 2**20
-    """Maximum bytes of a request's body. The upload of a memory may be larger."""
+    """Maximum bytes of a request's body. The upload of a memory can be larger."""
     timeout: Duration = 600.0
-    """Maximum seconds per request. Then its texts end. If no text has begun, the request gets HTTP 408."""
+    """Maximum seconds per request. After this time its texts are cut off. If no text has begun, the request gets HTTP
+    408."""
     shutdown_timeout: DurationOrNone = 30.0
-    """Seconds for running requests to finish after SIGTERM."""
+    """Seconds in which running requests can finish after SIGTERM."""
     memories: Count = 1_000
     """Maximum stored memories. The least recently used is removed first. 0 stores none."""
     memory_bytes: BytesOrNone = 2**30

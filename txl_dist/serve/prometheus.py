@@ -36,7 +36,7 @@ class Metrics:
     def watch(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Add a gauge with this name and description (`meaning`).
 
-        `value` is called for the present value each time that Prometheus reads the metrics.
+        `value` is called each time that Prometheus reads the metrics. It returns the current value.
         """
         Gauge(name, meaning, registry=self._registry).set_function(value)
 

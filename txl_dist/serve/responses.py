@@ -1,6 +1,6 @@
 """Responses in OpenAI's form, made from the scheduler's output chunks: as a whole, or as a stream of events.
 
-All code of this module runs in the event loop. Each event of a stream has all text since the last event, so a slow
+All code of this module runs in the event loop. Each event of a stream has all text since the previous event. So a slow
 client gets fewer and longer events.
 """
 
@@ -24,8 +24,7 @@ from txl_dist.serve.worker import LateError, StoppingError
 from txl_dist.tokenizers.base import Tokenizer
 
 PADDED_BYTES = 64
-"""Padding unit in bytes. In a stream with `include_obfuscation`, the size of each event is a multiple of this
-number."""
+"""In a stream with `include_obfuscation`, the size of each event in bytes is a multiple of this number."""
 
 
 class ClientGoneError(Exception):
@@ -54,7 +53,7 @@ class OutputQueue:
         self._has_news.set()
 
     def close(self) -> None:
-        """Make every present and future call of `ready` and `take` raise ClientGoneError."""
+        """Make every waiting and every later call of `ready` and `take` raise ClientGoneError."""
         self._is_closed = True
         self._has_news.set()
 
@@ -114,7 +113,7 @@ class _Choice:
     num_tokens: int = 0
 
     def payload(self) -> dict[str, Any]:
-        """Return the choice in OpenAI's form. The key `memory` is only there if a memory was stored."""
+        """Return the choice in OpenAI's form. It has the key `memory` only if a memory was stored."""
         values = {"index": self.index, "text": self.text, "logprobs": self.logprobs}
         values["finish_reason"] = self.finish_reason
         if self.memory is not None:
@@ -206,7 +205,8 @@ class Answer:
         return all(choice.finish_reason for choice in self._choices)
 
     def _add(self, number: int, chunk: OutputChunk) -> _Choice:
-        """Add a chunk of the prompt with this number to the choice it belongs to, and return that choice."""
+        """Add a chunk to its choice, and return the choice. `number` is the number of the chunk's prompt in the
+        request."""
         choice = self._choices[number * self._request.n + chunk.sample]
         prepared = self._prompts[number]
         if self._request.logprobs is not None and choice.logprobs is None:
@@ -254,7 +254,7 @@ class Answer:
     def _add_prompt(self, logprobs: dict[str, list[Any]], prepared: PreparedPrompt, scored: Sequence[Scored]) -> None:
         """Add the tokens of a prompt that is echoed, with their log-probabilities.
 
-        The first token has no log-probability if no other token was put before the text.
+        The first token has no log-probability if neither an end-of-text token nor a memory precedes it.
         """
         prompt = prepared.prompt
         decoder = self._tokenizer.decoder()

@@ -1,7 +1,7 @@
-"""Server process from its start to its end.
+"""Process of the server, from start to end.
 
 On SIGTERM or SIGINT the server drains: it refuses new requests, and running requests get up to `--shutdown-timeout`
-seconds to end. Then the process ends with exit code 0. A second signal ends it at once.
+seconds to end. Then the process ends with exit code 0. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn server without its own signal handlers, which would refuse connections that should get HTTP 503
-    instead."""
+    """Server of uvicorn without uvicorn's signal handlers.
+
+    After a signal these handlers would refuse connections, which should get HTTP 503 instead.
+    """
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,8 +1,7 @@
-"""State that all requests to a server share: the model, the worker thread, the stored memories, and the
-limits.
+"""State that all requests to a server share: the model, the worker thread, the stored memories, and the limits.
 
 Requests are checked here, in the event loop. Long texts are tokenized in other threads. The worker thread generates
-texts. When a client disconnects, the worker drops its prompts.
+texts. When a client disconnects, the worker drops the client's prompts.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class Service:
             raise APIError(400, message, code="too_many_memories")
 
     async def prompt(self, text: Text, memory: TextMemory | None) -> PreparedPrompt:
-        """Tokenize a prompt. Raises APIError if the prompt is too long, or if the model cannot begin with it."""
+        """Tokenize a prompt. Raises APIError if it is too long, or cannot be used with this model and memory."""
 
         def prepare() -> PreparedPrompt:
             if isinstance(text, str):
@@ -144,9 +143,9 @@ class Service:
     async def at_work(self, jobs: Sequence[dict[str, Any]], receive: Receive) -> AsyncIterator[OutputQueue]:
         """Run prompts in the worker during the block, and yield the queue of their output.
 
-        Each item of `jobs` holds the fields of a `GenerationRequest`: prompt, writing, and fields that differ from the
-        default. At the end of the block the prompts are cancelled. If the client disconnects, the queue is closed.
-        Raises APIError 429 if the worker's queue is full.
+        Each item of `jobs` holds fields of a `GenerationRequest`: `prompt`, `writing`, and any fields that differ from
+        their default. At the end of the block the prompts are cancelled. If the client disconnects, the queue is
+        closed. Raises APIError 429 if the worker's queue is full.
         """
         outputs = OutputQueue()
         deadline = time.monotonic() + self.serving.timeout

@@ -3,9 +3,9 @@
     worker.submit([job, ...])       any thread: adds prompts to the queue, or raises QueueFullError
     worker.cancel([key, ...])       any thread: drops prompts whose output is not needed any more
 
-The set of running prompts changes only between two steps. Prompts in the queue start as soon as there is room. A prompt
-that reaches its deadline ends with the text it has. The thread never waits for the event loop. If a client does not
-read its output, the client's connection buffers it.
+The set of running prompts changes only between two steps. Prompts in the queue start as soon as there is room. At the
+deadline of a prompt, its texts end with the tokens that they have. The thread never waits for the event loop. If a
+client does not read its output, the client's connection buffers it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from txl_dist.inference.scheduler import OutputChunk, Prompt, Scheduler
 PIECE_S = 0.0004
 """Seconds between two deliveries to the event loop, per running text.
 
-Sending a chunk takes the event loop half of this time, in which the worker thread cannot run. So a single text gets
-each token at once, and 64 texts together get the tokens of 25 ms at a time.
+Sending a chunk takes the event loop half of this time, in which the worker thread cannot run. So the tokens of a single
+text are delivered one by one, and the tokens of 64 texts are delivered every 25 ms.
 """
 
 
@@ -63,7 +63,7 @@ class GenerationRequest:
     deadline: float
     """Time at which the texts end with the tokens they have, as time.monotonic() counts it."""
     keeps_memory: bool = False
-    """Whether the last chunk of each text has the memory after it."""
+    """Whether the last chunk of each text has the memory after the text."""
     scores_prompt: bool = False
     """Whether the first chunk has the log-probabilities of the prompt's tokens."""
     num_left: int = 0
@@ -76,7 +76,7 @@ class Worker:
     """Thread that generates the texts of all requests, from `start` to `stop`.
 
     `num_rows` is the largest number of texts at once, and `max_queue` the largest number of waiting prompts.
-    `memory_len` is the number of past tokens that a text sees, and -1 means as many as in training.
+    `memory_len` is the number of past tokens that a text sees. The value -1 means as many as in training.
     """
 
     def __init__(self, model: LanguageModel, *, num_rows: int, max_queue: int, memory_len: int = -1) -> None:
@@ -128,8 +128,7 @@ class Worker:
             self._thread.join()
 
     def submit(self, jobs: Sequence[GenerationRequest]) -> None:
-        """Add all of these prompts to the queue. If the queue has no space for all, add no prompt and raise
-        QueueFullError."""
+        """Add prompts to the queue. If the queue has no space for all of them, add none and raise QueueFullError."""
         with self._changed:
             if len(self._waiting) + len(jobs) > self._max_queue:
                 raise QueueFullError
