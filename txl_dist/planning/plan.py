@@ -173,7 +173,7 @@ class Plan:
     """Usable memory of a GPU in GiB: its memory minus CONTEXT_GIB, minus FRAGMENTED_SHARE of the rest."""
     options: list[Option]
     as_configured: Option | str
-    """Prediction for the settings without changes, or the reason why they are impossible."""
+    """Prediction for the settings without changes, or the reason why a run with these settings is impossible."""
     chosen: PlannedOption | None
     """Option that the plan recommends. None if no option fits."""
     predicted_not_measured: bool = True
@@ -352,7 +352,7 @@ class _Planner:
         )
 
     def options(self) -> Iterator[Option]:
-        """Yield all ZeRO stages and micro-batches that the settings allow.
+        """Yield an option for every ZeRO stage and micro-batch that the settings allow.
 
         If a micro-batch does not fit, it is also tried with recomputed blocks.
         """

@@ -57,7 +57,7 @@ class Program:
     """
 
     memory_products: tuple[int, int]
-    """Pair of numbers: how many projections are made of the memory, and how many products each projection needs in a
+    """Two numbers: how many projections of the memory are computed, and how many products each projection needs in a
     step. The second number is 2, or 3 if hidden states in the memory get gradients."""
     skips_masked: bool
     """True if scores above the diagonal, which the causal mask removes, cost nothing."""
@@ -79,14 +79,15 @@ class Program:
     """True if one table is cut into the embeddings of all vocabulary clusters, so that the passes over its gradient are
     made for every cluster."""
     state_bytes: tuple[float, float]
-    """Bytes that are moved per parameter and update: (if all weights are fp32, if there are half-precision weights
-    too)."""
+    """Bytes that an update moves per parameter. The first number is for a model whose weights are all fp32. The second
+    number is for a model that also has half-precision weights."""
     host_factor: float
     """Host time of a layer, divided by the host time of the forward pass in NVIDIA's program on the same machine."""
     waits: bool
     """True if the host often waits for the GPU. Then none of the host's time is hidden."""
     update_host_s: float = 0.0
-    """Seconds of host time after the single wait for the gradients' norm."""
+    """Seconds of host time in a step after the host has waited for the norm of the gradients. The GPU's work does not
+    hide this time."""
 
 
 OURS = Program(
@@ -122,7 +123,7 @@ class Work:
     parameters: int
     segment_len: int
     memory_lens: tuple[int, ...]
-    """Number of tokens that each layer remembers."""
+    """Number of tokens in the memory of each layer."""
     microbatch_lanes: int
     num_microbatches: int
     world_size: int

@@ -20,11 +20,12 @@ class InspectOptions:
     cutoffs: tuple[int, ...] = ()
     """Show the share of the tokens in each vocabulary cluster for these cutoffs."""
     num_clusters: int = 0
-    """Compute the cheapest cutoffs for this number of clusters, and show the clusters' shares of the tokens."""
+    """Compute the cutoffs with which this number of vocabulary clusters costs least work per token, and show the share
+    of the tokens in each cluster."""
     width: int = 512
     """Embedding width of the most frequent ids, for --num-clusters."""
     div_value: int = 1
-    """Divisor of embedding widths for --num-clusters: cluster i has the width // div_value**i."""
+    """Divisor of embedding widths for --num-clusters: cluster i has the embedding width `width // div_value**i`."""
     shard: str = ""
     """List the documents of the shard with this name."""
     document: int = -1

@@ -6,8 +6,8 @@ later steps are left out. Hours are hours of work: the time from record to recor
 
 A list of numbers becomes one column per element, NAME_0, NAME_1 ... For times per rank, only the fastest, the median
 and the slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a
-number that training cannot produce (`is_number`). Records and fields of unknown names do no harm. Names contain only
-characters that can be drawn.
+number that training cannot produce (`is_number`). Records of unknown kinds are skipped, and fields with unknown
+names raise no error. Names contain only characters that can be drawn.
 
 Numbers are kept as arrays, not objects, to save memory. A million records take at most half a minute and less than a
 gigabyte.
@@ -198,7 +198,8 @@ class LossPart(NamedTuple):
 
 PartName = Literal["by_cluster", "by_position"]
 Parts = dict[PartName, dict[str, list[LossPart]]]
-"""Losses of parts of the text, by the kind of part and then by the name of the score."""
+"""Losses over parts of the targets. The first key is the kind of part, such as vocabulary cluster, and the second key
+is the name of the score."""
 
 
 def read_scores(run_dir: Path) -> Scores:

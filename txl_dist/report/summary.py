@@ -40,7 +40,7 @@ _LOCK_IS_OLD_AFTER_S = 60.0
 """Seconds after which an unchanged lock means that its job on another machine has ended. A running job touches its lock
 every few seconds."""
 _RECENT = 100
-"""Number of newest records whose median counts as the present speed."""
+"""Number of newest records that count for the present speed, which is the median of their speeds."""
 _IN_PROGRESS = "going on"
 TROUBLES = {
     "rewound": "rewound",
@@ -525,7 +525,7 @@ def _loss_facts(run: RunRecords) -> Iterator[Fact]:
 
 
 def fixed(value: float | None, digits: int) -> str | None:
-    """Return a number with this many decimals and with thousands separated. Returns None for None."""
+    """Return a number as text with `digits` decimals and with thousands separated. Returns None for None."""
     if value is None:
         return None
     return f"{value:,.{digits}f}"

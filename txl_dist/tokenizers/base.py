@@ -1,4 +1,4 @@
-"""Base classes of tokenizers, which convert text to ids and back. Each has one file and one fingerprint.
+"""Base classes of tokenizers, which convert text to ids and back. Each tokenizer has one file and one fingerprint.
 
 Key properties:
 - Ids are in order of frequency in the training split, end-of-text included (see training.py).
@@ -48,9 +48,10 @@ class Tokenizer(ABC):
     spellings: Sequence[bytes] | None = None
     """Bytes that each id stands for. None if the bytes depend on neighbouring ids."""
     spells_text: ClassVar[bool] = True
-    """Whether ids stand for text, so that bits per byte have a meaning."""
+    """True if ids stand for text, which makes bits per byte meaningful. False if ids stand for other things, such as
+    events."""
     unit: ClassVar[str] = "token"
-    """Noun by which messages call the text of one id, such as "token" or "word"."""
+    """Noun that messages use for the text of one id, such as "token" or "word"."""
     unknown_id: int | None = None
     """Id that stands for every unknown symbol. None if there is no such id."""
 

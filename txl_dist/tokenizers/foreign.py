@@ -264,8 +264,8 @@ class SentencePieceTokenizer(ForeignTokenizer):
 def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
     """Return whether a text may be cut before a blank between two Latin letters without changing any id.
 
-    The result is True under four conditions. Normalizers change characters in place. Splitters into words split some
-    sample texts at such a blank. The patterns of splitters do not look beyond the match (no look-behind, and no
+    The result is True under four conditions. Normalizers change characters in place. In sample texts, splitters into
+    words always split at such a blank. The patterns of splitters do not look beyond the match (no look-behind, and no
     look-ahead except for blanks). No added token extends across such a blank.
     """
     splitters = set(_stages(pipeline.get("pre_tokenizer")))

@@ -48,7 +48,8 @@ class Learning:
     lower_case: bool = False
     """Convert text to lower case (kinds char and word)."""
     end_of_text: bool = True
-    """Add an end-of-text token after each document, except in named corpora with the papers' tokenizer."""
+    """Add an end-of-text token after each document. The default is true, but false for a named corpus with the
+    tokenizer of the papers."""
     observed_symbols: bool = False
     """Give ids only to bytes or characters that occur in the text (kinds byte and char)."""
     double_eos: bool = False

@@ -25,7 +25,7 @@ class TextUnits(NamedTuple):
     problem: str
     """Reason why a loss cannot be given in bits per byte, for messages. Empty if bits per byte are valid."""
     token: str
-    """Noun by which messages call one id of the vocabulary: "token" or "word"."""
+    """Noun that messages use for one id of the vocabulary: "token" or "word"."""
     unknown_pct: float
     """Percentage of the tokens that are the unknown symbol (such as `<unk>`), from 0 to 100."""
 

@@ -110,7 +110,7 @@ class Shard:
         largest = int(raw.view(self._dtype).max())
         if largest >= self._vocab_size:
             raise DataError(
-                f"{self._place(index)}: id {largest} is outside the vocabulary of {self._vocab_size}. "
+                f"{self._place(index)}: id {largest} is outside the vocabulary of {self._vocab_size} ids. "
                 + self._payload.remedy
             )
 

@@ -56,10 +56,10 @@ class EvalStream:
     the targets of stripe l and begins with an empty memory. So fewer lanes give the model more context, and more lanes
     are faster.
 
-    The last lanes can be shorter than the others. Lanes are added until every rank has the same number. Short and added
-    lanes are padded with id 0, which is not scored, so that every rank makes the same number of forward passes. Lanes
-    beyond the number of targets, and positions of a segment beyond the length of a stripe, are left out, because they
-    would contain only padding.
+    The last lanes can be shorter than the others. Lanes are added until every rank has the same number of lanes. Short
+    and added lanes are padded with id 0, which is not scored, so that every rank makes the same number of forward
+    passes. To avoid segments that contain only padding, there are never more lanes than targets, and a segment is never
+    longer than a stripe.
     """
 
     def __init__(

@@ -116,8 +116,8 @@ class StreamState:
         """Return this state with the tokens between the states `begin` and `end` marked as skipped.
 
         A run that returns to this state, because training on those tokens diverged, continues with the result. The
-        skips of `end` are kept. The stream must have reached `begin` and `end` from this state, without a new
-        partition.
+        result also has all skips of `end`. The stream must have reached `begin` and `end` from this state, without
+        dividing the corpora among the lanes again.
         """
         corpora = []
         for corpus, first, last in zip(self.corpora, begin.corpora, end.corpora, strict=True):
@@ -213,10 +213,10 @@ def first_state(splits: Sequence[Split], *, weights: Sequence[float] = (), num_l
 def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) -> StreamState:
     """Return the stream state with which the present settings continue the state `old` of a checkpoint.
 
-    `wanted` is the first state that the present settings give. A corpus that keeps its number of lanes keeps its
-    position. If that number changes, the corpus's unread tokens are divided among the new lanes. A corpus that is new
-    to the run begins at its start. Raises CheckpointError if the seed differs, or if a corpus of the checkpoint is
-    missing, because its unread tokens would be lost.
+    `wanted` is the state with which the present settings would begin a new run. A corpus that keeps its number of lanes
+    keeps its position. If that number changes, the corpus's unread tokens are divided among the new lanes. A corpus
+    that is new to the run begins at its start. Raises CheckpointError if the seed differs, or if a corpus of the
+    checkpoint is missing, because its unread tokens would be lost.
     """
     if old.seed != wanted.seed:
         raise CheckpointError(

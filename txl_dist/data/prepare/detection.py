@@ -28,7 +28,7 @@ JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
 """Suffixes of files of JSON lines. A `.json` file is also read as JSON lines, but a folder of text does not give its
 `.json` files."""
 PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
-"""Suffixes of plain text."""
+"""Suffixes of files that are read as plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
 _MOST_CONTROLS = 0.05
 """Maximum share of control characters in bytes that are not UTF-8. Bytes with at most this share can be text in another

@@ -71,7 +71,7 @@ class TextBlock(NamedTuple):
     """Path or URL of the input, for messages."""
     form: Form
     split: str
-    """Split that the input was given for."""
+    """Split for which the user gave the input."""
     unit: int
     """Index of the first record's line or row in the file, from 0."""
     ordinal: int

@@ -65,7 +65,8 @@ _HALF_BITS = np.uint64(32)
 _CHUNK = 1 << 15
 """Number of runs (sequences of token ids) that are hashed at once, to bound host memory."""
 _SLICE = 1 << 23
-"""Approximate number of entries that are sorted in host memory at once."""
+"""Approximate number of entries (one per document, or one per band of a document) that are sorted in host memory at
+once."""
 _MAX_FILES = 256
 """Maximum number of temporary files."""
 _EMPTY = np.uint64(2**64 - 1)

@@ -45,7 +45,7 @@ class Duplicated(NamedTuple):
     """Result of `find_duplicates`: counts of duplicates, and the documents to leave out of the corpus."""
 
     statistics: dict[str, int]
-    """Counts for the corpus's index. Empty if duplicates are ignored."""
+    """Numbers of duplicate documents by kind, which the corpus's index records. Empty if duplicates are ignored."""
     dropped: npt.NDArray[np.uint64]
     """Ordinals of the documents to leave out, ascending."""
 

@@ -110,9 +110,9 @@ def begin(
 ) -> SourceFile:
     """Copy the first `at_most` bytes of an input that can be read only once to the file `copy`.
 
-    Returns the input together with its copy. If the input is shorter than `at_most`, it can then be read any number of
-    times. Otherwise it can be read only once: first the copy, and then the rest of the stream, which stays open until
-    `streams` is closed. Raises DataError with the name of the input.
+    Returns the input together with its copy. If the copy contains the whole input, the input can then be read any
+    number of times. Otherwise it can be read only once: first the copy, and then the rest of the stream, which stays
+    open until `streams` is closed. Raises DataError with the name of the input.
     """
     raw = streams.enter_context(_open_stored(file, allow_protocols))
     with open_new(copy) as copied:

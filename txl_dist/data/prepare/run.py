@@ -165,7 +165,9 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     """
     job_settings = PrepareSettings(**settings).completed()
     if "://" in str(output):
-        raise ConfigError(f"the output {output} is a URL. Give a local folder, and copy the finished corpus.")
+        raise ConfigError(
+            f"the output {output} is a URL. Give a local folder, and copy the finished corpus from it to the URL."
+        )
     target = Path(output).resolve()  # the target of a link is replaced, not the link
     check_target(target)
     check_learning(job_settings)

@@ -199,7 +199,10 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
 
 
 def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
-    """Raise DataError if two inputs of any splits contain the same file. `inputs` are pairs (input, its files)."""
+    """Raise DataError if two inputs, for one split or for two splits, contain the same file.
+
+    `inputs` are pairs (input, its files).
+    """
     first_input: dict[str, int] = {}
     for number, (given, files) in enumerate(inputs):
         for file in files:

@@ -45,9 +45,10 @@ SPLIT_WORDS = {
     **dict.fromkeys(("test", "tests", "testing", "tst", "devtest", "newstest", "testb"), TEST),
 }
 _QUIET_WORDS = frozenset({"tests", "testing", "development"})
-"""Names of splits that are also common in code bases. Alone they do not hold out a file."""
+"""Names of splits that are also common names in code bases. Such a word alone does not put a file into the validation
+or test split."""
 _QUIET_BESIDE_CODE = _QUIET_WORDS | {"eval", "evaluation", "heldout", "holdout", "validation"}
-"""Names of splits that alone do not hold out a file of source code or a Markdown page."""
+"""Names of splits that alone do not put a Python file or a Markdown page into the validation or test split."""
 _CODE, _PAGE = ".py", ".md"
 """Suffixes of Python source code and of Markdown pages, which are among the suffixes of text."""
 _TAR = ".tar"

@@ -52,10 +52,11 @@ def named_few(inputs: Sequence[object]) -> str:
 
 
 def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> ValidationSplit:
-    """Hold out whole documents if every split then gets a document, otherwise the ends of documents.
+    """Choose how text is held out of the train documents: whole documents, or the ends of documents.
 
-    Makes one pass over the documents, which ends as soon as every split has a document. If ends are held out, makes a
-    second pass over the documents, which are then few. Raises DataError if neither way gives every split a text.
+    Whole documents are held out if every split then gets a document. One pass over the documents finds this out, and
+    ends as soon as every split has a document. Otherwise a second pass cuts the ends of the documents, which are then
+    few. Raises DataError if neither way gives every split a text.
     """
     shares = reading.shares
     missing = {TRAIN, *shares}

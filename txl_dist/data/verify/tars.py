@@ -29,7 +29,7 @@ from txl_dist.errors import DataError
 CHUNK_BYTES = 1 << 22
 """Number of bytes of a tar that are fetched at once."""
 TOKEN_DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
-"""Types that token ids may have."""
+"""Number types that token ids in a tar may have."""
 _BLOCK = tarfile.BLOCKSIZE
 _REMEDY = "Restore the file from a copy, or make it again."
 _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)

@@ -299,7 +299,7 @@ def differences(nodes: Mapping[str, Facts]) -> list[Finding]:
 
 
 BEARABLE: dict[str, tuple[Verdict, str]] = {
-    "driver": ("warning", "Update the older version."),
+    "driver": ("warning", "Update the older drivers, so that all nodes have the same version."),
     "GPUs": ("warning", "Every step waits for the slowest GPU. Exclude its node, or accept the lower speed."),
     "ranks": ("warning", "Check the slots in the hostfile if this is not intended."),
 }
