@@ -32,7 +32,7 @@ FORMAT_VERSION = 4
 READABLE_VERSIONS = (2, 3, 4)
 """Format versions of the checkpoints that this package reads. Version 1, written by 0.1.0, consisted of DeepSpeed's own
 files, which are pickles. Version 2 has one memory length for all layers. Version 3 has a memory length for each layer
-(`train.memory_lens`). Version 4 has another key in the stream state."""
+(`train.memory_lens`). Version 4 renames a key of the position in the text."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Names of files: the graphs in a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
@@ -136,7 +136,7 @@ def detect_artifact(path: str | Path) -> ArtifactKind:
 def is_url(path: str | Path) -> bool:
     """Return True if a path is a URL, or a shell command that produces bytes.
 
-    A `Path` is never a URL, because it would have lost a slash.
+    A `Path` object is never a URL, because `Path` turns `//` into `/`.
     """
     if not isinstance(path, str):
         return False

@@ -129,8 +129,8 @@ def register_metric(
     `measure` needs. If `measure` raises an error, the number is left out and the run continues.
 
     Args:
-        form: Format specification on the console, for instance ".3f". With an empty one the console does not show the
-            number.
+        form: Format specification on the console, for instance ".3f". With an empty format the console does not show
+            the number.
         label: Text before the number on the console. By default it is the name.
         unit: Text after the number on the console.
         curve: Curve of the number in reports. With None there is no curve.

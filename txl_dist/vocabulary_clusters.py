@@ -29,14 +29,14 @@ GRID_LEN = 512
 ZIPF_EXPONENT = 1.2
 """Exponent a of typical word frequencies, which are proportional to rank ** -a."""
 RUNG_ROWS = 32
-"""Divisor of all numbers of rows in `size_ladder`. Tiles of tensor cores have that many rows."""
+"""All numbers of rows in `size_ladder` are multiples of this number, because tiles of tensor cores have 32 rows."""
 LOWEST_SHARE = 0.2
-"""Share of a cluster's typical number of tokens for which the smallest sizes of `size_ladder` have room."""
+"""The smallest sizes in `size_ladder` have room for this share of the tokens that a cluster typically has."""
 RUNG_GROWTH = 1.5
 """Factor by which the number of tokens grows from one tuple of sizes in `size_ladder` to the next."""
 SPREAD = 2.0
-"""Additional rows in `size_ladder` above the mean number of tokens, in standard deviations of independently drawn
-tokens."""
+"""Number of standard deviations that `size_ladder` adds to the mean number of a cluster's tokens. The standard
+deviation is that of independently drawn tokens."""
 
 
 class ClusterRows(NamedTuple):
@@ -97,7 +97,7 @@ def partition_by_cluster(
 
 
 def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of ids in each cluster. `edges` are those of `cluster_edges`."""
+    """Return the number of ids in each cluster. `edges` is a result of `cluster_edges`."""
     flat = np.asarray(ids).reshape(-1)
     clusters = np.searchsorted(edges[1:-1], flat, side="right")
     counts = np.bincount(clusters, minlength=len(edges) - 1)
@@ -105,8 +105,8 @@ def count_by_cluster(ids: npt.NDArray[Any], edges: Sequence[int]) -> tuple[int, 
 
 
 def _pad_cluster(flat: npt.NDArray[Any], positions: npt.NDArray[np.intp], *, first_id: int, size: int) -> ClusterRows:
-    """Return the rows of one cluster, padded to `size`. `positions` are the places of its tokens in `flat`, the ids of
-    all clusters."""
+    """Return the rows of one cluster, padded to `size` rows. `flat` are the ids of all clusters, and `positions` are
+    the places of this cluster's ids in `flat`."""
     rows = np.full(size, flat.size, dtype=np.int64)
     rows[: positions.size] = positions
     ids_inside = np.zeros(size, dtype=np.int64)
@@ -198,9 +198,9 @@ def best_cutoffs(
         (n_0 + num_clusters - 1) w_0  +  sum over tails i >= 1 of  q_i w_i (n_i + 2 W),     q_i = max(p_i, r / S)
 
     The first term is for the head (cluster 0), which is computed for every token. The other clusters are the tails. The
-    term 2 W w_i is for the projections at the output and at the input. The factor q_i says that small matrices cost
-    more. Of the S = `step_len` tokens on a device, a cluster computes at least r = `multiple` rows, even if it has
-    fewer tokens (see `partition_by_cluster`).
+    term 2 W w_i is for the projections at the output and at the input. The factor q_i has a lower bound, because small
+    matrices cost more per token. For the S = `step_len` tokens of a step on a device, a cluster computes at least
+    r = `multiple` rows, even if it has fewer tokens (see `partition_by_cluster`).
 
     The cost ignores memory, row look-ups, and the higher speed of wide matrix products. It also ignores the loss. With
     div_value > 1 the result gives frequent words narrower embeddings than papers use. The optimum is flat, so round

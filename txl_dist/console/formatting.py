@@ -83,10 +83,10 @@ def format_count(value: float, *, digits: int = 3) -> str:
 
 
 def bounded(value: float, form: str = ".4f") -> str:
-    """Format a number with `form` (four decimals, as for losses), or with an exponent if that is too long.
+    """Format a number with the format specification `form`, or with an exponent if the result would be too long.
 
-    For example the loss of an exploding run is 1.23e+30, not 31 digits before the point. A number that is not finite is
-    inf, -inf or nan.
+    For example, the loss of an exploding run is written as 1.23e+30, and not with 31 digits before the point. A number
+    that is not finite is inf, -inf or nan.
     """
     if not math.isfinite(value):
         return str(float(value))
@@ -109,7 +109,7 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def cluster_starts(cutoffs: Sequence[object]) -> str:
-    """Return a sentence that says where the clusters of an adaptive softmax begin.
+    """Return a sentence with the first ids of the clusters of an adaptive softmax.
 
     A value that is not an integer is written as it is.
     """

@@ -31,7 +31,8 @@ _WIDTH_OF_A_TERMINAL = 80
 
 
 class GrowingFile:
-    """File to which whole pieces are appended, each by one write, so that two writers never mix their pieces.
+    """File to which pieces of data are appended. Each piece is written by one call, so two writers never mix their
+    pieces.
 
     After an error the file is opened again for the next piece, because a disk that was full or missing may be available
     again. A removed file is created again.
@@ -195,7 +196,7 @@ def start_logging(*, rank: int = 0, file: Path | None = None) -> None:
 
 
 def note_in_file(message: str) -> None:
-    """Write a line only to `log.txt`, about an event that the console shows in another way."""
+    """Write a line to `log.txt` only, because the console shows the event in another way."""
     record = logger.makeRecord(logger.name, logging.ERROR, __file__, 0, message, (), None)
     for handler in logger.handlers:
         if isinstance(handler, _LogFile):

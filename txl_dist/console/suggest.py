@@ -23,7 +23,8 @@ _MAX_SUGGESTIONS = 3
 
 
 def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE) -> list[str]:
-    """Return the names of `known` that are most similar to `name`. Empty if all are below `least_alike`.
+    """Return the names of `known` that are most similar to `name`. The list is empty if all are less similar than
+    `least_alike`.
 
     A known name with a dot is a setting, and its key alone is compared too.
     """
@@ -44,7 +45,7 @@ def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE
 
 
 def did_you_mean(name: str, known: Iterable[str], *, spell: Callable[[str], str] = str) -> str:
-    """Return a question that ends a message, with a leading blank. Empty if no name is similar.
+    """Return a question that ends a message, with a leading blank. The text is empty if no name is similar.
 
     `spell` writes a name as the user would type it. The text is also empty if more than three names are equally
     similar, because so many names do not help.

@@ -103,7 +103,7 @@ def set_timeout(*, timeout_s: int) -> None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Mark the block as waiting for other ranks, although it calls no collective.
+    """Return a context manager whose block counts as waiting for other ranks, although the block calls no collective.
 
     An example is reading the result of a collective from the device. When the job hangs, the watchdog
     (train/monitoring/watchdog.py) does not suspect a rank that is in such a block.
@@ -128,7 +128,7 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
-    """Combine the flags of all ranks, and return the flags of the job. Every rank must call it, between steps.
+    """Combine the flags of all ranks, and return the flags of the job. All ranks call it together, between steps.
 
     Within a step this call is not needed, because the reduction of the step includes the flags.
     """

@@ -22,7 +22,8 @@ class ProcessId(NamedTuple):
     host: str
     """Name of the host on which the process runs."""
     place: str
-    """Boot id and pid namespace. Pids can be compared only if these are equal. Empty if they are unknown."""
+    """Boot id and pid namespace of the process. Two pids can be compared only if their hosts and places are equal. The
+    text is empty if the place is unknown."""
     pid: int
     start_ticks: int
     """Clock ticks from boot to the start of the process. Changes of the wall clock do not affect it."""
@@ -107,7 +108,7 @@ def _status(pid: int) -> _Status | None:
 
 
 def _here() -> tuple[str, str]:
-    """Return (host, place) of this process. The place is empty on a system without /proc."""
+    """Return (host, boot id and pid namespace) of this process. The second text is empty on a system without /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return socket.gethostname(), f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

@@ -15,7 +15,8 @@ RUN_ALONE = "To run alone: unset WORLD_SIZE RANK LOCAL_RANK MASTER_ADDR MASTER_P
 
 
 class RankEnvironment(NamedTuple):
-    """Place of this process in a job, as environment variables describe it. Without them it is rank 0 of one rank."""
+    """Place of this process in a job, as environment variables describe it. Without these variables the job has one
+    rank, rank 0."""
 
     rank: int
     """Number of this process in the job, from 0 to `world_size` - 1."""
@@ -26,9 +27,9 @@ class RankEnvironment(NamedTuple):
     local_size: int
     """Number of ranks on this machine."""
     num_threads: int
-    """Number of CPU threads from OMP_NUM_THREADS. 0 if this variable is not set."""
+    """Number of CPU threads from OMP_NUM_THREADS. It is 0 if this variable is not set."""
     address: str
-    """HOST:PORT where the ranks meet. Empty for a single rank."""
+    """Address HOST:PORT at which the ranks meet. It is empty for a single rank."""
 
 
 def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
@@ -70,7 +71,7 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
 
 
 def without_local_rank(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without `--local_rank=N`, which the variable LOCAL_RANK says too.
+    """Return the words of a command without `--local_rank=N`. The variable LOCAL_RANK has the same value.
 
     The `deepspeed` launcher adds this word to the command.
     """

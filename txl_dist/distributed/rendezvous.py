@@ -87,7 +87,8 @@ def _wait_for_answer(store: Store, *, timeout_s: int) -> None:
 
 
 class _BoundedWait:
-    """Time limit of a wait for other ranks. After a few seconds it prints once which ranks are missing."""
+    """Time limit of a wait for other ranks. After a few seconds of waiting it prints a line with the missing ranks,
+    once."""
 
     def __init__(self, timeout_s: int) -> None:
         self._timeout_s = timeout_s

@@ -104,7 +104,7 @@ def atomic_replace(path: Path, data: bytes) -> None:
 
 
 def why_unwritable(path: Path, error: OSError) -> str:
-    """Return the reason why `path` cannot be written, with the existing folder above it that prevents it."""
+    """Return the reason why `path` cannot be written. The text names the closest folder above `path` that exists."""
     above = next(folder for folder in path.absolute().parents if os.path.exists(folder))
     reasons = {
         errno.ENOENT: f"no folder can be made in {above}",
@@ -190,7 +190,8 @@ def text_encoding(start: bytes) -> str:
 
 
 def decode_text(content: bytes) -> str:
-    """Return text that a user may have written, without its byte order mark. Raises UnicodeDecodeError."""
+    """Return text that a user may have written, without its byte order mark. Raises UnicodeDecodeError if the bytes are
+    not text."""
     return content.decode(text_encoding(content[:_LONGEST_MARK]))
 
 
@@ -200,7 +201,8 @@ def has_mark(content: bytes) -> bool:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a text file, without its byte order mark. Raises OSError or UnicodeDecodeError."""
+    """Return the content of a text file, without its byte order mark. Raises OSError, or UnicodeDecodeError if the file
+    is not text."""
     return decode_text(read_bytes(path))
 
 

@@ -2,7 +2,7 @@
 
 A bundle is the folder of an exported model. huggingface_hub downloads and uploads it, with its own cache, its own token
 and its environment variables HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. Only the files that a bundle's manifest
-lists are downloaded, so other files of the repository do no harm. A downloaded bundle is verified like a local bundle:
+lists are downloaded. Other files of the repository are ignored. A downloaded bundle is verified like a local bundle:
 by its hashes, and by the losses that it stores for some fixed tokens (probe).
 
 Every function raises TxlError with a message of one line if a package, the repository, the revision, the token or the
@@ -164,25 +164,25 @@ def _reason(error: Exception) -> str:
     login = "log in with `hf auth login`, or set HF_TOKEN"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.LocalTokenNotFoundError):
-        return f"there is no token; {login}"
+        return f"there is no token. To get one, {login}"
     if isinstance(error, errors.GatedRepoError):
-        return f"its owner grants access on request; ask on its page, then {login}"
+        return f"its owner grants access on request. Ask on the page of the repository, then {login}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"there is no such repository, or it is private; check the name, or {login}"
+        return f"there is no such repository, or it is private. Check the name, or {login}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return "the repository has no such revision; name a branch, a tag or a commit of it"
+        return "the repository has no such revision. Name a branch, a tag or a commit of the repository"
     if status in (401, 403):
-        return f"the Hub refuses the token ({status}); {login} of an account that may do this"
+        return f"the Hub refuses the token ({status}). Use an account that may do this: {login}"
     if isinstance(error, errors.HfHubHTTPError) and status is not None:
         return f"{constants.ENDPOINT} answers {status}: {error.server_message or _first_line(error)}"
     if isinstance(error, errors.IncompleteSnapshotError):
-        return f"the download is incomplete and {constants.ENDPOINT} cannot be reached; try again with a connection"
+        return f"the download is incomplete, and {constants.ENDPOINT} cannot be reached. Try again with a connection"
     if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
         return (
-            f"{constants.ENDPOINT} cannot be reached, and the model is not in the cache {constants.HF_HUB_CACHE}; "
-            "check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+            f"{constants.ENDPOINT} cannot be reached, and the model is not in the cache {constants.HF_HUB_CACHE}. "
+            "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE"
         )
-    return f"{constants.ENDPOINT}: {_first_line(error)}; the same command continues the download"
+    return f"{constants.ENDPOINT}: {_first_line(error)}. The same command continues the download"
 
 
 def _first_line(error: Exception) -> str:

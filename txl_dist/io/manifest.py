@@ -85,8 +85,8 @@ def replace_folder(temporary: Path, final: Path) -> None:
 def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """Return one line for each difference of a folder from its manifest. No line means that the folder is complete.
 
-    Several processes can share the work: process `part` of `num_parts` checks its part of the files. The folder is
-    complete if no process finds a difference.
+    Several processes can share the work: each checks another `part` of the files, from 0 to `num_parts` - 1. The folder
+    is complete if no process finds a difference.
     """
     path = folder / MANIFEST
     try:
@@ -103,7 +103,7 @@ def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]
     if version != FORMAT_VERSION:
         return [f"{path} has format version {version}, but this version of txl_dist reads {FORMAT_VERSION}"]
     if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys() for facts in files.values()):
-        return [f"{path} does not say the bytes and the sha256 of every file"]
+        return [f"{path} does not list the size and the sha256 of every file"]
     problems = []
     if part == 0:
         for name in files_of(folder):

@@ -88,7 +88,7 @@ def write_streams(
 
 
 def file_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return an upper estimate of the bytes that `write_tensors` needs on the disk."""
+    """Return an estimate of the bytes that `write_tensors` needs on the disk. The estimate is never too low."""
     return sum(tensor.nbytes + 256 for tensor in tensors.values()) + 4096
 
 
@@ -125,7 +125,8 @@ class TensorFile:
         return _DTYPES[dtype_name]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return values start ... stop - 1 of the flattened tensor. Raises OSError, KeyError or ValueError."""
+        """Return the values from `start` to `stop` - 1 of the flattened tensor. Raises OSError, KeyError or ValueError
+        if they cannot be read."""
         num_values = self.shapes[name].numel()
         if stop > num_values:
             raise ValueError(f"{name} has {num_values} values, and {stop} are needed")

@@ -1,1 +1,1 @@
-"""Starts runs: through the `deepspeed` launcher, or as sweeps over settings."""
+"""Start of runs through the `deepspeed` launcher, and of sweeps over settings."""

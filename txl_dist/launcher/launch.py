@@ -1,10 +1,10 @@
 """Runs the `deepspeed` launcher so that each signal arrives once, no process is left, and the exit code is right.
 
-Alone, the launcher ends at once on SIGTERM and leaves its ranks, or it kills ranks that need more than 30 s to save.
-It also exits with 0 after its node launcher was killed. So this module runs it in a process group of its own:
+Without this module the launcher ends at once on SIGTERM and leaves its ranks running, or it kills ranks that need more
+than 30 s to save. It also exits with 0 after its node launcher was killed. Here it has a process group of its own:
     signals       are passed to the ranks of this node. If there are none, RUN/STOP is written, which stops every rank
     end           processes that are left in the group get time to save, and then SIGKILL
-    own death     sends SIGTERM to the launcher. Then the ranks notice its end, save and exit
+    own death     makes the kernel send SIGTERM to the launcher. Then the ranks notice its end, save and exit
     output        useless lines of the launcher are removed (output_filter.py), and a last line says how the run ended
     exit code     0 if this start wrote RUN/DONE, 75 to start again, 76 if a rank was lost, else that of the launcher
     other nodes   ssh ends if its node does not respond, because the launcher would otherwise wait forever
@@ -132,7 +132,8 @@ def signal_of(code: int) -> int:
 def last_word(code: int, *, launcher_code: int, run_dir: Path) -> str:
     """Return a text that says how a run ended.
 
-    The text is empty if the run is done or its settings were refused, because then a rank has printed it.
+    The text is empty if the run is done or its settings were refused, because a rank has then printed the outcome
+    itself.
     """
     remedy = "The same command continues"
     if code in (0, ConfigError.exit_code):
@@ -211,7 +212,8 @@ class _Forwarding:
 
 
 def _end_group(group: int, *, grace_s: float) -> None:
-    """Wait up to `grace_s` seconds for the ranks to exit after the launcher has ended, and then kill the rest."""
+    """Wait up to `grace_s` seconds for the ranks to exit after the launcher has ended. Then kill the processes that
+    remain."""
     end_s = time.monotonic() + grace_s
     while group_members(group) and time.monotonic() < end_s:
         time.sleep(0.1)

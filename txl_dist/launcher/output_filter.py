@@ -42,7 +42,8 @@ _NO_HOSTFILE = _DEEPSPEED + r"\[WARNING\] \[runner\.py:\d+:fetch_hostfile\] Unab
 _OF_A_NODE = r"(?:\S+: )?"
 """Prefix that pdsh writes before each line of another machine."""
 _PATIENCE_S = 0.1
-"""Seconds after which the beginning of an unfinished line is written. A progress bar never ends its line."""
+"""Seconds after which the beginning of an unfinished line is written too, because a progress bar never ends its
+line."""
 _LONGEST_LINE = 1 << 16
 
 
@@ -56,7 +57,8 @@ def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
 
 
 class LineFilter:
-    """Removes lines that match a pattern from a stream of bytes, which can arrive in any pieces."""
+    """Filter that removes the lines that match a pattern from a stream of bytes. The bytes can arrive in pieces of any
+    size."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         self._chatter = chatter
@@ -86,8 +88,8 @@ class LineFilter:
 
 
 class Strained:
-    """Standard output and standard error for a child process. Their filtered lines go to the streams of this
-    process."""
+    """Pipes, or a terminal, for the standard output and standard error of a child process. Their lines are filtered and
+    written to the streams of this process."""
 
     def __init__(self, chatter: re.Pattern[bytes]) -> None:
         output, self.stdout = os.pipe()
@@ -116,7 +118,7 @@ class Strained:
     def close(self) -> None:
         """Write the remaining output of the child process, which has ended.
 
-        Children of that process that still write are not waited for.
+        The method does not wait for children of that process that still write.
         """
         self._ends_at_s = time.monotonic()
         self._thread.join()
@@ -162,7 +164,7 @@ def _terminal_like(descriptor: int) -> tuple[int, int]:
 
 
 def _read(source: int) -> bytes:
-    """Read bytes from a stream. Empty at its end, which a terminal reports by an error."""
+    """Return the next bytes of a stream, or empty bytes at its end. A terminal reports its end by an error."""
     try:
         return os.read(source, 1 << 16)
     except OSError:

@@ -53,7 +53,7 @@ from txl_dist.train.monitoring.preemption import LAUNCHED_BY, SIGNALS
 FAILED = 1
 """Exit code of a sweep in which a run failed."""
 DECISIVE = 2.0
-"""Minimum margin, in standard deviations of a run, that is not called chance."""
+"""Smallest margin between two points, in standard deviations of one run, that is not reported as possible chance."""
 STOPPED = "stopped (the same command continues)"
 TABLE, PAGE = "sweep.csv", "compare.html"
 _NOT_AN_AXIS = {"run.dir": "--out sets the folder of the runs", "run.seed": "--seeds sets the number of seeds"}
@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
 
     trial: Trial
     run: RunRecords | None
-    """Records of the run. None if the run is not done."""
+    """Records of the run. It is None if the run is not done."""
     state: str
     """Either "done", or the reason why the run is not done."""
 
@@ -109,8 +109,8 @@ class PointScore(NamedTuple):
     losses: tuple[float, ...]
     """Losses at the end of training of the finished runs, in the order of the seeds."""
     problem: str
-    """Reason why the first unfinished run of this point is not done. The point is then not ranked. Empty if all of its
-    runs are done."""
+    """Reason why a run of this point is not done. The point is then not ranked. It is empty if all runs of the point
+    are done."""
 
     @property
     def mean(self) -> float:
@@ -119,7 +119,8 @@ class PointScore(NamedTuple):
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of one run, estimated from the seeds (n - 1). NaN for a single seed."""
+        """Standard deviation of one run in nats or bits, estimated from the seeds (n - 1). It is NaN for a single
+        seed."""
         if len(self.losses) < 2:
             return math.nan
         return statistics.stdev(self.losses)
@@ -212,8 +213,9 @@ def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = (
     """Train the trials that are not done, `jobs` at a time. Call it in the main thread only.
 
     `devices` are GPUs by their names in CUDA_VISIBLE_DEVICES, which the jobs use in turn. Without `devices` that
-    variable is not changed. Returns (reason for each run that is not done, by run directory, whether this process was
-    asked to stop). After a request to stop, the running trials save and exit before this function returns.
+    variable is not changed. Returns (problems, was_stopped). `problems` maps the directory of each run that is not done
+    to the reason. `was_stopped` says whether this process was asked to stop. In that case the running trials save and
+    exit before this function returns.
     """
     waiting = [trial for trial in trials if not trial.is_done]
     running: dict[int, tuple[Trial, subprocess.Popen[bytes]]] = {}
@@ -266,7 +268,8 @@ def _why_not_done(trial: Trial, code: int, *, was_asked_to_stop: bool) -> str:
 
 
 def _environment(slot: int, *, jobs: int, devices: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment of a run: its share of cores and GPUs, and the process at whose end it stops."""
+    """Return the environment variables of a run: its share of cores and GPUs, and the process of the sweep. The run
+    stops when that process ends."""
     variables = {LAUNCHED_BY: json.dumps(process_id())}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
         num_cores = len(os.sched_getaffinity(0))

@@ -37,7 +37,8 @@ class Guard:
         self._settings = context.config.guard
 
     def should_rewind(self, health: Health) -> bool:
-        """Return whether the last steps had enough spikes that the run must rewind to an earlier checkpoint."""
+        """Return whether the number of consecutive spikes has reached the limit at which the run rewinds to an earlier
+        checkpoint."""
         return rules.should_rewind(health, self._settings)
 
     def judge(self, before: TrainState, decision: StepResult, *, step: int) -> Health:
@@ -95,7 +96,7 @@ class Guard:
             raise raised_everywhere(
                 TrainingError(
                     f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before a "
-                    f"checkpoint stores these values. Take the machine of that rank out of service, and start "
+                    f"checkpoint stores these values. Take the faulty machine out of service, and start "
                     f"again from the last checkpoint."
                 )
             )

@@ -65,8 +65,8 @@ fault, reports a hang first."""
 
 
 class Start(NamedTuple):
-    """Result of the checks on rank 0 before the model is built: how training starts in this process. It is the same on
-    every rank."""
+    """Result of the checks that rank 0 makes before the model is built. It says from where training starts in this
+    process. It is the same on every rank."""
 
     saved: SavedState | None
     """Checkpoint to resume from, or None for a new run."""
@@ -386,8 +386,8 @@ class TrainingRun:
         return after, decision.votes
 
     def _votes(self) -> StepFlags:
-        """Return this rank's flags for the next all-reduce: stop request, finished write of a checkpoint, and
-        checkpoint due by time."""
+        """Return this rank's flags for the next all-reduce: stop requested, checkpoint files written, and time for a
+        new checkpoint."""
         return StepFlags(stop=bool(self.watch.stops.reason), written=self.saving.is_written, save=self.saving.is_late)
 
     def _rewind(self, state: TrainState) -> TrainState | None:
@@ -417,7 +417,7 @@ class TrainingRun:
         return replace(loaded, health=after_rewind(state.health, to=loaded.health))
 
     def _report_start(self, state: TrainState) -> None:
-        """Write the `start` event: hardware, versions, corpora and the units of the losses."""
+        """Write the `start` event, which records hardware, versions, corpora and the units of the losses."""
         context = self.context
         corpora = self.context.corpora
         config = self.context.config

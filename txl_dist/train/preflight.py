@@ -225,7 +225,7 @@ def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, step_le
             f"split {split.name!r} of {split.corpus.location} has {split.tokens:,} tokens. A step reads "
             f"{counted(per_step, 'token')} ({counted(state.num_lanes, 'lane')} x {step_len}), which is "
             f"{100 * per_step / split.tokens:.3g} % of the split. By step {last_step:,} the split will have been read "
-            f"{epochs:,.0f} times. A model memorizes a text that is this small for the run: lower train.num_lanes, "
+            f"{epochs:,.0f} times. A model memorizes a text that is this small for the run. Lower train.num_lanes, "
             "train.segment_len or train.max_steps, or prepare more text"
         )
     return warnings
@@ -237,13 +237,13 @@ def warnings_on_size(parameters: int, *, tokens: int) -> list[str]:
         return []
     return [
         f"the model has {parameters:,} parameters for {tokens:,} tokens of text, {parameters / tokens:,.0f} per token. "
-        f"A model with more than {LARGE_MODEL} per token memorizes the text: lower model.width or model.num_layers, or "
-        "prepare more text"
+        f"A model with more than {LARGE_MODEL} parameters per token memorizes the text. Lower model.width or "
+        "model.num_layers, or prepare more text"
     ]
 
 
 def warnings_on_cache(config: Config, splits: Sequence[Split], *, lanes_per_rank: int) -> list[str]:
-    """Return a warning if `data.cache_gib` cannot hold the shards that one rank may use at the same time."""
+    """Return a warning if `data.cache_gib` is too small for the shards that one rank can need at the same time."""
     if not config.data.cache_dir:
         return []
     largest = sorted((info.bytes for split in splits for info in split.shards), reverse=True)
@@ -302,10 +302,10 @@ def _attention(config: Config) -> str:
 
 
 def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) -> Iterator[str]:
-    """Yield a line for the log for each training split: its size, its lanes, and how often it will have been read.
+    """Yield a line for the log for each training split: its size, its lanes, and how often it will have been read at
+    the end of a phase.
 
-    The number of epochs is that at step `last_step`, the end of a phase. `end` is the position of the lanes at that
-    step.
+    `last_step` is the last step of the phase, and `end` is the position of the lanes at that step.
     """
     for split, state in zip(splits, end.corpora, strict=True):
         read = epochs_read(state.cut(), state.position, num_tokens=split.tokens)

@@ -103,7 +103,7 @@ def check_run_dir(run_dir: Path, config: Config) -> None:
 def finished_lines(run_dir: Path, config: Config, *, command: str) -> list[str]:
     """Return the lines to print for a finished run, or an empty list for any other run. Imports no torch.
 
-    A run is finished if the file DONE names a step not before `train.max_steps`, and the checkpoint of that step is
+    A run is finished if the file DONE names a step of at least `train.max_steps`, and the checkpoint of that step is
     complete. With another corpus or a damaged checkpoint the list is empty, and the caller starts training as usual.
     `command` is the command that continues the run, without `--train.max_steps`. Raises ConfigError if frozen settings
     differ.

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that follows from its settings, ranks and corpora, derived once and passed on.
+"""The plan of a run: all values that follow from its settings, ranks and corpora. They are derived once.
 
     settings -> phases -> batch plan, corpora, warnings of each phase -> number of parameters
 
@@ -139,7 +139,8 @@ def stage_context(
 def _peak_flops(ranks: RankInfo, *, precision: str, tflops: float) -> float:
     """Return the peak rate of all devices together in operations per second, or 0 if it is not known.
 
-    `tflops` is the peak of one device in 1e12 operations per second. If it is 0, the device's name decides.
+    `tflops` is the peak of one device in 1e12 operations per second. If it is 0, the peak is looked up by the device's
+    name.
     """
     on_gpu = ranks.device.type == "cuda"
     if on_gpu:
@@ -150,7 +151,7 @@ def _peak_flops(ranks: RankInfo, *, precision: str, tflops: float) -> float:
 
 
 def evaluation_plan(config: Config) -> EvaluationPlan:
-    """Derive the lengths of an evaluation. Lengths that the settings do not give are those of training."""
+    """Derive the lengths of an evaluation. A length that the settings do not give is the same as in training."""
     train = config.train
     evaluation = config.eval
     return EvaluationPlan(

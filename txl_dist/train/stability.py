@@ -69,7 +69,7 @@ class Health:
     """Number of rewinds of the whole run."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return values for JSON, which keeps floats exactly."""
+        """Return the fields as values for JSON, from which `from_dict` restores exactly the same health."""
         return asdict(self)
 
     @staticmethod
@@ -80,8 +80,8 @@ class Health:
             return Health(**fields)
         except (AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"the health of the checkpoint is damaged: {error}. Continue with the program that wrote it, or from "
-                "another checkpoint."
+                f"the value `health` in the checkpoint's state.json is damaged: {error}. Continue with the program "
+                "that wrote it, or from another checkpoint."
             ) from error
 
 
@@ -171,7 +171,8 @@ def _is_known(value: float) -> bool:
 
 
 def _spike(step: int, what: str, value: float, window: tuple[float, ...], *, guard: GuardSection) -> Spike | None:
-    """Return the spike if a value is a spike compared with its window, else None.
+    """Return the spike if a value is far above the values in `window`, which are the last accepted ones. Otherwise
+    return None.
 
     The result is also None if the window is less than half full.
     """

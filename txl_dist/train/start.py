@@ -63,7 +63,8 @@ def pretrain(
         result = txl_dist.pretrain("configs/quickstart.toml", callbacks=[MyCallback()])
         sys.exit(result.exit_code)
 
-    All ranks call it, in their main thread. A rank is a script under `deepspeed` or `torchrun`, or one process alone.
+    All ranks call it, in their main thread. A rank is a process that `deepspeed` or `torchrun` starts. A process that
+    is started without them is the only rank.
 
     Args:
         config: A `Config`, the path of a TOML file, or settings by section, as `configure` takes them:

@@ -133,7 +133,8 @@ class Stepper:
 def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags, world_size: int) -> StepResult:
     """Combine the results and flags of all ranks. Only here does a step wait for the device.
 
-    `loss` is the mean of this rank, and `grad_norm` is that of all ranks. `skip` asks all ranks to skip the step.
+    `loss` is the mean loss of this rank, and `grad_norm` is the gradient norm over all ranks. `skip` asks all ranks to
+    skip the step.
     """
     with waiting():  # on a GPU also for the kernels issued before, and for those of the other ranks
         local_loss = loss.double()
@@ -153,8 +154,8 @@ def reduce_step(loss: Tensor, grad_norm: Tensor, *, skip: bool, votes: StepFlags
 
 
 def _corrupted(memory: Memory, fault: str) -> Memory:
-    """Return the memory, with NaN in all its values if the injected fault is nan. Wrong activations would reach the
-    memory too."""
+    """Return the memory. If the injected fault is `nan`, all its values are NaN, because wrong activations would reach
+    the memory too."""
     if fault != "nan":
         return memory
     return memory._replace(hidden=tuple(hidden_BMD * math.nan for hidden_BMD in memory.hidden))

@@ -36,8 +36,8 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     if corpus.tokenizer_sha256 != bundle.tokenizer.fingerprint:
         raise DataError(
             f"{config.data.path} was prepared with another tokenizer than the bundle {config.run.init}. "
-            f"Prepare text with --tokenizer-file {config.run.init}/tokenizer.json. Prepare token ids with the "
-            "--vocab-list of the corpus that the bundle was trained on."
+            f"If the corpus comes from text, prepare it with --tokenizer-file {config.run.init}/tokenizer.json. If "
+            "it comes from token ids, prepare it with the --vocab-list of the corpus that the bundle was trained on."
         )
     return {name: parameter.detach().float() for name, parameter in bundle.model.named_parameters()}
 

@@ -1,4 +1,4 @@
-"""The engine: forward, backward, gradient exchange and update. The only file that imports DeepSpeed's engine.
+"""The engine: forward and backward pass, gradient exchange and update. Only this file imports DeepSpeed's engine.
 
 The loop uses the `Engine` protocol. `ZeroEngine` implements it with DeepSpeed's ZeRO stages 0 to 3. DeepSpeed's hidden
 defaults are set explicitly in `deepspeed_config` or replaced here:
@@ -6,7 +6,7 @@ defaults are set explicitly in `deepspeed_config` or replaced here:
     learning rate          set by the loop
     gradients              averaged over micro-batches and ranks by DeepSpeed
     norm                   computed once, before the step. The step is skipped if the norm is not finite
-    DeepSpeed's checks     are given that norm, or infinity, and clean up as they do after an overflow
+    DeepSpeed's checks     receive this norm. If it is infinite, DeepSpeed cleans up as after an overflow
     clipping, loss scale   one number, known on the host. On a GPU torch's fused optimizers divide by it
     checkpoints            named fragments of weights and optimizer state (`partitions`), not DeepSpeed's files
 """
@@ -78,8 +78,8 @@ class ZeroEngine(Engine):
     ) -> None:
         """Build the model, DeepSpeed's engine and the optimizer. All ranks call it together.
 
-        `weights` are the initial weights, the same on every rank. If they are None, random weights are drawn. Raises
-        TxlError if the settings do not fit together.
+        `weights` are the initial weights, the same on every rank. Without `weights` the model starts with random
+        weights. Raises TxlError if the settings do not fit together.
         """
         deepspeed = import_deepspeed()
         on_gpu = ranks.device.type == "cuda"
@@ -174,7 +174,7 @@ class ZeroEngine(Engine):
         optimizer.assign(assignments, dtype=torch.bfloat16 if in_half else torch.float32, device=ranks.device)
 
     def _correct_deepspeed(self, ranks: RankInfo) -> None:
-        """Undo those changes of DeepSpeed's initialization that would change results or cost time."""
+        """Undo changes that DeepSpeed's initialization made, where they would change results or cost time."""
         if self._stage == 3:
             _reduce_with_first(self._optimizer.leaf_parameters, list(self.model.blocks))
         if hasattr(self._optimizer, "fp32_groups"):
@@ -187,9 +187,10 @@ class ZeroEngine(Engine):
             self._engine.enable_backward_allreduce = False
 
     def _take_over_checks(self) -> None:
-        """Make DeepSpeed's optimizers use the norm known on the host, and leave the scaling of gradients to this class.
+        """Make DeepSpeed's optimizers use the gradient norm that is already on the host. This class then scales the
+        gradients.
 
-        Otherwise they would read all gradients again, to compute the norm and to check whether it is finite.
+        Otherwise DeepSpeed would read all gradients again, to compute the norm and to check whether it is finite.
         """
         optimizer = self._optimizer
         self._given_norm = 0.0
@@ -216,8 +217,8 @@ class ZeroEngine(Engine):
         """Replace the functions of DeepSpeed that compute the norm and join the gradients, on a GPU.
 
         DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. DeepSpeed also joins
-        gradients before it converts them. On a CPU both functions stay. With clipped steps, losses would otherwise
-        differ in the last bits from those of earlier versions.
+        gradients before it converts them. On a CPU, DeepSpeed's functions are kept. With other functions, the losses
+        after clipped steps would differ in the last bits from those of earlier versions.
         """
         self._compute_norm = self._norm_over_ranks
         if self._stage in (1, 2):
@@ -274,7 +275,7 @@ class ZeroEngine(Engine):
         return torch.where(norm < 0, torch.full_like(norm, torch.inf), norm)
 
     def _whole_gradients(self) -> list[Tensor]:
-        """Return the gradient of each parameter that has one, at stage 0."""
+        """Return the gradients of all parameters that have a gradient, at ZeRO stage 0."""
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     @override
@@ -288,7 +289,8 @@ class ZeroEngine(Engine):
         return dict(zip(self.shapes, sums.t().tolist(), strict=True))
 
     def _gradients(self, index: int) -> list[Tensor]:
-        """Return the gradients of a partition's values: flat tensors, in the order of its values."""
+        """Return the gradients of the partition with this index, as flat tensors in the order of the partition's
+        values."""
         optimizer = self._optimizer
         tensor = self._partitions[index].tensor
         if self._stage == 0:
@@ -368,7 +370,7 @@ class ZeroEngine(Engine):
     def _step_masters(self) -> None:
         """Update the weights at stage 0 in half precision.
 
-        This replaces DeepSpeed's own method, which waits for the device four times more.
+        This replaces DeepSpeed's own method, which waits for the device four more times per step.
         """
         optimizer = self._optimizer
         optimizer.overflow = not math.isfinite(self._given_norm)
@@ -386,7 +388,8 @@ class ZeroEngine(Engine):
             master.grad = None
 
     def _parameters(self) -> list[Tensor]:
-        """Return the parameters that DeepSpeed trains, including the flat ones."""
+        """Return the parameter tensors that DeepSpeed trains. Some of them are flat tensors with many parameters of the
+        model."""
         return [stored.tensor for stored in self.stored]
 
     def _scale(self) -> float:
@@ -493,9 +496,9 @@ _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"
 
 
 def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] | None) -> TransformerXL:
-    """Build the model in host memory, with `weights` or with random weights. Every rank draws the same random weights.
+    """Build the model in host memory, with `weights` or with random weights, which are the same on every rank.
 
-    At stage 3 DeepSpeed later leaves each rank only its part of the weights.
+    At ZeRO stage 3 DeepSpeed later leaves each rank only its part of the weights.
     """
     torch.manual_seed(derive_seed(config.run.seed, "init"))
     model = TransformerXL(
@@ -511,7 +514,8 @@ def _build_model(config: Config, *, vocab_size: int, weights: dict[str, Tensor] 
 
 
 def _changed_value(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> str:
-    """Return the name of a value of the parameter groups that has changed, or an empty text."""
+    """Return the name of one value of the optimizer's parameter groups that differs between `before` and `after`, or an
+    empty text."""
     for old, new in zip(before, after, strict=True):
         for key in new:
             if old.get(key) != new[key]:
@@ -567,10 +571,11 @@ def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blo
 
 
 def norm_over_ranks(parts: list[Tensor]) -> Tensor:
-    """Return the norm, in fp32, of values that are spread over the ranks. Each value is on one rank, or padding of 0.
+    """Return the norm, in fp32, of values that are spread over the ranks. Each value is on exactly one rank. Padding
+    must be 0.
 
     The computation takes one reduction. It does not wait for the device, and allocates nothing of the size of a
-    gradient. The norm is infinite from 1.8e19 on.
+    gradient. A norm above 1.8e19 becomes infinite.
     """
     norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32))
     return all_reduce_sum(norms.square().sum()).sqrt()

@@ -1,4 +1,4 @@
-"""Size of a checkpoint on disk, known before a run: `txl train --dry-run`, `txl plan`.
+"""Prediction of the size of a checkpoint on disk, for `txl train --dry-run` and `txl plan`.
 
 A checkpoint holds the weights and the optimizer state, in fp32 whatever the precision. It also holds the memory of
 every lane (batch row) in the type of the engine. With many lanes and a long memory the memories are the larger part.

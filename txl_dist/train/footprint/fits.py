@@ -2,7 +2,7 @@
 
     bound        an upper bound by a formula, at once. If the run fits by the bound, nothing is predicted
     prediction   `footprint`, which follows a step: tenths of a second, or seconds for long segments on a CPU
-    refusal      only if the prediction, less the largest error that was measured, is more than there is
+    refusal      only if the prediction, less the largest measured error, is more than the available memory
 
 On a CPU all ranks of the node share the memory that the system and the control groups leave. On a GPU each rank has a
 device. Rank 0 checks its own node. The check does not count evaluation larger than training, host memory of offloading,
@@ -32,7 +32,8 @@ from txl_dist.train.footprint.room import room_bytes
 Change = dict[str, Any]
 """Changed settings: new values by `section.key`."""
 SURE = {"cpu": 0.95, "cuda": 0.9}
-"""Share of the predicted bytes that a run needs for certain.
+"""Part of the predicted bytes that a run needs for certain, by kind of device. A run is refused only if this part does
+not fit.
 
 On CPUs the prediction was at most 3.2 % too high (tools/experiments/notebook/benchmarks.md). On GPUs its error was
 never measured.
@@ -96,8 +97,8 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
 def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, on_gpu: bool) -> float:
     """Return an upper bound on the bytes of memory that a rank uses.
 
-    The bound assumes no sharding and no recomputation. It counts every score and activation as kept, and adds the waste
-    of the heap.
+    The bound assumes no sharding and no recomputation. It assumes that every attention score and activation is kept,
+    and adds the waste of the heap.
     """
     model = config.model
     train = config.train
@@ -138,8 +139,8 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
 def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, on_gpu: bool) -> list[Change]:
     """List changes of settings with which the run certainly fits.
 
-    The list has the mildest sufficient change of each kind. If no kind suffices alone, several kinds are combined, and
-    the list has the first combination that fits.
+    For each kind of change, the list has the smallest change that suffices. If no kind suffices alone, several kinds
+    are combined, and the list has the first combination that fits.
     """
     engine = config.engine
     without_graphs: Change = {"engine.cuda_graph": "off"} if engine.replays(on_gpu=on_gpu) else {}
@@ -193,9 +194,9 @@ def _as_flags(change: Change) -> str:
 
 
 def _ranks_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, machines: str) -> list[str]:
-    """Return a text with the smallest number of additional ranks with which the run fits.
+    """Return a list with one text: the smallest larger number of ranks with which the run fits.
 
-    The result is an empty list if the run fits with no number of ranks.
+    The list is empty if the run fits with no number of ranks.
     """
     lanes = config.train.num_lanes
     for ranks in range(2 * plan.world_size, lanes + 1, plan.world_size):

@@ -128,7 +128,8 @@ def _bucket_len(parameters: int, *, world: int, on_gpu: bool) -> int:
 
 
 def sums_in_fp32(engine: EngineSection) -> bool:
-    """Return whether gradients of micro-batches are summed in a wider type than their own (see `deepspeed_config`)."""
+    """Return whether gradients of several micro-batches are summed in fp32 although each gradient is in bf16 (see
+    `deepspeed_config`)."""
     return engine.precision == "bf16" and engine.zero_stage >= 2
 
 
@@ -238,7 +239,7 @@ def _micro_step_peak(
 
 
 def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exchange:
-    """Return how a complete gradient is used at this ZeRO stage (see `Exchange`)."""
+    """Return what happens to a complete gradient at this ZeRO stage, as a value of `Exchange`."""
     if engine.replays(on_gpu=on_gpu):
         return "stays"
     if engine.zero_stage == 3:

@@ -1,4 +1,4 @@
-"""Memory that a run may take: all memory of a GPU, or the host memory that a machine and its control groups leave."""
+"""Memory that a run can use: all memory of a GPU, or the host memory that a machine and its control groups leave."""
 
 from __future__ import annotations
 

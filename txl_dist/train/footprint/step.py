@@ -1,4 +1,4 @@
-"""Bytes alive in forward and backward of one micro-batch, followed on tensors without storage.
+"""Prediction of the bytes that forward and backward pass of a micro-batch hold at once, by a trace without storage.
 
 The step itself runs on torch's meta tensors, so no formula has to follow the code. DeepSpeed's use of each gradient is
 added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full bucket is copied flat and
@@ -9,8 +9,9 @@ weights count too: those of one block, and those outside the blocks.
     replay   adds up the bytes for one use of the gradients. So several stages share one trace
 
 Large and small storages are summed separately, because the C library has two pools (`distributed.malloc`). It returns
-large storages when they are freed, and keeps small ones in its heap. The Triton kernels do not run here. Kernels of
-rows only make their results. A substitute for the attention kernels keeps what they keep for the backward pass.
+large storages when they are freed, and keeps small ones in its heap. The Triton kernels do not run here. Row-wise
+kernels only allocate their results. A substitute for the attention kernels keeps the same tensors for the backward
+pass.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
 """Use of a complete gradient. stays: it is kept to the end of the pass. sharded: it is exchanged at stage 2, and each
-rank keeps a part. gathered: the same at stage 3. dropped: it is added to other gradients, which the caller counts.
-added: the same happens after the gradient's bucket is exchanged."""
+rank keeps a part. gathered: as sharded, at stage 3. dropped: it is added to other gradients, which the caller counts.
+added: it is added to other gradients after its bucket is exchanged."""
 
 
 class MicroStep(NamedTuple):
@@ -72,9 +73,10 @@ class MicroStep(NamedTuple):
     """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs need."""
     memory_lens: tuple[int, ...] = ()
     step_len: int = 0
-    """Tokens by which a step moves on, in any order."""
+    """Tokens by which each step moves on in the text. Only XLNet's objective (prediction in any order) uses this
+    field."""
     num_targets: int = 0
-    """Predicted tokens per segment, in any order. With 0 every token predicts the next one."""
+    """Predicted tokens per segment with XLNet's objective. 0 means that every token predicts the next one."""
 
 
 class Peak(NamedTuple):
@@ -184,9 +186,10 @@ def _uses_kernels(step: MicroStep) -> bool:
 
 
 def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> None:
-    """Count the storages that an attention layer allocates as scores.
+    """Make `events` count the storages that an attention layer allocates as scores.
 
-    `with_kernels` replaces the layer's function by one that allocates what the Triton kernels allocate.
+    With `with_kernels` the layer's function is replaced by a function that allocates the same storages as the Triton
+    kernels.
     """
     if not with_kernels:
         attention.attend = events.as_scores(attention.attend)
@@ -198,10 +201,11 @@ def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> Non
 
 
 def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
-    """Compute the peak of a trace for one use of the gradients.
+    """Compute the peak memory of a trace. `exchange` says what happens to each complete gradient (see `Exchange`).
 
-    Sharded gradients are divided among `num_owners` ranks. A rank keeps its part of them, in the worst case the part
-    that is exchanged first. At stage 3 that part is a buffer that exists from the start, so it is not counted.
+    Sharded gradients are divided among `num_owners` ranks. A rank keeps its part of these gradients. In the worst case
+    this is the part that is exchanged first. At stage 3 the part is in a buffer that exists from the start, so it is
+    not counted.
     """
     live = _Sum()
     alive: dict[int, Made] = {}
@@ -354,8 +358,8 @@ def _gathered_bytes(model: TransformerXL) -> float:
 def _without_storage(model: ModelSection) -> Iterator[None]:
     """Return a context manager in whose block new tensors have no storage.
 
-    They are meta tensors. If torch itself computes attention, they are fake tensors, which take four times as long.
-    Torch chooses its attention function by the device, and would keep the scores of meta tensors.
+    They are meta tensors, or fake tensors if torch itself computes attention. Fake tensors take four times as long. But
+    torch chooses its attention function by the device, and would keep the scores of meta tensors.
     """
     calls_torch = not model.scheme.has_distance_terms
     if calls_torch:
@@ -368,8 +372,8 @@ def _without_storage(model: ModelSection) -> Iterator[None]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set torch's default type in the block, so that parameters have this type from the start. Fake tensors cannot be
-    converted."""
+    """Return a context manager that sets torch's default type, so that parameters have this type from the start. Fake
+    tensors cannot be converted."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -412,7 +416,7 @@ class _KernelLike(torch.autograd.Function):
 
     @staticmethod
     def attend(terms: Terms, *, visible: AttentionMask) -> Tensor:
-        """Compute the result of attention. It is called in place of `Attention.attend`."""
+        """Allocate the result of attention and return it. This function is called in place of `Attention.attend`."""
         key_value = torch.stack([terms.key_BKNH, terms.value_BKNH], 2)
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, terms.query_BTNH.unsqueeze(2), key_value, terms.distance_KNH
@@ -421,7 +425,8 @@ class _KernelLike(torch.autograd.Function):
 
     @staticmethod
     def attend_fused_qkv(segment: Tensor, past: Tensor, *, distance_KNH: Tensor, visible: AttentionMask) -> Tensor:
-        """Compute the result of attention. It is called in place of `Attention.attend_fused_qkv`."""
+        """Allocate the result of attention and return it. This function is called in place of
+        `Attention.attend_fused_qkv`."""
         context: Tensor = _KernelLike.apply(  # type: ignore[no-untyped-call]
             visible.num_keys, segment, past, distance_KNH
         )
@@ -456,7 +461,7 @@ def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
 
 
 def _batch(model: TransformerXL, step: MicroStep) -> Batch:
-    """Return a batch of ids without storage. Its cluster partitions have the sizes that `cluster_shares` give."""
+    """Return a batch of ids without storage. The sizes of its cluster partitions follow from `step.cluster_shares`."""
     shape = (step.lanes, step.segment_len)
     num_tokens = step.lanes * step.segment_len
     multiple = ROWS_MULTIPLE["cuda" if step.on_gpu else "cpu"]

@@ -1,4 +1,4 @@
-"""Heartbeats: each rank reports its step and phase once a second, even while its main thread is stuck.
+"""Heartbeats: each rank reports its step and its phase (part of the step) once a second, even if its main thread hangs.
 
     rank 1 .. n (Spoke) --(JSON lines over TCP)--> rank 0 (Hub)
 
@@ -56,7 +56,7 @@ class Beat(NamedTuple):
     is_stalled: bool
     """Whether the main thread made no progress for longer than the limit."""
     asks: bool
-    """Whether the main thread had an error that another rank may have caused."""
+    """Whether the main thread had an error, and asks the watchdog whether another rank has caused the error."""
     is_idle: bool = False
     """Whether the main thread made no progress for longer than half the limit."""
 
@@ -105,7 +105,8 @@ class Connection:
 
 
 class Hub:
-    """Rank 0's end of the heartbeats. It receives the reports of all other ranks, and sends notices to all of them."""
+    """Rank 0's end of the connections for heartbeats. It receives the reports of all other ranks, and sends notices to
+    all of them."""
 
     def __init__(self) -> None:
         self.key = secrets.token_hex(8)
@@ -120,7 +121,8 @@ class Hub:
         self._connections: dict[Connection, int] = {}
 
     def exchange(self, own: Beat) -> list[Message]:
-        """Receive the messages that have arrived since the last call, or arrive within a tick.
+        """Receive the messages that have arrived since the last call, or arrive within `TICK_S` seconds. `own` is rank
+        0's report.
 
         Returns the notices of other ranks.
         """
@@ -174,7 +176,7 @@ class Hub:
 
 
 class Spoke:
-    """End of the heartbeats on every rank other than 0.
+    """Connection for heartbeats from a rank other than 0 to rank 0.
 
     It exchanges reports with rank 0 only, so its `seen` has only the reports of rank 0 and of this rank.
     """
@@ -189,7 +191,8 @@ class Spoke:
         self._is_answered = True
 
     def exchange(self, own: Beat) -> list[Message]:
-        """Send this rank's report, and receive messages of rank 0 for about a second. Returns the notices of rank 0."""
+        """Send `own`, this rank's report, and receive messages of rank 0 for about a second. Returns the notices of
+        rank 0."""
         end_s = time.monotonic() + EXCHANGE_EVERY_S
         self._say({"beat": own})
         notices: list[Message] = []

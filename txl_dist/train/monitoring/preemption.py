@@ -32,7 +32,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_EVERY_S = 1.0
 """Seconds between two checks of the file, the clock and the launchers. Signals are checked at every step."""
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
-"""Variable in which `txl launch` names its own process, so that its end is noticed even before this process starts."""
+"""Environment variable in which `txl launch` stores its own process. So a rank notices the end of `txl launch` even if
+that was before the rank started."""
 MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 
@@ -74,7 +75,7 @@ class PreemptionRequests:
         return len(self._signals) + len(self._others)
 
     def clear(self) -> None:
-        """Remove the stop file after the run has stopped because of it, so that it does not stop the next start."""
+        """Remove the stop file after it has stopped the run. Otherwise it would stop the next start too."""
         if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
             self._stop_file.rmdir()  # somebody's mkdir
         elif self._stop_file is not None:
@@ -101,15 +102,15 @@ class PreemptionRequests:
         self._signals.append(number)  # no logging here: the main thread may be in the middle of a write
 
     def _other_reasons(self) -> Iterator[str]:
-        """Yield each reason to stop that exists now, apart from signals."""
+        """Yield each present reason to stop that is not a signal."""
         if self._stop_file is not None and os.path.exists(self._stop_file):
             yield f"the file {self._stop_file}"
         if self._stop_file is not None and was_removed(self._stop_file.parent):
-            yield f"the loss of its directory {self._stop_file.parent}"
+            yield f"the loss of the run directory {self._stop_file.parent}"
         if self._max_time_s and time.monotonic() - self._start_s >= self._max_time_s:
             yield f"the time limit of {self._max_time_s:g} s"
         if self._is_orphan or any(launcher.lives() is False for launcher in self._launchers):
-            yield "the end of its launcher"
+            yield "the end of the launcher"
 
 
 class _Acknowledgement:
@@ -134,8 +135,8 @@ class _Acknowledgement:
     def _log_signals(self) -> None:
         """Log each signal, in the thread.
 
-        If signals are repeated, only the first repetition is logged, because a launcher may repeat a signal of the
-        terminal.
+        If signals are repeated, only the first repetition is logged, because a launcher may repeat a signal that the
+        terminal has already sent.
         """
         num_logged = 0
         while numbers := self._receiver.recv(64):

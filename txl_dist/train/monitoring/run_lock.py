@@ -168,8 +168,8 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
                 else:
                     host = nodes[ranks.rank]
                 raise ConfigError(
-                    f"{run_dir} on {host} is not the folder that {nodes[0]} has, where rank 0 runs: neither node sees "
-                    "what the other node writes. All nodes need the same shared folder as --run.dir."
+                    f"{run_dir} on {host} is not the same folder as on {nodes[0]}, where rank 0 runs. Neither node "
+                    "sees the files that the other node writes. All nodes need the same shared folder as --run.dir."
                 )
             time.sleep(0.2)
 
@@ -214,8 +214,8 @@ def _holds(head: Path, nonce: str) -> bool:
 def _read(path: Path) -> Holder | None:
     """Return the holder that a lock file names, or None if there is no such file.
 
-    A file without valid content gets an unknown holder, because a job has just created it, or died at that moment. Only
-    the file's time tells these cases apart.
+    If the file has no valid content, an unknown holder is returned. A job has then just created the file, or died while
+    it created the file. Only the file's time tells these two cases apart.
     """
     try:
         with open_regular(path) as stream:

@@ -2,8 +2,8 @@
 
 Each rank hashes its copy on its device. The hash is a sum over all elements, modulo 2**64. Each element's bits, read as
 an integer, are multiplied by an odd number that belongs to the element's place. Any single changed bit changes the sum
-for certain, and further changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes. Only if these
-differ, they exchange a number per parameter.
+for certain, and further changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes. Only if these bytes
+differ, the ranks exchange one number per parameter.
 
 The check does not detect a corruption that all ranks made together. Parameters that are partitioned (ZeRO-3) cannot be
 checked, because there are no copies to compare.

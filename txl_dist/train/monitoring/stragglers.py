@@ -100,7 +100,8 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
 
 
 class StragglerWatch:
-    """Monitor that logs a straggler and records an event, whenever the straggler is a different rank than before."""
+    """Monitor that logs a straggler (a rank that the other ranks wait for) and records an event. It does so again only
+    if another rank becomes the straggler."""
 
     def __init__(self, reporter: MetricReporter) -> None:
         """Gather the host names of all ranks. All ranks make and call this object together."""

@@ -46,11 +46,13 @@ LOST_AFTER_S = 2.0
 """Seconds after a broken connection within which a rank of another node must connect again. Afterwards it counts as
 lost."""
 DEAD_AFTER_S = 0.3
-"""Seconds to wait after a process is found dead, so that other ranks reach the place where they wait for it."""
+"""Seconds to wait after a process was found dead. In this time the other ranks reach the place where they wait for
+it."""
 NET_S = 4.0
-"""Seconds after the limit at which the safety net in C takes effect."""
+"""Seconds between the limit and the moment at which the safety net in C ends the process."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
-"""Seconds in which the main thread can ask for the first cause and end by itself, by kind of verdict."""
+"""Seconds that the main thread has, after a verdict, to ask for the first cause and end by itself. The key is the kind
+of the verdict."""
 WRITES_S = 2.0
 """Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
@@ -76,10 +78,10 @@ class Verdict(NamedTuple):
 
 
 class Watchdog:
-    """Monitor of this rank's main thread, and together with the other ranks of the whole job.
+    """Monitor of this rank's main thread. The watchdogs of all ranks together monitor the whole job.
 
-    All ranks make one together. `limit_s` is the number of seconds without a beat after which a rank counts as hung.
-    `stacks` is the folder for files of stack traces.
+    All ranks make their watchdog together. `limit_s` is the number of seconds without a beat after which a rank counts
+    as hung. `stacks` is the folder for files of stack traces.
     """
 
     def __init__(self, ranks: RankInfo, *, limit_s: float, stacks: Path | None = None) -> None:
@@ -248,8 +250,8 @@ class Watchdog:
         return Verdict("lost", lost, f"{line} The same command continues from the last checkpoint.", [])
 
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
-        """Return the verdict for the ranks in `silent`, which do not answer. `silence_s` is the silence of the first of
-        them."""
+        """Return the verdict for the ranks in `silent`, which do not answer. `silence_s` is the number of seconds since
+        the first of these ranks answered."""
         if len(silent) > 1:
             have = "have"
         else:
@@ -338,7 +340,7 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._limit_s + NET_S, exit=True, file=self._stacks_fd)
 
     def _dump(self) -> None:
-        """Write the stacks of all threads to the file of stacks."""
+        """Append the stacks of all threads of this process to its file of stack traces."""
         with suppress(OSError):
             title = f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} rank {self._ranks.rank}\n"
             os.write(self._stacks_fd, title.encode())
@@ -348,7 +350,8 @@ class Watchdog:
 def ranks_waited_for(beats: dict[int, Beat]) -> list[int]:
     """Return the ranks for which the other ranks wait.
 
-    These are ranks at the lowest step. If some of them are in no collective, only those count.
+    These are the ranks at the lowest step. If some of these ranks are outside a collective, only the ranks outside are
+    returned.
     """
     lowest = min(beat.step for beat in beats.values())
     late = {rank: beat for rank, beat in beats.items() if beat.step == lowest}

@@ -169,7 +169,11 @@ class LossSums:
 
 
 def _parts(edges: Sequence[int], nats: np.ndarray, counts: np.ndarray) -> list[ScoredPart]:
-    """Return the mean loss between each two consecutive edges, from the sums of losses in nats and of targets."""
+    """Return the mean loss of each part of the targets, as a `ScoredPart`.
+
+    Part i contains the token ids, or positions, from `edges[i]` to `edges[i + 1] - 1`. `nats` has the sum of the losses
+    of each part, and `counts` the number of its targets.
+    """
     return [
         ScoredPart(first, stop - 1, nat / count if count else math.nan, int(count))
         for (first, stop), nat, count in zip(itertools.pairwise(edges), nats.tolist(), counts.tolist(), strict=True)

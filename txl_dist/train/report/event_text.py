@@ -39,7 +39,7 @@ def event_details(event: str, fields: Mapping[str, Any]) -> str:
 
 
 def _readable(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return texts for the fields that are counts or sizes, for instance "2 ranks" or "1.3 GiB"."""
+    """Return texts for those fields that are counts or sizes. A text is, for instance, "2 ranks" or "1.3 GiB"."""
     texts = {}
     for name, noun in _COUNTS.items():
         if type(fields.get(name)) is int:

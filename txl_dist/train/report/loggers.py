@@ -62,7 +62,7 @@ class MetricLogger(Protocol):
 
 
 class MetricReporter:
-    """Distributor of a run's records to all loggers. An error of a logger is logged and never ends the run.
+    """Writer of a run's records to all loggers. An error of a logger is logged and never ends the run.
 
     Only rank 0 has loggers. On other ranks the methods do nothing. `start_step` is the number of steps that were
     finished when this process started.
@@ -126,7 +126,7 @@ class MetricReporter:
                 if metric.name not in self._failed:
                     self._failed.add(metric.name)
                     logger.warning(
-                        "metrics: the plugin's metric %s failed, and is left out of such records: %r",
+                        "metrics: the plugin's metric %s failed, and is missing in such records: %r",
                         metric.name,
                         error,
                     )

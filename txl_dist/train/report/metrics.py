@@ -142,7 +142,7 @@ class Interval:
 class Clipping:
     """Counter of the clipped steps of this process, for a warning about the default value of `optim.clip_norm`.
 
-    It counts nothing if a file or flag sets `optim.clip_norm`.
+    If a file or flag sets `optim.clip_norm`, nothing is counted.
     """
 
     MOSTLY_PCT = 95.0
@@ -197,8 +197,8 @@ def mfu(tokens_per_s: float, *, flops_per_token: float, peak_flops: float) -> di
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory of this process in bytes: GPU memory in torch's allocator, or on a CPU host memory
-    (RSS)."""
+    """Return the peak memory of this process in bytes. On a GPU it is the memory of torch's allocator, on a CPU the
+    resident host memory."""
     if uses_gpu():
         return torch.cuda.max_memory_allocated()
     # getrusage would not do: a process inherits that peak from the one that started it.

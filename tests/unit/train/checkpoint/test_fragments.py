@@ -81,7 +81,7 @@ def test_missing_pieces_and_other_models_are_refused_by_the_name_of_the_paramete
 
 def test_a_piece_that_two_files_hold_hides_no_gap(tmp_path: Path) -> None:
     found = files(tmp_path / "engine", [fragment("a", 0, [0.0, 1.0, 2.0])], [fragment("a", 2, [2.0])])
-    with pytest.raises(CheckpointError, match="of 4 values weight of a"):
+    with pytest.raises(CheckpointError, match=r"of 4 values of a \(weight\)"):
         found.read(WEIGHT, "a", start=0, length=4)
 
 

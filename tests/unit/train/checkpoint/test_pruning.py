@@ -67,7 +67,7 @@ def test_where_a_checkpoint_vanishes_while_it_is_read_the_next_newest_is_taken_w
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # a file system without locks
     monkeypatch.setattr(logger, "propagate", True)
     assert read_trained(tmp_path).package.source["step"] == 3
-    assert "skipped a damaged" not in caplog.text
+    assert "skipped the damaged" not in caplog.text
     assert steps_of(tmp_path) == [3]
 
 

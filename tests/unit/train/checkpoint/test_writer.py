@@ -207,7 +207,7 @@ def test_a_lack_of_space_is_seen_before_writing_and_names_folder_and_need(
         patch.setattr("shutil.disk_usage", usage)
         error = it.save(1)
     assert error.startswith(
-        f"no room for a checkpoint in {tmp_path / 'checkpoints'}: it needs 8.0 MiB, 3.0 MiB of disk are"
+        f"no room for a checkpoint in {tmp_path / 'checkpoints'}: it needs 8.0 MiB, but 3.0 MiB of disk are"
     )
     assert files_below(tmp_path) == ["checkpoints"]
     assert it.save(1) == ""

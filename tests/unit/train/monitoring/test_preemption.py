@@ -97,7 +97,7 @@ def test_the_loss_of_the_run_directory_is_a_reason_too(tmp_path: Path) -> None:
     try:
         assert requests.reason == ""
         (tmp_path / "run").rename(tmp_path / "away")
-        assert requests.reason == f"the loss of its directory {tmp_path / 'run'}"
+        assert requests.reason == f"the loss of the run directory {tmp_path / 'run'}"
     finally:
         requests.close()
 
@@ -186,7 +186,7 @@ def test_the_end_of_the_launcher_is_a_request(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     wait_for(tmp_path / "reason")
-    assert (tmp_path / "reason").read_text() == "the end of its launcher"
+    assert (tmp_path / "reason").read_text() == "the end of the launcher"
 
 
 @pytest.mark.slow

@@ -195,6 +195,6 @@ def test_nodes_that_do_not_share_the_folder_are_found_and_nothing_stays_behind(t
     other.mkdir()
     first, second = run_ranks(proving_worker, shared, other, world_size=2, folder=tmp_path / "ranks")
     assert first == second
-    assert "is not the folder that" in first[0]
+    assert "is not the same folder as on" in first[0]
     assert "cannot write to the run directory" in first[1]
     assert [*shared.iterdir(), *other.iterdir()] == []
