@@ -164,7 +164,7 @@ def _reason(error: Exception) -> str:
     login = "log in with `hf auth login`, or set HF_TOKEN"
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.LocalTokenNotFoundError):
-        return f"there is no token. To get one, {login}"
+        return f"there is no token. Please {login}"
     if isinstance(error, errors.GatedRepoError):
         return f"its owner grants access on request. Ask on the page of the repository, then {login}"
     if isinstance(error, errors.RepositoryNotFoundError):

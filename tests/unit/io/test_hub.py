@@ -205,7 +205,7 @@ def test_no_network_is_one_line(hub: Hub, monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("token", "status", "said"),
     [
-        ("", 200, "cannot push to me/new: there is no token; log in with `hf auth login`, or set HF_TOKEN"),
+        ("", 200, "cannot push to me/new: there is no token. Please log in with `hf auth login`, or set HF_TOKEN"),
         ("bad", 200, "cannot push to me/new: the Hub refuses the token (401)"),
         (TOKEN, 403, "cannot push to me/new: the Hub refuses the token (403)"),
         (TOKEN, 400, "answers 400: the Hub has a bad day"),

@@ -167,5 +167,5 @@ def test_a_resumed_run_decides_as_the_unbroken_one() -> None:
 
 @pytest.mark.parametrize("values", [{"skipped": 1}, None, [1]])
 def test_values_of_another_form_are_refused(values: Any) -> None:
-    with pytest.raises(CheckpointError, match="the value `health` in the checkpoint's state.json is damaged"):
+    with pytest.raises(CheckpointError, match=r"the value `health` in the checkpoint.s state\.json is damaged"):
         Health.from_dict(values)
