@@ -35,8 +35,8 @@ ENOUGH = 0.98
 """Fraction of the fastest option's speed that is fast enough. Among the options with at least this speed, the option
 with the least memory is chosen."""
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16_384)
-"""Failures per GPU and hour. They are the unexpected interruptions of Llama 3's pre-training on H100 (Dubey et al.
-2024, table 5)."""
+"""Number of failures per GPU and hour, computed from the unexpected interruptions of Llama 3's pre-training on H100
+(Dubey et al. 2024, table 5)."""
 RESTART_S = 300.0
 """Seconds that a restart after a failure takes. In addition, steps since the last checkpoint are lost. The value is a
 guess."""
@@ -180,7 +180,8 @@ class Plan:
     """Always True, so that readers of the JSON file see that all figures are predictions."""
 
     def as_json(self) -> str:
-        """Return the plan as JSON. An option holds only the settings in which the options differ."""
+        """Return the plan as JSON. In the JSON, an option contains only those settings in which the options differ from
+        each other."""
 
         def tried(config: Config) -> dict[str, Any]:
             return {"microbatch_lanes": config.train.microbatch_lanes, **config.engine.model_dump(mode="json")}
@@ -220,9 +221,9 @@ def make_plan(config: Config, *, question: PlanOptions) -> Plan:
 
 
 def _check_question(question: PlanOptions) -> None:
-    """Raise ConfigError if a number is out of range.
+    """Raise ConfigError if a number in the request is out of range.
 
-    The bounds are generous. A number outside them is a typing error, and could overflow.
+    The allowed ranges are wide. A number outside its range is a typing error, and computations with it could overflow.
     """
     cluster = question.cluster
     for flag, value, least, most in (

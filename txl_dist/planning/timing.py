@@ -205,8 +205,8 @@ class Product(NamedTuple):
     def seconds(self, gpu: Gpu, work: Work) -> float:
         """Return the predicted seconds of the product.
 
-        They are the time of the operations at the GPU's rate, plus the time to read and write the operands at the
-        bandwidth of its memory.
+        They are the sum of two times: computing the product at the GPU's rate, and reading and writing its operands at
+        the bandwidth of the GPU's memory.
         """
         operations = 2 * self.rows * self.inner * self.columns
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns
@@ -249,9 +249,9 @@ def step_time(work: Work, cluster: GpuCluster, program: Program = OURS) -> StepT
 def exchange_bytes(work: Work) -> float:
     """Return the bytes that a rank sends in a step. The rank receives the same number of bytes.
 
-    They are (N-1)/N times 2 x the parameters at stages 0 to 2, and (N-1)/N times 3 x the parameters at stage 3. An
-    all-reduce is a reduce-scatter and an all-gather. From stage 2 on, every micro-batch reduces its gradients. Muon
-    sends matrices to the ranks that compute their updates, and these ranks send the updates back.
+    With N ranks, the number is (N-1)/N times 2 x the parameters at stages 0 to 2, and (N-1)/N times 3 x the parameters
+    at stage 3. An all-reduce is a reduce-scatter and an all-gather. From stage 2 on, every micro-batch reduces its
+    gradients. Muon sends matrices to the ranks that compute their updates, and these ranks send the updates back.
     """
     stage = work.zero_stage
     times = work.num_microbatches

@@ -145,8 +145,8 @@ def _names(run_dirs: Sequence[Path]) -> list[str]:
 def unit_of(runs: Sequence[RunRecords]) -> Unit:
     """Choose the unit in which the losses of these runs can be compared.
 
-    The unit is nats per token if all runs have the same tokenizer. Else it is bits per byte if all runs have them. Else
-    there is no unit.
+    The unit is nats per token if all runs have the same tokenizer. Otherwise it is bits per byte, if all runs recorded
+    losses in bits per byte. Otherwise there is no unit.
     """
     tokenizers = {run.tokenizer for run in runs}
     is_one = len(tokenizers) == 1 and None not in tokenizers

@@ -53,7 +53,7 @@ class Chart(NamedTuple):
     """Data and labels of a chart, which `draw` and `draw_png` take."""
 
     name: str
-    """Name of the chart. It must be unique on the page, because the ids inside the picture contain it."""
+    """Name of the chart. The name must be unique on the page, because the ids inside the picture contain it."""
     lines: Sequence[Line]
     x_label: str
     y_label: str

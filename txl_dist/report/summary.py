@@ -97,9 +97,10 @@ class RunRecords:
         return None
 
     def tokens_at(self, steps: FloatArray) -> FloatArray:
-        """Return the number of tokens seen at each step. It is NaN where it is unknown.
+        """Return the number of tokens seen at each step, as an array. Values between two train records are
+        interpolated.
 
-        Values between two train records are interpolated.
+        The value is NaN for a step whose number of tokens is unknown.
         """
         train = self.history.train
         has_tokens = np.isfinite(train["tokens_seen"])
@@ -110,7 +111,7 @@ class RunRecords:
         return np.interp(steps, recorded_steps, recorded_tokens)
 
     def _tokens_per_step(self) -> float:
-        """Return the number of tokens per step by the settings. It is NaN if it is unknown."""
+        """Return the number of tokens per step by the settings, or NaN if the number is unknown."""
         num_lanes = self.settings.get("train.num_lanes")
         segment_len = self.settings.get("train.reuse_len") or self.settings.get("train.segment_len")
         if _is_count(num_lanes) and _is_count(segment_len):

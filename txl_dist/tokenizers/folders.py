@@ -63,7 +63,7 @@ def _snapshots(folder: Path) -> list[Path]:
 def _byte_level_bpe(folder: Path) -> str:
     """Return the text of a tokenizer.json for GPT-2's byte-level BPE, made from vocab.json and merges.txt.
 
-    Raises DataError if a file is damaged, or if the vocabulary is not that of a byte-level BPE.
+    Raises DataError if a file is damaged, or if the vocabulary does not belong to a byte-level BPE.
     """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as Library

@@ -309,7 +309,7 @@ def _is_byte_level(pipeline: dict[str, Any], library: Any) -> bool:
 
 
 def _stages(stage: dict[str, Any] | None) -> list[str]:
-    """Return the names of a normalizer's or pre_tokenizer's stages, those of nested sequences included."""
+    """Return the names of all stages of a normalizer or pre_tokenizer, including the stages of nested sequences."""
     if stage is None:
         return []
     kind = str(stage.get("type"))

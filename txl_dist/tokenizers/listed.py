@@ -4,7 +4,7 @@ A document of such ids is prepared as a text: the names of the ids with a blank 
 works with such documents. The ids do not change: the list is the vocabulary in order, and end-of-text follows the last
 name. Prompts and generated texts consist of names.
 
-Limitations: ids are in the order of the list. Adaptive softmax needs them in order of frequency.
+Limitations: ids are in the order of the list, but adaptive softmax needs ids in order of frequency.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class WordTokenizer(SpelledTokenizer):
         return ids
 
     def joint(self, text: str) -> str:
-        """Return a blank, or an empty text if the prompt is empty or ends in white space."""
+        """Return the text to show between a prompt and its continuation: a blank, or an empty text if the prompt is
+        empty or ends in white space."""
         if text and not text[-1].isspace():
             return " "
         return ""

@@ -1,9 +1,9 @@
 """Segments for evaluation: a split is read once, in file order, and each target token is scored exactly once.
 
-This holds for any number of lanes (batch rows, each with its own part of the split). With document masks the first
-token of a document can only be predicted from the end-of-text before it. As an input, an end-of-text therefore belongs
-to the document that follows it. In a corpus without end-of-text, document masks leave the first token of each document
-without a prediction.
+Each target is scored once for any number of lanes (batch rows, each with its own part of the split). With document
+masks the first token of a document can only be predicted from the end-of-text before it. As an input, an end-of-text
+therefore belongs to the document that follows it. In a corpus without end-of-text, document masks leave the first token
+of each document without a prediction.
 
 Limitations: damaged documents are not skipped. Damage always ends an evaluation, because the score of another text
 would look like a valid score.
@@ -147,7 +147,7 @@ class EvalStream:
     def _copy(self, lane: int, position: int, tokens: Int64s, documents: Int64s) -> tuple[int, bool]:
         """Fill the start of `tokens` and `documents` with tokens of one document, from `position` of the lane on.
 
-        Returns (number of tokens written, whether the first of them is the first token of its document).
+        Returns (number of tokens written, whether the first written token is the first token of the document).
         """
         token = lane * self.stripe_len + position
         shard = int(self._shard_starts.searchsorted(token, side="right")) - 1

@@ -24,8 +24,8 @@ Skips are ranges of lane positions that no lane reads. If training diverges and 
 (rewind), it skips the tokens on which training diverged. A repartition within an epoch also leaves out the skipped
 tokens of that epoch.
 
-Limitations: a document that crosses the border between two stripes is cut. This happens to at most num_lanes - 1
-documents in an epoch. Each epoch leaves out fewer than num_lanes tokens.
+Limitations: a document that crosses the border between two stripes is cut. At most num_lanes - 1 documents
+are cut in an epoch. Each epoch leaves out fewer than num_lanes tokens.
 """
 
 from __future__ import annotations
@@ -249,7 +249,8 @@ class LanePlan:
     def locate(self, lane: int, position: int) -> TokenSlice:
         """Return the place of the tokens that a lane reads from `position` on.
 
-        They end where their document or the lane's contiguous range of the epoch ends, whichever is first.
+        The tokens end where their document ends, or where the lane's contiguous range of the epoch ends, whichever is
+        first.
         """
         epoch, token, in_piece, left = self.token_at(lane, position)
         shard, in_shard, shard_left = self._find_shard(epoch, token)
@@ -268,7 +269,7 @@ class LanePlan:
         """Find the token that a lane reads at a position.
 
         Returns (epoch, index of the token in the order of the epoch, number of tokens before it in its range, number of
-        tokens from it on in its range). A range is a contiguous part of the epoch that one lane reads.
+        tokens of its range from it on). A range is a contiguous part of the epoch that one lane reads.
         """
         if position < self.first_stripe_len:
             place = self.token_in_rest(lane, position)

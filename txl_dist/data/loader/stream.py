@@ -37,7 +37,8 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 STEPS_AT_ONCE = 8
-"""Number of training steps whose tokens are read together, unless they exceed MAX_TOKENS_AT_ONCE."""
+"""Number of training steps whose tokens are read together. Fewer steps are read together if they have more than
+MAX_TOKENS_AT_ONCE tokens."""
 MAX_TOKENS_AT_ONCE = 1 << 20
 """Maximum number of tokens, of all lanes of a rank, that are read together. A single step can have more."""
 

@@ -1,10 +1,10 @@
 """State of the training stream: the positions of all lanes, as a checkpoint stores them. This module reads no files.
 
-A lane is a row of the batch with its own token stream. All lanes of a corpus have the same position. It is the number
-of tokens that each lane has passed since the corpus was divided among its lanes (partitioned). If the weights or the
-number of lanes change, `continued` makes a new partition of the tokens that no lane has read yet. So no token is read
-twice or left out. If training diverges and the run returns to an earlier checkpoint (rewind), `with_skip` marks the
-tokens to skip. A lane reads only positions outside the skips of its corpus.
+A lane is a row of the batch with its own token stream. All lanes of a corpus have the same position, which is the
+number of tokens that each lane has passed since the corpus was divided among its lanes (partitioned). If the weights or
+the number of lanes change, `continued` makes a new partition of the tokens that no lane has read yet. So no token is
+read twice or left out. If training diverges and the run returns to an earlier checkpoint (rewind), `with_skip` marks
+the tokens to skip. A lane reads only positions outside the skips of its corpus.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class CorpusState:
     unread: Ranges = ()
     """Token ranges of `epoch` that were divided among the lanes. Empty means the whole epoch."""
     skips: Ranges = ()
-    """Ranges of lane positions that no lane trains on, including ranges already passed. They count from the same start
-    as `position`."""
+    """Ranges of lane positions that no lane trains on, including ranges already passed. As in `position`, positions
+    count from the last division of the corpus among its lanes."""
 
     def cut(self) -> LanePartition:
         """Return the division of the corpus among its lanes (rows of the batch), as `LanePlan` takes it."""
@@ -138,8 +138,8 @@ class StreamState:
         return [(corpus.fingerprint, corpus.split, corpus.num_lanes) for corpus in reading]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values. Each new partition within an epoch makes `unread` about 20 bytes per lane
-        longer."""
+        """Return the state as JSON values. If the lanes of a corpus are divided again within an epoch, `unread` becomes
+        about 20 bytes per lane longer."""
         values = asdict(self)
         for corpus_values, corpus in zip(values["corpora"], self.corpora, strict=True):
             corpus_values["unread"] = _text_of(corpus.unread)

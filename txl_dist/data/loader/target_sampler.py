@@ -50,7 +50,8 @@ class TargetSettings(NamedTuple):
 
     @property
     def reuse_len(self) -> int:
-        """Number R of tokens by which a step moves on, and which the memory stores."""
+        """Number R of tokens by which each lane (batch row) advances in a step. The model's memory stores these
+        tokens."""
         return self.halves[0].stop
 
     @classmethod
@@ -86,8 +87,8 @@ def draw_targets(
 ) -> DrawnTargets:
     """Draw the targets of the segment that a lane reads at a position, and their order.
 
-    `begins_word_T` marks tokens that begin a word. `may_be_target_T` marks tokens that may be predicted. The segment's
-    first token never is.
+    `begins_word_T` marks tokens that begin a word. `may_be_target_T` marks tokens that may be predicted. The first
+    token of the segment is never predicted.
     """
     key = derive_seed(seed, "targets", lane, position)
     rng = np.random.Generator(np.random.Philox(key=key))

@@ -257,10 +257,10 @@ def cut_tails(text: str, shares: Mapping[str, float], *, whole_words: bool = Fal
     """Cut a text into a beginning for train and one end for each split in `shares`.
 
     Returns (split, piece) in the order of the text. The pieces joined together are the text. A text that is too short
-    to be cut stays whole. Each cut is placed after the paragraph end nearest to the position that the shares give, at
-    most a quarter of the smallest share away. If there is no paragraph end, the cut is after a line end, or else after
-    a word, or else between two characters. With `whole_words` the cut is never inside a word, however far away the
-    nearest word border is.
+    to be cut stays whole. The shares give the wanted position of each cut. A cut moves to the nearest end of a
+    paragraph, by at most a quarter of the smallest share. If there is no paragraph end, the cut is after a line end, or
+    else after a word, or else between two characters. With `whole_words` the cut is never inside a word, however far
+    away the nearest word border is.
     """
     length = len(text)
     smallest = min(shares.values(), default=0.0)

@@ -250,7 +250,8 @@ def make_tokenizer(job: Preparation) -> Tokenizer:
 
 
 def check_learning(settings: PrepareSettings) -> None:
-    """Raise ConfigError if no tokenizer can be trained with these settings. It is called before any text is read."""
+    """Raise ConfigError if no tokenizer can be trained with these settings. Callers check this before any text is
+    read."""
     if settings.learns:
         _check_keeps(settings, settings.kind)
         settings.check_kind(settings.kind)

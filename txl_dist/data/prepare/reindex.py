@@ -70,7 +70,8 @@ class ReindexSummary:
     ignored: dict[str, int]
     """Number of ignored members of the tars, by suffix."""
     num_unended: int
-    """Number of documents whose last id is not end-of-text, so that nothing separates them from the next document."""
+    """Number of documents whose last id is not end-of-text. Nothing separates such a document from the next
+    document."""
     num_without_tokens: int
     """Number of tars that contain no tokens and are left out."""
     remarks: tuple[str, ...] = ()
@@ -390,7 +391,7 @@ class _Scan:
     def _add_decoded(self, sample: TarSample, info: SplitInfo) -> None:
         """Add the bytes and characters of a sample's decoded text to `info`.
 
-        It is used for a tokenizer whose ids do not always decode to the same bytes.
+        The text is decoded only for a tokenizer whose ids do not always decode to the same bytes.
         """
         for ids in np.split(sample.tokens, sample.starts[1:]):
             text_ids = ids[ids != self.tokenizer.end_of_text]

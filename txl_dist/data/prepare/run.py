@@ -78,9 +78,9 @@ _PARTS_VERSION = 3
 _COUNTS = {
     "held_out_duplicates": "train documents that are also in the validation or test split",
     "documents_cut": "documents cut to hold out their ends",
-    "invalid_records_skipped": "invalid records left out (no JSON, or a field missing, null, of another type or twice)",
+    "invalid_records_skipped": "invalid records left out (not JSON, or text missing, null, repeated or not a string)",
 }
-"""Labels in the summary for statistics whose names do not explain themselves."""
+"""Labels that the summary shows for statistics whose keys do not explain themselves."""
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,9 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     """Prepare a corpus and write it to the folder `output`.
 
     The keyword arguments are the fields of `PrepareSettings`, of which only `inputs` is required. Raises ConfigError
-    for settings that are impossible or would have no effect. Raises DataError if there is no text, if a file is given
-    twice or cannot be read, if the output cannot be written or contains another corpus or other files, if another
-    process prepares it, or if a worker process dies.
+    for settings that are impossible or would have no effect. Raises DataError if there is no text, or if a file is
+    given twice or cannot be read. Also raises DataError if the output cannot be written, contains another corpus or
+    other files, or is being prepared by another process, or if a worker process dies.
     """
     job_settings = PrepareSettings(**settings).completed()
     if "://" in str(output):

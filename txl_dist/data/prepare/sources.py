@@ -126,7 +126,7 @@ class SourceFile(NamedTuple):
 
     @property
     def is_stream(self) -> bool:
-        """Whether this is stdin, a command or a plugin's source, which can be read only once."""
+        """Whether the input is stdin, a command or a plugin's source, which can be read only once."""
         return is_stream(self.path)
 
     @property

@@ -59,7 +59,7 @@ class Storage(ABC):
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
         """Raise DataError if a shard is missing or has another size than its `info` says.
 
-        A storage in which sizes are expensive to find out does not check them.
+        A storage does not check sizes if finding them out is expensive.
         """
 
     @abstractmethod
@@ -70,7 +70,8 @@ class Storage(ABC):
 def check_size(name: str, num_bytes: int, info: ShardInfo) -> None:
     """Raise DataError if the size of a shard differs from the index.
 
-    This detects a tar that was truncated between two members. Other readers of tars take such a tar for complete.
+    The check detects a tar that was truncated between two members. Other readers of tars would take such a tar for
+    complete.
     """
     if num_bytes != info.bytes or not num_bytes:
         raise DataError(

@@ -114,7 +114,7 @@ class CachedStorage(RemoteStorage):
     def _open(self, info: ShardInfo, *, patient: bool) -> MappedPayload:
         """Open a shard, after downloading it if the cache does not contain it.
 
-        Without `patient` the method raises an error where it would wait for another process or try again.
+        Without `patient`, the method raises an error instead of waiting for another process or trying again.
         """
         path = self.path_of(info)
         name = self.name_of(info.name)

@@ -45,7 +45,7 @@ _PACKAGES = {
 
 
 class DamageError(OSError):
-    """Received bytes whose hash differs from the index. `retrying` fetches such bytes again."""
+    """Error for received bytes whose hash differs from the index. `retrying` fetches such bytes again."""
 
 
 def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
