@@ -149,7 +149,7 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
 
 
 def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool = False) -> dict[str, Any]:
-    """Return the values of a tokenizer of words or characters, with the special marks among its symbols."""
+    """Return the values of a tokenizer of words or characters. Symbols such as `<eos>` become its special marks."""
     unknowns = [symbol for symbol in UNKNOWNS if symbol in symbols]
     values = {
         "symbols": symbols,

@@ -278,7 +278,10 @@ class ReclOutputs:
     """Draw the losses against the context length into this PNG file."""
 
     def check(self) -> None:
-        """Check the files as `Outputs.check` does. Raises ConfigError if two flags name the same file."""
+        """Raise ConfigError if two flags name the same file.
+
+        A process without other ranks also checks that each file can be written.
+        """
         require_apart({"--json": self.json, "--plot": self.plot})
         if is_alone():
             self.check_files()

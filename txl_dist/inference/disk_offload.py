@@ -91,7 +91,8 @@ def _fill_buffers(network: TransformerXL, model: ModelSection, dtype: torch.dtyp
 
 
 class _Reader(NamedTuple):
-    """Sources of the parameters' values, and the number type to read them in, for layers without stored weights."""
+    """Reader for layers that do not store their weights: the source of each parameter, and the type in which it is
+    read."""
 
     sources: dict[Tensor, Sliced]
     dtype: torch.dtype

@@ -50,7 +50,7 @@ class Generation(NamedTuple):
     apply."""
     top: list[list[tuple[int, float]]]
     """Most probable ids at each token's position with their log-probabilities. Empty unless the setting `log_probs`
-    asks for them."""
+    requests them."""
     memory: TextMemory | None
     """Memory after the prompt and the text. None unless the call asked for it."""
 

@@ -25,8 +25,8 @@ from txl_dist.tokenizers.base import StreamDecoder, Tokenizer
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
-"""Smallest number of tokens that a part of a prompt counts for in a step's limit of prompt tokens. A shorter part
-counts as this many, because each call of the model has a fixed cost."""
+"""A step reads a limited number of prompt tokens. A part of a prompt with fewer tokens than this number counts as this
+many, because each call of the model has a fixed cost."""
 
 READ_PER_ROW = 2
 """Number of additional prompt tokens that a step reads per text in generation. Reading them takes about as long as

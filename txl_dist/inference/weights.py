@@ -1,7 +1,7 @@
 """Weights that need not be in memory as a whole. Code reads, rounds and writes a few rows at a time.
 
 The type `Sliced` is a tensor from which code takes rows by slices: a `Tensor`, or `Rows`, which reads the rows from a
-file. Code that goes through weights by `pieces` needs a few MiB of memory, however large the weights are.
+file. Code that processes weights by `pieces` needs only a few MiB of memory for weights of any size.
 
 The type int8 is for storing matrices only. A row is an output of a matrix or an entry of a table. Each row has 127
 steps on each side of zero, and a scale that is the size of a step. Scales are bf16, so that they take little space in

@@ -25,7 +25,7 @@ _FIELDS_OF_FLAGS = {
     "stop": "stop",
     "log_probs": "logprobs",
 }
-"""Request field of a completion that means the same as a flag of `txl generate`, by the flag's name."""
+"""Request fields of a completion, by the name of the flag of `txl generate` that has the same meaning."""
 
 
 def _foreign_fields() -> dict[str, str]:

@@ -56,7 +56,7 @@ POLICY = (
 MAX_LOG_PROBS = 2**17
 """Maximum number of log-probabilities in a response. More of them would delay all other requests."""
 UNNAMED_TYPES = {"", "text/plain", "application/x-www-form-urlencoded"}
-"""Content types of requests whose user did not choose a content type."""
+"""Content types that programs such as curl send if their user chooses none."""
 R = TypeVar("R", bound=BaseModel)
 router = APIRouter()
 
@@ -191,7 +191,7 @@ async def _show_memory(request: Request, memory: str) -> Response:
 async def _send_memory(request: Request, memory: str) -> Response:
     """Return a memory as a file.
 
-    `txl generate --load-memory`, and POST /v1/memories with the same model, accept the file.
+    `txl generate --load-memory` can load the file. POST /v1/memories accepts it on each server of the same model.
     """
     stored = _service_of(request).memory(memory)
     content = await run_in_threadpool(stored.memory.to_bytes)

@@ -1,6 +1,6 @@
 """ASGI middleware between clients and routes: it checks the key, and limits the number, size and time of requests.
 
-- A body is read here, whole and within its limit, before a route runs. After that a route receives nothing but the
+- The whole body of a request is read here, up to a limit, before a route runs. After that a route receives only the
   client's disconnection.
 - Every error is a JSON object in OpenAI's form.
 - Many clients send a whole request before they read. If the server closes a connection while bytes arrive, the

@@ -16,9 +16,9 @@ from txl_dist.serve.api_schema import CompletionRequest, DetokenizeRequest, Memo
 UPLOAD = "application/octet-stream"
 """Content type of a memory file."""
 ANY_ERROR = (400, 404, 408, 413, 415, 429, 500, 503)
-"""Error statuses of a route that runs the model."""
+"""HTTP statuses of the errors that a route can return if it runs the model."""
 MEMORY_ERRORS = (404, 408, 413, 429, 503)
-"""Error statuses of a route for a stored memory."""
+"""HTTP statuses of the errors that a route for a stored memory can return."""
 _MEANINGS = {
     400: "The request is not valid. `param` names the field.",
     401: "The key is missing or wrong.",

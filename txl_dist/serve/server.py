@@ -80,7 +80,7 @@ class Server:
             )
 
     def stop(self) -> None:
-        """Request a stop: the server drains, and then `run` returns. Any thread may call it."""
+        """Request a stop: the server drains, and then `run` returns. Any thread can call this method."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._drain)
 

@@ -87,7 +87,7 @@ async function goOn() {
     const body = JSON.stringify(turnOf(find("ask").elements, prompt));
     const response = await fetch("v1/completions", { method: "POST", headers: headers(), body, signal: request.signal });
     if (!response.ok) {
-      const remedy = response.status === 404 && memory ? " Here: Start over." : "";
+      const remedy = response.status === 404 && memory ? " Click \"Start over\"." : "";
       throw new Error((await messageOf(response)) + remedy);
     }
     talk.append(spanOf(prompt, "asked"));
@@ -106,7 +106,7 @@ async function goOn() {
     }
   } catch (error) {
     const isStop = error.name === "AbortError";
-    say(isStop ? "stopped; what is struck out is not remembered" : error.message, !isStop);
+    say(isStop ? "Stopped. The model does not remember the struck-out text." : error.message, !isStop);
     for (const node of [...talk.childNodes].slice(before)) node.classList.add("lost");
     find("prompt").value ||= prompt;
   } finally {
