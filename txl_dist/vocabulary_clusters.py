@@ -251,8 +251,8 @@ def best_cutoffs(
 
 
 def _shares_below(counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return for each id from 0 to V the share of the tokens with a smaller id, [V + 1]. Raises DataError without
-    tokens."""
+    """Return for each id from 0 to V the share of the tokens with a smaller id, [V + 1]. Raises DataError if there are
+    no tokens."""
     running_sums = np.cumsum(np.asarray(counts, dtype=np.int64))
     sums = np.concatenate([[0], running_sums])
     total = sums[-1]

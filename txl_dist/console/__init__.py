@@ -1,1 +1,2 @@
-"""Output for the terminal and the log: text for people, sizes and tables, progress, and similar names."""
+"""Output for the terminal and the log: text for people, sizes and tables, progress, and suggestions for misspelt
+names."""

@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 LEAST_ALIKE = 0.6
 """Minimum similarity for a suggestion, by default. 1 means equal, 0 means nothing in common."""
 ELSEWHERE = 0.9
-"""Factor on the similarity of a key that is written under a wrong section, or under none."""
+"""Factor by which the similarity is multiplied if a key is written under a wrong section, or under none."""
 MAX_LEN = 200
 """Maximum length in characters of a name that is compared. The time of a comparison grows with the length."""
 _MAX_SUGGESTIONS = 3

@@ -79,7 +79,8 @@ def without_local_rank(words: Sequence[str]) -> list[str]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text with ranges: "rank 3", or "ranks 0-2, 5" for 0, 1, 2, 5. Empty if there are none."""
+    """Return ranks as text with ranges: "rank 3", or "ranks 0-2, 5" for 0, 1, 2, 5. The text is empty if there are no
+    ranks."""
     if not ranks:
         return ""
     ranges: list[list[int]] = []

@@ -110,7 +110,7 @@ class _BoundedWait:
 
 
 def _store(*, rank: int, world_size: int, timeout_s: int) -> TCPStore:
-    """Connect to the store, or make the store on rank 0. Raises ConfigError if that fails."""
+    """Connect to the key-value store of the job. Rank 0 creates this store. Raises ConfigError if that fails."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun made it

@@ -222,7 +222,7 @@ def _end_group(group: int, *, grace_s: float) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return (time, inode) of a file, which change when it is written again, or None if there is no file."""
+    """Return (time, inode) of a file, or None if there is no file. They change when the file is written again."""
     try:
         status = path.stat()
     except OSError:
@@ -231,7 +231,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """Return a function to call in a child, which makes the kernel send SIGTERM when this process dies.
+    """Return a function to call in a child process. It makes the kernel send SIGTERM to the child when this process
+    dies.
 
     Returns None on a system without prctl.
     """

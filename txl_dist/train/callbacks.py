@@ -44,8 +44,8 @@ class RunResult(NamedTuple):
     validation_loss: float | None
     """Loss of the last validation in nats per token, or None if there was no validation."""
     ended: Literal["done", "stopped"]
-    """done: `train.max_steps` steps are finished. stopped: the run ended early after a stop request, and has saved its
-    state."""
+    """`done` means that `train.max_steps` steps are finished. `stopped` means that the run ended early after a stop
+    request, and has saved its state."""
     reason: str
     """Reason for the end of the run, for people: "train.max_steps", or the source of the stop request, for instance
     "SIGTERM"."""
@@ -68,7 +68,7 @@ class TrainStart(NamedTuple):
     rank."""
 
     config: Config
-    """All settings of the run. They cannot be changed."""
+    """All settings of the run, as a read-only object."""
     step: int
     """Number of finished steps: 0 for a new run, else the step of the checkpoint that the run resumes."""
     rank: int
@@ -93,7 +93,7 @@ class StepEnd(NamedTuple):
     step: int
     """Number of this step, from 1."""
     loss: float
-    """Mean loss of the global batch in nats per token. It is not finite if the step was skipped."""
+    """Mean loss of the global batch in nats per token. It can be infinite or NaN if the step was skipped."""
     grad_norm: float
     """Global gradient norm before clipping."""
     lr: float
@@ -159,7 +159,7 @@ class Callback:
         """Called on all ranks after a checkpoint is complete on disk."""
 
     def on_train_end(self, result: RunResult) -> None:
-        """Called on all ranks after the last step or after a stop request, when the state is saved."""
+        """Called on all ranks after the last step or after a stop request, when the state has been saved."""
 
     def on_exception(self, error: BaseException) -> None:
         """Called on every rank that still runs when an error ends the run. The error may be this callback's own.
@@ -201,7 +201,7 @@ FOREIGN = {
 }
 """Method names of Lightning, transformers and Keras, each with the corresponding name of this package."""
 States = dict[str, Mapping[str, Any]]
-"""Results of `state_dict`, by `state_key`."""
+"""Results of the callbacks' `state_dict`, each under the `state_key` of its callback."""
 
 
 class Callbacks:
@@ -341,7 +341,7 @@ class Callbacks:
         return states
 
     def _call(self, hook: str, value: object, *, step: int) -> None:
-        """Call a method of all callbacks that have it. Raises TrainingError on all ranks if one fails."""
+        """Call a method of all callbacks that have it. Raises TrainingError on all ranks if a callback fails."""
         called = [callback for callback in self._callbacks if _has(callback, hook)]
 
         def call_all() -> None:
@@ -396,7 +396,8 @@ def _method(callback: object, name: str) -> Callable[..., Any]:
 
 
 def _name(callback: object) -> str:
-    """Return the name under which a callback's state is saved, and which errors name."""
+    """Return a callback's name. A checkpoint stores the callback's state under this name, and error messages contain
+    it."""
     name: str = getattr(callback, "state_key", type(callback).__qualname__)
     return name
 

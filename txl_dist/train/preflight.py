@@ -50,7 +50,7 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but "
                 f"one step of train.num_lanes={state.num_lanes} lanes of train.segment_len={segment_len} tokens, plus "
-                f"one target per lane, needs {needed:,}. Prepare more text, or lower train.num_lanes or "
+                f"one target per lane, needs {needed:,} tokens. Prepare more text, or lower train.num_lanes or "
                 "train.segment_len."
             )
     if sample_prompt is not None:
@@ -119,7 +119,8 @@ def warnings_on_evaluation(config: Config, corpus: Corpus) -> list[str]:
 
 
 def check_hardware(config: Config, *, device: torch.device) -> None:
-    """Raise ConfigError for settings that the device does not support, and for a CPU in a machine with GPUs.
+    """Raise ConfigError for settings that the device does not support, and if training would run on the CPU of a
+    machine with GPUs.
 
     The CPU is accepted if the user chose the CPU: torch is built without CUDA, or DS_ACCELERATOR or
     CUDA_VISIBLE_DEVICES is set.

@@ -49,8 +49,8 @@ def require_corpora(paths: Sequence[str]) -> None:
 def check_paths(corpora: Sequence[str], *, run_dir: str, init: str, resume: str) -> None:
     """Raise ConfigError if a path of a run holds another kind of artifact than its setting needs.
 
-    `corpora` must be corpora, `run_dir` a run directory or nothing, `init` a bundle, and `resume` a checkpoint. Instead
-    of a path, `resume` can be auto, must or never.
+    Each path in `corpora` must hold a corpus, `run_dir` a run or nothing, `init` a bundle, and `resume` a checkpoint.
+    Instead of a path, `resume` can be auto, must or never.
     """
     require_corpora(corpora)
     if detect_artifact(run_dir) not in (ArtifactKind.RUN, ArtifactKind.NOTHING):

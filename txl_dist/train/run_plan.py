@@ -77,7 +77,7 @@ def plan_run(config: Config, ranks: RankInfo) -> RunPlan:
 def _plan_stage(
     config: Config, settings: SavedSettings, ranks: RankInfo, steps: range, opened: Corpora | None
 ) -> RunContext:
-    """Check one phase and derive its context. `opened` are the corpora if an earlier phase has opened them.
+    """Check one phase and derive its context. `opened` are the corpora that an earlier phase has opened, or None.
 
     Raises TxlError for the same reasons as `plan_run`.
     """

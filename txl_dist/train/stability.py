@@ -141,7 +141,8 @@ def after_rewind(health: Health, *, to: Health) -> Health:
 
 
 def should_rewind(health: Health, guard: GuardSection) -> bool:
-    """Return whether the last step completed the number of consecutive spikes that causes a rewind."""
+    """Return whether the run must rewind: `guard.on_spike` is `rewind`, and the last step was the spike number
+    `guard.spike_patience` in a row."""
     return guard.on_spike == "rewind" and health.spikes_in_row == guard.spike_patience
 
 

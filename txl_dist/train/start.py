@@ -76,8 +76,8 @@ def pretrain(
         max_time_s: Age of the process in seconds after which the run saves and stops. 0 means no limit.
         profile: Steps that rank 0 traces (see `profile`).
 
-    Raises TxlError on every rank: ConfigError for settings, callbacks or paths that cannot be used, TrainingError for
-    an error that a callback raises, and others.
+    Raises a TxlError on every rank if the run cannot start or continue. For example, it raises ConfigError for
+    settings, callbacks or paths that cannot be used, and TrainingError for an error that a callback raises.
     """
     config = _as_config(config)
     check_paths(config.data.paths, run_dir=config.run.dir, init=config.run.init, resume=resume)
@@ -212,7 +212,7 @@ def _begin(plan: RunPlan, watch: Watch, *, resume: str) -> tuple[RunContext, Sta
     for line in describe_data(context.corpora.train, end, last_step=last_step):
         logger.info(line)
     if weights is not None:
-        logger.info("the weights begin as those of %s", config.run.init)
+        logger.info("the run starts with the weights of %s", config.run.init)
     engine = ZeroEngine(config, vocab_size=context.vocab_size, plan=context.plan, ranks=plan.ranks, weights=weights)
     return context, start, engine
 

@@ -62,7 +62,7 @@ class RunContext:
     """Number of targets per segment whose loss counts in training. With next-token prediction these are the last
     targets of the segment."""
     unscored: str
-    """Reason why some targets have no training loss, for messages. It is empty if all targets have one."""
+    """Reason why some targets have no training loss, for messages. It is empty if all targets have a loss."""
     target_settings: TargetSettings | None
     """Lengths by which XLNet's objective chooses the tokens to predict. None for next-token prediction."""
     evaluation: EvaluationPlan

@@ -36,8 +36,8 @@ def make_probe(
 
     Returns `tokens` [1, 2 * PROBE_LEN + 1] and `losses` [1, 2 * PROBE_LEN] in nats. `memory_lens` are the memory
     lengths of the layers, in tokens. If `tokens` are not given, `probe_tokens` chooses them. All ranks call this
-    function together, because parameters may be sharded. It computes in fp32 even if training uses tf32, so that any
-    device can reproduce the losses.
+    function together, because parameters may be sharded. The losses are computed in fp32 even if training uses tf32, so
+    that any device can reproduce the losses.
     """
     if tokens is None:
         tokens = probe_tokens(engine.model.vocab_size)

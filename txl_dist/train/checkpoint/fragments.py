@@ -61,8 +61,8 @@ class FragmentFiles:
     """
 
     def __init__(self, folder: Path, *, near: int = 0) -> None:
-        """Open the first file that contains weights. Raises CheckpointError if there is none, or if it cannot be
-        read."""
+        """Open the first file that contains weights. Raises CheckpointError if no file contains weights, or if a file
+        cannot be read."""
         self._folder = folder
         paths = sorted(folder.glob("*.safetensors"))
         near = min(near, max(len(paths) - 1, 0))
@@ -137,7 +137,7 @@ class _FragmentFile:
             self.steps: dict[str, float] = parse_object(self._file.metadata["steps"])
 
     def kinds_of(self, parameter: str) -> list[str]:
-        """Return the kinds of values that this file has of a parameter."""
+        """Return the kinds of values that this file contains for a parameter, for example `weight` and `exp_avg`."""
         return [kind for kind in self.kinds if f"{kind}/{parameter}" in self._file.shapes]
 
     def copy_into(self, values: Tensor, kind: str, parameter: str, *, start: int) -> int:

@@ -253,7 +253,7 @@ class CheckpointManager:
         else:
             how = f"SIGTERM, Ctrl-C or the file {self._run_dir / 'STOP'}"
         warn_for_all(
-            "step %d, the last, is not saved yet: the run tries again for up to %s. To end the run earlier, use "
+            "the last step, %d, is not saved yet: the run tries again for up to %s. To end the run earlier, use "
             "%s. The run then tries once more. If that fails, the same command %s.",
             step,
             limit,
@@ -269,7 +269,8 @@ class CheckpointManager:
         return "starts from step 0"
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for the same time on all ranks. Returns whether any rank was asked to stop (`_is_asked_to_leave`)."""
+        """Wait `seconds` on all ranks, or until a rank is asked to stop (`_is_asked_to_leave`). Returns whether any
+        rank was asked to stop."""
         end_s = time.monotonic() + seconds
         is_over = is_asked = False
         while not is_over and not is_asked:
@@ -321,9 +322,9 @@ class CheckpointManager:
         self._removal.start()
 
     def _best_step(self, steps: list[int]) -> set[int]:
-        """Return the step with the lowest validation loss among these steps, as a set.
+        """Return the step in `steps` with the lowest validation loss, as a set.
 
-        The set is empty if no step was evaluated.
+        The set is empty if no step in `steps` was evaluated.
         """
         losses = {step: loss for step, loss in self._evaluated.items() if step in steps}
         if losses:
@@ -380,7 +381,7 @@ def _remove(folders: list[Path], step: int) -> None:
 
 
 def _retry_delays(patience_s: float) -> Iterator[float]:
-    """Yield the seconds between attempts. The delays grow, and their sum is the patience."""
+    """Yield the seconds between attempts. The delays grow, and their sum is `patience_s`."""
     delay_s = _FIRST_RETRY_S
     while patience_s > 0:
         yield min(delay_s, patience_s)

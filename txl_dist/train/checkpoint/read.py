@@ -110,8 +110,9 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     With a path, a run that already has checkpoints of its own continues from its own checkpoints. The path must not be
     an older checkpoint of the same run, because the newer checkpoints would be mixed with those of the new branch.
 
-    Raises CheckpointError if the run cannot continue from a checkpoint although it must. Also raises it if the
-    checkpoint has another format version, or if `resume` is never and the run has checkpoints.
+    Raises CheckpointError if no checkpoint is undamaged, although the run has checkpoints or `resume` is must. Also
+    raises it if the path is not an undamaged checkpoint, if the checkpoint has another format version, or if `resume`
+    is never and the run has checkpoints.
     """
     existing = list_checkpoints(run_dir)
     remarks = []
@@ -160,10 +161,10 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
 
 
 def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:
-    """Choose the checkpoint on rank 0 by `choose_checkpoint`. All ranks hash a share of the files.
+    """Choose the checkpoint on rank 0 by `choose_checkpoint`, where each rank hashes a share of the files.
 
-    All ranks call it together. Only rank 0 lists folders, because on a network file system the cache of another node
-    may show an older listing.
+    All ranks call this function together. Only rank 0 lists folders, because on a network file system the cache of
+    another node may show an older listing.
     """
     if not ranks.is_rank0:
         nothing: Path | None = None

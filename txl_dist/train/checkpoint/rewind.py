@@ -19,7 +19,7 @@ class Rewind(NamedTuple):
 
     saved: SavedState
     stream: StreamState
-    """Stream of the checkpoint, without the text that is skipped."""
+    """Position in the training text at the checkpoint. Training then skips the text of the spike."""
 
 
 def find_rewind(
@@ -49,8 +49,8 @@ def stream_of(
 ) -> StreamState | None:
     """Return the stream of a checkpoint to rewind to, without the text that earlier rewinds skipped.
 
-    Returns None if the text was then divided among the lanes, or cut into segments, in another way than now. Raises
-    CheckpointError if the checkpoint cannot be read.
+    Returns None if the checkpoint divided the text among lanes, or cut it into segments, in another way than the run
+    does now. Raises CheckpointError if the checkpoint cannot be read.
     """
     step, stream = began
     if saved.step != step:

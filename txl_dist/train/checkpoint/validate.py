@@ -1,4 +1,5 @@
-"""The checks that a checkpoint is sound: complete by its manifest, files of the right form, and all of one save.
+"""The checks that a checkpoint is valid: complete by its manifest, with files of the right form that belong to one
+save.
 
 A manifest proves that no byte has changed, but not that all files are of the same save. So every file of tensors holds
 the sha256 of the `state.json` that it was saved with (`STATE_KEY`). `state.json` in turn holds the sha256 of the

@@ -259,7 +259,7 @@ class AsyncWriter:
     def _check_space(self) -> None:
         """Check that the checkpoint fits on the disk.
 
-        Raises CheckpointError if it does not, or OSError if the file system cannot say.
+        Raises CheckpointError if it does not fit, or OSError if the file system does not report the space that is left.
         """
         folder = self.context.run_dir / CHECKPOINTS
         if not folder.is_dir():
@@ -284,7 +284,7 @@ class AsyncWriter:
         return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
 
     def _write(self, files: dict[str, Write]) -> None:
-        """Write all files of this rank, in the thread. An error is kept for `finish`."""
+        """Write all files of this rank, in the thread. An error is stored, and `finish` reports it."""
         temporary = self._temporary(self._step)
         step = self._step
         try:

@@ -2,8 +2,8 @@
 
 A micro-step of a small model is about a thousand kernels, which a GPU runs faster than Python can launch them. A replay
 copies the inputs into the recorded inputs, launches the graph, and passes the recorded gradients to autograd. The
-backward pass of the loss that `GraphedModule` returns only returns these gradients. So DeepSpeed's hooks and buckets
-work as usual. Dropout stays a function of the seed: a replay starts from the current state of the default
+loss that `GraphedModule` returns has its own backward pass, which only returns these gradients. So DeepSpeed's hooks
+and buckets work as usual. Dropout stays a function of the seed: a replay starts from the current state of the default
 generator.
 
 Shapes are static, except that clusters of the adaptive softmax have a few sizes (`vocabulary_clusters.size_ladder`).

@@ -8,7 +8,8 @@ from txl_dist.config.load import BatchPlan
 from txl_dist.config.schema import EngineSection
 
 BUCKET_LEN = 1 << 25
-"""Number of gradient values that are exchanged at once during the backward pass, and of weights gathered at once."""
+"""Number of gradient values that are exchanged at once during the backward pass. It is also the number of weights that
+are gathered at once."""
 PERSISTENT_LEN = 1 << 14
 """Maximum number of values of a parameter that every rank keeps whole at ZeRO stage 3.
 

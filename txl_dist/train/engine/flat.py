@@ -49,7 +49,7 @@ class Slot(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Parameter of the engine, and the parameters of the model that it contains."""
+    """Tensor that the engine trains, and the parameters of the model that it contains."""
 
     tensor: nn.Parameter
     slots: tuple[Slot, ...]
@@ -96,7 +96,7 @@ class FlatModule(nn.Module):
         return self.module(*arguments)
 
     def _install(self) -> None:
-        """Set the parameters of the module's parts to views of the flat tensors. `forward` calls this method each
+        """Replace the parameters in all submodules by views of the flat tensors. `forward` calls this method each
         time."""
         for stored, owners in zip(self.stored, self._owners, strict=False):
             views = _Unflatten.apply(stored.tensor, stored.slots)  # type: ignore[no-untyped-call]

@@ -34,8 +34,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients a, b, c of the module's formula. They raise small singular values fast, and leave all singular values
 between 0.7 and 1.2."""
 STACKED = {"key_value": 2}
-"""Number of matrices in the weight of a layer, by the name of the layer, if the weight stacks several matrices. The
-weight of any other layer is one matrix."""
+"""Layers whose weight stacks several matrices: the number of matrices, by the name of the layer. The weight of any
+other layer is one matrix."""
 
 
 class Matrix(NamedTuple):
@@ -82,7 +82,7 @@ class Range(NamedTuple):
     """Consecutive values of a matrix, and the place where a rank stores them."""
 
     matrix: int
-    """Index of the matrix."""
+    """Index of the matrix in `MatrixAssignment.matrices`."""
     start: int
     """Place of the first value in the flattened matrix."""
     length: int
@@ -187,7 +187,8 @@ class MatrixAssignment:
 
 
 def newton_schulz(update_BMN: Tensor) -> Tensor:
-    """Return for each matrix [M, N] approximately the nearest matrix with orthonormal rows. M must not exceed N."""
+    """Return approximately the nearest matrix with orthonormal rows, for each matrix [M, N] of the batch. M must not
+    exceed N."""
     a, b, c = COEFFICIENTS
     x: Tensor = update_BMN / (torch.linalg.matrix_norm(update_BMN, keepdim=True) + 1e-7)
     for _ in range(NUM_ITERATIONS):

@@ -363,7 +363,8 @@ class ZeroEngine(Engine):
             self._factor = 1.0 / divisor
 
     def _rescale(self, gradients: list[Tensor]) -> None:
-        """Multiply gradients by the factor of `_divide_gradients`, unless the optimizer itself divides them."""
+        """Multiply gradients by the factor that `_divide_gradients` has set, unless the optimizer itself divides the
+        gradients."""
         if self._factor != 1.0:
             torch._foreach_mul_(gradients, self._factor)
 

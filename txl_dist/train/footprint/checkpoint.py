@@ -20,7 +20,7 @@ from txl_dist.train.engine.muon import is_matrix
 
 _FP32 = 4
 _DOCUMENT = 8
-"""Bytes of the document number of one position, which is a 64-bit integer."""
+"""Bytes that a memory needs per position to store the number of the document, which is a 64-bit integer."""
 
 
 class CheckpointSize(NamedTuple):

@@ -1,8 +1,8 @@
 """Prediction of the bytes that a rank will hold, without allocating them (`txl train --dry-run`, `txl plan`).
 
 A step has phases: forward and backward pass of a micro-batch, exchange of the gradients, norm, update. The phase that
-needs most memory is the peak. `footprint.step` follows the first phase on tensors without storage. Weights, optimizer
-state, memories and the copy that a checkpoint is written from are added. They depend only on the ZeRO stage.
+needs most memory determines the peak. `footprint.step` follows the first phase on tensors without storage. Weights,
+optimizer state, memories and the copy that a checkpoint is written from are added. They depend only on the ZeRO stage.
 
 On a CPU the prediction is of host memory, without what a process holds after its imports. It assumes that the C library
 returns freed memory, which training arranges (`distributed.malloc`). On a GPU it is of device memory, where a CUDA
@@ -254,8 +254,8 @@ def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exc
 
 
 def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
-    """Return the bytes that the optimizer muon uses during an update. `matrices` is the number of all values of
-    matrices.
+    """Return the bytes that the optimizer muon uses during an update. `matrices` is the total number of values
+    in all matrices.
 
     A rank joins its share of the values, multiplies matrices, and converts the result to fp32. With other ranks it
     exchanges values before and after.

@@ -315,7 +315,7 @@ class _Events(TorchDispatchMode):
         return called
 
     def ignore(self, existing: Iterable[object]) -> None:
-        """Do not count storages that existed before the step."""
+        """Register the storages that existed before the step, so that they are not counted."""
         for value in existing:
             if _has_storage(value):
                 self._keys[value.untyped_storage()._cdata] = -1
@@ -384,11 +384,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def _as_on_gpu(step: MicroStep) -> Iterator[None]:
-    """Make the block allocate as on a GPU, although tensors without storage are on no GPU.
+    """Return a context manager in whose block the model allocates as on a GPU, although it has no storage on a GPU.
 
     fused_softmax   logits are computed in chunks as large as on a GPU
     dropout         torch draws the masks
-    rows            the Triton kernels of rows make their results, but are not started
+    rows            the row-wise Triton kernels allocate their results, but are not started
     """
     with ExitStack() as stack:
         for size_by_device in (fused_softmax.CHUNK_ROWS, fused_softmax.CHUNK_LOGITS, fused_softmax.CACHED_LOGITS):
@@ -402,7 +402,7 @@ def _as_on_gpu(step: MicroStep) -> Iterator[None]:
 
 @contextmanager
 def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a module in the block."""
+    """Return a context manager that replaces a function of a module during its block."""
     original = getattr(module, name)
     setattr(module, name, function)
     try:

@@ -54,11 +54,11 @@ class Beat(NamedTuple):
     is_waiting: bool
     """Whether the main thread is inside a collective."""
     is_stalled: bool
-    """Whether the main thread made no progress for longer than the limit."""
+    """Whether the main thread made no progress for longer than the watchdog's limit."""
     asks: bool
     """Whether the main thread had an error, and asks the watchdog whether another rank has caused the error."""
     is_idle: bool = False
-    """Whether the main thread made no progress for longer than half the limit."""
+    """Whether the main thread made no progress for longer than half the watchdog's limit."""
 
 
 @dataclass

@@ -24,7 +24,8 @@ from txl_dist.distributed.collectives import gather_objects
 from txl_dist.train.report.loggers import MetricReporter, Record
 
 SLOWER_THAN = 4 / 3
-"""Ratio to the median of the other ranks above which a rank is a straggler (a relative speed of 0.75)."""
+"""A rank is slow if its local part of a step takes more than this many times as long as the median of the other ranks.
+4/3 means a relative speed of 0.75."""
 NUM_REPORTS = 3
 """Number of consecutive slow reports after which a rank is reported as a straggler.
 

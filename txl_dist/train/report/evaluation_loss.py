@@ -39,8 +39,8 @@ memory, or changes the given memory and returns it."""
 
 
 class ScoredPart(NamedTuple):
-    """Mean loss over a part of the targets: those of one cluster of the vocabulary, or at some positions of the
-    segments."""
+    """Mean loss over a part of the targets: the targets in one cluster of the vocabulary, or the targets at some
+    positions of the segments."""
 
     first: int
     """First token id of the cluster, or first position in the segment."""
@@ -62,7 +62,8 @@ class Means(NamedTuple):
     accuracy: float | None
     """Share of the scored targets that were the model's most probable token. It is None if it was not measured."""
     accuracy_by_position: list[float]
-    """The same share for each part of `by_position`. It is empty if it was not measured."""
+    """Accuracy for each part of `by_position`: the share of targets that were the model's most probable token. The list
+    is empty if accuracy was not measured."""
     by_position: list[ScoredPart]
     """Losses by position in the segment, in at most `POSITION_BINS` parts. They show the effect of more context."""
     by_cluster: list[ScoredPart]

@@ -6,7 +6,7 @@ Activations and accuracy come from one more forward pass over the step's text. T
 step and no dropout. It does not change training. Steps without a measurement cost nothing more.
 
 Layer 0 is next to the embedding. The embedding and the softmax are reported apart from the layers. Weights that both of
-them use count to the embedding. A parameter that layers share counts to the first of these layers.
+them use count as part of the embedding. A parameter that layers share counts as part of the first of these layers.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ _NOT_IN_IDS = "/\\#?%:"
 _LONGEST_TAG = 64
 """Maximum number of characters in a tag at Weights & Biases."""
 _PATIENCE_S = 300.0
-"""Minimum number of seconds between two attempts to reach Weights & Biases. A step may have to wait for each
-attempt."""
+"""Minimum number of seconds between two attempts to reach Weights & Biases, because an attempt can delay a step."""
 
 
 class MetricLogger(Protocol):
