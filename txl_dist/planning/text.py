@@ -29,7 +29,7 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         host_share = 0.0
     most_needed_gib = max(option.needed_gib for option in plan.options)
     is_small = host_share > 0.5 and most_needed_gib < SMALL_SHARE * plan.usable_gib
-    yield f"plan for {plan.gpus_used} x {cluster.gpu.device}: predicted, not measured (docs/planning.md says from what)"
+    yield f"plan for {plan.gpus_used} x {cluster.gpu.device}: predicted, not measured (sources: docs/planning.md)"
     yield (
         f"machines: {counted(cluster.gpus_per_node, 'GPU')} each, bus bandwidth {cluster.gpu.bus_gb_s:g} GB/s "
         "among them, "
@@ -152,7 +152,7 @@ def _choice(plan: Plan, chosen: PlannedOption) -> Iterator[str]:
     listed = ", ".join(parts)
     yield f"  GiB per GPU: {chosen.needed_gib:.2f} ({listed})"
     if isinstance(given, str):
-        yield f"  as configured it cannot run: {given}"
+        yield f"  the settings without changes cannot run: {given}"
     elif chosen.flags:
         # There fused attention is counted as plain attention, which needs more.
         if given.attention == "fused" and given.engine.dtype == "fp32":
@@ -222,7 +222,8 @@ def _saving(saving: SavingPlan) -> Iterator[str]:
     steps = counted(saving.every_steps, "step")
     interval = format_duration(saving.interval_s)
     yield (
-        f"checkpoint: {size} ({listed}); save every {steps} ({interval}), a step waiting about {saving.wait_s:.0f} s"
+        f"checkpoint: {size} ({listed}); save every {steps} ({interval}); training waits about "
+        f"{saving.wait_s:.0f} s for each save"
     )
     between_failures = format_duration(saving.between_failures_s)
     yield (

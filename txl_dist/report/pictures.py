@@ -92,7 +92,7 @@ _LOSS_ROWS = (
         {"": "accuracy_pct"},
         "all",
         "tokens",
-        caption="Share of the targets that are the most probable token.",
+        caption="Share of the targets for which the model gives the right token the highest probability.",
         missing="metrics.accuracy_every_steps and eval.accuracy are off",
     ),
     PlotRow(
@@ -129,7 +129,7 @@ _MEMORY_ROWS = (
         "share of attention, %",
         {"layer": "memory_attention_pct_"},
         "memory",
-        caption=f"The rest of the attention is on the segment. {_LAYERS}",
+        caption=f"The rest of the attention is on tokens of the segment. {_LAYERS}",
     ),
 )
 

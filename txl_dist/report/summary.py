@@ -410,8 +410,8 @@ def _start_facts(run: RunRecords, recorded: dict[str, Any]) -> Iterator[Fact]:
     )
     events = Counter(event.name for event in history.events)
     troubles = {name: events[event] for event, name in TROUBLES.items()}
-    troubles["records superseded by later ones"] = history.num_superseded
-    troubles["torn lines in metrics.jsonl"] = history.num_damaged
+    troubles["records superseded by later records"] = history.num_superseded
+    troubles["incomplete lines in metrics.jsonl"] = history.num_damaged
     listed = ", ".join(f"{name} {number:,}" for name, number in troubles.items() if number)
     yield _fact("Resumed", _times_resumed(events["start"]), listed)
     with suppress(ValueError, OverflowError, OSError):
@@ -486,7 +486,7 @@ def _slowest_rank_facts(history: History) -> Iterator[Fact]:
     share = f"in {100 * counts.max() / counts.sum():.0f} % of the records"
     delays = delay_pct[(slowest == rank) & np.isfinite(delay_pct)]
     if len(delays):
-        delay = f"there by {np.median(delays):.1f} % (median)"
+        delay = f"slower there by {np.median(delays):.1f} % (median)"
     else:
         delay = None
     yield _fact("Slowest rank", f"{rank}{host}", share, delay)

@@ -265,7 +265,7 @@ def test_a_run_without_most_records_says_so_in_sentences(tmp_path: Path) -> None
         "Throughput: no numbers",
     ):
         assert sentence in page.text
-    assert "torn lines in metrics.jsonl 1" in page.text
+    assert "incomplete lines in metrics.jsonl 1" in page.text
     assert lines[-1] == f"page: {tmp_path / 'report.html'}"
 
 
@@ -337,7 +337,7 @@ def test_the_straggler_is_the_rank_that_is_slowest_most_often(tmp_path: Path) ->
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     (fact,) = (fact for fact in facts_of(read_run(tmp_path)) if fact.name == "Slowest rank")
-    assert (fact.value, fact.note) == ("3 on h3", "in 75 % of the records, there by 12.0 % (median)")
+    assert (fact.value, fact.note) == ("3 on h3", "in 75 % of the records, slower there by 12.0 % (median)")
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ class PeerRows:
                 other_remedy = "."
             raise ConfigError(
                 f"split {split.name!r} has {counted(split.tokens, 'token')}, {row_len:,} for each of this protocol's "
-                f"{counted(num_lanes, 'row')}. A row needs {min_row_len:,}. Score a longer split (--split, --data)"
-                + other_remedy
+                f"{counted(num_lanes, 'row')}. A row needs at least {min_row_len:,}. "
+                "Score a longer split (--split, --data)" + other_remedy
             )
         self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
         self.segment_len = min(segment_len, row_len - 1 + num_warm)

@@ -195,7 +195,9 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
             "numbers of shape [ids] (one document) or [documents, ids]."
         )
     if not array.size:
-        raise DataError(f"{path} contains no ids: its shape is {list(array.shape)}. Remove empty documents.")
+        raise DataError(
+            f"{path} contains no ids: its shape is {list(array.shape)}. Remove empty documents from the array."
+        )
     if array.ndim == 1:
         num_rows = 1
     else:
@@ -253,7 +255,7 @@ def _check_column(schema: Any, field: str, path: str) -> None:
     if len(kinds) == 1 and _is_text(kinds[0]):
         return
     if len(kinds) > 1:
-        raise DataError(f"{path}: {len(kinds)} columns are named {field!r}. Rename them, then prepare again.")
+        raise DataError(f"{path}: {len(kinds)} columns are named {field!r}. Rename these columns, then prepare again.")
     columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
     raise DataError(
         f"{path} has no text column {field!r} (found: {columns}). Name a column of strings with --jsonl-field."
