@@ -149,7 +149,7 @@ def require(
     """Return the kind of artifact at a path. Raises ConfigError if the kind is not among `wanted`.
 
     The error's message is one line that names the kind and a remedy. `what` is the flag or setting that the message
-    names. `remedies` maps a wrong kind to a remedy that replaces the usual one. In a remedy `{path}` stands for the
+    names. `remedies` maps a wrong kind to a remedy that replaces the usual remedy. In a remedy `{path}` stands for the
     path.
     """
     kind = detect_artifact(path)

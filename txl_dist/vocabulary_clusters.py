@@ -36,7 +36,7 @@ RUNG_GROWTH = 1.5
 """Factor by which the number of tokens grows from one tuple of sizes in `size_ladder` to the next."""
 SPREAD = 2.0
 """Number of standard deviations that `size_ladder` adds to the mean number of a cluster's tokens. The standard
-deviation is that of independently drawn tokens."""
+deviation is computed for independently drawn tokens."""
 
 
 class ClusterRows(NamedTuple):

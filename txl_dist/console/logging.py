@@ -103,7 +103,7 @@ class _StandardError(logging.StreamHandler[Any]):
 
     @stream.setter
     def stream(self, value: Any) -> None:
-        """Ignore the value: the stream is always the current one."""
+        """Ignore the value, because the stream is always the current `sys.stderr`."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:

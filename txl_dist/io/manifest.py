@@ -85,8 +85,8 @@ def replace_folder(temporary: Path, final: Path) -> None:
 def problems_of(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """Return one line for each difference of a folder from its manifest. No line means that the folder is complete.
 
-    Several processes can share the work: each checks another `part` of the files, from 0 to `num_parts` - 1. The folder
-    is complete if no process finds a difference.
+    Several processes can share the work. Process number `part` of `num_parts`, counted from 0, checks its share of the
+    files. The folder is complete if no process finds a difference.
     """
     path = folder / MANIFEST
     try:

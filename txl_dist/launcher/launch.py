@@ -116,7 +116,7 @@ def exit_code(code: int, *, is_done: bool, sent: set[int]) -> int:
 def signal_of(code: int) -> int:
     """Return the number of the signal that an exit code means, or 0 if it means no signal.
 
-    The exit code can be that of a shell, of sys.exit(-n) or of Python's subprocess.
+    The exit code can come from a shell, from sys.exit(-n) or from Python's subprocess.
     """
     if 128 < code < 192:
         number = code - 128

@@ -5,7 +5,7 @@
 A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. The sweep
 stores no state of its own, so the same command continues an interrupted sweep. Trials with the first seed run first. A
 point of the grid is ranked by the mean of its validation losses at the end of training. A point is ranked only if the
-runs of all seeds are done, because a mean over the seeds that did not diverge would favour a high learning rate. Not
+runs of all seeds are done. A mean over only the seeds that did not diverge would favour a high learning rate. Not
 supported: several ranks per run (`txl launch`), and stopping bad runs early.
 """
 
@@ -147,7 +147,8 @@ def parse_axis(words: str) -> Axis:
 
 
 def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) -> list[Trial]:
-    """Return all trials (runs) of a sweep, those of the first seed first. The seeds count up from base.run.seed.
+    """Return all trials (runs) of a sweep. The trials of the first seed come first. The seeds count up from
+    base.run.seed.
 
     Raises ConfigError if an axis is given twice, if there is no seed, or if there are fewer than two runs.
     """
@@ -187,7 +188,8 @@ def _file_name_part(value: Any) -> str:
 def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) -> None:
     """Raise ConfigError, before the first run, for settings that are certainly wrong.
 
-    `check` checks the paths of one configuration. If a run exists already, its settings must be those of its trial.
+    `check` checks the paths of one configuration. If a run exists already, its settings must be the same as in its
+    trial.
     """
     for trial in trials:
         if not trial.config.data.eval_split:
@@ -355,7 +357,7 @@ def scores_of(outcomes: Sequence[Outcome], *, column: str) -> list[PointScore]:
 
 
 def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], *, column: str) -> PointScore:
-    """Return the score of one point of the grid. `outcomes` are those of all trials."""
+    """Return the score of one point of the grid. `outcomes` contains the outcomes of all trials."""
     losses = []
     problems = []
     for trial, run, state in outcomes:

@@ -303,10 +303,10 @@ def _attention(config: Config) -> str:
 
 
 def describe_data(splits: Sequence[Split], end: StreamState, *, last_step: int) -> Iterator[str]:
-    """Yield a line for the log for each training split: its size, its lanes, and how often it will have been read at
-    the end of a phase.
+    """Yield a line for the log for each training split.
 
-    `last_step` is the last step of the phase, and `end` is the position of the lanes at that step.
+    The line contains the size of the split, its lanes, and how often the split will have been read at the end of a
+    phase. `last_step` is the last step of the phase, and `end` is the position of the lanes at that step.
     """
     for split, state in zip(splits, end.corpora, strict=True):
         read = epochs_read(state.cut(), state.position, num_tokens=split.tokens)

@@ -1,9 +1,9 @@
 """Rules for unstable training: count skipped steps, detect spikes, and decide when to stop or to rewind.
 
-`Health` is a value that every checkpoint stores, so a resumed run makes the same decisions as an uninterrupted one.
+`Health` is a value that every checkpoint stores, so a resumed run makes the same decisions as an uninterrupted run.
 This module uses no torch, ranks or files. All ranks compute the same from the same numbers.
 
-A spike is a loss or a gradient norm far above those of the steps before it. Both are positive and their noise is
+A spike is a loss or a gradient norm far above the values of the steps before it. Both are positive and their noise is
 proportional, so distances are taken between logarithms. A value is a spike when
 
     ln(value / median) > spike_sigma * max(1.4826 * MAD, 0.02)    over the last spike_window accepted steps
@@ -172,7 +172,7 @@ def _is_known(value: float) -> bool:
 
 
 def _spike(step: int, what: str, value: float, window: tuple[float, ...], *, guard: GuardSection) -> Spike | None:
-    """Return the spike if a value is far above the values in `window`, which are the last accepted ones. Otherwise
+    """Return the spike if a value is far above the values in `window`, which are the last accepted values. Otherwise
     return None.
 
     The result is also None if the window is less than half full.

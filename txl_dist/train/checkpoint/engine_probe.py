@@ -1,6 +1,7 @@
 """The probe of a checkpoint: the engine's losses on a few fixed tokens, saved together with the weights.
 
-A run that resumes the checkpoint computes these losses again. They differ if the loaded weights are not the saved ones.
+A run that resumes the checkpoint computes these losses again. The losses differ if the loaded weights are not the saved
+weights.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
 
 
 def resized(memory: Memory, memory_lens: Sequence[int]) -> Memory:
-    """Return the newest positions of a memory, `memory_lens[i]` positions in layer i. Missing positions are filled with
-    empty ones.
+    """Return the newest positions of a memory, `memory_lens[i]` positions in layer i. Positions that are missing are
+    empty in the result.
 
     A position is empty in all layers or in none. So a position that one layer lacks becomes empty in all layers.
     """

@@ -108,11 +108,12 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     """Choose the checkpoint that a run resumes. `resume` is the value of `--resume`: auto, must, never or a path.
 
     With a path, a run that already has checkpoints of its own continues from its own checkpoints. The path must not be
-    an older checkpoint of the same run, because the newer checkpoints would be mixed with those of the new branch.
+    an older checkpoint of the same run, because the newer checkpoints would be mixed with the checkpoints of the new
+    branch.
 
     Raises CheckpointError if no checkpoint is undamaged, although the run has checkpoints or `resume` is must. Also
-    raises it if the path is not an undamaged checkpoint, if the checkpoint has another format version, or if `resume`
-    is never and the run has checkpoints.
+    raises it if the path is not an undamaged checkpoint, or if the checkpoint has another format version. If `resume`
+    is never, the run must have no checkpoints.
     """
     existing = list_checkpoints(run_dir)
     remarks = []
@@ -256,7 +257,7 @@ def load_checkpoint(saved: SavedState, engine: Engine, context: RunContext, *, s
 
     All ranks call it together, with a checkpoint that `choose_checkpoint` and `check_checkpoint` have accepted.
     `stream` is the result of `continued_stream`. If the lanes (batch rows) got new parts of the text, the memories are
-    those of a new run.
+    the same as in a new run.
     """
     folder = saved.folder
     state = saved.values

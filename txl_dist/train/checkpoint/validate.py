@@ -166,8 +166,8 @@ class Examination(NamedTuple):
     problems: list[str]
     """Reasons why the folder is not a valid checkpoint, one line each. The list is empty for a valid checkpoint."""
     saved: SavedState | None
-    """State of a valid checkpoint. It is None if there are problems, and in every process except the one that examines
-    part 0.
+    """State of a valid checkpoint. It is None if there are problems, and in every process except process 0 (see
+    `examine`).
 
     It is also None for a checkpoint of another format version. Such a checkpoint is not damaged, so it has no problems
     here. `read_state` raises an error for it.
@@ -177,8 +177,8 @@ class Examination(NamedTuple):
 def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> Examination:
     """Check whether a folder is a valid checkpoint, and read the checkpoint's state if it is.
 
-    Several processes can share the hashing of the files: each passes another `part` from 0 to `num_parts` - 1. Only the
-    process with part 0 makes the other checks.
+    Several processes can share the hashing. Process number `part` of `num_parts`, counted from 0, hashes its share of
+    the files. Only process 0 makes the other checks.
     """
     problems = problems_of(folder, part=part, num_parts=num_parts)
     if problems or part:

@@ -6,7 +6,7 @@ block into one flat parameter, and all parameters without weight decay into anot
 tensors for 12 layers instead of 150. The model computes with views. When the last gradient of a block's views is
 complete, they are joined in one copy. So the exchange of gradients still overlaps with the backward pass.
 
-`Stored` maps parameters of the engine to those of the model, for the optimizer and for checkpoints.
+`Stored` maps parameters of the engine to parameters of the model, for the optimizer and for checkpoints.
 
 Limitations: flat parameters cost a copy of the gradients per micro-batch. They are not used with ZeRO-3, where a view
 would keep the gathered tensor of its layer alive, nor with optimizers that need whole matrices.

@@ -10,8 +10,8 @@ With G the clipped gradient of a matrix [m, n] and B its momentum (Jordan et al.
 Each rank keeps the momentum of the values that ZeRO assigns to it. These values may be any part of a matrix. But X is
 computed from a whole matrix. So each matrix has an owner, the rank that computes its X. The other ranks send the owner
 their values of U and receive the values of X that they need. So each update has two exchanges, at any ZeRO stage. Which
-values to exchange is fixed when the engine is built. Keys and values are two matrices, although
-one tensor holds both.
+values to exchange is fixed when the engine is built. Keys and values are two matrices, although one tensor contains
+both matrices.
 
 Limitations: a matrix is never cut, so no more ranks share the work than there are matrices.
 """

@@ -8,8 +8,8 @@ clipped gradient:
     m = b1 m + (1 - b1) g    v = b2 v + (1 - b2) g^2    s = m / (sqrt(v) + eps) + decay w    no bias correction
     w = w - lr s min(|w|, 10) / (|s| + eps)             the ratio is 1 where |w| or |s| is 0
 
-The norms are those of whole tensors, so the result of lamb depends on which weights share a tensor. Here queries have
-their own tensor. In NVIDIA's code they share one with keys and values.
+The norms are computed over whole tensors, so the result of lamb depends on which weights share a tensor. Here queries
+have their own tensor. In NVIDIA's code queries, keys and values share one tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from txl_dist.train.engine.muon import Muon
 
 
 def is_decayed(name: str) -> bool:
-    """Return whether a parameter of the model gets weight decay. Matrices get it. Biases, norms and scalars do not."""
+    """Return whether a parameter of the model gets weight decay. Matrices get weight decay. Biases, norms and scalars
+    get no weight decay."""
     leaf = name.rpartition(".")[2]
     return "bias" not in leaf and "norm." not in name and leaf not in ("scales", "value_share")
 

@@ -52,7 +52,7 @@ class Partition(NamedTuple):
 class Fragment(NamedTuple):
     """Piece of a parameter with its weights and optimizer state, as a checkpoint stores it.
 
-    `values` maps a kind (`weight`, or a name of the optimizer's such as `exp_avg`) to a 1-D fp32 view.
+    `values` maps a kind (`weight`, or a name in the optimizer's state such as `exp_avg`) to a 1-D fp32 view.
     """
 
     parameter: str

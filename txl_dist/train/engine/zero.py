@@ -218,7 +218,7 @@ class ZeroEngine(Engine):
 
         DeepSpeed's norm copies each gradient in fp64 and waits for the device in every group. DeepSpeed also joins
         gradients before it converts them. On a CPU, DeepSpeed's functions are kept. With other functions, the losses
-        after clipped steps would differ in the last bits from those of earlier versions.
+        after clipped steps would differ in the last bits from the losses of earlier versions.
         """
         self._compute_norm = self._norm_over_ranks
         if self._stage in (1, 2):

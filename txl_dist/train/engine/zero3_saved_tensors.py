@@ -4,7 +4,7 @@ DeepSpeed gathers the weights of a layer for the layer's forward pass, frees the
 the backward pass. But a linear function saves its transposed weight. That is a view, which keeps the values alive, so
 all layers would stay gathered between the passes. Here such a view is saved as its parameter and the place in it. The
 backward pass makes the view again from the values that are gathered then. DeepSpeed's own solution replaces torch's
-linear function in the whole process by a slower one.
+linear function in the whole process by a slower function.
 """
 
 from __future__ import annotations

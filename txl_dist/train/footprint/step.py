@@ -1,17 +1,18 @@
-"""Prediction of the bytes that forward and backward pass of a micro-batch hold at once, by a trace without storage.
+"""Prediction of the bytes that forward and backward pass of a micro-batch hold at once. The
+operations are traced on tensors without storage.
 
 The step itself runs on torch's meta tensors, so no formula has to follow the code. DeepSpeed's use of each gradient is
 added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full bucket is copied flat and
 exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At stage 3 the gathered
-weights count too: those of one block, and those outside the blocks.
+weights count too: the weights of one block, and the weights outside the blocks.
 
-    follow   runs the step and notes each storage made or freed, and each complete gradient. Slow, and cached
+    follow   runs the step and notes each storage made or freed, and each complete gradient. Results are cached
     replay   adds up the bytes for one use of the gradients. So several stages share one trace
 
-Large and small storages are summed separately, because the C library has two pools (`distributed.malloc`). It returns
-large storages when they are freed, and keeps small ones in its heap. The Triton kernels do not run here. Row-wise
-kernels only allocate their results. A substitute for the attention kernels keeps the same tensors for the backward
-pass.
+Large and small storages are summed separately, because the C library has two pools (`distributed.malloc`). The library
+returns large storages when they are freed, and keeps small ones in its heap. The Triton kernels do not run here.
+Row-wise kernels only allocate their results. A substitute for the attention kernels keeps the same tensors for the
+backward pass.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from txl_dist.train.engine.flat import FlatModule
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
-"""Use of a complete gradient. stays: it is kept to the end of the pass. sharded: it is exchanged at stage 2, and each
-rank keeps a part. gathered: as sharded, at stage 3. dropped: it is added to other gradients, which the caller counts.
-added: it is added to other gradients after its bucket is exchanged."""
+"""What happens to a complete gradient. With `stays` it is kept to the end of the pass. With `sharded` (ZeRO stage 2) it
+is exchanged, and each rank keeps a part. `gathered` is the same at stage 3. With `dropped` it is added to other
+gradients, which the caller counts. With `added` it is added to other gradients after its bucket is exchanged."""
 
 
 class MicroStep(NamedTuple):
@@ -76,7 +77,7 @@ class MicroStep(NamedTuple):
     """Tokens by which each step moves on in the text. Only XLNet's objective (prediction in any order) uses this
     field."""
     num_targets: int = 0
-    """Predicted tokens per segment with XLNet's objective. 0 means that every token predicts the next one."""
+    """Predicted tokens per segment with XLNet's objective. 0 means that every token predicts the next token."""
 
 
 class Peak(NamedTuple):

@@ -7,7 +7,7 @@ ranks. A rank and the hub exchange about 200 bytes per second.
 
 The ranks use sockets of their own, not torch's TCPStore. Calls of a TCPStore wait forever for a frozen server (measured
 with torch 2.13 and SIGSTOP: the timeout does not apply), and print C++ stacks if the server is gone. A socket separates
-the two cases: a process that dies closes its connections at once, a frozen one only stops sending.
+the two cases: a process that dies closes its connections at once, but a frozen process only stops sending.
 
 Each line carries a random key that the hub shares over the process group. Lines with another key are dropped.
 """

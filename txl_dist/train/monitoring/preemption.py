@@ -1,4 +1,5 @@
-"""Requests to stop this process. They are only recorded here. The loop reads `reason` once a step, and all ranks agree.
+"""Requests to stop this process. They are only recorded here. The loop reads `reason` once a step, and sends the result
+to all ranks.
 
 A request is one of the following: the signals SIGTERM, SIGINT and SIGUSR1, the file RUN/STOP, a time limit, the loss of
 the run directory, or the end of the launcher. The end of the launcher counts because `deepspeed` ends at once on a
@@ -183,7 +184,7 @@ def launchers() -> list[ProcessId]:
 
 
 def _is_launcher(command: list[str]) -> bool:
-    """Return whether a command line is that of a launcher of DeepSpeed or torch.
+    """Return whether a command line starts a launcher of DeepSpeed or torch.
 
     Examples: python .../bin/deepspeed, python -u -m deepspeed.launcher.launch, python .../bin/torchrun.
     """

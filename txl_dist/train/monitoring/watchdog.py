@@ -58,7 +58,7 @@ WRITES_S = 2.0
 ANSWER_S = 4.0
 """Seconds to wait for a verdict after an error. If no verdict arrives, no other rank has caused the error."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
-"""Modules whose functions are collectives or wait for one. Other code that waits for ranks marks its wait with
+"""Modules whose functions are collectives or wait for collectives. Other code that waits for ranks marks its wait with
 `waiting`."""
 STDERR = 2
 """Descriptor of standard error."""
@@ -380,7 +380,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def _is_in_collective(frame: FrameType | None) -> bool:
-    """Return whether a thread is in a collective or waits for one.
+    """Return whether a thread runs a collective or waits for a collective.
 
     A collective that DeepSpeed calls within a pass counts too.
     """

@@ -121,7 +121,7 @@ class LossSums:
         self._correct_T: Tensor | None = None
 
     def add(self, nll_BT: Tensor, batch: Batch, *, correct_BT: Tensor | None = None) -> None:
-        """Add the losses of a batch in nats. Only the last `segment_len` positions count, because earlier ones are
+        """Add the losses of a batch in nats. Only the last `segment_len` positions count, because earlier positions are
         context.
 
         A batch may have fewer positions than `segment_len`. `correct_BT` is 1 where the target was the most probable

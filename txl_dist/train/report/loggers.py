@@ -125,7 +125,7 @@ class MetricReporter:
                 if metric.name not in self._failed:
                     self._failed.add(metric.name)
                     logger.warning(
-                        "metrics: the plugin's metric %s failed, and is missing in such records: %r",
+                        "metrics: the plugin's metric %s failed, and is missing in the records: %r",
                         metric.name,
                         error,
                     )

@@ -1,9 +1,10 @@
 """Measurements of the effect of the memory on a few segments of a validation split.
 
-The memory holds the hidden states of earlier segments. For each layer two values are measured: the size of these hidden
-states, and the share of the attention that goes to the memory and not to the present segment. For the whole model there
-are the losses by position in the segment, with the memory and with an empty memory. The measurement costs one forward
-pass over each segment that fills the memory, and two passes over each of the next `NUM_SEGMENTS` segments.
+The memory holds the hidden states of earlier segments. For each layer two values are measured. The first value is the
+size of these hidden states. The second value is the share of the attention that goes to the memory and not to the
+present segment. For the whole model there are the losses by position in the segment, with the memory and with an empty
+memory. The measurement costs one forward pass over each segment that fills the memory, and two passes over each of the
+next `NUM_SEGMENTS` segments.
 
 To measure the share, attention runs once more with other values: 1 for the keys of the memory, 0 for the keys of the
 segment. So the measurement works with every implementation of attention, including kernels that never store the

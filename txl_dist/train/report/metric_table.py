@@ -148,7 +148,7 @@ _ROWS = (
     Metric("accuracy_by_position", tensorboard="histogram"),
     Metric("loss_by_position_without_memory", tensorboard="histogram"),
 )
-"""The metrics of this package."""
+"""All metrics that this package itself defines. Plugins can add further metrics to `METRICS`."""
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
 """All metrics by name, in the order in which lines and pages show them. A plugin may add metrics by
 `plugins.register_metric`."""

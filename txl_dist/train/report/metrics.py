@@ -1,8 +1,8 @@
 """Measurements over each logging interval, such as loss, throughput and memory. `loggers` writes them.
 
 Losses and gradient norms come from the result of each step, for which the host waits anyway. So a report adds no wait
-for the device. Losses are means over all ranks. The wait for data is that of the slowest rank, and the peak memory is
-that of the rank with the highest peak. MFU (model FLOPs utilization) is the share of the devices' peak rate that the
+for the device. Losses are means over all ranks. The wait for data is taken from the slowest rank, and the peak memory
+from the rank with the highest peak. MFU (model FLOPs utilization) is the share of the devices' peak rate that the
 operations of the model (`model.flops`) use.
 """
 
@@ -37,7 +37,7 @@ from txl_dist.train.state import TrainState
 class Interval:
     """Sums over the steps since the last training record. `report` computes the record from them.
 
-    Loss and gradient norm are those of all ranks. All other sums are those of this rank.
+    Loss and gradient norm are values of all ranks together. All other sums are values of this rank.
     """
 
     def __init__(self, *, clip_norm: float = 0.0) -> None:

@@ -43,7 +43,7 @@ def evaluate_permutation(
     together.
 
     In the result `by_position` has the losses by the place of a target in the order of prediction. The targets of the
-    first half of the segment come first, then those of the second half. Only whole segments are scored.
+    first half of the segment come first, then the targets of the second half. Only whole segments are scored.
     `before_segment` is called before each segment, as in `evaluate_stream`. Raises DataError if the split is shorter
     than a segment.
     """
