@@ -64,7 +64,7 @@ def import_huggingface(path: Path, *, user_settings: dict[str, Any]) -> Imported
         )
     if config.get("attn_type", 0) != 0:
         raise CheckpointError(
-            f"{path / 'config.json'} has attn_type {config['attn_type']}; transformers supports only 0."
+            f"{path / 'config.json'} has attn_type {config['attn_type']}, but transformers supports only attn_type 0."
         )
     peer_weights = only_tensors(read_parts(path), where=str(path))
     imported = model_of(
@@ -92,7 +92,9 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
     tokenizer = package.tokenizer
     reasons = inexpressible(model)
     if reasons:
-        raise CheckpointError(f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}.")
+        raise CheckpointError(
+            f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}. Export a bundle."
+        )
     out = out.resolve()
     if out.exists() and not _is_ours(out):
         raise CheckpointError(f"{out} exists and was not written by `txl export`. Choose another output folder.")
@@ -112,7 +114,9 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
             if not torch.equal(tensor, written):
                 different.append(name)
         if different:
-            raise CheckpointError(f"{out} does not reproduce {', '.join(different[:3])}. Report this defect.")
+            raise CheckpointError(
+                f"{out}: tensors differ from the exported weights: {', '.join(different[:3])}. Report this defect."
+            )
         num_bytes = (temporary / "model.safetensors").stat().st_size
         write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
         replace_folder(temporary, out)
@@ -181,7 +185,7 @@ def inexpressible(model: ModelSection) -> list[str]:
     if model.positions != "relative":
         reasons.append(f"model.positions={model.positions!r} (a Hugging Face folder has only relative positions)")
     if model.width % 2:
-        reasons.append(f"model.width={model.width} is odd (its sinusoids come in pairs)")
+        reasons.append(f"model.width={model.width} is odd (the sinusoids of a Hugging Face folder need an even width)")
     return reasons
 
 
@@ -203,7 +207,9 @@ def read_parts(folder: Path) -> dict[str, Any]:
                 part = read_weights(folder / Path(file_name).name)
                 weights |= only_tensors(part, where=str(folder))
             return weights
-    raise CheckpointError(f"{folder} holds neither {' nor '.join(WEIGHTS)}, whole or in parts. Copy the folder again.")
+    raise CheckpointError(
+        f"{folder} holds neither {' nor '.join(WEIGHTS)}, as one file or in several parts. Copy the folder again."
+    )
 
 
 def _original_names(peer_weights: Weights, *, where: str) -> Weights:

@@ -118,7 +118,10 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
         largest_loss = float(bundle.probe["losses"].max())
         tolerance = probe_tolerance({bundle.dtype}, largest_loss=largest_loss)
         if difference is not None and not difference <= tolerance:
-            raise CheckpointError(f"transformers would differ by {difference:.3g} nats. Report this defect.")
+            raise CheckpointError(
+                f"log-probabilities in transformers differ from the bundle's by {difference:.3g} nats. Report this "
+                "defect."
+            )
         description = bundle.described(dtype=bundle.dtype, num_bytes=weights_path.stat().st_size)
         write_readme(folder, description, ArtifactKind.HUGGINGFACE_CODE)
     return Written(difference, has_tokenizer)

@@ -88,7 +88,9 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     if section.same_length == "off":
         memory_len = max(memory_len, bundle.segment_len - 1)
     if memory_len == 0:
-        raise ConfigError("a memory of 0 tokens leaves these graphs nothing to pass on. Export a bundle.")
+        raise ConfigError(
+            "these graphs pass a memory from call to call, but the model's memory has 0 tokens. Export a bundle."
+        )
     with new_folder(out, kind=ArtifactKind.ONNX) as folder, _plain_attention(network):
         token_step = Step(network, memory_len=memory_len, num_tokens=1)
         chunk_step = Step(network, memory_len=memory_len, num_tokens=bundle.segment_len)
@@ -100,7 +102,9 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
         write_tokenizers(folder, bundle)
         error = largest_difference(folder, bundle, memory_len=memory_len)
         if not error <= TOLERANCE:
-            raise CheckpointError(f"the graphs differ from the bundle by {error:.3g} nats. Report this defect.")
+            raise CheckpointError(
+                f"log-probabilities of the graphs differ from the bundle's by {error:.3g} nats. Report this defect."
+            )
         content = {
             "format_version": FORMAT_VERSION,
             "memory_shape": [section.num_layers, 2, section.num_heads, "rows", memory_len, section.head_width],

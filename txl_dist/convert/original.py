@@ -166,7 +166,7 @@ def model_of(
     problems = []
     for name, other in tied.items():
         if name in peer_weights and not torch.equal(peer_weights[name], peer_weights[other]):
-            problems.append(f"{shown(name)} differs from {shown(other)}, to which the settings tie it")
+            problems.append(f"{shown(name)} differs from {shown(other)}, but the settings tie the two tensors")
     refuse(problems, where=where)
     by_first_name = {tied.get(name, name): tensor for name, tensor in peer_weights.items()}
     return Imported(
@@ -258,8 +258,8 @@ def _positions(peer_weights: Weights, settings: OriginalSettings, *, where: str)
     if kind not in POSITIONS:
         raise CheckpointError(
             f"{where} has attn_type {kind}, but txl_dist supports only attn_type 0, 1 and 2. "
-            "In the original code, attn_type 3 (Al-Rfou) adds positions to the memory twice, so that no two segments "
-            "agree."
+            "In the original code, attn_type 3 (Al-Rfou) adds positional encodings to a memory that already contains "
+            "them, so that losses depend on how the text is cut into segments."
         )
     if kind == 2 and settings.pre_lnorm:
         raise CheckpointError(

@@ -214,7 +214,7 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
         raise
     except OSError as error:
         if path.is_file() and error.errno == errno.EINVAL:  # a seek beyond the end of the file
-            raise CheckpointError(f"{path} is damaged or cut short. Copy it again.") from error
+            raise CheckpointError(f"{path} is damaged or cut short. Copy the file again.") from error
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}. Check the path.") from error
     except Exception as error:
         lines = str(error).splitlines()

@@ -135,7 +135,7 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: idx2sym and sym2idx contradict each other. {_REMEDY}")
     if fields.get("delimiter") not in (None, "", " "):
         raise DataError(
-            f"{where} splits words at {fields['delimiter']!r}; txl_dist splits words only at blanks. Write the "
+            f"{where} splits words at {fields['delimiter']!r}, but txl_dist splits words only at blanks. Write the "
             "symbols of the vocabulary to a text file, one per line, and separate words by blanks in texts."
         )
     are_characters = fields.get("delimiter") == ""

@@ -537,8 +537,8 @@ def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -
         else:
             longer = ""
         yield (
-            f"a lane of split {split_name!r} has {lane_tokens}, so the memory of {row.memory_len:,} is reduced to "
-            f"this number.{longer}"
+            f"a lane of split {split_name!r} has {lane_tokens}, so the memory of {row.memory_len:,} tokens is reduced "
+            f"to this number.{longer}"
         )
 
 

@@ -36,7 +36,7 @@ class Target(NamedTuple):
             split_names = ", ".join(corpus.split_names)
             raise DataError(
                 f"{config.data.path} has no split {config.data.eval_split!r} to score. The corpus has {split_names}. "
-                "Name another split with --split. Or give with --data a corpus that has this split and was prepared "
+                "Name another split with --split. Or name a corpus with --data that has this split and was prepared "
                 f"with --tokenizer-file and the tokenizer.json of {self.path}."
             )
         return corpus.split(config.data.eval_split)
@@ -61,8 +61,9 @@ class Target(NamedTuple):
         if corpus.tokenizer_sha256 != self.bundle.tokenizer.fingerprint:
             raise DataError(
                 f"{path} was prepared with another tokenizer than {self.path} was trained with. "
-                f"Prepare text with --tokenizer-file and the tokenizer.json of {self.path}. Prepare token ids with "
-                f"--vocab-list and the list of names that was used for the corpus of {self.path}."
+                "If the corpus comes from text, prepare it again with --tokenizer-file and the tokenizer.json of "
+                f"{self.path}. If it comes from token ids, prepare it again with --vocab-list and the list of names "
+                f"that was used for the corpus of {self.path}."
             )
         return corpus
 

@@ -293,7 +293,7 @@ def read_bundle(folder: Path) -> tuple[Package, str]:
     an unknown format version.
     """
     if detect_artifact(folder) is not ArtifactKind.BUNDLE:
-        raise CheckpointError(f"{folder} is not a bundle. Make one with `txl export RUN {folder}`.")
+        raise CheckpointError(f"{folder} is not a bundle. Make a bundle with `txl export RUN {folder}`.")
     check_folder(folder, remedy="Copy the bundle again, or export it again.")
     with _readable(folder):
         data = read_bytes(folder / "config.json")
@@ -360,8 +360,9 @@ def prove(package: Package, network: TransformerXL, dtype: str, *, where: str) -
     worst = probe_error(network, package.probe, memory_len=package.memory_len)
     if not worst <= tolerance:
         raise CheckpointError(
-            f"{where} does not reproduce its probe: a log-probability differs by {worst:.3g}, more than "
-            f"{tolerance}. Export the bundle again. If the difference remains, report a defect."
+            f"{where} does not reproduce its probe (tokens with recorded losses). A log-probability differs by "
+            f"{worst:.3g} nats, more than {tolerance}. Export the bundle again. If the difference remains, report a "
+            "defect."
         )
     return worst
 
@@ -388,8 +389,8 @@ def check_device(device: str) -> str:
         torch.zeros(1, device=found).tolist()
     except (RuntimeError, AssertionError, TypeError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"device {device!r:.200} cannot be used here: {str(error).splitlines()[0]:.80}. Choose cpu, or with a GPU "
-            f"and its driver cuda, cuda:0, cuda:1 ..."
+            f"device {device!r:.200} cannot be used here: {str(error).splitlines()[0]:.80}. Choose cpu. On a "
+            f"machine with a GPU and its driver, cuda, cuda:0, cuda:1 ... can be used too."
         ) from error
     return str(found)
 
@@ -445,8 +446,8 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     """
     if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
         raise CheckpointError(
-            f"{where}: {len(weights)} tensors are not a model of {model.num_layers} layers and {vocab_size} ids. "
-            "The weights belong to another configuration."
+            f"{where}: {len(weights)} tensors are not a model of {model.num_layers} layers and {vocab_size} ids. The "
+            "weights and the settings belong to different models. Use the settings that belong to the weights."
         )
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
@@ -461,6 +462,6 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     if missing or surplus or wrong:
         raise CheckpointError(
             f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
-            "The weights belong to another configuration."
+            "Use the settings that belong to the weights."
         )
     return list(parameters)

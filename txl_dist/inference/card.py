@@ -498,11 +498,11 @@ def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]
         )
         return [
             Code("Load with transformers 4.46.3", "python", load),
-            Code("Ask and serve with txl_dist", "bash", serve),
+            Code("Generate and serve with txl_dist", "bash", serve),
         ]
     if kind is ArtifactKind.HUGGINGFACE_CODE:
         load = _transformers_code(address, takes_text=takes_text)
-        return [Code("Load and ask with transformers 5", "python", load), SERVE_THE_BUNDLE]
+        return [Code("Load and generate with transformers 5", "python", load), SERVE_THE_BUNDLE]
     load = (
         "from onnxruntime import InferenceSession\n\n"
         'token = InferenceSession("token.onnx")   # config.json names its inputs and outputs\n'

@@ -291,8 +291,8 @@ def _room_for(num_rows: int, *, memory_len: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise ConfigError(
-            f"no room for a memory of {counted(memory_len, 'token')} for {counted(num_rows, 'row')}. Choose a "
-            "shorter memory (--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
+            f"no room for a memory of {counted(memory_len, 'token')} for {counted(num_rows, 'row')} on this device. "
+            "Choose a shorter memory (--memory-len), or fewer rows at a time (--batch-size, --num-lanes)."
         ) from error
 
 

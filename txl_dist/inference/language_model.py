@@ -239,8 +239,8 @@ class LanguageModel:
         writing.check(vocab_size=self.tokenizer.vocab_size)
         if not self.network.section.scheme.uses_memory and (keep_memory or writing.memory_len > 0):
             raise ConfigError(
-                f"a model with {self.network.section.positions} positions has no memory. Use the model without a "
-                "memory."
+                f"a model with {self.network.section.positions} positions has no memory. Remove keep_memory "
+                "and memory_len."
             )
         decoder = self._decoder(writing.memory_len)
         return stream(decoder, self.tokenizer, prompts, writing, keeps_memory=keep_memory)
@@ -373,7 +373,7 @@ class LanguageModel:
         """Raise ConfigError if a memory belongs to another model, or does not take inputs of this size."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
-                "this memory was not made by empty_memory of this model with the model's present weights. Make the "
+                "this memory was not made by empty_memory of this model with the model's current weights. Make the "
                 "memory again."
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
@@ -398,7 +398,7 @@ class LanguageModel:
         is_int64 = isinstance(document_BT, Tensor) and document_BT.dtype == torch.int64
         if not is_int64 or document_BT.shape != shape or bool((document_BT < 0).any()):
             raise ConfigError(
-                f"document_BT must be an int64 tensor of shape {shape}, as the inputs, with values of 0 or more."
+                f"document_BT must be an int64 tensor of shape {shape}, like the inputs, with values of 0 or more."
             )
 
     def prompt(self, text: Text, memory: TextMemory | None = None) -> Prompt:
@@ -427,10 +427,10 @@ class LanguageModel:
         Raises ConfigError for a memory of another model, and for a text that cannot be encoded.
         """
         if not isinstance(memory, TextMemory | None):
-            raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make a memory by `memory` or `generate`.")
+            raise ConfigError(f"{memory!r:.200} is not a memory of a text. Make a memory with `memory` or `generate`.")
         if memory is not None and memory.model != self.fingerprint:
             raise ConfigError(
-                "this memory belongs to another model. Make a memory with this model, by `memory` or `generate`."
+                "this memory belongs to another model. Make a memory with this model: call `memory` or `generate`."
             )
         if isinstance(text, str):
             ids = self.encode(text)

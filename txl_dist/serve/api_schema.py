@@ -66,7 +66,7 @@ class CompletionRequest(_Request):
     max_tokens: int = Field(
         16, ge=0, lt=2**31, description="Maximum number of tokens to generate. 0 generates no token."
     )
-    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature. 0 takes the likeliest token.")
     top_p: float = Field(
         1.0,
         gt=0,
@@ -85,7 +85,7 @@ class CompletionRequest(_Request):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] = Field(
         [], description="End the text before the first of these strings."
     )
-    seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text.")
+    seed: int | None = Field(None, ge=0, lt=2**63, description="Seed of the random choice of tokens.")
     user: str = Field("", description="Accepted without effect.")
     metadata: dict[str, Any] = Field({}, description="Accepted without effect.")
     store: bool = Field(False, description="Accepted without effect: no completion is stored.")
@@ -95,7 +95,7 @@ class CompletionRequest(_Request):
     prompt_cache_options: dict[str, Any] = Field({}, description="Accepted without effect.")
     prompt_cache_retention: str = Field("", description="Accepted without effect.")
     suffix: str = Field("", max_length=0, description="Not supported: text cannot be inserted before other text.")
-    best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported, except the value of n.")
+    best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported. The value of n is allowed.")
     presence_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: use repetition_penalty instead.")
     frequency_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: use repetition_penalty instead.")
     logit_bias: dict[str, float] = Field({}, max_length=0, description="Not supported: use allowed_token_ids instead.")

@@ -45,7 +45,7 @@ def listen(serving: Serving) -> socket.socket:
             ) from error
         raise ConfigError(
             f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop the program that uses this "
-            "port, or choose another --port. Port 0 takes a free port."
+            "port, or choose another --port. With --port 0 the server chooses a free port."
         ) from error
     return listening
 

@@ -121,7 +121,9 @@ class Gate:
             return bytes(body)
         except TimeoutError:
             raise APIError(
-                408, "the body did not arrive in time. Send the body again, faster.", code="slow_body"
+                408,
+                "the body did not arrive in time. Send a shorter body, or use a faster connection.",
+                code="slow_body",
             ) from None
 
     async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, response: _Response) -> None:

@@ -22,8 +22,8 @@ MEMORY_ERRORS = (404, 408, 413, 429, 503)
 _MEANINGS = {
     400: "The request is not valid. `param` names the field.",
     401: "The key is missing or wrong.",
-    404: "The model or the memory does not exist, or does not exist any more.",
-    408: "The body arrived too slowly, or the time limit of the request ended before a text had begun.",
+    404: "The model or the memory does not exist, or the memory has expired.",
+    408: "The body arrived too slowly, or the request timed out before any of its texts had begun.",
     413: "The body is too long.",
     415: "The content type is not supported.",
     429: "Too many requests are waiting. Try again after Retry-After seconds.",

@@ -75,8 +75,8 @@ class Server:
             self.service.worker.stop()
         if self.service.worker.has_failed:
             raise TxlError(
-                "the server cannot generate text any more. The log contains the reason. Start the server again, or "
-                "lower --max-num-seqs first."
+                "the server cannot generate text any more. The log contains the reason. Start the server again. If "
+                "the log says that memory ran out, lower --max-num-seqs."
             )
 
     def stop(self) -> None:

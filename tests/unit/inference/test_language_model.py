@@ -581,7 +581,7 @@ def test_weights_that_change_are_read_again_and_old_memories_refused(tokenizer: 
     assert lm.fingerprint == other.fingerprint
     with pytest.raises(ConfigError, match="belongs to another model"):
         lm.generate("a", memory=memory)
-    with pytest.raises(ConfigError, match="with the model's present weights"):
+    with pytest.raises(ConfigError, match="with the model's current weights"):
         lm.hidden(torch.zeros(1, 1, dtype=torch.int64), ring)
     lm.network.to(torch.float32)
     assert lm.score("the cat").dtype == torch.float32

@@ -117,8 +117,7 @@ class TxlMemory(Cache):
         self.memory_len = memory_len
         if config.same_length == "memory" and self.memory_len < 1:
             raise ValueError(
-                "with same_length 'memory', a memory of 0 tokens leaves nothing to attend to. "
-                "Choose a memory_len of 1 or more."
+                "same_length 'memory' needs a memory, but the memory has 0 tokens. Choose a memory_len of 1 or more."
             )
         self.num_seen = 0
         self.document_BS = None
@@ -143,7 +142,8 @@ class TxlMemory(Cache):
     def crop(self, tokens_to_remove):
         """Raise NotImplementedError, because positions that the memory dropped cannot come back."""
         raise NotImplementedError(
-            "a memory of fixed length cannot be cropped to an earlier position. Copy the memory before (copy.deepcopy)."
+            "a memory of fixed length cannot be cropped to an earlier position. Copy the memory (copy.deepcopy) before "
+            "the model reads more tokens."
         )
 
     def reorder_cache(self, beam_idx):
@@ -560,7 +560,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
         Raises ValueError without `input_ids`, or for another kind of cache.
         """
         if kwargs.get("inputs_embeds") is not None or input_ids is None:
-            raise ValueError("this model takes input_ids.")
+            raise ValueError("this model needs input_ids, and does not accept inputs_embeds. Pass input_ids.")
         memory = past_key_values
         if memory is None:
             memory = TxlMemory(self.config, self.config.memory_len)
