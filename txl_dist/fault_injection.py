@@ -77,7 +77,8 @@ def failpoint(phase: str, *, step: int) -> str:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Return the faults that TXL_FAILPOINTS lists. Raises ValueError, which names the entry that is wrong."""
+    """Return the faults that the value of TXL_FAILPOINTS lists. Raises ValueError if an entry is wrong. The message
+    names the entry."""
     faults = []
     for entry in filter(None, text.split(",")):
         kind, *where = entry.split(":")

@@ -181,7 +181,7 @@ def test_no_whole_checkpoint_is_an_error_and_a_damaged_one_is_passed_over(
     for checkpoint in Path("run/checkpoints").glob("step_?????????"):
         (checkpoint / "state.json").write_text("{}")
     message = refused(capsys, "train", *words(corpus))
-    assert "none of its 2 checkpoints is whole" in message
+    assert "all 2 of its checkpoints are damaged" in message
     message = refused(capsys, "export", "run", "bundle")
     assert "no whole checkpoint" in message
 

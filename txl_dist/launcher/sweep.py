@@ -71,7 +71,7 @@ class Axis(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One run of a sweep: a point of the grid of settings, with one seed."""
+    """One run of a sweep: a point of the grid (one combination of settings), with one seed."""
 
     point: str
     """Settings of the grid with their values, as a file name. Empty if only the seed varies."""
@@ -102,7 +102,7 @@ class Outcome(NamedTuple):
 
 
 class PointScore(NamedTuple):
-    """Validation losses of one point of the grid, over its seeds."""
+    """Validation losses of one point of the grid, which is one combination of settings, over its seeds."""
 
     point: str
     values: tuple[Any, ...]

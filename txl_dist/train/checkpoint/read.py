@@ -149,10 +149,10 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
         what = "the run has no checkpoint"
         if existing:
             if len(existing) == 1:
-                which = "its one checkpoint is not"
+                which = "its only checkpoint is"
             else:
-                which = f"none of its {len(existing)} checkpoints is"
-            what = f"{which} whole ({reasons})"
+                which = f"all {len(existing)} of its checkpoints are"
+            what = f"{which} damaged ({reasons})"
         raise CheckpointError(
             f"cannot resume {run_dir}: {what}. Restore a checkpoint, or start a new run in another --run.dir."
         )

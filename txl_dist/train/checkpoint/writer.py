@@ -193,7 +193,7 @@ class AsyncWriter:
                 time.sleep(_POLL_S)
 
     def _temporary(self, step: int) -> Path:
-        """Return the folder to which files go before the commit."""
+        """Return the temporary folder into which files are written before the checkpoint of this step is committed."""
         final = checkpoint_folder(self.context.run_dir, step)
         return final.with_name(f"{final.name}.tmp-{self.watch.nonce}")
 

@@ -79,7 +79,8 @@ def matrices_of(name: str, shape: Sequence[int]) -> list[Matrix]:
 
 
 class Range(NamedTuple):
-    """Consecutive values of a matrix, and the place where a rank stores them."""
+    """Consecutive values of a matrix that one rank stores, and their place in the tensors of that rank. Ranks exchange
+    values by such ranges."""
 
     matrix: int
     """Index of the matrix in `MatrixAssignment.matrices`."""
@@ -228,7 +229,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_others(tensors, group)
 
     def _step_matrices(self, tensors: list[Tensor], group: dict[str, Any]) -> None:
-        """Make Muon's step for tensors that hold matrices."""
+        """Update tensors that hold matrices by Muon's step."""
         lr = group["lr"]
         momentum = group["muon_momentum"]
         if self._assignments is None:  # DeepSpeed makes a step of zeros when it wraps half precision at stage 0
@@ -253,7 +254,7 @@ class Muon(torch.optim.Optimizer):
             weight[part.offset : part.offset + part.length].add_(x.to(weight.device), alpha=-rate)
 
     def _step_others(self, tensors: list[Tensor], group: dict[str, Any]) -> None:
-        """Make AdamW's step for other parameters, by torch's fused kernel."""
+        """Update all other parameters by AdamW's step, with torch's fused kernel."""
         states = [self.state[tensor] for tensor in tensors]
         for tensor, state in zip(tensors, states, strict=True):
             if not state:
@@ -331,8 +332,8 @@ def _values_of_results(results: dict[int, Tensor], ranges_by_rank: list[list[Ran
 
 
 def _joined(parts: list[tuple[int, Tensor]]) -> Tensor:
-    """Join the parts of a matrix in order. `parts` are pairs (place of the part's first value in the matrix,
-    values)."""
+    """Join the parts of a matrix to one flat tensor. `parts` are pairs (place of the part's first value in the matrix,
+    values), in any order."""
     ordered = [values for _, values in sorted(parts, key=lambda part: part[0])]
     if len(ordered) == 1:
         return ordered[0]

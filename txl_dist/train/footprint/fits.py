@@ -30,7 +30,7 @@ from txl_dist.train.footprint.rank import LIBRARY_BYTES, bytes_per_rank
 from txl_dist.train.footprint.room import room_bytes
 
 Change = dict[str, Any]
-"""Changed settings: new values by `section.key`."""
+"""Change of settings: the new value of each changed `section.key`."""
 SURE = {"cpu": 0.95, "cuda": 0.9}
 """Part of the predicted bytes that a run needs for certain, by kind of device. A run is refused only if this part does
 not fit.

@@ -28,16 +28,16 @@ from txl_dist.distributed.processes import ProcessId, process_of
 from txl_dist.io.files import parse_object, typed
 
 EXCHANGE_EVERY_S = 1.0
-"""Seconds between two reports of a rank."""
+"""Seconds between two heartbeats that a rank sends to rank 0."""
 TICK_S = 0.25
 """Seconds between two checks of the hub (rank 0's end) for new messages."""
 CONNECT_S = 5.0
 """Maximum number of seconds to wait for a connection to rank 0."""
 MAX_LINE_BYTES = 1 << 16
-"""Maximum length of a line. A connection with a longer line is closed."""
+"""Maximum number of bytes of one line of JSON. A connection that sends a longer line is closed."""
 
 Message = dict[str, Any]
-"""One line of JSON: a report, a notice, or both."""
+"""One line of JSON between ranks: a report of a rank's progress, a notice about an event such as an error, or both."""
 
 
 class Beat(NamedTuple):
@@ -167,7 +167,7 @@ class Hub:
         return notices
 
     def _drop(self, connection: Connection) -> None:
-        """Close a connection and record the time."""
+        """Close a connection that failed, and record when the connection of its rank ended."""
         self._selector.unregister(connection.peer)
         connection.peer.close()
         seen = self.seen.get(self._connections.pop(connection))
@@ -241,7 +241,7 @@ class Spoke:
         return notices
 
     def _drop(self) -> None:
-        """Close the connection and record the time."""
+        """Close the connection to rank 0 after it failed, and record when it ended."""
         if self._connection is not None:
             self._selector.unregister(self._connection.peer)
             self._connection.peer.close()

@@ -35,9 +35,9 @@ from txl_dist.errors import ConfigError
 from txl_dist.io.files import open_regular, parse_object, why_unwritable
 
 BEAT_EVERY_S = 5.0
-"""Seconds between two heartbeats of the holder."""
+"""Seconds between two heartbeats of the job that holds the lock. A heartbeat updates the time of the lock file."""
 STALE_AFTER_S = 60.0
-"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
+"""Seconds without a heartbeat after which a job on another machine, which holds the lock, counts as dead."""
 SEEN_WITHIN_S = 30.0
 """Seconds within which a network file system shows a new file to other nodes."""
 _MAX_BYTES, _MAX_NONCE = 1 << 16, 64

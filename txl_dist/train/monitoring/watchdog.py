@@ -56,7 +56,8 @@ of the verdict."""
 WRITES_S = 2.0
 """Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0
-"""Seconds to wait for a verdict after an error. If no verdict arrives, no other rank has caused the error."""
+"""Seconds to wait for a verdict after an error of this rank. If no verdict arrives, the error counts as this rank's
+own."""
 COLLECTIVES = ("torch.distributed.", "deepspeed.comm.")
 """Modules whose functions are collectives or wait for collectives. Other code that waits for ranks marks its wait with
 `waiting`."""
@@ -68,7 +69,8 @@ class Verdict(NamedTuple):
     """Decision of the watchdog: which ranks are at fault, and how they failed. In JSON it is a list."""
 
     kind: str
-    """Kind of the failure: hang, lost or failed."""
+    """Kind of the failure: hang (a rank makes no progress), lost (its connection broke) or failed (it reported an
+    error)."""
     ranks: list[int]
     """Numbers of the ranks at fault."""
     line: str

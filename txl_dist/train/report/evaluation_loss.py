@@ -110,8 +110,8 @@ class Evaluation(NamedTuple):
 class LossSums:
     """Accumulator of losses in nats and of numbers of scored targets. `means` divides the sums.
 
-    It has sums over all targets, by position in the segment, and by cluster of the target. `edges` are the first token
-    id of each cluster, then the vocabulary size.
+    There is one sum over all targets, one sum for each position in the segment, and one sum for each cluster of the
+    vocabulary. `edges` are the first token id of each cluster, then the vocabulary size.
     """
 
     def __init__(self, *, segment_len: int, edges: Sequence[int], device: torch.device) -> None:

@@ -100,7 +100,7 @@ def test_what_is_named_like_a_checkpoint_and_is_no_folder_is_a_damaged_one_for_a
     stray.symlink_to("nowhere") if with_link else stray.touch()
     with pytest.raises(CheckpointError, match=r"has no whole checkpoint \(step_000000002: "):
         read_trained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"its one checkpoint is not whole \(step_000000002: "):
+    with pytest.raises(CheckpointError, match=r"its only checkpoint is damaged \(step_000000002: "):
         choose_checkpoint(tmp_path, "auto")
     first = golden_at(tmp_path, 1)
     assert read_trained(tmp_path).folder == first
