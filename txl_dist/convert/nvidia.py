@@ -35,9 +35,9 @@ def _softmax_names() -> dict[str, str]:
 
 
 ORIGINAL = _softmax_names()
-"""Names in the original code, by NVIDIA's names, for all names that differ."""
+"""Dict from a tensor's name in NVIDIA's code to its name in the original code, for all tensors whose names differ."""
 THEIRS = {original: nvidia for nvidia, original in ORIGINAL.items()}
-"""Names in NVIDIA's code, by the original code's names, for all names that differ."""
+"""Dict from a tensor's name in the original code to its name in NVIDIA's code, for all tensors whose names differ."""
 
 
 def import_nvidia(path: Path, *, user_settings: dict[str, Any]) -> Imported:

@@ -88,7 +88,7 @@ class Overrides:
         return len(self.memory_len) * len(self.segment_len) * len(self.clamp_len)
 
     def check(self, target: Path, *, is_bundle: bool, data: str | Path) -> None:
-        """Check the options for a model and for a corpus, which `data` names if it is not empty.
+        """Check the options for a model. `data` is the path of the corpus, or empty if the user names no corpus.
 
         Raises ConfigError for a number out of range, for a flag that contradicts the protocol, and for a bundle without
         a corpus.

@@ -273,7 +273,7 @@ class _Plan(NamedTuple):
         return self.memory_len, self.cut.segment_len, self.cut.overlap_len, self.config.model.clamp_len, self.adapts
 
     def num_passes(self, adaptation: AdaptationOptions) -> int:
-        """Return the number of batches that are run. Batches that only measure gradients are included."""
+        """Return the number of batches that this evaluation runs. Batches that only measure gradients are included."""
         if self.train is None:
             return len(self.cut)
         return len(self.cut) + min(adaptation.adapt_batches, len(self.train))

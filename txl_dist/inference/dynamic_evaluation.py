@@ -190,7 +190,7 @@ def cache_losses(
 def _cached(known: NeuralCache, queries: slice, entries: slice, *, window: int, theta: float) -> tuple[Tensor, Tensor]:
     """Return (log of a query's summed weights, log-probability of its word by the cache), both [B, Q].
 
-    The weight of an entry that the query sees is exp of their score.
+    An entry that the query sees has the weight exp(score of query and entry).
 
     The first result is -inf for a query that sees no entry.
     """

@@ -127,7 +127,7 @@ class Gate:
             ) from None
 
     async def _refuse(self, refusal: APIError, scope: Scope, receive: Receive, response: _Response) -> None:
-        """Send an error response, unless the response has begun already."""
+        """Send an error response, unless a part of the response has already been sent."""
         if response.status is None:
             await refusal.response()(scope, receive, response.send)
 
