@@ -183,7 +183,7 @@ def test_no_whole_checkpoint_is_an_error_and_a_damaged_one_is_passed_over(
     message = refused(capsys, "train", *words(corpus))
     assert "all 2 of its checkpoints are damaged" in message
     message = refused(capsys, "export", "run", "bundle")
-    assert "no whole checkpoint" in message
+    assert "no undamaged checkpoint" in message
 
 
 def test_a_run_on_a_relative_corpus_is_evaluated_inspected_and_generates_from_elsewhere(

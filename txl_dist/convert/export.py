@@ -114,7 +114,7 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
         why = f" ({'; '.join(rejected[:3])})"
     else:
         why = ""
-    raise CheckpointError(f"{run} has no whole checkpoint{why}. Train the run, or name a checkpoint folder.")
+    raise CheckpointError(f"{run} has no undamaged checkpoint{why}. Train the run, or name a checkpoint folder.")
 
 
 def _in_memory(trained: Trained) -> Trained:

@@ -158,7 +158,7 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
         )
     if newest is not None and saved is None:
         saved = read_state(newest)  # which refuses the other format version
-    return Choice(saved, remarks + [f"skipped the damaged checkpoint {reason}" for reason in rejected])
+    return Choice(saved, remarks + [f"skipped a damaged checkpoint, {reason}" for reason in rejected])
 
 
 def choose_together(run_dir: Path, resume: str, *, ranks: RankInfo) -> Choice:

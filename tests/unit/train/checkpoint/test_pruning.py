@@ -67,7 +67,7 @@ def test_where_a_checkpoint_vanishes_while_it_is_read_the_next_newest_is_taken_w
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # a file system without locks
     monkeypatch.setattr(logger, "propagate", True)
     assert read_trained(tmp_path).package.source["step"] == 3
-    assert "skipped the damaged" not in caplog.text
+    assert "skipped a damaged" not in caplog.text
     assert steps_of(tmp_path) == [3]
 
 
@@ -87,7 +87,7 @@ def test_an_export_of_a_run_that_prunes_meanwhile_is_of_the_checkpoint_that_it_c
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_the_damage(tmp_path: Path) -> None:
     (golden_at(tmp_path, 1) / "state.json").write_text("torn")
-    with pytest.raises(CheckpointError, match=r"has no whole checkpoint \(step_000000001: state.json has 4 bytes"):
+    with pytest.raises(CheckpointError, match=r"has no undamaged checkpoint \(step_000000001: state.json has 4 bytes"):
         read_trained(tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_what_is_named_like_a_checkpoint_and_is_no_folder_is_a_damaged_one_for_a
     stray = checkpoint_folder(tmp_path, 2)
     stray.parent.mkdir()
     stray.symlink_to("nowhere") if with_link else stray.touch()
-    with pytest.raises(CheckpointError, match=r"has no whole checkpoint \(step_000000002: "):
+    with pytest.raises(CheckpointError, match=r"has no undamaged checkpoint \(step_000000002: "):
         read_trained(tmp_path)
     with pytest.raises(CheckpointError, match=r"its only checkpoint is damaged \(step_000000002: "):
         choose_checkpoint(tmp_path, "auto")
