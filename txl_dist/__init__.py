@@ -57,7 +57,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"txl_dist.{name}")
     if name not in _HOME:
         public_names = ", ".join(sorted((*_HOME, *_MODULES)))
-        raise AttributeError(f"module 'txl_dist' has no attribute {name!r}; it has {public_names}")
+        raise AttributeError(f"module 'txl_dist' has no attribute {name!r}. Its public names are {public_names}")
     module = importlib.import_module(f"txl_dist.{_HOME[name]}")
     return getattr(module, name)
 

@@ -28,7 +28,7 @@ class Curve(NamedTuple):
     compared: bool = False
     """Whether `txl compare` shows the curve too."""
     missing: str = ""
-    """Reason why a run may lack this number, for the page."""
+    """Reason that the page shows if a run lacks this number."""
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ device, their shapes, the allocated memory, and a range around each part of a st
     data        waiting for the reader thread
     forward     the forward pass of one micro-batch
     backward    the backward pass of one micro-batch, with the collectives that overlap with it
-    exchange    the norm of the gradients, which needs those of all ranks
+    exchange    the norm of the gradients, which needs the gradients of all ranks
     update      the optimizer, and the collectives that gather the weights
 
 The training loop and the stepper mark these ranges with `record_function`. Without a trace a range costs microseconds.
 
 On a GPU, rank 0 also writes `..._memory.pickle`, with every allocation and its stack, for
-https://docs.pytorch.org/memory_viz. A trace begins before its first step reads data, and ends before the step after its
-last step does. So it includes logging, saving and evaluating between two steps. A trace changes the speed of the traced
-steps, but no result of training.
+https://docs.pytorch.org/memory_viz. A trace begins before its first step reads data. It ends after its last step,
+before the next step reads data. So it includes logging, saving and evaluating between two steps. A trace changes the
+speed of the traced steps, but no result of training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from txl_dist.distributed.collectives import uses_gpu
 from txl_dist.errors import ConfigError
 
 _MAX_ALLOCATIONS = 1_000_000
-"""Maximum number of allocations and releases in a memory snapshot. A snapshot keeps the newest."""
+"""Maximum number of allocations and releases in a memory snapshot. If there are more, a snapshot has the newest of
+them."""
 
 
 def parse_steps(text: str, *, max_steps: int) -> range:
