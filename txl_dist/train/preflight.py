@@ -49,8 +49,8 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
         if split.tokens < needed:
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but "
-                f"one step of train.num_lanes={state.num_lanes} lanes of train.segment_len={segment_len} tokens, plus "
-                f"one target per lane, needs {needed:,} tokens. Prepare more text, or lower train.num_lanes or "
+                f"one step of {counted(state.num_lanes, 'lane')} (train.num_lanes) with {segment_len} tokens each "
+                f"(train.segment_len), plus one target per lane, needs {needed:,} tokens. Prepare more text, or lower train.num_lanes or "
                 "train.segment_len."
             )
     if sample_prompt is not None:

@@ -267,7 +267,7 @@ def test_a_memory_longer_than_a_lane_is_cut_to_it_with_a_word_and_scores_the_sam
     result = evaluated(made, memory_len=10**6)["model"]
     assert result["memory_len"] == targets
     assert result["loss"] == pytest.approx(naive_loss(made, memory_len=targets), rel=1e-5)
-    assert f"the memory of {10**6:,} is reduced to this number." in capsys.readouterr().err
+    assert f"the memory of {10**6:,} tokens is reduced to this number." in capsys.readouterr().err
     result = evaluated(made, memory_len=10**6, num_lanes=3)["model"]
     assert result["memory_len"] == -(-targets // 3)
     assert "With --num-lanes 1 the lane is longer" in capsys.readouterr().err

@@ -34,6 +34,7 @@ from txl_dist.artifacts import (
     step_of,
 )
 from txl_dist.config.renamed import keys_in_new_names
+from txl_dist.console.formatting import counted
 from txl_dist.data.loader.stream_state import StreamState
 from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.io.files import canonical_hash, parse_object, parse_toml, read_bytes, sha256_of_file
@@ -267,7 +268,8 @@ def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
         next_lane = lanes.stop
         forms.add(form._replace(num_lanes=0))
     if next_lane != num_lanes or len(forms) > 1:
-        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {num_lanes} lanes of one shape"
+        expected = counted(num_lanes, "lane")
+        yield f"lanes/ holds {next_lane} lanes of {len(forms)} shapes instead of {expected} of one shape"
 
 
 class _Header(NamedTuple):

@@ -45,7 +45,7 @@ from txl_dist.train.engine.flat import FlatModule
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
-"""What happens to a complete gradient. With `stays` it is kept to the end of the pass. With `sharded` (ZeRO stage 2) it
+"""Fate of a gradient that is complete. With `stays` it is kept to the end of the pass. With `sharded` (ZeRO stage 2) it
 is exchanged, and each rank keeps a part. `gathered` is the same at stage 3. With `dropped` it is added to other
 gradients, which the caller counts. With `added` it is added to other gradients after its bucket is exchanged."""
 
