@@ -145,7 +145,7 @@ def _check_order(phases: list[Phase], given: Config) -> None:
             steps = counted(given.train.max_steps, "step")
             raise ConfigError(
                 f"train.phases: the phase with until={phase.until:g} has no step in a run of {steps}. Remove this "
-                "phase, or increase until."
+                "phase, or raise its value of `until`."
             )
         end_before = end
 
@@ -222,8 +222,8 @@ def _parsed(text: str, last: Phase) -> Phase:
         if lanes % last.num_lanes:
             raise ConfigError(
                 f'train.phases: "{text}": num_lanes={values["num_lanes"]:g} needs its own microbatch_lanes, because '
-                f"the ratio {last.microbatch_lanes}/{last.num_lanes} of microbatch_lanes to num_lanes in [train] does "
-                "not give a whole number of lanes. Add microbatch_lanes=N to this phase."
+                f"micro-batches in the same proportion as in [train] ({last.microbatch_lanes} of {last.num_lanes} lanes) "
+                "would not have a whole number of lanes. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
     phase = last._replace(**values)

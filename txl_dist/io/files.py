@@ -397,10 +397,10 @@ def is_file_name(name: object) -> bool:
 
 
 def resolve_inside(folder: Path, name: object, *, nested: bool = False) -> Path:
-    """Return the path of a file that is listed in the manifest of `folder`. The path never leads out of the folder.
+    """Return the path of a file that is listed in the manifest of `folder`.
 
-    `nested` allows names with /. A snapshot in huggingface_hub's cache contains links to the blobs of its repository,
-    and these links are allowed. Raises ValueError if the name is invalid or leads out of the folder.
+    `nested` allows names with /. Raises ValueError if the name is invalid, or if the path leads out of the folder. One
+    exception is allowed: a snapshot in huggingface_hub's cache contains links to the blobs of its repository.
     """
     parts: list[object] = [name]
     if nested and isinstance(name, str):

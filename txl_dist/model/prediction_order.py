@@ -60,9 +60,10 @@ class OrderedMask(NamedTuple):
     num_content_rows: int
     """Number of rows at the beginning that see themselves. The other rows are query rows."""
     row_type_BQ: Tensor | None = None
-    """Segment type of each row. It is None where attention has no segment terms."""
+    """Number of the text (first or second text of a pair, separator) to which each row belongs, as in BERT's token
+    types. It is None if the model does not score by token type."""
     key_type_BK: Tensor | None = None
-    """Segment type of each key. It is None where attention has no segment terms."""
+    """Number of the text to which each key belongs, as for the rows."""
 
     @property
     def num_keys(self) -> int:

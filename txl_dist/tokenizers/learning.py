@@ -67,7 +67,8 @@ class Learning:
         return self.end_of_text + (2 if kind == "word" else 0)
 
     def learning(self) -> dict[str, Any]:
-        """Return the values of these options by name, without the options of a subclass."""
+        """Return the values of the options of `Learning` by name. Options that a subclass adds are left out, because
+        they do not concern the tokenizer."""
         return {field.name: getattr(self, field.name) for field in fields(Learning)}
 
     def check_kind(self, kind: str) -> None:

@@ -109,8 +109,8 @@ def _check_plugin_tokenizer(tokenizer: Any, kind: str) -> Tokenizer:
     """
     if not isinstance(tokenizer, Tokenizer) or tokenizer.kind != kind:
         raise ConfigError(
-            f"the plugin's tokenizer {kind!r} is a {type(tokenizer).__name__}: learn must return a Tokenizer of that "
-            "kind. Correct the plugin."
+            f"the function learn of the plugin's tokenizer {kind!r} returned a {type(tokenizer).__name__}. It must "
+            f"return a Tokenizer whose kind is {kind!r}. Correct the plugin."
         )
     again = read_tokenizer(tokenizer.to_json().encode(), name=f"{kind} of a plugin")
     if again.to_json() != tokenizer.to_json():

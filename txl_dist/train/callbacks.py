@@ -74,7 +74,7 @@ class TrainStart(NamedTuple):
     rank: int
     """Number of this rank, from 0."""
     world_size: int
-    """Number of ranks."""
+    """Number of ranks in the run."""
     device: str
     """Device of this rank, for instance cuda:0 or cpu."""
     num_parameters: int

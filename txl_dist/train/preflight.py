@@ -50,8 +50,8 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but "
                 f"one step of {counted(state.num_lanes, 'lane')} (train.num_lanes) with {segment_len} tokens each "
-                f"(train.segment_len), plus one target per lane, needs {needed:,} tokens. Prepare more text, or lower train.num_lanes or "
-                "train.segment_len."
+                f"(train.segment_len), plus one target per lane, needs {needed:,} tokens. Prepare more text, or lower "
+                "train.num_lanes or train.segment_len."
             )
     if sample_prompt is not None:
         _check_prompt(sample_prompt, corpora.first)

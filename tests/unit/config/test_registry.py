@@ -207,7 +207,7 @@ def test_a_tokenizer_of_an_unknown_kind_names_the_remedy() -> None:
 @pytest.mark.parametrize("made", [None, "text", train_tokenizer("byte", lambda: ["a"])])
 def test_what_a_plugin_learns_must_be_a_tokenizer_of_its_kind(made: Any) -> None:
     LEARNT_KINDS["mine"] = LEARNT_KINDS["byte"]._replace(learn=lambda texts, learning: made)
-    with pytest.raises(ConfigError, match="learn must return a Tokenizer of that kind"):
+    with pytest.raises(ConfigError, match="It must return a Tokenizer whose kind is"):
         train_tokenizer("mine", lambda: ["a"])
 
 

@@ -285,7 +285,7 @@ class Shards:
         return self._opened(index).lengths
 
     def starts(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the position of each document's first token, counted from the start of shard `index`.
+        """Return the index of each document's first token among the tokens of shard `index`. The shape is [documents].
 
         Raises DataError as `lengths` does.
         """

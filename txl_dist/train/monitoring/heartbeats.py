@@ -66,7 +66,7 @@ class Seen:
     """Latest report of a rank. Times are in seconds, on the monotonic clock of the rank that received the report."""
 
     beat: Beat
-    """The report itself."""
+    """Content of the latest report."""
     heard_s: float
     """Time at which the report was received."""
     closed_s: float | None = None
