@@ -222,7 +222,7 @@ def _parsed(text: str, last: Phase) -> Phase:
         if lanes % last.num_lanes:
             raise ConfigError(
                 f'train.phases: "{text}": num_lanes={values["num_lanes"]:g} needs its own microbatch_lanes, because '
-                f"micro-batches in the same proportion as in [train] ({last.microbatch_lanes} of {last.num_lanes} lanes) "
+                f"micro-batches in the same proportion as in [train] ({last.microbatch_lanes}/{last.num_lanes}) "
                 "would not have a whole number of lanes. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
