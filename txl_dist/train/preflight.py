@@ -48,8 +48,8 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
         needed = state.num_lanes * (segment_len + 1)
         if split.tokens < needed:
             raise ConfigError(
-                f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but a step with "
-                f"train.num_lanes={state.num_lanes} and train.segment_len={segment_len} needs {needed:,} tokens, "
+                f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but a step "
+                f"with train.num_lanes={state.num_lanes} and train.segment_len={segment_len} needs {needed:,} tokens, "
                 "including one target per lane. Prepare more text, or lower train.num_lanes or train.segment_len."
             )
     if sample_prompt is not None:
