@@ -133,12 +133,9 @@ def _write(source: Path, out: Path, stated: Stated, *, format: str, dtype: Weigh
         export_to_xlnet,
     )
 
-    if format == "huggingface":
-        folder = export_to_huggingface(source, out, dtype=dtype, stated=stated)
-        echo(f"{out}: written from {folder}, and read back bit for bit")
-        return
-    if format == "xlnet":
-        folder = export_to_xlnet(source, out, dtype=dtype, stated=stated)
+    if format in ("huggingface", "xlnet"):
+        export_to = {"huggingface": export_to_huggingface, "xlnet": export_to_xlnet}[format]
+        folder = export_to(source, out, dtype=dtype, stated=stated)
         echo(f"{out}: written from {folder}, and read back bit for bit")
         return
     if format == "onnx":

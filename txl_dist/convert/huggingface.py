@@ -12,14 +12,10 @@ scoring to get the same numbers.
 from __future__ import annotations
 
 import dataclasses
-import json
-import secrets
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from txl_dist.artifacts import ArtifactKind
@@ -27,12 +23,12 @@ from txl_dist.config.schema import ModelSection
 from txl_dist.convert.import_checks import Imported, count, only_tensors, read_peer_settings, refuse
 from txl_dist.convert.key_mapping import Weights, partners, to_original
 from txl_dist.convert.original import OriginalSettings, model_of, read_weights
+from txl_dist.convert.output_dir import check_reread, replaced_folder, require_older_export, write_json
 from txl_dist.convert.vocabulary import read_vocabulary
 from txl_dist.errors import CheckpointError
 from txl_dist.inference.bundle import DTYPES, Package, require_causal
 from txl_dist.inference.card import README, write_readme
 from txl_dist.io.files import write_bytes
-from txl_dist.io.manifest import replace_folder
 from txl_dist.io.tensor_files import write_tensors
 from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.word_tokenizer import END_OF_LINE
@@ -96,42 +92,17 @@ def export_huggingface(out: Path, package: Package, *, dtype: str = "fp32") -> N
             f"a Hugging Face folder cannot express this model: {'; '.join(reasons)}. Export a bundle."
         )
     out = out.resolve()
-    if out.exists() and not _is_ours(out):
-        raise CheckpointError(f"{out} exists and was not written by `txl export`. Choose another output folder.")
+    require_older_export(out, needed={TOKENIZER, "config.json"}, written=WRITTEN)
     cast = dict(package.open(dtype, where=str(out)).model.state_dict())  # has tied tensors under each of their names
     config = _config(package, dtype=dtype)
-    temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        temporary.mkdir(parents=True)
-        write_json(temporary / "config.json", config)
-        write_tensors(temporary / "model.safetensors", _huggingface_names(cast, model), metadata={"format": "pt"})
-        tokenizer.save(temporary / TOKENIZER)
-        _write_vocabulary(temporary, tokenizer)
-        reread = import_huggingface(temporary, user_settings={}).weights
-        different = []
-        for name, tensor in reread.items():
-            written = cast[name].float()
-            if not torch.equal(tensor, written):
-                different.append(name)
-        if different:
-            raise CheckpointError(
-                f"{out}: tensors differ from the exported weights: {', '.join(different[:3])}. Report this defect."
-            )
-        num_bytes = (temporary / "model.safetensors").stat().st_size
-        write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
-        replace_folder(temporary, out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return True if a folder is empty or an older export. Replacing such a folder loses nothing else."""
-    if not folder.is_dir():
-        return False
-    names = {path.name for path in folder.iterdir()}
-    return not names or {TOKENIZER, "config.json"} <= names <= WRITTEN
+    with replaced_folder(out) as folder:
+        write_json(folder / "config.json", config)
+        write_tensors(folder / "model.safetensors", _huggingface_names(cast, model), metadata={"format": "pt"})
+        tokenizer.save(folder / TOKENIZER)
+        _write_vocabulary(folder, tokenizer)
+        check_reread(import_huggingface(folder, user_settings={}).weights, cast, where=out)
+        num_bytes = (folder / "model.safetensors").stat().st_size
+        write_readme(folder, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
 
 
 def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
@@ -157,12 +128,6 @@ def _write_vocabulary(folder: Path, tokenizer: Tokenizer) -> None:
     lines = "\n".join(symbols)
     write_bytes(folder / "vocab.txt", lines.encode() + b"\n")
     write_json(folder / "tokenizer_config.json", config)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON object to a file."""
-    text = json.dumps(content, indent=2)
-    write_bytes(path, text.encode() + b"\n")
 
 
 def inexpressible(model: ModelSection) -> list[str]:

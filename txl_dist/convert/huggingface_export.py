@@ -13,7 +13,6 @@ If transformers 5 is installed, the folder is loaded and compared with the bundl
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,15 +24,13 @@ import torch
 from txl_dist.artifacts import CODE, ArtifactKind
 from txl_dist.config.registry import owner_of
 from txl_dist.config.schema import SCHEMES
-from txl_dist.convert.huggingface_tokenizer import write_tokenizers
-from txl_dist.convert.output_dir import new_folder
+from txl_dist.convert.huggingface_tokenizer import special_tokens_of, write_tokenizers
+from txl_dist.convert.output_dir import new_folder, write_json
 from txl_dist.errors import CheckpointError, ConfigError
 from txl_dist.inference.bundle import DTYPES, Bundle, probe_tolerance, prove, require_causal
 from txl_dist.inference.card import write_readme
 from txl_dist.inference.probe import log_probabilities
-from txl_dist.io.files import write_bytes
 from txl_dist.io.tensor_files import write_tensors
-from txl_dist.tokenizers.base import END_OF_TEXT, UNKNOWN
 
 SOURCE = Path(__file__).parent / "huggingface_code"
 """Folder of the code that is copied into an export."""
@@ -106,14 +103,14 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
             shutil.copyfile(SOURCE / name, folder / name)
         end_of_text = bundle.tokenizer.end_of_text
         ids = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        _write_json(folder / "config.json", {**_config(bundle), **ids})
-        _write_json(folder / "generation_config.json", {**ids, "pad_token_id": end_of_text})
+        write_json(folder / "config.json", {**_config(bundle), **ids})
+        write_json(folder / "generation_config.json", {**ids, "pad_token_id": end_of_text})
         weights_path = folder / "model.safetensors"
         weights = {name: parameter.detach().contiguous() for name, parameter in bundle.model.named_parameters()}
         write_tensors(weights_path, weights, metadata={"format": "pt"})
         has_tokenizer = write_tokenizers(folder, bundle)
         if has_tokenizer:
-            _write_json(folder / "tokenizer_config.json", _tokenizer_config(bundle))
+            write_json(folder / "tokenizer_config.json", _tokenizer_config(bundle))
         difference = _difference(folder, bundle)
         largest_loss = float(bundle.probe["losses"].max())
         tolerance = probe_tolerance({bundle.dtype}, largest_loss=largest_loss)
@@ -158,27 +155,14 @@ def _config(bundle: Bundle) -> dict[str, Any]:
 
 def _tokenizer_config(bundle: Bundle) -> dict[str, Any]:
     """Return the content of tokenizer_config.json."""
-    tokenizer = bundle.tokenizer
-    special_tokens: dict[str, str] = {}
-    if UNKNOWN in tokenizer.symbols:
-        special_tokens["unk_token"] = UNKNOWN
-    if tokenizer.end_of_text is not None:
-        special_tokens["bos_token"] = END_OF_TEXT
-        special_tokens["eos_token"] = END_OF_TEXT
-        special_tokens["pad_token"] = END_OF_TEXT
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **special_tokens,
+        **special_tokens_of(bundle.tokenizer),
         "padding_side": "left",
         "split_special_tokens": True,  # a special token that is spelled in a text is text
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
     }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2)
-    write_bytes(path, text.encode() + b"\n")
 
 
 @torch.no_grad()

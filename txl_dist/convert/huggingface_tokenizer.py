@@ -20,7 +20,7 @@ from typing import Any
 from txl_dist.errors import DataError
 from txl_dist.inference.bundle import Bundle
 from txl_dist.io.files import parse_object
-from txl_dist.tokenizers.base import END_OF_TEXT, Tokenizer
+from txl_dist.tokenizers.base import END_OF_TEXT, UNKNOWN, Tokenizer
 from txl_dist.tokenizers.characters import ByteTokenizer, CharTokenizer
 from txl_dist.tokenizers.foreign import ADDED, HuggingFaceTokenizer
 from txl_dist.tokenizers.subwords import BpeTokenizer, UnigramTokenizer, byte_level
@@ -43,6 +43,16 @@ def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
     if library is not None:
         library.save(str(folder / "tokenizer.json"))
     return library is not None
+
+
+def special_tokens_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens of a tokenizer, by the names that tokenizer_config.json gives them."""
+    special_tokens: dict[str, str] = {}
+    if UNKNOWN in tokenizer.symbols:
+        special_tokens["unk_token"] = UNKNOWN
+    if tokenizer.end_of_text is not None:
+        special_tokens |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return special_tokens
 
 
 def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | None:

@@ -14,19 +14,16 @@ Shapes: D model width, N heads, H head width.
 
 from __future__ import annotations
 
-import secrets
-import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
-from txl_dist.artifacts import ArtifactKind, detect_artifact
+from txl_dist.artifacts import ArtifactKind
 from txl_dist.config.schema import ModelSection
 from txl_dist.console.logging import logger
-from txl_dist.convert.huggingface import read_parts, write_json
-from txl_dist.convert.huggingface_tokenizer import library_tokenizer
+from txl_dist.convert.huggingface import read_parts
+from txl_dist.convert.huggingface_tokenizer import library_tokenizer, special_tokens_of
 from txl_dist.convert.import_checks import (
     Imported,
     PeerSettings,
@@ -37,12 +34,12 @@ from txl_dist.convert.import_checks import (
     shape_problems,
 )
 from txl_dist.convert.key_mapping import Weights, without_storage
+from txl_dist.convert.output_dir import check_reread, replaced_folder, require_older_export, write_json
 from txl_dist.errors import CheckpointError
 from txl_dist.inference.bundle import DTYPES, Package
-from txl_dist.inference.card import write_readme
-from txl_dist.io.manifest import replace_folder
+from txl_dist.inference.card import README, write_readme
 from txl_dist.io.tensor_files import write_tensors
-from txl_dist.tokenizers.base import END_OF_TEXT, UNKNOWN, Tokenizer
+from txl_dist.tokenizers.base import Tokenizer
 from txl_dist.tokenizers.importing import open_tokenizer
 
 PREFIX = "transformer."
@@ -64,6 +61,8 @@ _SEGMENT_TERMS = {"rel_attn.r_s_bias": "attention.segment_bias", "rel_attn.seg_e
 
 TOKENIZERS = ("txl_tokenizer.json", "tokenizer.json", "spiece.model")
 """Names of the files that may hold the tokenizer, in the order in which they are tried."""
+WRITTEN = {"config.json", "model.safetensors", TOKENIZERS[0], "tokenizer.json", "tokenizer_config.json", README}
+"""Names of the files that an export may have."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu"}
 """This package's name for each activation that both programs have."""
 
@@ -201,32 +200,20 @@ def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
     if reasons:
         raise CheckpointError(
             f"an XLNet folder cannot express this model: {'; '.join(reasons)}. Train with the settings of "
-            "configs/xlnet_base.toml, or export a bundle."
+            "XLNet, or export a bundle."
         )
     out = out.resolve()
-    is_empty = out.is_dir() and not any(out.iterdir())
-    if out.exists() and not is_empty and detect_artifact(out) is not ArtifactKind.HUGGINGFACE:
-        raise CheckpointError(f"{out} exists and is not an export. Choose another output folder.")
+    require_older_export(out, needed={TOKENIZERS[0], "config.json"}, written=WRITTEN)
     cast = dict(package.open(dtype, where=str(out)).model.state_dict())
     written = to_xlnet(cast, package.section)
-    temporary = out.with_name(f"{out.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        temporary.mkdir(parents=True)
-        write_json(temporary / "config.json", _config(package, dtype=dtype))
+    with replaced_folder(out) as folder:
+        write_json(folder / "config.json", _config(package, dtype=dtype))
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in written.items()}
-        write_tensors(temporary / "model.safetensors", tensors, metadata={"format": "pt"})
-        _write_tokenizer(temporary, package)
-        reread = import_xlnet(temporary, user_settings={}).weights
-        different = [name for name, tensor in reread.items() if not torch.equal(tensor, cast[name].float())]
-        if different:
-            raise CheckpointError(f"{out} does not reproduce {', '.join(different[:3])}. Report this defect.")
-        num_bytes = (temporary / "model.safetensors").stat().st_size
-        write_readme(temporary, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
-        replace_folder(temporary, out)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {out}: {error}. Choose a folder that can be written.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        write_tensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})
+        _write_tokenizer(folder, package)
+        check_reread(import_xlnet(folder, user_settings={}).weights, cast, where=out)
+        num_bytes = (folder / "model.safetensors").stat().st_size
+        write_readme(folder, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
 
 
 def inexpressible(model: ModelSection) -> list[str]:
@@ -306,14 +293,9 @@ def _write_tokenizer(folder: Path, package: Package) -> None:
     if library is None:
         return
     library.save(str(folder / "tokenizer.json"))
-    special_tokens: dict[str, str] = {}
-    if UNKNOWN in tokenizer.symbols:
-        special_tokens["unk_token"] = UNKNOWN
-    if tokenizer.end_of_text is not None:
-        special_tokens |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **special_tokens,
+        **special_tokens_of(tokenizer),
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }

@@ -146,3 +146,14 @@ def test_commands_that_need_the_next_token_refuse_the_model(tmp_path: Path) -> N
     import_model(folder_like_golden(tmp_path), tmp_path / "bundle", format="xlnet")
     with pytest.raises(ConfigError, match=r"predicts tokens in any order \(model\.any_order\)"):
         LanguageModel(load_bundle(tmp_path / "bundle"))
+
+
+def test_a_folder_that_save_pretrained_wrote_is_not_replaced(tmp_path: Path) -> None:
+    """The downloaded model would be lost."""
+    folder = folder_like_golden(tmp_path)
+    import_model(folder, tmp_path / "bundle", format="xlnet")
+    with pytest.raises(CheckpointError, match="was not written by `txl export`"):
+        export_to_xlnet(tmp_path / "bundle", folder)
+    assert (folder / "config.json").read_text() != ""
+    for _ in range(2):  # an older export is replaced
+        export_to_xlnet(tmp_path / "bundle", tmp_path / "out")
