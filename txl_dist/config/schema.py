@@ -460,6 +460,13 @@ class TrainSection(Section):
         """Number of tokens that XLNet's objective predicts per segment."""
         return self.predicted_len or max(1, self.segment_len // 6)
 
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that XLNet's objective predicts per segment. 0 for next-token prediction."""
+        if self.is_permutation:
+            return self.num_predicted
+        return 0
+
     def halves(self) -> tuple[Half, ...]:
         """Return the halves of a segment in which XLNet's objective predicts tokens."""
         return halves_of(self.segment_len, reuse_len=self.step_len, predicted_len=self.num_predicted)

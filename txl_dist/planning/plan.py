@@ -293,7 +293,7 @@ class _Planner:
             memory_lens=config.train.memory_per_layer(config.model.num_layers),
             microbatch_lanes=config.train.microbatch_lanes,
             step_len=config.train.step_len,
-            num_targets=config.train.num_predicted if config.train.is_permutation else 0,
+            num_targets=config.train.num_targets,
         )
         precision = config.engine.precision
         if config.engine.dtype == "fp32" or (precision == "bf16" and not self.gpu.has_bf16):
@@ -323,7 +323,7 @@ class _Planner:
             segment_len=train.segment_len,
             memory_lens=train.memory_per_layer(config.model.num_layers),
             step_len=train.step_len,
-            num_targets=train.num_predicted if train.is_permutation else 0,
+            num_targets=train.num_targets,
             microbatch_lanes=plan.microbatch_lanes,
             num_microbatches=plan.num_microbatches,
             world_size=self.gpus,

@@ -65,10 +65,20 @@ class BatchMaker(NamedTuple):
         segment's targets as scored."""
         return self._replace(half_loss=half_loss)
 
-    def microbatches(self, segment: Segment, *, lanes: int) -> list[Batch]:
-        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows) each, in lane order."""
+    def microbatches(self, segment: Segment, *, lanes: int, targets: TargetBatch | None = None) -> list[Batch]:
+        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows) each, in lane order.
+
+        `targets` are those of XLNet's objective, and None for next-token prediction.
+        """
         num_lanes = segment.tokens.shape[0]
-        return [self.batch(segment, rows=slice(start, start + lanes)) for start in range(0, num_lanes, lanes)]
+        batches = []
+        for start in range(0, num_lanes, lanes):
+            rows = slice(start, start + lanes)
+            if targets is None:
+                batches.append(self.batch(segment, rows=rows))
+            else:
+                batches.append(self.ordered_batch(segment, targets, rows=rows))
+        return batches
 
     def batch(self, segment: Segment, *, rows: slice = slice(None)) -> Batch:
         """Make one batch of the segment's `rows`, by default of all rows. The tensors share the segment's memory where
@@ -105,20 +115,11 @@ class BatchMaker(NamedTuple):
             target_partition=self._partition(targets, self.softmax_edges, sizes),
         )
 
-    def ordered_microbatches(self, segment: Segment, targets: TargetBatch, *, lanes: int) -> list[Batch]:
-        """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows), for XLNet's objective. `targets`
-        contains the tokens to predict."""
-        num_lanes = segment.tokens.shape[0]
-        return [
-            self.ordered_batch(segment, targets, rows=slice(start, start + lanes))
-            for start in range(0, num_lanes, lanes)
-        ]
-
     def ordered_batch(self, segment: Segment, targets: TargetBatch, *, rows: slice = slice(None)) -> Batch:
         """Make one batch of the segment's `rows` for XLNet's objective, which predicts `targets` in a random order.
 
         The input is the last T of the segment's T + 1 tokens, and each target is one of these T tokens. With document
-        masks a token belongs to its own document.
+        masks a token belongs to its own document. CUDA graphs are not supported.
         """
         targets = targets.of_rows(rows)
         tokens = segment.tokens[rows, 1:]
@@ -134,18 +135,13 @@ class BatchMaker(NamedTuple):
             place_Bm=torch.from_numpy(targets.place_Bm),
             reuse_len=targets.reuse_len,
         )
-        token_sizes: tuple[int, ...] = ()
-        target_sizes: tuple[int, ...] = ()
-        if not self.rows_multiple:
-            token_sizes = self._sizes(tokens, tokens)
-            target_sizes = self._sizes(target_ids, target_ids)
         return Batch(
             tokens_BT=torch.from_numpy(np.ascontiguousarray(tokens)),
             targets_BT=torch.from_numpy(target_ids),
             scored_BT=torch.from_numpy(is_scored.astype(np.float32)),
             document_BT=document_BT,
-            token_partition=self._partition(tokens, self.embedding_edges, token_sizes),
-            target_partition=self._partition(target_ids, self.softmax_edges, target_sizes),
+            token_partition=self._partition(tokens, self.embedding_edges, ()),
+            target_partition=self._partition(target_ids, self.softmax_edges, ()),
             order=order,
         )
 
@@ -253,14 +249,8 @@ def read_inputs(
         # The prefetched ones, the one being trained on and the one being filled.
         num_buffers=depth + 2,
     )
-    before = stream
-    for segment, state in segments:
-        if sampler is None:
-            batches = maker.microbatches(segment, lanes=microbatch_lanes)
-        else:
-            targets = sampler.draw(segment, lanes=lanes, positions=segments.positions(before))
-            batches = maker.ordered_microbatches(segment, targets, lanes=microbatch_lanes)
-            before = state
+    for segment, targets, state in _with_targets(segments, sampler):
+        batches = maker.microbatches(segment, lanes=microbatch_lanes, targets=targets)
         num_scored = int(sum(batch.scored_BT.sum() for batch in batches))
         yield StepInput([pinned(batch, device) for batch in batches], num_scored, state)
 
@@ -285,19 +275,26 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
     maker = batch_maker(model, mask_documents=mask_documents).for_training(half_loss=train.half_loss)
     settings = TargetSettings.of(train) if train.is_permutation else None
     sampler = target_sampler(settings, corpora.first, seed=config.run.seed)
-    if sampler is None:
-        return (maker.batch(segment) for segment, _ in stream)
-    return _ordered_batches(stream, corpora.begin, maker, sampler)
+    return (
+        maker.microbatches(segment, lanes=train.num_lanes, targets=targets)[0]
+        for segment, targets, _ in _with_targets(stream, sampler)
+    )
 
 
-def _ordered_batches(
-    stream: LaneStream, state: StreamState, maker: BatchMaker, sampler: TargetSampler
-) -> Iterator[Batch]:
-    """Yield the batches of all lanes for XLNet's objective, from the stream's position `state` on."""
+def _with_targets(
+    stream: LaneStream, sampler: TargetSampler | None
+) -> Iterator[tuple[Segment, TargetBatch | None, StreamState]]:
+    """Yield each segment of a stream, its targets, and the state after it.
+
+    The targets are those of XLNet's objective. They are None without `sampler`, for next-token prediction.
+    """
+    before = stream.state
     for segment, after in stream:
-        targets = sampler.draw(segment, lanes=stream.lanes, positions=stream.positions(state))
-        yield maker.ordered_batch(segment, targets)
-        state = after
+        targets = None
+        if sampler is not None:
+            targets = sampler.draw(segment, lanes=stream.lanes, positions=stream.positions(before))
+        yield segment, targets, after
+        before = after
 
 
 def target_sampler(settings: TargetSettings | None, corpus: Corpus, *, seed: int) -> TargetSampler | None:

@@ -130,7 +130,7 @@ def stage_context(
             memory_lens=train.memory_per_layer(config.model.num_layers),
             microbatch_lanes=plan.microbatch_lanes,
             step_len=train.step_len,
-            num_targets=train.num_predicted if train.is_permutation else 0,
+            num_targets=train.num_targets,
         ),
         peak_flops=_peak_flops(ranks, precision=config.engine.precision, tflops=config.metrics.peak_tflops),
     )

@@ -112,10 +112,8 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
     else:
         copies = 3
     memories = copies * sum(train.memory_per_layer(model.num_layers)) * model.width * plan.lanes_per_rank
-    num_queries = train.segment_len
-    if train.is_permutation:
-        num_queries += train.num_predicted
-        rows += lanes * train.num_predicted
+    num_queries = train.segment_len + train.num_targets
+    rows += lanes * train.num_targets
     per_layer = rows * (24 * model.width + 10 * inner + 5 * model.ff_width) + keys * 6 * inner
     if config.engine.attention == "plain" or not model.scheme.has_distance_terms:
         num_kept = 7
