@@ -130,7 +130,7 @@ def test_a_turn_that_is_stopped_is_struck_out_and_its_prompt_comes_back(browser:
         page.locator(".token").nth(20).wait_for()
         page.click("#stop")
         page.locator("#go:not([disabled])").wait_for()
-        assert "not remembered" in page.text_content("#state")
+        assert "does not remember the struck-out text" in page.text_content("#state")
         assert page.locator("#talk > :not(.lost)").count() == 0
         assert page.input_value("#prompt") == "the cat"
         server.wait_until_idle()

@@ -110,7 +110,7 @@ _MEMORY_ROWS = (
     PlotRow(
         _MEMORY,
         "Gain from the memory",
-        "loss without minus loss with memory, nats",
+        "difference in loss, nats",
         {"": "memory_gain"},
         "memory",
         caption="Difference between the loss per token without memory and with memory.",
@@ -187,7 +187,7 @@ _LOSS_BY_POSITION = PlotRow(_MEMORY, "Loss per position in the segment", _NATS, 
 _GAIN_BY_POSITION = PlotRow(
     _MEMORY,
     "Gain from the memory per position",
-    "loss without minus loss with memory, nats",
+    "difference in loss, nats",
     {},
     by="position",
     caption="Difference between the loss of the same tokens after an empty memory and after the real memory. The "
