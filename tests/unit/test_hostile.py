@@ -165,5 +165,5 @@ def test_a_duration_of_thousands_of_digits_is_one_line() -> None:
 def test_weights_are_held_against_the_settings_before_memory_is_spent_on_a_model() -> None:
     section = ModelSection(width=1 << 20, ff_width=1 << 20, num_layers=1)
     for vocab_size in (1 << 32, 1 << 62):
-        with pytest.raises(CheckpointError, match=r"do not fit the model|are not a model of"):
+        with pytest.raises(CheckpointError, match=r"do not fit the model|belong to another model"):
             network_of(section, vocab_size=vocab_size, weights={"a": None}, dtype="fp32", where="x")  # type: ignore[dict-item]

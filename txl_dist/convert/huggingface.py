@@ -164,7 +164,8 @@ def read_parts(folder: Path) -> dict[str, Any]:
             index = read_peer_settings(folder / f"{name}.index.json").get("weight_map")
             if not isinstance(index, dict) or not all(isinstance(part, str) for part in index.values()):
                 raise CheckpointError(
-                    f"{folder / name}.index.json has no weight_map of file names. Copy the file again."
+                    f"{folder / name}.index.json is damaged: its weight_map lacks the tensors' file names. Copy the "
+                    "file again."
                 )
             weights: dict[str, Any] = {}
             # Only the last part of each name is used, so that an index cannot lead out of its folder.
@@ -173,7 +174,8 @@ def read_parts(folder: Path) -> dict[str, Any]:
                 weights |= only_tensors(part, where=str(folder))
             return weights
     raise CheckpointError(
-        f"{folder} holds neither {' nor '.join(WEIGHTS)}, as one file or in several parts. Copy the folder again."
+        f"{folder} contains no weights: neither {' nor '.join(WEIGHTS)}, nor an index ({WEIGHTS[0]}.index.json) of "
+        "weights in several files. Copy the folder again."
     )
 
 

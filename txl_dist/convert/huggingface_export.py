@@ -89,8 +89,8 @@ def export_huggingface_code(out: Path, bundle: Bundle) -> Written:
     require_causal(section, where="the model")
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"{section.positions} positions count from a segment's first token, but the exported code stores past "
-            f"tokens by their distance. Export a bundle."
+            f"a model with {section.positions} positions has no memory, but the exported code needs a memory. Export a "
+            "bundle."
         )
     if owner_of(SCHEMES, section.positions) is not None:
         raise ConfigError(

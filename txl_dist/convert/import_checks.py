@@ -133,7 +133,8 @@ def only_tensors(values: Any, *, where: str) -> Weights:
         first = names.setdefault(plain, name)
         if first != name and not torch.equal(weights[plain], weight):
             raise CheckpointError(
-                f"{where}: {first} and {name} must be the same tensor, but have different values. Keep one of the two."
+                f"{where}: {first} and {name} must be the same tensor, but have different values. Remove "
+                "one of the two from the file."
             )
         weights[plain] = weight
     return weights

@@ -74,8 +74,8 @@ def export_onnx(out: Path, bundle: Bundle) -> float:
     network = bundle.model
     if not section.scheme.uses_memory:
         raise ConfigError(
-            f"{section.positions} positions count from a segment's first token, but the exported graphs store past "
-            f"tokens by their distance. Export a bundle."
+            f"a model with {section.positions} positions has no memory, but the graphs of this format need a memory. "
+            "Export a bundle."
         )
     remedy = 'Run `pip install "txl_dist[onnx]"`'
     with translate_errors(ConfigError, "--format onnx needs packages", remedy, of=(ImportError,)):

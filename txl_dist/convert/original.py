@@ -313,9 +313,9 @@ def _cutoffs(peer_weights: Weights, settings: OriginalSettings, *, where: str) -
     if len(sizes) == 1 and CLUSTERS in peer_weights:
         shape = list(peer_weights[CLUSTERS].shape)
         raise CheckpointError(
-            f"{where}: {CLUSTERS} has shape {shape}, but a single table of embeddings does "
-            "not contain the cutoffs of the clusters. Give the cutoffs in a JSON file with --settings: "
-            '{"cutoffs": [20000, 40000], ...}.'
+            f"{where}: the softmax has several clusters ({CLUSTERS} has shape {shape}), but their cutoffs cannot be "
+            "computed, because all clusters share one table of embeddings. Give the cutoffs in a JSON file with "
+            '--settings: {"cutoffs": [20000, 40000], ...}.'
         )
     return tuple(itertools.accumulate(sizes))[:-1]
 

@@ -71,7 +71,8 @@ def check_reread(reread: Weights, exported: Weights, *, where: Path) -> None:
     different = [name for name, tensor in reread.items() if not torch.equal(tensor, exported[name].float())]
     if different:
         raise CheckpointError(
-            f"{where}: tensors differ from the exported weights: {', '.join(different[:3])}. Report this defect."
+            f"{where}: these tensors differ from the exported weights when they are read back: "
+            f"{', '.join(different[:3])}. Report this defect."
         )
 
 

@@ -223,15 +223,15 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
         else:
             detail = ""
         raise CheckpointError(
-            f"{path} is damaged, cut short, or not {kind} ({type(error).__name__}: {detail}). Copy it again, or name "
-            "another file."
+            f"{path} is damaged, cut short, or not {kind} ({type(error).__name__}: {detail}). Copy the file "
+            "again, or name another file."
         ) from error
 
 
 def _refusal(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} contains {name}, and opening the file would run this code. If you trust the file, convert it to "
-        "safetensors in the program that wrote it."
+        f"{path} is not read, because it refers to {name}, and unpickling could run this code. If you trust the file, "
+        "convert it to safetensors in the program that wrote it."
     )
 
 
@@ -245,7 +245,7 @@ def _load_torch(file: BinaryIO, path: Path) -> Any:
             raise _refusal(path, "TorchScript")
         file.seek(0)
     elif start != LEGACY_START:
-        raise ValueError("the file has neither of the formats of torch.save")
+        raise ValueError("its first bytes are not those of a file of torch.save")
     return torch.load(file, "cpu", _restricted_pickle(path), weights_only=False, mmap=False)
 
 

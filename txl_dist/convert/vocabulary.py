@@ -142,8 +142,8 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
     longer = [symbol for symbol in symbols if not _are_characters([symbol])]
     if are_characters and longer:
         raise DataError(
-            f"{where} is a vocabulary of characters, but has the symbols {longer[:3]}, which txl_dist cannot "
-            "distinguish from single characters. Remove --vocab and use ids."
+            f"{where} is a vocabulary of characters, but also has longer symbols: {longer[:3]}. txl_dist cannot "
+            "read such a vocabulary. Remove --vocab, and write texts as ids."
         )
     return _plain_values(symbols, are_characters=are_characters, lower_case=bool(fields.get("lower_case", False)))
 
@@ -226,7 +226,9 @@ def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
     try:
         tokenizer = build_tokenizer(values)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{where} does not give a tokenizer ({type(error).__name__}: {error}). {_REMEDY}") from error
+        raise DataError(
+            f"{where}: no tokenizer can be made from this vocabulary ({type(error).__name__}: {error}). {_REMEDY}"
+        ) from error
     return _check_size(tokenizer, where=where, vocab_size=vocab_size)
 
 

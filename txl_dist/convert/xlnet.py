@@ -144,8 +144,8 @@ def _section(settings: XlnetSettings, *, segment_terms: bool, tie_weights: bool,
     """Return the model section. Raises CheckpointError for an activation that this package lacks."""
     if settings.ff_activation not in _ACTIVATIONS:
         raise CheckpointError(
-            f"{where}: ff_activation is {settings.ff_activation!r}, which txl_dist lacks. It can import "
-            f"{' and '.join(_ACTIVATIONS)}."
+            f"{where}: ff_activation is {settings.ff_activation!r}, but txl_dist imports only models with "
+            f"{' or '.join(_ACTIVATIONS)}."
         )
     values = {
         "num_layers": settings.n_layer,

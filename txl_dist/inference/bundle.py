@@ -375,7 +375,8 @@ def require_causal(model: ModelSection, *, where: str) -> None:
     if model.any_order:
         raise ConfigError(
             f"{where} predicts tokens in any order (model.any_order), and this command needs a model that predicts the "
-            "next token. `txl train` evaluates it on the validation split. `txl export` writes it as a bundle."
+            "next token. `txl train` evaluates such a model on the validation split. `txl export` writes such a model "
+            "as a bundle."
         )
 
 
@@ -446,8 +447,8 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     """
     if len(weights) < model.num_layers or not 0 < vocab_size <= 1 << 32:  # before time and memory are spent on it
         raise CheckpointError(
-            f"{where}: {len(weights)} tensors are not a model of {model.num_layers} layers and {vocab_size} ids. The "
-            "weights and the settings belong to different models. Use the settings that belong to the weights."
+            f"{where}: the settings describe a model of {model.num_layers} layers and {vocab_size} token ids, but the "
+            f"{len(weights)} tensors belong to another model. Use the settings that belong to the weights."
         )
     with torch.device("meta"):
         network = TransformerXL(model, vocab_size=vocab_size)
@@ -461,7 +462,8 @@ def _fitting(model: ModelSection, *, vocab_size: int, weights: Weights, where: s
     ]
     if missing or surplus or wrong:
         raise CheckpointError(
-            f"{where}: the weights do not fit the model: missing {missing[:3]}, surplus {surplus[:3]}, {wrong[:3]}. "
+            f"{where}: the weights do not fit the model. Missing tensors: {missing[:3]}. Unexpected tensors: "
+            f"{surplus[:3]}. Wrong shapes: {wrong[:3]}. "
             "Use the settings that belong to the weights."
         )
     return list(parameters)

@@ -365,16 +365,16 @@ class LanguageModel:
             if (is_tokens or is_vectors) and inputs.shape[0] and inputs.shape[1]:
                 return is_tokens
         raise ConfigError(
-            f"inputs of {what}: give a tensor with at least one row and one position, int64 tokens [rows, positions], "
-            f"or vectors [rows, positions, {width}] of the model's type, {dtype}."
+            f"the inputs are {what}. Give a tensor with at least one row and one position: either int64 tokens of "
+            f"shape [rows, positions], or {dtype} vectors of shape [rows, positions, {width}]."
         )
 
     def _check_cache(self, memory: KVCache, *, num_rows: int, num_positions: int) -> None:
         """Raise ConfigError if a memory belongs to another model, or does not take inputs of this size."""
         if not isinstance(memory, KVCache) or memory.owner is not self.frozen:
             raise ConfigError(
-                "this memory was not made by empty_memory of this model with the model's current weights. Make the "
-                "memory again."
+                "this memory cannot be used here, because empty_memory of this model did not make it with its current "
+                "weights. Call empty_memory again."
             )
         if num_rows != memory.num_rows or num_positions > memory.chunk_len:
             raise ConfigError(
@@ -389,8 +389,8 @@ class LanguageModel:
         """Raise ConfigError if document numbers do not fit the memory and the inputs of `hidden`."""
         if (document_BT is None) != (memory.documents is None):
             raise ConfigError(
-                "document_BT is needed in each call if the memory was made with with_documents, and not allowed "
-                "otherwise."
+                "document_BT is needed in each call if the memory was made with with_documents=True, and is not "
+                "allowed for another memory."
             )
         if document_BT is None:
             return

@@ -44,7 +44,8 @@ def tokenizer_of_folder(folder: Path) -> bytes:
         has_vocabulary |= (candidate / "vocab.txt").is_file() or (candidate / VOCABULARY).is_file()
     if has_vocabulary:
         raise DataError(
-            f"{folder} holds a vocabulary without {TOKENIZER}, which says how text is split. Make this file: python -c "
+            f"{folder} contains a vocabulary but no {TOKENIZER}, and only {TOKENIZER} says how text is split into "
+            "symbols. Make this file: python -c "
             f'\'from transformers import AutoTokenizer as T; T.from_pretrained("{folder}").save_pretrained("NEW")\', '
             "and name the folder NEW."
         )
@@ -99,7 +100,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
     with translate_errors(DataError, f"{path} is not a vocabulary", "Copy the file again.", of=(OSError, ValueError)):
         values: Any = parse_json(read_bytes(path))
         if not isinstance(values, dict) or not all(type(i) is int and i >= 0 for i in values.values()):
-            raise ValueError("it holds no object of symbols and ids")
+            raise ValueError("it is not a JSON object that gives an id of 0 or more for each symbol")
         return values
 
 

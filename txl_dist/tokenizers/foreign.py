@@ -51,7 +51,7 @@ class ForeignTokenizer(Tokenizer):
         super().__init__(symbols, end_of_text=end_of_text)
         distinct = set(foreign_ids)
         if sorted(distinct - {ADDED}) != sorted(foreign_symbols) or len(distinct) != len(foreign_ids):
-            raise ValueError("foreign_ids do not name every foreign id exactly once")
+            raise ValueError("foreign_ids does not contain every id of the other program exactly once")
         if end_of_text < 0 or symbols[end_of_text] != END_OF_TEXT:
             raise ValueError(f"id {end_of_text} is not {END_OF_TEXT}")
         self.foreign_ids = np.array(foreign_ids, dtype=np.int32)

@@ -105,7 +105,7 @@ class UnigramTokenizer(ByteLevelTokenizer):
         else:
             may_lack_score = [end_of_text]
         if without_score != may_lack_score:
-            raise ValueError("a symbol has no score, or end-of-text has one")
+            raise ValueError("a symbol has no score, or the end-of-text token has a score")
         lowest = min(score for score in self.scores if score is not None)
         # GPT-2's words never mix letters and punctuation, so no text is encoded as end-of-text by its score here.
         pieces = []

@@ -115,8 +115,8 @@ def _check_plugin_tokenizer(tokenizer: Any, kind: str) -> Tokenizer:
     again = read_tokenizer(tokenizer.to_json().encode(), name=f"{kind} of a plugin")
     if again.to_json() != tokenizer.to_json():
         raise ConfigError(
-            f"the plugin's tokenizer {kind!r} reads another tokenizer from its own file. "
-            "Correct from_values of the plugin."
+            f"the plugin's tokenizer {kind!r} changes when it is written to a file and read again. Correct from_values "
+            "of the plugin."
         )
     return tokenizer
 

@@ -54,7 +54,9 @@ class WordTokenizer(SpelledTokenizer):
             self.unknown_id = self._ids[unknown]
         missing = {line_start, line_end} - {None} - self._ids.keys()
         if missing:
-            raise ValueError(f"the marks of lines {sorted(map(str, missing))} are not among the symbols")
+            raise ValueError(
+                f"the vocabulary lacks the symbols for the start or the end of a line: {sorted(map(str, missing))}"
+            )
 
     def encode(self, text: str) -> Ids:
         """Return one id per word and line mark.

@@ -202,7 +202,7 @@ def test_what_cannot_be_exact_is_refused(taken: Taken) -> None:
     ids = torch.tensor([taken.ids("abcd")] * 2)
     mask = torch.ones_like(ids)
     mask[0, -1] = 0
-    with pytest.raises(ValueError, match="padding must come before"):
+    with pytest.raises(ValueError, match="prompts that are padded on the left"):
         taken.model.generate(ids, attention_mask=mask, max_new_tokens=2)
     with pytest.raises(ValueError, match="must be a TxlMemory"):
         taken.model(ids, past_key_values=DynamicCache())
@@ -275,7 +275,7 @@ def test_the_folder_is_whole_and_replaces_only_its_own_kind(taken: Taken, tmp_pa
 def test_absolute_positions_and_other_weights_than_the_probe_has_are_refused(tmp_path: Path) -> None:
     bundle = load_bundle(make(tmp_path / "made").bundle)
     absolute = bundle.section.model_copy(update={"positions": "absolute"})
-    with pytest.raises(ConfigError, match=r"absolute positions count from.* Export a bundle"):
+    with pytest.raises(ConfigError, match=r"absolute positions has no memory.* Export a bundle"):
         export_huggingface_code(tmp_path / "out", dataclasses.replace(bundle, section=absolute))
     with torch.no_grad():
         bundle.model.blocks[0].ff_in.weight *= 1.1  # type: ignore[union-attr, operator]

@@ -117,7 +117,7 @@ def test_onnx_runtime_alone_scores_and_generates_as_the_bundle(name: str, tmp_pa
 def test_absolute_positions_and_a_missing_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = load_bundle(make(tmp_path / "made").bundle)
     absolute = bundle.section.model_copy(update={"positions": "absolute"})
-    with pytest.raises(ConfigError, match="absolute positions count from"):
+    with pytest.raises(ConfigError, match="absolute positions has no memory"):
         export_onnx(tmp_path / "out", dataclasses.replace(bundle, section=absolute))
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, "onnxscript", None)

@@ -708,7 +708,8 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
             is_padded_after = attention_mask[:, 1:] < attention_mask[:, :-1]
             if bool(is_padded_after.any()):
                 raise ValueError(
-                    "padding must come before a text that is continued. Set tokenizer.padding_side = 'left'."
+                    "generation needs prompts that are padded on the left, but the attention_mask has padding on the "
+                    "right. Set tokenizer.padding_side = 'left'."
                 )
         token_ids = inputs["input_ids"]
         if memory is not None and token_ids.shape[1] > 1:
