@@ -86,7 +86,7 @@ def parse_faults(text: str) -> list[Fault]:
         is_valid = kind in KINDS and 2 <= len(where) <= 3 and has_numbers
         if not is_valid:
             raise ValueError(
-                f"TXL_FAILPOINTS: {entry!r} is not kind:rank:step[:phase[#n]] with a kind of {', '.join(KINDS)}."
+                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N]]. KIND is {', '.join(KINDS)}."
             )
         rank, step = where[:2]
         phase = "step"

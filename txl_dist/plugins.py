@@ -72,7 +72,7 @@ def register_positions(
     """
     if build is None and (has_position_bias or has_table or sinusoids == "distances"):
         raise ConfigError(
-            f"positions {name!r}: has_position_bias, has_table and sinusoids='distances' need a build function."
+            f"positions {name!r}: has_position_bias, has_table and sinusoids='distances' need a function `build`."
         )
     scheme = PositionScheme(
         uses_memory,
@@ -108,7 +108,9 @@ def register_optimizer(
     """
     unknown = [setting for setting in settings if setting not in OptimSection.model_fields]
     if unknown:
-        raise ConfigError(f"optimizer {name!r}: [optim] has no setting {unknown[0]!r}. Name only fields of [optim].")
+        raise ConfigError(
+            f"optimizer {name!r}: [optim] has no setting {unknown[0]!r}. Let `settings` name only fields of [optim]."
+        )
     kind = OptimizerKind(settings, state_bytes, needs_whole_tensors, build=build)
     add_row(OPTIMIZERS, name, kind, what="optimizer")
 

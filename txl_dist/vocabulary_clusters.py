@@ -151,7 +151,7 @@ def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int)
         has_room = [count <= size for count, size in zip(counts, rung, strict=False)]
         if all(has_room):
             return rung
-    raise AssertionError("the highest rung has room for all tokens in each cluster")
+    raise AssertionError("the last sizes of size_ladder must have room for the tokens of every cluster")
 
 
 def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
@@ -217,7 +217,7 @@ def best_cutoffs(
     if not 1 <= num_clusters <= vocab_size or narrowest == 0:
         raise ConfigError(
             f"{vocab_size} ids of width {width} cannot be cut into num_clusters={num_clusters} with "
-            f"div_value={div_value}: each cluster needs an id and a width of at least 1. Choose a smaller "
+            f"div_value={div_value}: each cluster needs at least one id and a width of at least 1. Choose a smaller "
             "number of clusters."
         )
     if vocab_size > GRID_LEN:

@@ -247,8 +247,8 @@ def _join(*, timeout_s: int, num_threads: int) -> RankInfo:
         )
     except RuntimeError as error:  # torch's errors of networks are RuntimeErrors
         raise ConfigError(
-            f"all ranks reached {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, but cannot connect to each "
-            f"other: {first_line(error)}. Set GLOO_SOCKET_IFNAME to the interface between the nodes, and open all "
-            "ports between them."
+            f"all ranks reached {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}, but they cannot connect to "
+            f"each other: {first_line(error)}. Set GLOO_SOCKET_IFNAME to the network interface that connects the "
+            "nodes, and open all ports between the nodes."
         ) from error
     return RankInfo(rank=rank, world_size=world_size, local_rank=local_rank, device=device, num_threads=threads)

@@ -51,13 +51,13 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
     world_size = number("WORLD_SIZE", 1)
     if world_size < 1 or not 0 <= rank < world_size:
         raise ConfigError(
-            f"the variables RANK={rank} and WORLD_SIZE={world_size} contradict each other: ranks count from 0. "
-            f"Start with `txl launch`, the deepspeed launcher or torchrun. {RUN_ALONE}"
+            f"the variables RANK={rank} and WORLD_SIZE={world_size} contradict each other: RANK must be from "
+            f"0 to WORLD_SIZE - 1. Start with `txl launch`, the deepspeed launcher or torchrun. {RUN_ALONE}"
         )
     if world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         raise ConfigError(
             f"WORLD_SIZE={world_size}, but MASTER_ADDR or MASTER_PORT is not set: the ranks cannot find each other. "
-            f"Start with `txl launch`, the deepspeed launcher or torchrun, or set these variables. {RUN_ALONE}"
+            f"Start with `txl launch`, the deepspeed launcher or torchrun, or set both variables. {RUN_ALONE}"
         )
     port = number("MASTER_PORT", 0)
     return RankEnvironment(

@@ -94,7 +94,7 @@ class Overrides:
         a corpus.
         """
         if is_bundle and not data:
-            raise ConfigError(f"{target} is a bundle, which names no corpus. Name a corpus with --data.")
+            raise ConfigError(f"{target} is a bundle, and a bundle names no corpus. Name one with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
             if not getattr(self, name):
                 raise ConfigError(
@@ -142,8 +142,8 @@ class Outputs:
         is_several = overrides.num_combinations > 1
         if self.log_probs is not None and (is_several or overrides.without_memory or overrides.peer is not None):
             raise ConfigError(
-                "--log-probs needs one evaluation of the whole split. Give one value of --memory-len, --segment-len "
-                "and --clamp-len, and remove --without-memory and --protocol."
+                "--log-probs needs one evaluation of the whole split. Give at most one value to each of "
+                "--memory-len, --segment-len and --clamp-len, and remove --without-memory and --protocol."
             )
         if self.plot is not None and not is_several:
             raise ConfigError(
@@ -212,8 +212,9 @@ class AdaptationOptions:
             return
         if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
             raise ConfigError(
-                f"--adapt {self.adapt} is compared with one static evaluation of the whole split. Give one value of "
-                "--memory-len, --segment-len and --clamp-len, and remove --protocol and --log-probs."
+                f"--adapt {self.adapt} is compared with one static evaluation of the whole split. Give at most "
+                "one value to each of --memory-len, --segment-len and --clamp-len, and remove --protocol and "
+                "--log-probs."
             )
         if self.adapt == "dynamic" and not is_alone():
             raise ConfigError(
@@ -315,7 +316,7 @@ def check_output(flag: str, path: Path, *, suffixes: tuple[str, ...] = ()) -> No
     A file that this check creates is removed again.
     """
     if suffixes and path.suffix not in suffixes:
-        raise ConfigError(f"{flag} {path}: it must end in {' or '.join(suffixes)}.")
+        raise ConfigError(f"{flag} {path}: the file name must end in {' or '.join(suffixes)}.")
     if path.exists() and not path.is_file() and not path.is_dir():
         return  # to open a pipe is to wait for its reader, or to end it
     is_new = not path.exists()

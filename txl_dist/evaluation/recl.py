@@ -202,8 +202,8 @@ def _same_text(targets: Sequence[Target], settings: ReclSettings) -> Split:
             )
         if target.config.model.same_length != "off" and _memory_len(target, settings) == 0:
             raise ConfigError(
-                f"{target.path} has same_length={target.config.model.same_length!r}, which needs a memory, but memory "
-                "is off here. Give a --memory-len of 1 or more, or remove this model from the command."
+                f"{target.path} has same_length={target.config.model.same_length!r}, which needs a memory, but this "
+                "measurement uses no memory. Give a --memory-len of 1 or more, or remove this model from the command."
             )
         if target.bundle.tokenizer.fingerprint != targets[0].bundle.tokenizer.fingerprint:
             raise ConfigError(

@@ -62,8 +62,8 @@ class Target(NamedTuple):
             raise DataError(
                 f"{path} was prepared with another tokenizer than {self.path} was trained with. "
                 "If the corpus comes from text, prepare it again with --tokenizer-file and the tokenizer.json of "
-                f"{self.path}. If it comes from token ids, prepare it again with --vocab-list and the list of names "
-                f"that was used for the corpus of {self.path}."
+                f"{self.path}. If it comes from token ids, prepare it again with --vocab-list and the list of token "
+                f"names that was used for the corpus of {self.path}."
             )
         return corpus
 

@@ -137,7 +137,7 @@ def parse_axis(words: str) -> Axis:
     if name not in setting_names():
         raise ConfigError(f"--grid {words}: {unknown_setting(name)}")
     if name in _NOT_AN_AXIS:
-        raise ConfigError(f"--grid {words}: {name} is not an axis: {_NOT_AN_AXIS[name]}.")
+        raise ConfigError(f"--grid {words}: a sweep cannot vary {name}: {_NOT_AN_AXIS[name]}.")
     if not text.strip():
         raise ConfigError(f"--grid {words} has no values. Write --grid {name}=VALUE,VALUE.")
     values = tuple(value_of(name, entry.split()) for entry in text.split(","))
@@ -169,7 +169,7 @@ def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) 
             settings["run.dir"] = str(out / folder_name)
             trials.append(Trial(point, values, changed(base, settings)))
     if len(trials) < 2:
-        raise ConfigError("one run is not a sweep. Give --grid section.key=VALUE,VALUE, or more --seeds.")
+        raise ConfigError("a sweep needs two runs or more. Give --grid section.key=VALUE,VALUE, or --seeds 2 or more.")
     run_dirs = {trial.run_dir for trial in trials}
     if len(run_dirs) < len(trials):
         raise ConfigError("two values of --grid give the same folder name. Remove one of the two values.")

@@ -235,7 +235,7 @@ def _check_question(question: PlanOptions) -> None:
         ("--vocab-size", question.vocab_size, 2, 10**9),
     ):
         if not least <= value <= most:  # which NaN is not
-            raise ConfigError(f"{flag} {value} is out of range: give {least:,} to {most:,}.")
+            raise ConfigError(f"{flag} {value} is out of range. Give a value from {least:,} to {most:,}.")
 
 
 def usable_gpus(num_lanes: int, *, gpus: int) -> tuple[int, list[str]]:
@@ -366,7 +366,7 @@ class _Planner:
             sizes = [size for size, config in zip(sizes, staged, strict=True) if _is_valid(config)]
         if not sizes:
             raise ConfigError(
-                f"train.phases: on {counted(self.gpus, 'GPU')} no micro-batch divides the number of lanes "
+                f"train.phases: on {counted(self.gpus, 'GPU')} no micro-batch size divides the number of lanes "
                 "of every phase. Give a smaller --gpus."
             )
         for stage in range(4):

@@ -41,7 +41,7 @@ def listen(serving: Serving) -> socket.socket:
         if error.errno == errno.EACCES:
             raise ConfigError(
                 f"--port {serving.port}: ports below {_first_free_port()} are reserved for root. Choose a higher "
-                f"--port, for instance {serving.port + 8000}, and forward the low port to this port."
+                f"--port, for instance {serving.port + 8000}, and forward port {serving.port} to the higher port."
             ) from error
         raise ConfigError(
             f"cannot listen on {serving.host}, port {serving.port}: {error.strerror}. Stop the program that uses this "

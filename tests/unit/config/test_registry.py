@@ -117,7 +117,7 @@ def test_settings_that_lie_in_a_checkpoint_import_nothing(write: Callable[[str, 
         ),
         (
             "from txl_dist import plugins\nplugins.register_positions('x', sinusoids='distances')\n",
-            "need a build function",
+            "need a function `build`",
         ),
     ],
 )

@@ -328,7 +328,7 @@ def test_an_error_that_is_none_of_memory_stays_what_it_is(made: Made, monkeypatc
 
 
 def test_a_bundle_without_a_corpus_is_refused_as_a_wrong_call(made: Made) -> None:
-    with pytest.raises(ConfigError, match="is a bundle, which names no corpus"):
+    with pytest.raises(ConfigError, match="is a bundle, and a bundle names no corpus"):
         evaluate_trained(made.bundle, data="", overrides=Overrides(), baselines=False, outputs=Outputs())
 
 
@@ -548,7 +548,7 @@ def test_absolute_positions_that_were_allowed_a_memory_are_scored_with_it(tmp_pa
 @pytest.mark.parametrize(
     ("outputs", "changes", "message"),
     [
-        ({"log_probs": "p.txt"}, {}, r"--log-probs .*p.txt: it must end in .npz or .jsonl"),
+        ({"log_probs": "p.txt"}, {}, r"--log-probs .*p.txt: the file name must end in .npz or .jsonl"),
         (
             {"log_probs": "none/p.npz"},
             {},
@@ -558,7 +558,7 @@ def test_absolute_positions_that_were_allowed_a_memory_are_scored_with_it(tmp_pa
         ({"log_probs": "p.npz"}, {"without_memory": True}, "--log-probs needs one evaluation"),
         ({"log_probs": "p.npz"}, {"protocol": "original"}, "--log-probs needs one evaluation"),
         ({"plot": "p.png"}, {}, "--plot draws losses over several lengths"),
-        ({"plot": "p.svg"}, {"memory_len": (0, 8)}, "--plot .*p.svg: it must end in .png"),
+        ({"plot": "p.svg"}, {"memory_len": (0, 8)}, "--plot .*p.svg: the file name must end in .png"),
         ({"plot": "none/p.png"}, {"memory_len": (0, 8)}, "cannot write .*p.png"),
         ({"json": "none/p.json"}, {}, "cannot write .*p.json"),
     ],

@@ -85,7 +85,7 @@ def test_every_point_is_run_with_every_seed_those_of_the_first_seed_first(tmp_pa
 
 def test_seeds_alone_are_a_sweep_and_one_run_is_none(tmp_path: Path) -> None:
     assert [trial.run_dir.name for trial in trials_of(Config(), [], num_seeds=2, out=tmp_path)] == ["seed=1", "seed=2"]
-    with pytest.raises(ConfigError, match="one run is not a sweep"):
+    with pytest.raises(ConfigError, match="a sweep needs two runs or more"):
         trials_of(Config(), [], num_seeds=1, out=tmp_path)
 
 

@@ -240,7 +240,7 @@ def test_the_command_prints_and_writes_json_and_a_picture(
         (["--gpus", "0", "--gpu", "h100"], "--gpus 0 is out of range"),
         (
             ["--gpus", "4", "--gpu", "h100", "--interconnect", "0"],
-            "--interconnect 0.0 is out of range: give 0.001 to",
+            "--interconnect 0.0 is out of range. Give a value from 0.001 to",
         ),
         (["--gpus", "4", "--gpu", "h100", "--interconnect", "nan"], "--interconnect nan is out of range"),
         (["--gpus", "4", "--gpu", "h100", "--interconnect", "inf"], "--interconnect inf is out of range"),

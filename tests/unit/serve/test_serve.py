@@ -232,7 +232,7 @@ REFUSED: list[tuple[Any, int, str]] = [
     ({"prompt": "a", "allowed_token_ids": [99999]}, 400, "allowed_token_ids: 99999 is not an id"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
     ({"prompt": "a", "stop": ["a"] * 17}, 400, "stop"),
-    ({"prompt": "a", "stream_options": {}}, 400, "stream_options need stream"),
+    ({"prompt": "a", "stream_options": {}}, 400, "stream_options is used only with stream"),
     (
         {"prompt": "a", "stream": True, "stream_options": {"x": 1}},
         400,
@@ -295,7 +295,7 @@ WITH_OPENAIS_CLIENT: dict[str, list[tuple[Any, str]]] = {
     "seed": [(None, ""), (0, ""), (2**62, ""), (-1, "seed: input should be greater than or equal to 0")],
     "stop": [(None, ""), ("a", ""), (["a", "b"], ""), ("", "stop: string should have at least 1 character")],
     "stream": [(None, ""), (False, "")],
-    "stream_options": [(None, ""), ({"include_usage": True}, "stream_options need stream")],
+    "stream_options": [(None, ""), ({"include_usage": True}, "stream_options is used only with stream")],
     "suffix": [(None, ""), ("", ""), ("b", "suffix: not supported")],
     "temperature": [(None, ""), (0, ""), (2, ""), (-1, "temperature: input should be greater")],
     "top_p": [(None, ""), (0.5, ""), (2, "top_p: input should be less than or equal to 1")],
