@@ -1,8 +1,9 @@
 """Detection of the kind of artifact in a folder: corpus, run, checkpoint, bundle, export, or nothing.
 
-The names of the files in a folder decide. No file is opened or verified. Every command checks its paths with this
-module before it imports torch. A path of a wrong kind ends the command with a message of one line, which names the kind
-and the commands for it. A damaged folder keeps its kind, and the code that reads the folder reports the damage.
+The names of the files in the folder decide the kind. No file is opened or verified. Every command checks its paths with
+this module before it imports torch. If a path is of a wrong kind, the command ends with a message of one line. The
+message names the kind of the path, and the commands that use this kind. A damaged folder keeps its kind, and the code
+that reads the folder reports the damage.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FORMAT_VERSION = 4
 READABLE_VERSIONS = (2, 3, 4)
 """Format versions of the checkpoints that this package reads. Version 1, written by 0.1.0, consisted of DeepSpeed's own
 files, which are pickles. Version 2 has one memory length for all layers. Version 3 has a memory length for each layer
-(`train.memory_lens`). Version 4 renames a key of the position in the text."""
+(`train.memory_lens`). Version 4 has another name for one key of the stored position in the text."""
 GRAPHS, CODE = ("token.onnx", "chunk.onnx"), "modeling_txl.py"
 """Names of files: the graphs in a folder of ONNX graphs, and the code in a Hugging Face folder."""
 CHECKPOINT_NAME = re.compile(r"step_\d{9}")
@@ -40,7 +41,7 @@ CHECKPOINT_NAME = re.compile(r"step_\d{9}")
 _MOST_NAMES = 4
 """Maximum number of folders that a message lists."""
 _MOST_LOOKED_AT = 1000
-"""Maximum number of subfolders whose kind is checked."""
+"""Maximum number of subfolders of a folder whose kind is checked, to name a better path in a message."""
 
 
 class ArtifactKind(Enum):
@@ -73,7 +74,8 @@ _USES = {
     "was exported.",
     ArtifactKind.ONNX: "ONNX Runtime runs these graphs. Use the run or bundle from which they were exported.",
 }
-"""Sentence for each kind of artifact: the commands that use it. `{path}` stands for the path of the artifact."""
+"""Sentences for messages, one per kind of artifact. A sentence names the commands that use artifacts of this kind.
+`{path}` stands for the path of the artifact."""
 _MAKERS = {
     ArtifactKind.CORPUS: "`txl prepare` writes a corpus",
     ArtifactKind.RUN: "`txl train` writes a run, with its checkpoints in RUN/checkpoints",
@@ -83,7 +85,7 @@ _MAKERS = {
     ArtifactKind.HUGGINGFACE_CODE: "`txl export --format huggingface-code` writes a Hugging Face folder with code",
     ArtifactKind.ONNX: "`txl export --format onnx` writes a folder of ONNX graphs",
 }
-"""Clause for each kind of artifact: the command that writes it."""
+"""Clauses for messages, one per kind of artifact. A clause names the command that writes artifacts of this kind."""
 _MARKS = {
     ArtifactKind.CORPUS: "index.json",
     ArtifactKind.RUN: SETTINGS,
@@ -93,7 +95,8 @@ _MARKS = {
     ArtifactKind.HUGGINGFACE_CODE: CODE,
     ArtifactKind.ONNX: GRAPHS[0],
 }
-"""Name of the file by which messages describe a folder of each kind, for instance index.json for a corpus."""
+"""File names for messages, one per kind of artifact: a file by which a folder of this kind is recognized, for instance
+index.json for a corpus."""
 
 
 def detect_artifact(path: str | Path) -> ArtifactKind:
@@ -199,7 +202,7 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
 def _subfolders_of_kind(folder: Path, wanted: tuple[ArtifactKind, ...]) -> list[Path]:
     """Return the subfolders that are of one of these kinds, in the order of their names.
 
-    Only the last thousand subfolders are checked, because a home folder may hold a million of them.
+    Only the last thousand subfolders are checked, because a home folder may hold a million subfolders.
     """
     try:
         with os.scandir(folder) as entries:
@@ -250,7 +253,8 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
 
 
 def steps_to_keep(steps: Sequence[int], *, keep_last: int, keep_every: int, best: Collection[int] = ()) -> set[int]:
-    """Return the steps whose checkpoints are kept: the last `keep_last`, the multiples of `keep_every`, and `best`.
+    """Return the steps whose checkpoints are kept: the last `keep_last` steps, the multiples of `keep_every`, and the
+    step `best`.
 
     `steps` are the steps of all checkpoints, in ascending order. With `keep_every` 0 no multiples are kept. The result
     contains only steps that have a checkpoint.

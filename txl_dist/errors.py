@@ -115,7 +115,8 @@ class LostRankError(TxlError, RuntimeError):
 def translate_errors(
     kind: type[TxlError], what: str, remedy: str = "", *, of: tuple[type[Exception], ...] = (OSError,)
 ) -> Iterator[None]:
-    """Return a context manager that replaces an error in its block by a `kind` with the message `what: reason. remedy`.
+    """Return a context manager that replaces an error in its block by an error of class `kind` with the message `what:
+    reason. remedy`.
 
     `of` lists the classes of errors that are replaced. A TxlError passes unchanged.
     """

@@ -58,8 +58,8 @@ class Fault(NamedTuple):
 def failpoint(phase: str, *, step: int) -> str:
     """Cause the fault that TXL_FAILPOINTS injects for this rank, step and phase, if any.
 
-    Returns the kind of a fault that the caller must cause, else "". Some faults are an OSError or a RuntimeError, which
-    this function raises. Raises ValueError if TXL_FAILPOINTS cannot be parsed.
+    Returns the kind of a fault that the caller must cause, else "". For some kinds of faults this function raises an
+    OSError or a RuntimeError. Raises ValueError if TXL_FAILPOINTS cannot be parsed.
     """
     faults = _pending_faults()
     for index, fault in enumerate(faults):

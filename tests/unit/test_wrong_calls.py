@@ -32,7 +32,7 @@ PATHS: list[tuple[str, str]] = [
     ("evaluate hf", "hf is a Hugging Face folder.* `txl import hf BUNDLE --format huggingface`"),
     ("evaluate runs", "contains runs/x. Give one of these paths"),
     ("evaluate runs/y", "runs/y does not exist. Name .*: runs has runs/x"),
-    ("evaluate bundles/x", "is a bundle, and a bundle names no corpus. Name one with --data"),
+    ("evaluate bundles/x", "is a bundle, and a bundle names no corpus. Name a corpus with --data"),
     ("evaluate runs/x --data runs/x", "--data runs/x is a run, not a corpus"),
     ("evaluate runs/x/config.toml", "is a file of a run. Name the folder: runs/x"),
     ("generate data/x", "data/x is a corpus, not a run, a checkpoint or a bundle"),

@@ -44,7 +44,7 @@ def recl(
         require(data, ArtifactKind.CORPUS, what="--data")
     elif kinds[0] is ArtifactKind.BUNDLE:
         raise ConfigError(
-            f"{targets[0]} is a bundle, which names no corpus. "
+            f"{targets[0]} is a bundle, and a bundle names no corpus. "
             "Name a corpus with --data, or name a run before the bundle."
         )
     announce_ranks(

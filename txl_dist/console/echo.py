@@ -1,9 +1,10 @@
 """Output for people, in which text from files cannot control the terminal.
 
-File names, splits, fields of an exported model, records and generated text may contain escape sequences. These can move
-the cursor, rename the window or overwrite earlier output. So control characters except newline and tab, marks of
-writing direction, and lone surrogates are escaped (\\x1b). This applies to the output of commands, log lines and
-errors. Only text that a model generates is written unchanged to a file or a pipe. On a terminal it is escaped too.
+File names, splits, fields of an exported model, records and generated text may contain escape sequences. Escape
+sequences can move the cursor, rename the window or overwrite earlier output. So control characters except newline and
+tab, marks of writing direction, and lone surrogates are escaped (\\x1b). This applies to the output of commands, log
+lines and errors. The exception is text that a model generates. It is escaped on a terminal, and written unchanged to a
+file or a pipe.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _FIRST_COLUMN = re.compile(r"\s+(\S+\s{2,})?|usage: ")
 
 
 class LostOutputError(OSError):
-    """Failed write to standard output, for instance because its disk is full."""
+    """Error for a failed write to standard output, for instance because its disk is full."""
 
 
 def guard_streams() -> None:
-    """Prepare standard output and standard error of this process for full disks and readers that have ended.
+    """Prepare standard output and standard error of this process for a full disk, and for a pipe whose reader has
+    ended.
 
-    A failed write to standard output raises LostOutputError, or BrokenPipeError if its reader has ended. A failed write
-    to standard error is ignored, so that a lost message never changes what a command does.
+    A failed write to standard output raises LostOutputError, or BrokenPipeError if the reader of the pipe has ended. A
+    failed write to standard error is ignored, so that a lost message never changes what a command does.
     """
     # Python has None for a stream that was closed before it started.
     if sys.stdout is None:
@@ -44,7 +46,8 @@ def guard_streams() -> None:
 
 
 def flush_output() -> None:
-    """Flush standard output. Raises LostOutputError or BrokenPipeError."""
+    """Write the buffered standard output. Raises LostOutputError if the write fails, or BrokenPipeError if the reader
+    of the pipe has ended."""
     sys.stdout.flush()
 
 
@@ -75,7 +78,7 @@ def _nowhere() -> TextIO:
 
 
 def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
-    """Return a stream that writes to the same file through the class `kind`.
+    """Return a stream that writes to the file of `stream` through the class `kind`.
 
     A stream without a file, as in a notebook, is returned unchanged.
     """
@@ -97,8 +100,8 @@ def _reopened(stream: TextIO, kind: type[io.FileIO]) -> TextIO:
 def fitted(text: str, *, width: int = 0) -> str:
     """Wrap each long line of a text to a width in columns. A width of 0 means the width of the terminal.
 
-    Continuation lines are indented like the first word of their line, or like its second column if the line begins with
-    a name in a column. Colour codes take no column.
+    A continuation line is indented to the first word of the line that it continues. If that line begins with a name in
+    a first column, the continuation line is indented to the second column. Colour codes take no column.
     """
     width = width or shutil.get_terminal_size().columns
     lines: list[str] = []
@@ -117,7 +120,7 @@ def fitted(text: str, *, width: int = 0) -> str:
 
 
 def echo(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
-    """Print lines for people, by default on standard output."""
+    """Print lines for people, by default on standard output. Control characters in the text are escaped."""
     if to is None:
         stream = sys.stdout
     else:
@@ -126,7 +129,7 @@ def echo(text: str, *, to: TextIO | None = None, flush: bool = False) -> None:
 
 
 def write_text(text: str) -> None:
-    """Write a piece of generated text to standard output at once. Only on a terminal is the text escaped."""
+    """Write a piece of generated text to standard output at once. The text is escaped only on a terminal."""
     stream = sys.stdout
     stream.write(_encodable(escaped(text) if stream.isatty() else text, stream))
     stream.flush()

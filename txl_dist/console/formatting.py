@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 _LONGEST_PLAIN = 1e15
-"""Smallest number that is written with an exponent."""
+"""Smallest number that `format_count` writes with an exponent."""
 _MOST_CHARACTERS = 14
-"""Maximum number of characters of a number that a person reads without counting digits."""
+"""Maximum number of characters of a number that `bounded` writes without an exponent. A person cannot read a longer
+number without counting its digits."""
 _COUNT_UNITS = ((1e12, 1e12, "T"), (1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))
 """Smallest value, divisor and letter of each unit of a count, the largest unit first."""
 
@@ -109,9 +110,9 @@ def counted(number: int, noun: str, plural: str = "") -> str:
 
 
 def cluster_starts(cutoffs: Sequence[object]) -> str:
-    """Return a sentence with the first ids of the clusters of an adaptive softmax.
+    """Return a text with the first token id of each cluster of an adaptive softmax after the first cluster.
 
-    A value that is not an integer is written as it is.
+    A cutoff that is not an integer is written as it is.
     """
     starts = []
     for start in cutoffs:  # a damaged file may hold anything

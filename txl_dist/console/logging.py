@@ -23,8 +23,8 @@ from txl_dist.io.files import open_to_append
 
 logger = logging.getLogger("txl_dist")
 FIT = "fit"
-"""Name of an extra attribute of a log record: a function that shortens the message to a number of columns. A file gets
-the whole line."""
+"""Name of an extra attribute of a log record. The attribute is a function that shortens the message to a number of
+columns for a terminal. A log file gets the whole message."""
 _COLOURS = {logging.WARNING: "33", logging.ERROR: "31", logging.CRITICAL: "31"}
 _WIDTH_OF_A_TERMINAL = 80
 """Columns that are assumed for a terminal whose width is unknown."""
@@ -41,7 +41,8 @@ class GrowingFile:
     def __init__(self, path: Path, *, separator: bytes = b"") -> None:
         """Keep the path without opening the file.
 
-        The separator is written after each piece. It is also written first if a killed run left it out.
+        The separator is written after each piece. It is also written before the first piece if a killed run did not
+        write it after its last piece.
         """
         self.path = path
         self._separator = separator
@@ -134,7 +135,7 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _width(stream: Any) -> int:
-    """Return the columns of a terminal. The variable COLUMNS takes precedence, as in other programs."""
+    """Return the number of columns of a terminal. The variable COLUMNS takes precedence, as in other programs."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns):
         return int(columns)

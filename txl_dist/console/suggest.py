@@ -2,9 +2,9 @@
 
 Names are compared by difflib, ignoring case and hyphens. A setting (`section.key`) can be written under a wrong section
 or under none. It is then slightly less similar than under its own section. So `train.lr` gives the suggestion
-`optim.lr`. All equally similar names are suggested. Of equally similar keys in other sections only the first is
-suggested, so `model.memory_len` gives `train.memory_len` and not the setting of the evaluation. This module imports no
-torch.
+`optim.lr`. All equally similar names are suggested. The exception is a key that several other sections have: only the
+first of these settings is suggested. So `model.memory_len` gives `train.memory_len` and not the setting of the
+evaluation. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def nearest(name: str, known: Iterable[str], *, least_alike: float = LEAST_ALIKE
     """Return the names of `known` that are most similar to `name`. The list is empty if all are less similar than
     `least_alike`.
 
-    A known name with a dot is a setting, and its key alone is compared too.
+    A known name with a dot is a setting (`section.key`). The key without its section is compared too.
     """
     if len(name) > MAX_LEN:
         return []
@@ -62,7 +62,7 @@ def _plain(name: str) -> str:
 
 
 def _similarity(name: str, other: str) -> tuple[float, bool]:
-    """Return (similarity of two names, whether it was found by the key of a setting alone)."""
+    """Return (similarity of two names, whether it is the similarity of the keys without their sections)."""
     whole = SequenceMatcher(None, name, other).ratio()
     if "." not in other:
         return whole, False

@@ -1,4 +1,5 @@
-"""Process groups, collectives, and decisions that all ranks make together. Everything works for one process too.
+"""Process groups, collectives, and decisions that all ranks make together. All functions also work in a job of one
+process.
 
 The `deepspeed` launcher, torchrun and srun wrappers describe a job by the variables RANK, WORLD_SIZE, LOCAL_RANK,
 MASTER_ADDR and MASTER_PORT. Without these variables the job has one rank. On GPUs, collectives of tensors on the device
@@ -128,7 +129,8 @@ def all_reduce_sum(values: Tensor) -> Tensor:
 
 
 def all_reduce_flags(votes: StepFlags, *, world_size: int) -> StepFlags:
-    """Combine the flags of all ranks, and return the flags of the job. All ranks call it together, between steps.
+    """Combine the flags of all ranks, and return the flags of the job. All ranks call this function together, between
+    steps.
 
     Within a step this call is not needed, because the reduction of the step includes the flags.
     """
@@ -152,11 +154,12 @@ def broadcast_object(value: T) -> T:
 
 
 def run_on_all_ranks(action: Callable[[], T]) -> T:
-    """Run `action` on every rank and return the result of this rank. If it raises on any rank, every rank raises.
+    """Run `action` on every rank and return the result of this rank.
 
-    So no rank waits in the next collective for a rank that has failed. The error of the lowest rank that failed is
-    raised. A TxlError is raised on every rank. Any other exception is raised unchanged on the rank where it occurred,
-    and as a TxlError on the other ranks. `action` must not use collectives.
+    If `action` raises on any rank, every rank raises. So no rank waits in the next collective for a rank that has
+    failed. The error of the lowest rank that failed is raised. A TxlError is raised on every rank. Any other exception
+    is raised unchanged on the rank where it occurred, and as a TxlError on the other ranks. `action` must not use
+    collectives.
     """
     result: Any = None
     error: Exception | None = None
@@ -202,7 +205,8 @@ def get_rank() -> int:
 
 
 def local_world_size(default: int) -> int:
-    """Return the number of ranks on this machine, as deepspeed, torchrun or a script sets it, or else `default`."""
+    """Return the number of ranks on this machine, which deepspeed, torchrun or a script sets in a variable. Return
+    `default` if the variable is not set."""
     local_size = os.environ.get("LOCAL_SIZE", str(default))
     return int(os.environ.get("LOCAL_WORLD_SIZE", local_size))
 
@@ -210,7 +214,7 @@ def local_world_size(default: int) -> int:
 def uses_gpu() -> bool:
     """Return whether this process uses a GPU.
 
-    DS_ACCELERATOR=cpu always means the CPU, although DeepSpeed's launcher may make hidden GPUs visible to the ranks.
+    DS_ACCELERATOR=cpu always means the CPU, even if DeepSpeed's launcher makes hidden GPUs visible to the ranks.
     """
     return torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
 

@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 MAPPED_BYTES = 1 << 21
-"""Blocks of at least this many bytes are mapped separately. It is the size of a huge page."""
+"""Blocks of at least this many bytes are mapped separately. The value is the size of a huge page."""
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _HEAP_KEPT_BYTES = 64 << 20

@@ -29,7 +29,7 @@ class ProcessId(NamedTuple):
     """Clock ticks from boot to the start of the process. Changes of the wall clock do not affect it."""
 
     def lives(self) -> bool | None:
-        """Return whether the process still exists, running or stopped. Returns None if this host cannot know it."""
+        """Return whether the process still exists, running or stopped. Returns None if this host cannot find out."""
         if not self.place or (self.host, self.place) != _here():
             return None
         status = _status(self.pid)

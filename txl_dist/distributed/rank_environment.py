@@ -71,9 +71,9 @@ def read_rank_environment(environment: Mapping[str, str]) -> RankEnvironment:
 
 
 def without_local_rank(words: Sequence[str]) -> list[str]:
-    """Return the words of a command without `--local_rank=N`. The variable LOCAL_RANK has the same value.
+    """Return the words of a command without `--local_rank=N`.
 
-    The `deepspeed` launcher adds this word to the command.
+    The `deepspeed` launcher adds this word to the command, and sets the variable LOCAL_RANK to the same value.
     """
     return [word for word in words if not word.startswith(("--local_rank=", "--local-rank="))]
 

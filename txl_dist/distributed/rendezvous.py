@@ -26,9 +26,10 @@ from txl_dist.errors import ConfigError
 NO_ANSWER_S = 30
 """Seconds, in addition to the timeout, that the ranks wait for the answer of rank 0."""
 SAY_AFTER_S = 3.0
-"""Seconds of waiting after which a line that names the missing ranks is printed."""
+"""Seconds that a rank waits before it prints a line with the missing ranks."""
 _PIECE_S = 1.0
-"""Seconds of one wait. A long wait is divided, because torch does not react to signals while it waits."""
+"""Longest time in seconds of one wait in torch. A longer wait is divided into several, because torch does not react to
+signals while it waits."""
 
 
 def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:
@@ -110,7 +111,8 @@ class _BoundedWait:
 
 
 def _store(*, rank: int, world_size: int, timeout_s: int) -> TCPStore:
-    """Connect to the key-value store of the job. Rank 0 creates this store. Raises ConfigError if that fails."""
+    """Connect to the key-value store of the job. Rank 0 creates this store. Raises ConfigError if the connection
+    fails."""
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun made it
@@ -193,7 +195,7 @@ def free_port() -> int:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an exception of torch. Its further lines are a stack trace."""
+    """Return the first line of the message of a torch exception. The further lines of the message are a stack trace."""
     lines = str(error).splitlines()
     if not lines:
         return type(error).__name__

@@ -1,9 +1,11 @@
-"""Functions that compute the losses of segments in order, each segment with the state after the previous segment.
+"""Functions that compute the losses of segments in order. Each segment starts from the state after the previous
+segment.
 
-Fixed weights (`static`), a neural cache (`with_cache`) and weights that learn (`dynamic`) each have such a function.
-`static`, `with_cache` and `dynamic` return `(losses, first)`: the function, and the state before the first segment. The
-call `losses(batch, state)` returns `(nll_BT, next state)`, as `train.report.evaluate` expects. For `static` and
-`with_cache` the state holds keys and values of the past if the positional scheme supports a memory, else hidden states.
+`static` is for fixed weights, `with_cache` for a neural cache, and `dynamic` for weights that learn. These three
+functions return `(losses, first)`. `losses` computes the losses of one segment, and `first` is the state before the
+first segment. The call `losses(batch, state)` returns `(nll_BT, next state)`, as `train.report.evaluate` expects. For
+`static` and `with_cache` the state holds keys and values of the past if the positional scheme supports a memory, else
+hidden states.
 """
 
 from __future__ import annotations
@@ -212,5 +214,6 @@ def dynamic(
 
 
 def train_cut(train: Split, cut: EvaluationText) -> EvalStream:
-    """Cut a training split into segments like the validation split: as many lanes, with segments of the same length."""
+    """Cut a training split into as many lanes as `cut`, the validation split, has, and into segments of the same
+    length."""
     return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

@@ -52,7 +52,7 @@ class LogProbs:
 
 
 def write_log_probs(path: Path, split: Split, log_p_N: Tensor) -> None:
-    """Write a file with the log-probability of each scored token. Raises OSError if it cannot be written.
+    """Write a file with the log-probability of each scored token. Raises OSError if the file cannot be written.
 
     The file's columns are `token` (the id), `log_p` (nats) and `document` (number in the split). An .npz file has the
     columns as arrays. Any other file has one JSON object per line. The file's content is built in memory as a whole.

@@ -16,7 +16,8 @@ from txl_dist.console.formatting import flag_of
 from txl_dist.errors import ConfigError
 
 _MOST = 1 << 20
-"""Upper limit for tokens and lanes: more than any useful memory, and less than what the settings allow."""
+"""Largest allowed number of tokens or lanes in an option. It is larger than any useful value, and smaller than the
+limits of the settings."""
 _Length = Annotated[int, Field(ge=0, le=_MOST)]
 _LengthOrTrained = Annotated[int, Field(ge=-1, le=_MOST)]
 _AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag, the value of training is used"
@@ -53,9 +54,9 @@ class Overrides:
     """Settings in which an evaluation differs from training. The defaults change nothing. Weights are never changed."""
 
     split: str = ""
-    """Split to score. Default: the run's split."""
+    """Split to score. Default: data.eval_split of the run."""
     memory_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
-    """Tokens of memory. -1: as in training. Several values are scored in turn."""
+    """Length of the memory in tokens. -1: as in training. The model is scored once for each value."""
     segment_len: Annotated[tuple[_Length, ...], Rule(_AS_TRAINED)] = (0,)
     """Tokens per forward pass. 0: as in training. All combinations with --memory-len and --clamp-len are scored."""
     num_lanes: Annotated[_Length, Rule(f"0 to {_MOST:,} lanes")] = 0
@@ -67,7 +68,7 @@ class Overrides:
     """Largest distance, in tokens, with its own encoding. -1: as in training. 0: no limit."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
     """Keys that a query sees. memory: memory_len keys (original PyTorch code, Hugging Face). memory_and_self: one key
-    more (NVIDIA, TensorFlow). off: all of memory and segment."""
+    more (NVIDIA, TensorFlow). off: the whole memory, and the segment up to the query."""
     zero_memory: bool = False
     """Start with a memory of zeros, which queries attend to (Hugging Face, TensorFlow)."""
     without_memory: bool = False
@@ -94,7 +95,7 @@ class Overrides:
         a corpus.
         """
         if is_bundle and not data:
-            raise ConfigError(f"{target} is a bundle, and a bundle names no corpus. Name one with --data.")
+            raise ConfigError(f"{target} is a bundle, and a bundle names no corpus. Name a corpus with --data.")
         for name, example in (("memory_len", "0 64 512"), ("segment_len", "16 64"), ("clamp_len", "0 400")):
             if not getattr(self, name):
                 raise ConfigError(
@@ -168,8 +169,8 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptationOptions:
-    """Options of an additional score, of a model that adapts to the text that it has scored. The static score stays
-    unchanged."""
+    """Options of an additional evaluation, in which the model adapts to the text that it has scored. The score of the
+    model that does not adapt stays unchanged."""
 
     adapt: Literal["off", "dynamic", "cache"] = "off"
     """Also score a model that adapts to the text. dynamic: a gradient step after each segment (Krause et al. 2019).
@@ -179,7 +180,8 @@ class AdaptationOptions:
     adapt_batches: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} batches")] = 150
     """dynamic: number of training batches from which gradient sizes are computed."""
     adapt_lr: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 2e-6
-    """dynamic: learning rate. It is relative to gradient sizes summed over --adapt-batches, so tune both together."""
+    """dynamic: learning rate. It is relative to gradient sizes summed over --adapt-batches, so tune --adapt-lr and
+    --adapt-batches together."""
     adapt_decay: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 0.0
     """dynamic: rate at which weights return to their trained values."""
     adapt_eps: Annotated[float, Field(gt=0, allow_inf_nan=False), Rule("above 0")] = 1e-5
@@ -187,7 +189,7 @@ class AdaptationOptions:
     cache_share: Annotated[float, Field(ge=0, lt=1), Rule("0 or more and below 1")] = 0.1
     """cache: weight of the cache in the mixture of probabilities, 0 to below 1."""
     cache_theta: Annotated[float, Field(ge=0, allow_inf_nan=False), Rule("0 or more")] = 1.0
-    """cache: factor of the dot products of hidden states. 0: all kept tokens have the same weight."""
+    """cache: factor by which dot products of hidden states are multiplied. 0: all kept tokens have the same weight."""
     cache_window: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 500
     """cache: number of past tokens to keep per lane (batch row)."""
 
@@ -235,13 +237,13 @@ class ReclSettings:
     """Options of the measurement of the context length that a group of models uses (`txl recl`)."""
 
     split: str = ""
-    """Split to score. Default: the first run's split."""
+    """Split to score. Default: data.eval_split of the first run."""
     step: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} tokens")] = 100
     """Tokens by which the context grows, and length of the shortest context."""
     max_context: Annotated[_Length, Rule(f"0 to {_MOST:,} tokens")] = 1000
     """Longest context, in tokens."""
     r: tuple[float, ...] = (0.1, 0.5, 1.0)
-    """Shares of the targets, the hardest ones, on which the RECL is computed. One result per share."""
+    """Shares of the targets (the hardest targets) on which the RECL is computed. One result per share."""
     num_tokens: Annotated[int, Field(ge=1, le=_MOST), Rule(f"1 to {_MOST:,} targets")] = 500
     """Number of targets drawn from the split. Each target is scored after every length of context."""
     memory_len: Annotated[_LengthOrTrained, Rule(_AS_TRAINED)] = -1

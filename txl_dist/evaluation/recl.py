@@ -73,7 +73,8 @@ class Recl(NamedTuple):
     is_longest: bool
     """Whether the model still gained at the longest context, so that its true value may be larger than `context`."""
     gains: list[float]
-    """Relative gains g_i(c, c + step) of every context c but the longest, also of contexts beyond the RECL."""
+    """Relative gains g_i(c, c + step) of every context c except the longest, including contexts that are longer than
+    the RECL."""
 
     def __str__(self) -> str:
         if self.is_longest:
@@ -129,8 +130,8 @@ def compare_contexts(
     Only rank 0 returns lines.
 
     Raises ConfigError if the settings leave nothing to measure, a file cannot be written, or tokenizers differ. Also
-    raises it for a model with document masks, and for a model whose queries would see no key. Raises CheckpointError or
-    DataError if a model or the corpus cannot be read.
+    raises ConfigError for a model with document masks, and for a model whose queries would see no key. Raises
+    CheckpointError or DataError if a model or the corpus cannot be read.
     """
     start_logging(rank=get_rank())
     settings.check()

@@ -43,7 +43,8 @@ Result = dict[str, Any]
 """Result of one evaluation: its numbers, and lists with the losses of parts of the text."""
 
 MEMORY_OFF = "memory off"
-"""Name of the table row that is scored without memory. The difference to other rows is the gain from memory."""
+"""Name of the table row that is scored without memory. The difference between the loss of this row and the loss of
+another row is the gain from memory."""
 TELL_EVERY_S = 30.0
 """Seconds between two lines of progress in the log."""
 
@@ -135,7 +136,7 @@ def _same_length(config: Config, overrides: Overrides, *, memory_len: int) -> st
 
 
 def _eval_values(config: Config, overrides: Overrides, *, memory_len: int, segment_len: int) -> dict[str, Any]:
-    """Return the values of section eval in the config that this evaluation changes."""
+    """Return the settings of section [eval] that this evaluation changes, with their new values."""
     peer = overrides.peer
     if peer is None:
         num_lanes = config.eval.num_lanes
@@ -315,7 +316,8 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
 
 
 def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overrides) -> None:
-    """Warn once for each flag whose value exceeds the tokens of the split, and once if rows have the same scores."""
+    """Warn once for each flag whose value exceeds the number of tokens of the split. Also warn once if several rows
+    have the same scores."""
     messages: dict[str, None] = {}
     for row, plan in zip(rows, plans, strict=True):
         messages |= dict.fromkeys(_limit_messages(row, plan.cut, overrides))
@@ -512,7 +514,7 @@ def enough_memory() -> Iterator[None]:
 
 
 def _limit_messages(row: ScoredRow, cut: EvaluationText, overrides: Overrides) -> Iterator[str]:
-    """Yield a message for each flag whose value exceeds the tokens of the split or of a lane (batch row).
+    """Yield a message for each flag whose value exceeds the number of tokens of the split or of a lane (batch row).
 
     The evaluation reduces such a value to the number of tokens that exist.
     """

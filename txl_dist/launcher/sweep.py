@@ -109,8 +109,8 @@ class PointScore(NamedTuple):
     losses: tuple[float, ...]
     """Losses at the end of training of the finished runs, in the order of the seeds."""
     problem: str
-    """Reason why a run of this point is not done. The point is then not ranked. It is empty if all runs of the point
-    are done."""
+    """Reason why a run of this point is not done. The point is then not ranked. The text is empty if all runs of the
+    point are done."""
 
     @property
     def mean(self) -> float:
@@ -207,7 +207,7 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
             listed = ", ".join(f"{change.key} {change.old} -> {change.new}" for change in changes)
             raise ConfigError(
                 f"{trial.run_dir} was made with other settings ({listed}), so its loss cannot be compared with the "
-                f"other runs. Restore these settings, or choose another --out."
+                "losses of the other runs. Restore these settings, or choose another --out."
             )
 
 
@@ -270,8 +270,8 @@ def _why_not_done(trial: Trial, code: int, *, was_asked_to_stop: bool) -> str:
 
 
 def _environment(slot: int, *, jobs: int, devices: Sequence[str]) -> Mapping[str, str]:
-    """Return the environment variables of a run: its share of cores and GPUs, and the process of the sweep. The run
-    stops when that process ends."""
+    """Return the environment variables of a run: its share of cores and GPUs, and the identity of the sweep's process.
+    The run stops when the sweep's process ends."""
     variables = {LAUNCHED_BY: json.dumps(process_id())}
     if jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
         num_cores = len(os.sched_getaffinity(0))

@@ -223,7 +223,7 @@ def test_the_command_needs_models_and_of_bundles_a_corpus(
     bundle = str(group[0].bundle)
     for words, message in (
         ([], "txl recl: error: "),
-        ([bundle], "is a bundle, and a bundle names no corpus. Name one with --data"),
+        ([bundle], "is a bundle, and a bundle names no corpus. Name a corpus with --data"),
         ([bundle, "--step", "9", "--max-context", "9"], "at least twice"),
         ([str(tmp_path / "none")], "does not exist"),
         ([bundle, "--data", str(group[0].corpus.folder), "--plot", "x.svg"], "must end in .png"),
