@@ -151,7 +151,7 @@ def test_it_loads_on_other_ranks_and_stages_and_may_be_switched_off_and_on(avera
     assert begins_anew
     without = averaged / "without"
     with pytest.raises(
-        CheckpointError, match=r"holds no average of its weights: it was trained with optim\.ema_decay=0"
+        CheckpointError, match=r"holds no average of its weights, because it was trained with optim\.ema_decay=0"
     ):
         export_bundle(without, tmp_path / "bundle", use_ema=True)
 

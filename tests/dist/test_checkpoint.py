@@ -228,7 +228,9 @@ def test_weights_of_another_save_are_refused_on_all_ranks_by_the_probe_that_lies
     grow(checkpoint)
     assert checkpoint_problems(checkpoint) == [], "its form is that of a checkpoint"
     for message in run_ranks(load_poisoned, str(checkpoint), stage, world_size=2, folder=tmp_path / "results"):
-        assert message.startswith(f"{checkpoint} does not reproduce its probe: a loss differs by ")
+        assert message.startswith(
+            f"{checkpoint} does not reproduce its probe: a loss on the probe's tokens differs by "
+        )
 
 
 def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_spares_the_newest(
@@ -246,7 +248,7 @@ def test_an_older_checkpoint_of_the_same_run_is_no_place_to_resume_and_pruning_s
     assert len(remarks) == 1
     assert "has checkpoints of its own" in remarks[0]
     shutil.rmtree(elsewhere)
-    with pytest.raises(CheckpointError, match="--resume is never"):
+    with pytest.raises(CheckpointError, match="--resume=never needs a run directory without checkpoints"):
         choose_checkpoint(tmp_path / "run", "never")
     with pytest.raises(CheckpointError, match="the run has no checkpoint"):
         choose_checkpoint(tmp_path / "other", "must")

@@ -337,8 +337,8 @@ def raising_at(folder: Path, hook: str, rank: int, error: BaseException, step: i
 def test_a_state_that_a_checkpoint_cannot_keep_ends_all_ranks_by_name(place: Path) -> None:
     results = run(place, "unfit", unfit, ranks=2)
     assert {result["error"] for result in results} == {
-        "TrainingError: callback Unfit: state_dict(), seen, holds a set, which a checkpoint cannot store. Use None, "
-        "bool, int, float, str, lists, dictionaries, or a tensor."
+        "TrainingError: callback Unfit: a checkpoint cannot store the set that state_dict() returned at seen. Use "
+        "None, bool, int, float, str, lists, dictionaries, or a tensor."
     }
 
 
@@ -358,8 +358,8 @@ def on_rank_0_only() -> list[object]:
 def test_different_callbacks_on_ranks_are_refused(place: Path) -> None:
     results = run(place, "unlike", on_rank_0_only, ranks=2)
     assert {result["error"] for result in results} == {
-        "ConfigError: callbacks differ between ranks: rank 0 has ['Meddler'], rank 1 has []. Pass the same callbacks "
-        "on every rank."
+        "ConfigError: callbacks differ between ranks: rank 0 has ['Meddler'], but rank 1 has []. Pass the same "
+        "callbacks on every rank."
     }
     assert not (place / "unlike").exists()
 

@@ -249,8 +249,8 @@ class Callbacks:
                 there = [form[0] for form in others]
                 raise raised_everywhere(
                     ConfigError(
-                        f"callbacks differ between ranks: rank 0 has {here}, rank {rank} has {there}. Pass the same "
-                        "callbacks on every rank."
+                        f"callbacks differ between ranks: rank 0 has {here}, but rank {rank} has {there}. Pass the "
+                        "same callbacks on every rank."
                     )
                 )
 
@@ -365,8 +365,8 @@ def _check_callback(callback: object) -> None:
             else:
                 hint = did_you_mean(name, EVENTS)
             raise ConfigError(
-                f"callbacks: {_name(callback)} has a method {name}, which is never called.{hint} Events are "
-                f"{', '.join(EVENTS)}."
+                f"callbacks: {_name(callback)} has a method {name}, which is never called.{hint} The methods that "
+                f"a run calls at its events are {', '.join(EVENTS)}."
             )
     if not isinstance(callback, Callback) and not any(_has(callback, event) for event in EVENTS):
         raise ConfigError(f"callbacks: {_shown(callback)} has none of the methods of a callback: {', '.join(EVENTS)}.")

@@ -50,7 +50,8 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
             raise ConfigError(
                 f"split {split.name!r} of {split.corpus.location} has {counted(split.tokens, 'token')}, but a step "
                 f"with train.num_lanes={state.num_lanes} and train.segment_len={segment_len} needs {needed:,} tokens, "
-                "including one target per lane. Prepare more text, or lower train.num_lanes or train.segment_len."
+                "including the last target of each lane (batch row). Prepare more text, or lower train.num_lanes or "
+                "train.segment_len."
             )
     if sample_prompt is not None:
         _check_prompt(sample_prompt, corpora.first)

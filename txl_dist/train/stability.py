@@ -80,8 +80,8 @@ class Health:
             return Health(**fields)
         except (AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"the value `health` in the checkpoint's state.json is damaged: {error}. Continue with the program "
-                "that wrote it, or from another checkpoint."
+                f"the value `health` in the checkpoint's state.json is damaged: {error}. Continue with the version "
+                "of txl_dist that wrote the checkpoint, or from another checkpoint."
             ) from error
 
 

@@ -238,7 +238,7 @@ def _check_plugins() -> None:
         if plugins != gathered[0]:
             raise raised_everywhere(
                 ConfigError(
-                    f"plugins differ between ranks: rank 0 has {_describe_plugins(gathered[0])}, rank {rank} has "
+                    f"plugins differ between ranks: rank 0 has {_describe_plugins(gathered[0])}, but rank {rank} has "
                     f"{_describe_plugins(plugins)}. Install the same version on every node."
                 )
             )

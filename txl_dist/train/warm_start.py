@@ -29,7 +29,7 @@ def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:
     different = [f"  model.{name}: {theirs[name]} -> {value}" for name, value in ours.items() if theirs[name] != value]
     if different:
         raise ConfigError(
-            f"the bundle {config.run.init} holds another model than this run (setting: bundle -> run):",
+            f"the bundle {config.run.init} holds another model than this run. These settings differ (bundle -> run):",
             *different,
             f"Train with the settings of the bundle in {config.run.init}/train.toml, or choose another bundle.",
         )

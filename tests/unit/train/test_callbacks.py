@@ -88,7 +88,10 @@ def test_the_names_are_those_of_lightning() -> None:
         ([Misspelt()], r"Misspelt has a method on_step_ends, which is never called\. Did you mean on_step_end\?"),
         ([SimpleNamespace(on_train_batch_end=print)], r"Did you mean on_step_end\?"),
         ([SimpleNamespace(on_save_checkpoint=print)], r"Did you mean on_save\?"),
-        ([SimpleNamespace(on_zzzzzzzz=print)], "never called. Events are on_train_start, "),
+        (
+            [SimpleNamespace(on_zzzzzzzz=print)],
+            "never called. The methods that a run calls at its events are on_train_start, ",
+        ),
         ([SimpleNamespace(on_save=print, state_dict=dict)], "has state_dict but no load_state_dict"),
         ([SimpleNamespace(on_save=print, load_state_dict=print)], "has load_state_dict but no state_dict"),
         (
@@ -150,16 +153,16 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({1, 2}, "seen, holds a set"),
-        (np.float32(1), "seen, holds a float32"),
-        (np.zeros(3), "seen, holds a ndarray"),
+        ({1, 2}, r"store the set that state_dict\(\) returned at seen\."),
+        (np.float32(1), r"store the float32 that state_dict\(\) returned at seen\."),
+        (np.zeros(3), r"store the ndarray that state_dict\(\) returned at seen\."),
         (
             {"a": torch.zeros(1)},
-            "seen.a, holds a Tensor, which a checkpoint cannot store. Put tensors at the top level",
+            r"store the Tensor that state_dict\(\) returned at seen\.a\. Put tensors at the top level",
         ),
         ({1: 2}, "use text as keys|Use text as keys"),
-        ([[print]], r"seen\[0\]\[0\], holds a builtin"),
-        (b"bytes", "seen, holds a bytes"),
+        ([[print]], r"store the builtin.* returned at seen\[0\]\[0\]\."),
+        (b"bytes", r"store the bytes that state_dict\(\) returned at seen\."),
         (torch.zeros(1).expand(MAX_TENSOR_BYTES), "a checkpoint stores .* at most"),
         ("x" * (17 << 20), "a checkpoint stores .* at most"),
     ],
@@ -172,7 +175,9 @@ def test_a_value_that_would_not_come_back_is_refused_by_its_place(value: Any, re
 
 
 def test_a_state_that_is_no_dictionary_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"callback A: state_dict\(\) holds a list"):
+    with pytest.raises(
+        TrainingError, match=r"callback A: a checkpoint cannot store the list that state_dict\(\) returned\."
+    ):
         packed_states(CallbackStates({"A": [1]}))  # type: ignore[dict-item]
 
 

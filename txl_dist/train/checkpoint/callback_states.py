@@ -123,10 +123,10 @@ def _unfit(name: str, where: str, value: object, remedy: str) -> TrainingError:
     """Return the error for a value that a checkpoint cannot store. `where` is the place of the value inside the
     callback's state, or empty for the whole state."""
     if where:
-        place = f", {where},"
+        place = f" at {where}"
     else:
         place = ""
     return TrainingError(
-        f"callback {name}: state_dict(){place} holds a {type(value).__name__}, which a checkpoint cannot store. "
+        f"callback {name}: a checkpoint cannot store the {type(value).__name__} that state_dict() returned{place}. "
         f"{remedy[0].upper()}{remedy[1:]}."
     )

@@ -94,10 +94,10 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
         tolerance = probe_tolerance({precision, config.engine.dtype}, largest_loss=float(expected.max()))
         if not worst <= tolerance:
             raise CheckpointError(
-                f"{folder} does not reproduce its probe: a loss differs by {worst:.3g} nats from the saved loss, and "
-                f"only {tolerance:.3g} nats are allowed. So the loaded weights are not the saved weights. Move the "
-                f"checkpoint away. The same command then resumes from the previous checkpoint. If no checkpoint "
-                f"reproduces its probe, report a bug."
+                f"{folder} does not reproduce its probe: a loss on the probe's tokens differs by {worst:.3g} nats from "
+                f"the saved loss. A difference of at most {tolerance:.3g} nats is allowed. Therefore the loaded "
+                "weights are not the saved weights. Move the checkpoint to a folder outside the run. The same command "
+                "then resumes from the previous checkpoint. If no checkpoint reproduces its probe, report a bug."
             )
         return worst
 
@@ -119,4 +119,4 @@ def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
         is_probe = tokens.shape == (1, 2 * PROBE_LEN + 1) and losses.shape == (1, 2 * PROBE_LEN)
         if is_probe and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
             return probe
-    raise CheckpointError(f"{path} contains no probe (tokens with their losses). Use another checkpoint.")
+    raise CheckpointError(f"{path} contains no valid probe (fixed tokens and their losses). Use another checkpoint.")

@@ -112,7 +112,8 @@ class FragmentFiles:
                 return self._opened[index]
             index += 1
         raise CheckpointError(
-            f"{self._folder} has no {parameter}. The checkpoint belongs to another model. Use another checkpoint."
+            f"{self._folder} does not contain the parameter {parameter}. The checkpoint belongs to another model. Use "
+            "another checkpoint."
         )
 
     def _open_next(self) -> bool:
@@ -150,7 +151,9 @@ class _FragmentFile:
             return 0
         name = f"{kind}/{parameter}"
         if name not in self._file.shapes:
-            raise CheckpointError(f"{parameter} has no {kind} in {self._path}. Use another checkpoint.")
+            raise CheckpointError(
+                f"{self._path} contains the parameter {parameter}, but not its {kind}. Use another checkpoint."
+            )
         first = start - self._starts[parameter]
         count = min(len(values), self._file.shapes[name].numel() - first)
         if first < 0 or count <= 0:

@@ -230,8 +230,8 @@ class CheckpointManager:
                 self._watch.stops.clear()  # the request was obeyed
         raise raised_everywhere(
             CheckpointError(
-                f"step {state.step} could not be saved {when}. The log contains the reason. Remove the cause. The "
-                f"same command then {self._resume_hint()}."
+                f"the checkpoint of step {state.step} could not be saved {when}. The log contains the reason. Remove "
+                f"the cause, and start the same command again. The run then {self._resume_hint()}."
             )
         )
 
@@ -392,7 +392,8 @@ def _check_is_there(run_dir: Path) -> None:
     """Check that the run directory still exists. Raises CheckpointError if it does not."""
     if was_removed(run_dir):
         raise CheckpointError(
-            f"the run directory {run_dir} was removed or moved during the run. The run does not create it again, so "
-            f"nothing more can be saved. Restore the directory, or name its new path with --run.dir. The same "
-            f"command then continues from its newest complete checkpoint."
+            f"the run directory {run_dir} was removed or moved during the run. The run does not create it again. "
+            f"Therefore no more checkpoints can be saved. Restore the directory and start the same command again, or "
+            f"start the command with --run.dir and the directory's new path. The run then continues from its newest "
+            f"complete checkpoint."
         )

@@ -88,7 +88,9 @@ def load_lane_memory(folder: Path, *, lanes: range) -> Memory:
             document.append(file.get_slice("document")[rows])
         next_lane = stop
     if next_lane < lanes.stop:
-        raise CheckpointError(f"{folder}/lanes has no memory of lane {next_lane}. Use another checkpoint.")
+        raise CheckpointError(
+            f"{folder}/lanes contains no memory of lane (batch row) {next_lane}. Use another checkpoint."
+        )
     return Memory(tuple(torch.cat(parts) for parts in zip(*hidden, strict=True)), torch.cat(document))
 
 

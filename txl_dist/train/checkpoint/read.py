@@ -132,14 +132,15 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
             )
         if existing and existing[-1].name > folder.name:
             raise CheckpointError(
-                f"{run_dir} has a newer checkpoint, {existing[-1].name}. To branch off at {folder.name}, choose "
-                "another --run.dir."
+                f"{run_dir} has a newer checkpoint, {existing[-1].name}. To start a second run from {folder.name}, "
+                "choose another --run.dir."
             )
         return Choice(saved or read_state(folder), [])
     if resume == "never":
         if existing:
             raise CheckpointError(
-                f"{run_dir} already holds {existing[-1].name}, and --resume is never. "
+                f"--resume=never needs a run directory without checkpoints, but {run_dir} contains "
+                f"{existing[-1].name}. "
                 "Choose another --run.dir, or continue the run with --resume auto."
             )
         return Choice(None, [])
@@ -206,17 +207,18 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     if theirs != ours:
         raise CheckpointError(
             f"{folder} was trained with another tokenizer than {context.config.data.path} was prepared with "
-            f"({theirs[:12]} and {ours[:12]}). If the corpus comes from text, prepare it with --tokenizer-file "
-            f"{folder / 'tokenizer.json'}. If it comes from token ids, prepare it with the --vocab-list of the "
-            "earlier corpus. Or use another --run.dir."
+            f"(fingerprints {theirs[:12]} and {ours[:12]}). If the corpus comes from text, prepare it with "
+            f"--tokenizer-file {folder / 'tokenizer.json'}. If it comes from token ids, prepare it with the "
+            "--vocab-list of the earlier corpus. To start a new run instead, use another --run.dir."
         )
     remarks = refuse_frozen_changes(config, context.config, made=str(folder))
     remarks += plugin_changes(saved.values.get("plugins", ()), where=folder.name)
     if not scores_first_tokens(config, saved):
         raise CheckpointError(
-            f"{folder} was trained with document masks by a program that did not score the first token of a document. "
-            "Losses before and after would count different tokens. Continue with the program that wrote it, or begin a "
-            f"new run with its weights: `txl export {folder} BUNDLE`, then `--init BUNDLE`."
+            f"{folder} was trained with document masks by a version of txl_dist that did not score the first token of "
+            "a document. After a resume, losses would count other tokens than before. Continue with the version that "
+            f"wrote the checkpoint, or begin a new run with the checkpoint's weights: `txl export {folder} BUNDLE`, "
+            "then `--init BUNDLE`."
         )
     before = saved.values["world_size"]
     now = context.ranks.world_size
@@ -284,7 +286,9 @@ def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Ro
     files = FragmentFiles(folder / "engine")
     kind = AVERAGE if use_ema else WEIGHT
     if kind not in files.kinds:
-        raise CheckpointError(f"{folder} holds no average of its weights: it was trained with optim.ema_decay=0.")
+        raise CheckpointError(
+            f"{folder} holds no average of its weights, because it was trained with optim.ema_decay=0."
+        )
 
     def rows_of(name: str, shape: torch.Size) -> Rows:
         width = shape[1:].numel()

@@ -268,9 +268,9 @@ class AsyncWriter:
         free = shutil.disk_usage(folder).free
         if free < self._needed:
             raise CheckpointError(
-                f"no room for a checkpoint in {folder}: it needs {format_bytes(self._needed)}, but "
-                f"{format_bytes(free)} of disk are free. Free space, lower checkpoint.keep_last, or move the run to "
-                "another file system."
+                f"no room for a checkpoint in {folder}: the checkpoint needs {format_bytes(self._needed)}, but "
+                f"{format_bytes(free)} of disk are free. Free disk space, lower checkpoint.keep_last, or move the run "
+                "to another file system."
             )
 
     def _tensor_writer(self, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Write:

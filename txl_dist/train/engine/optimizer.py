@@ -78,7 +78,7 @@ def _check_built(optimizer: object, name: str) -> None:
         raise raised_everywhere(
             ConfigError(
                 f"optim.name = {name!r}: {type(optimizer).__name__} makes its state before the first step. ZeRO "
-                "replaces the tensors of that state. Make the state in step()."
+                "would lose this state. Make the state in step()."
             )
         )
 

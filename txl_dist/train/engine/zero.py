@@ -342,8 +342,8 @@ class ZeroEngine(Engine):
             raise raised_everywhere(
                 TrainingError(
                     f"optim.name = {name!r}: {type(self._base_optimizer).__name__} keeps {lost}, which a checkpoint "
-                    "would lose. Keep fp32 tensors of the parameter's shape, and count updates in state['step'], an "
-                    "fp32 tensor with one number."
+                    "does not store. In the state of each parameter, keep only fp32 tensors of the parameter's shape, "
+                    "and state['step'], an fp32 tensor with one number that counts the updates."
                 )
             )
 

@@ -89,8 +89,8 @@ def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_si
         if num_sharing > 1:
             has += f" for {num_sharing} ranks"
     raise ConfigError(
-        f"the run does not fit into memory: {predicted} are predicted, and {has}. The run would fit with "
-        f"{remedy or 'a smaller model only'}. --engine.check_memory False starts the run anyway."
+        f"the run does not fit into memory: it is predicted to use {predicted}, but {has}. The run would fit with "
+        f"{remedy or 'a smaller model only'}. To start the run anyway, use --engine.check_memory False."
     )
 
 

@@ -163,7 +163,10 @@ def parse_duration(text: str) -> float:
         days, hours, minutes, seconds = (0, 0, 0, 0)
     duration_s = float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
     if not duration_s:
-        raise ConfigError(f"{text!r} is not a duration above 0. Write seconds (90), units (2h30m, 15m, 1d) or 1:30:00.")
+        raise ConfigError(
+            f"{text!r} is not a duration above 0. Write a number of seconds (90), numbers with units (2h30m, 15m, 1d), "
+            "or hours, minutes and seconds (1:30:00)."
+        )
     return duration_s
 
 

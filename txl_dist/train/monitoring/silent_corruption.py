@@ -73,7 +73,7 @@ def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | Non
     for (name, _), rank_hashes in zip(named, zip(*hashes_by_rank, strict=True), strict=True):
         if len(set(rank_hashes)) > 1:
             return Deviation(tuple(ranks), name, has_majority)
-    raise AssertionError("digests differ, but no hash does")
+    raise AssertionError("the digests of ranks differ, but the hashes of all parameters are equal")
 
 
 def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:

@@ -34,8 +34,8 @@ class Watch(NamedTuple):
         """
         if self.lock is not None and self.lock.is_lost:
             raise CheckpointError(
-                f"another job has taken {self.lock.run_dir} over, because this job sent no heartbeat. That job "
-                f"continues the run, and this job saves nothing more."
+                f"another job has taken over {self.lock.run_dir}, because this job sent no heartbeat. The other job "
+                f"continues the run. This job saves nothing more."
             )
 
     def confirm_lock(self) -> None:

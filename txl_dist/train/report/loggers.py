@@ -151,15 +151,15 @@ def check_sinks(metrics: MetricsSection) -> None:
     wrong = sorted(set(metrics.wandb_id) & set(_NOT_IN_IDS))
     if wrong or metrics.wandb_id != metrics.wandb_id.strip():
         raise ConfigError(
-            f"metrics.wandb_id={metrics.wandb_id!r}: an id at Weights & Biases has none of the characters "
-            f"{' '.join(_NOT_IN_IDS)} and no blank at its ends. Copy the id from the run's page "
-            "(Overview, Run path, the last part)."
+            f"metrics.wandb_id={metrics.wandb_id!r}: an id at Weights & Biases must not contain the characters "
+            f"{' '.join(_NOT_IN_IDS)}, and must not begin or end with a blank. Copy the id from the run's page at "
+            "Weights & Biases, where it is the last part of the run path under Overview."
         )
     for tag in metrics.wandb_tags:
         if not 1 <= len(tag) <= _LONGEST_TAG:
             raise ConfigError(
                 f"metrics.wandb_tags: {tag!r:.80} has {len(tag)} characters, but a tag at Weights & Biases has 1 to "
-                f"{_LONGEST_TAG}. Shorten or remove the tag."
+                f"{_LONGEST_TAG} characters. Shorten or remove the tag."
             )
 
 
@@ -321,7 +321,7 @@ class WeightsAndBiases(MetricLogger):
         try:
             if self._run is None:
                 if time.monotonic() < self._next_try_s:
-                    raise TimeoutError("the server was not reached, and the next attempt follows within five minutes")
+                    raise TimeoutError("the server could not be reached. The next attempt is within five minutes")
                 self._next_try_s = time.monotonic() + _PATIENCE_S
                 self._run = self._begin()
             self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in record.items()})

@@ -47,9 +47,9 @@ def parse_steps(text: str, *, max_steps: int) -> range:
         first, last = (0, 0)
     if not 1 <= first <= last <= max_steps:
         raise ConfigError(
-            f"--profile {text} names no steps of this run. Write FIRST:LAST, both included, with "
-            f"1 <= FIRST <= LAST <= train.max_steps = {max_steps}, for instance --profile {min(20, max_steps)}:"
-            f"{min(22, max_steps)}."
+            f"--profile {text} is not a range of steps of this run. Write FIRST:LAST, the first and the last step to "
+            f"trace, with 1 <= FIRST <= LAST <= train.max_steps = {max_steps}, for instance --profile "
+            f"{min(20, max_steps)}:{min(22, max_steps)}."
         )
     return range(first, last + 1)
 

@@ -69,9 +69,11 @@ def test_missing_pieces_and_other_models_are_refused_by_the_name_of_the_paramete
         found.read(WEIGHT, "a", start=0, length=5)
     with pytest.raises(CheckpointError, match=r"lacks 3 of 3 values of other \(weight\)"):
         found.read(WEIGHT, "other", start=0, length=3)
-    with pytest.raises(CheckpointError, match=r"has no other\. The checkpoint belongs to another model"):
+    with pytest.raises(
+        CheckpointError, match=r"does not contain the parameter other\. The checkpoint belongs to another model"
+    ):
         found.step_of("other")
-    with pytest.raises(CheckpointError, match="a has no momentum"):
+    with pytest.raises(CheckpointError, match="contains the parameter a, but not its momentum"):
         found.read("momentum", "a", start=0, length=1)
     with pytest.raises(CheckpointError, match="holds no weights"):
         FragmentFiles(tmp_path / "nowhere")

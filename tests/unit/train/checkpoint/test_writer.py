@@ -207,7 +207,7 @@ def test_a_lack_of_space_is_seen_before_writing_and_names_folder_and_need(
         patch.setattr("shutil.disk_usage", usage)
         error = it.save(1)
     assert error.startswith(
-        f"no room for a checkpoint in {tmp_path / 'checkpoints'}: it needs 8.0 MiB, but 3.0 MiB of disk are"
+        f"no room for a checkpoint in {tmp_path / 'checkpoints'}: the checkpoint needs 8.0 MiB, but 3.0 MiB of disk are"
     )
     assert files_below(tmp_path) == ["checkpoints"]
     assert it.save(1) == ""
@@ -557,7 +557,7 @@ def test_a_signal_to_one_rank_ends_the_attempts_on_all(tmp_path: Path) -> None:
     assert results == [results[0]] * 2
     message, attempts, left = results[0]
     assert message.startswith(
-        "step 7 could not be saved before SIGTERM ended the attempts. The log contains the reason"
+        "the checkpoint of step 7 could not be saved before SIGTERM ended the attempts. The log contains the reason"
     )
     assert (attempts, left) == ([("save_failed", 7)] * 2, ["checkpoints"])
 

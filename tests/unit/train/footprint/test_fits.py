@@ -52,7 +52,9 @@ def refusal(config: Config, *, room: float, world_size: int = 2, device: str = "
 
 def proposals(message: str) -> list[tuple[int, dict[str, str]]]:
     """(ranks, settings) of each."""
-    text = re.search(r"The run would fit with (.*)\. --engine\.check_memory False", message)
+    text = re.search(
+        r"The run would fit with (.*)\. To start the run anyway, use --engine\.check_memory False", message
+    )
     assert text is not None, message
     found = []
     for words in text[1].split(", or with "):
@@ -111,7 +113,10 @@ def test_where_no_setting_does_alone_the_first_so_many_together_are_proposed(mon
 
 def test_where_no_setting_helps_only_a_smaller_model_does() -> None:
     config = tiny_config(train={"num_lanes": 2, "microbatch_lanes": 1})
-    assert "The run would fit with a smaller model only. --engine.check_memory False" in refusal(config, room=1000.0)
+    assert (
+        "The run would fit with a smaller model only. To start the run anyway, use --engine.check_memory False"
+        in refusal(config, room=1000.0)
+    )
 
 
 def test_what_fits_is_not_refused_and_neither_is_what_a_measured_error_would_make_fit() -> None:
