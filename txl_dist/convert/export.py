@@ -1,7 +1,7 @@
 """`txl export`: write a committed checkpoint or a bundle as a bundle, a Hugging Face folder or ONNX graphs.
 
-The run need not be active. The training engine recorded a probe in the checkpoint: some tokens and their losses. The
-export computes these losses again from the exported weights, and compares the two.
+The run can be in progress or finished. The training engine recorded a probe in the checkpoint: some tokens and their
+losses. The export computes the losses again from the exported weights, and compares them with the recorded losses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from txl_dist.train.checkpoint.validate import checkpoint_problems, read_state
 
 T = TypeVar("T")
 NOTHING_STATED = Stated()
-"""Statements of a user who states nothing for the model card."""
+"""Default of the argument `stated` of an export: the user states no facts for the model card."""
 MOST_SAMPLED = 16_000_000
 """Largest number of parameters for which an export generates a sample of text for the model card, if training recorded
 no sample. An export never has the weights of a larger model in memory as a whole."""
@@ -204,10 +204,10 @@ def _num_parameters(package: Package) -> int:
 
 
 def _rounded_once(package: Package, dtype: str) -> Package:
-    """Return the package of a bundle with the number type `dtype` for its probe.
+    """Return a bundle's package whose probe is marked as computed in the number type `dtype`.
 
     The bundle's weights are already rounded to `dtype`. So the next export must compare the losses of the probe with
-    the tolerance of this type.
+    the tolerance of `dtype`, which is larger than the tolerance of fp32.
     """
     if dtype == "fp32":
         return package

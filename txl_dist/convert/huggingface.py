@@ -1,9 +1,9 @@
 """Import and export of folders of Hugging Face's TransfoXLLMHeadModel (transformers 4.x, `deprecated.transfo_xl`).
 
 The names of tensors are those of the original code with the prefix `transformer.`. The columns of tail clusters are in
-natural order. The biases u and v are in every layer. If `untie_r` is False, they are at the top as well. A folder has
-config.json, and pytorch_model.bin or model.safetensors. An export is read back and compared before it replaces an older
-folder.
+natural order. The biases u and v are in every layer. If `untie_r` is False, the two biases are at the top level as
+well. A folder has config.json, and pytorch_model.bin or model.safetensors. An export is read back and compared before
+it replaces an older folder.
 
 Hugging Face's model begins with a memory of zeros, and its queries attend to these zeros. Use `zero_memory` when
 scoring to get the same numbers.
@@ -205,7 +205,11 @@ def _original_names(peer_weights: Weights, *, where: str) -> Weights:
 
 
 def _flip_clusters(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor. Its rows are reversed if they are tail clusters, because Hugging Face has the other order."""
+    """Reverse the rows of a tensor with one row per tail cluster, because Hugging Face stores tail clusters in the
+    opposite order.
+
+    Any other tensor is returned unchanged.
+    """
     if name in ("crit.cluster_weight", "crit.cluster_bias"):
         return tensor.flip(0)
     return tensor
@@ -240,8 +244,8 @@ def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
 def _config(package: Package, *, dtype: str) -> dict[str, Any]:
     """Return the content of config.json.
 
-    TransfoXL's `same_length` has one key less than "memory_and_self". So for such a model `mem_len` is written one
-    token longer.
+    With TransfoXL's `same_length` a query sees one key less than with this package's "memory_and_self". So for a model
+    with "memory_and_self", `mem_len` is one token longer than the model's memory.
     """
     model = package.section
     is_wider = model.same_length == "memory_and_self"

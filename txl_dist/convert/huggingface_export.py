@@ -169,8 +169,8 @@ def _tokenizer_config(bundle: Bundle) -> dict[str, Any]:
 def _difference(folder: Path, bundle: Bundle) -> float | None:
     """Return the largest difference between the log-probabilities of transformers' model and of the bundle, in nats.
 
-    CHECKED_SEGMENTS segments are compared. Returns None if the installed transformers, if any, lacks features that the
-    code needs.
+    CHECKED_SEGMENTS segments are compared. Returns None if transformers is missing, or if the installed version lacks
+    features that the code needs.
     """
     try:
         from txl_dist.convert.huggingface_code.modeling_txl import TxlForCausalLM
@@ -201,7 +201,8 @@ def _difference(folder: Path, bundle: Bundle) -> float | None:
 
 @contextmanager
 def _without_progress(logging: Any) -> Iterator[None]:
-    """Hide the progress bars of transformers. The argument `logging` is transformers' module for them."""
+    """Hide the progress bars of transformers. The argument `logging` is the module `transformers.utils.logging`, which
+    controls the progress bars."""
     was_shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -36,7 +36,7 @@ NUM_RANDOM = 20
 def write_tokenizers(folder: Path, bundle: Bundle) -> bool:
     """Write a bundle's tokenizer as txl_tokenizer.json, and as tokenizer.json for the library `tokenizers`.
 
-    tokenizer.json is written only if the library has an equal tokenizer. Returns True if it was written.
+    If the library has no equal tokenizer, tokenizer.json is not written. Returns True if tokenizer.json was written.
     """
     bundle.tokenizer.save(folder / "txl_tokenizer.json")
     library = library_tokenizer(bundle.tokenizer, begins_documents=bundle.begins_documents)

@@ -39,13 +39,13 @@ WRAPPERS = frozenset(
         "_checkpoint_wrapped_module",
     }
 )
-"""Parts that wrappers such as DDP add to tensors' names. Without a wrapper no tensor of a supported program has such a
-part."""
+"""Parts that wrappers such as DDP add to tensors' names. In a supported program, a tensor's name has such a part only
+if a wrapper added the part."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """Model of another program with this package's settings and names. Every importer returns one."""
+    """Model of another program with this package's settings and names. Every importer returns an `Imported`."""
 
     model: ModelSection
     weights: Weights
@@ -56,7 +56,8 @@ class Imported:
     memory_len: int
     """Tokens of memory in training. It is -1 if neither the file nor the settings contain the number."""
     reuse_len: int = field(default=0, kw_only=True)
-    """Tokens of a segment that the memory stores, for models that predict in any order. 0 means all."""
+    """Number of tokens of a segment that the memory stores, for models that predict in any order. A value of 0 means
+    all tokens."""
     tokenizer: Tokenizer | None
     """Tokenizer made from the file's vocabulary. It is None if the file has no vocabulary."""
 
@@ -141,7 +142,10 @@ def only_tensors(values: Any, *, where: str) -> Weights:
 
 
 def count(peer_weights: Weights, prefix: str) -> int:
-    """Return one more than the largest number that follows `prefix` in a name. Returns 0 if no name has the prefix."""
+    """Count the numbered parts, such as layers, that tensor names contain after `prefix`.
+
+    Returns one more than the largest number, or 0 if no name begins with the prefix and a number.
+    """
     largest = -1
     for name in peer_weights:
         if not name.startswith(prefix):
@@ -174,7 +178,7 @@ def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: s
 
 
 def section(values: dict[str, Any], *, where: str) -> ModelSection:
-    """Build a model section from the values in a file. Raises CheckpointError if they do not describe a model."""
+    """Build a model section from the values in a file. Raises CheckpointError if the values do not describe a model."""
     try:
         return ModelSection.model_validate(values)
     except ValidationError as error:

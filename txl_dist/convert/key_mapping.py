@@ -74,7 +74,8 @@ def _stack_layers(weights: Weights, name: str, model: ModelSection) -> Tensor:
 def from_original(original: Weights, model: ModelSection) -> Weights:
     """Return the original's weights under this package's names. This is the inverse of `to_original`.
 
-    Neither the argument nor the result need contain a tied or shared tensor under more than one of its names.
+    If a tensor is tied or shared, the argument can have the tensor under only one of its names. Then the result has it
+    under only one name too.
     """
     weights: Weights = {}
     for original_name, our_name in one_to_one(model).items():

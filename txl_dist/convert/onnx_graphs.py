@@ -10,8 +10,8 @@
 The memory is an input and an output of both graphs. It holds the keys and values of each layer at the last M positions,
 the oldest first. For each row it also holds the number of filled positions. Other positions are masked, so that queries
 do not attend to them. So a memory without tokens consists of zeros and the number 0. The model's `same_length` and
-`clamp_len` are part of the graphs. The memory of training holds hidden states, and is half as large. With it, each
-token would need M projections to keys and values.
+`clamp_len` are part of the graphs. In training the memory holds hidden states and is half as large. With such
+a memory, the graphs would have to project M hidden states to keys and values for each new token.
 
 The graphs are made from the model's own modules, with keys and values as arguments. Before the folder is published, the
 graphs' results are compared with the bundle's results.
@@ -316,8 +316,9 @@ def _move_weights(graphs: list[Any], folder: Path) -> None:
 def largest_difference(folder: Path, bundle: Bundle, *, memory_len: int) -> float:
     """Return the largest difference between the graphs' and the bundle's log-probabilities, in nats.
 
-    Two rows are compared, and the second row begins one segment later. Each row has CHECKED_SEGMENTS segments for the
-    graph of a chunk, the last of them shorter, and then single tokens.
+    The graphs read two rows of tokens, and the second row begins one segment later. In each row the graph for a chunk
+    reads CHECKED_SEGMENTS segments, and the last of these segments is shorter. Then the graph for one token reads
+    single tokens.
     """
     from onnxruntime import InferenceSession, SessionOptions
 

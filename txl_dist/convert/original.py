@@ -1,10 +1,10 @@
 """Import of the weights of the original PyTorch code (kimiyoung/transformer-xl).
 
 The importers of programs that were derived from this code use the functions here too. A file `model.pt` is a whole
-pickled module, with all settings and without the vocabulary. From a plain state dict some settings can be computed,
-from the shapes of tensors. The other settings (cutoffs with div_val 1, heads of absolute attention, pre_lnorm,
-clamp_len, same_length, lengths) are read from the user's JSON object. Its keys are the names of the constructor's
-arguments.
+pickled module, with all settings and without the vocabulary. A plain state dict contains no settings. Some settings
+are computed from the shapes of tensors. The other settings (cutoffs with div_val 1, heads of absolute attention,
+pre_lnorm, clamp_len, same_length, lengths) are read from the user's JSON object. Its keys are the names of the
+constructor's arguments.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def _div_value(widths: list[int]) -> int:
 def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tables: int) -> bool:
     """Return True if embedding and softmax are tied.
 
-    If the settings do not say so, the two are tied if all of their tables are equal.
+    If the settings do not contain this fact, embedding and softmax count as tied if all of their tables are equal.
     """
     if settings.tie_weight is not None:
         return settings.tie_weight
@@ -360,9 +360,10 @@ def _ties_weights(peer_weights: Weights, settings: OriginalSettings, *, num_tabl
 
 
 def _tied_projections(peer_weights: Weights, settings: OriginalSettings, *, num_clusters: int) -> tuple[bool, ...]:
-    """Return, for each cluster, True if its two projections are tied. The result is empty if no projection is tied.
+    """Return, for each cluster, True if its input projection and its output projection are tied.
 
-    If the settings do not say so, two projections are tied if they are equal.
+    The result is empty if no projection is tied. If the settings do not contain this fact, two projections count as
+    tied if they are equal.
     """
     num_projections = count(peer_weights, SHARED)
     if not num_projections:

@@ -22,7 +22,7 @@ from txl_dist.io.manifest import describe_file, files_of, replace_folder, write_
 
 @contextmanager
 def replaced_folder(out: Path) -> Iterator[Path]:
-    """Yield an empty folder for an export. At the end of the block it replaces the folder `out`, if there is one.
+    """Yield an empty folder for an export. At the end of the block it replaces the folder `out`, if `out` exists.
 
     After an error in the block `out` is as before. Raises CheckpointError if the folder cannot be written.
     """
@@ -55,9 +55,11 @@ def new_folder(out: Path, *, kind: ArtifactKind) -> Iterator[Path]:
 
 
 def require_older_export(out: Path, *, needed: Set[str], written: Set[str]) -> None:
-    """Raise CheckpointError if `out` exists and is neither empty nor an older export, so that replacing it loses files.
+    """Raise CheckpointError if `out` contains files that no export wrote, so that replacing `out` could lose a user's
+    files.
 
-    An older export has the files `needed`, and only files that an export has `written`.
+    The folder `out` can be missing, empty or an older export. An older export has all files of `needed`, and no files
+    except the files of `written`.
     """
     if not out.exists():
         return

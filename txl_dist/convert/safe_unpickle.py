@@ -3,11 +3,11 @@
 A pickle is a program, which can call any function of any installed library. The unpickler here imports nothing. The
 unpickler replaces each name of a class or function in the file by one of these:
 
-    a harmless constructor     For a tensor, a dict or a set. Each file gets its own, so a file that changes them
-                               changes nothing outside itself.
+    a harmless constructor     For a tensor, a dict or a set. Each file gets its own constructors, so a file that
+                               changes a constructor affects no other file.
     an Inert stand-in          For a class of other Transformer-XL code, torch.nn, and so on (PACKAGES). It keeps the
                                state and has no behaviour.
-    CheckpointError            For any other name. The error names it and the file.
+    CheckpointError            For any other name. The message contains this name and the file's name.
 
 Some objects cannot be read, because only their own class understands their state (numpy scalars, patterns). A hostile
 file can still make the reader allocate much memory.
@@ -73,7 +73,8 @@ CLASS_NAME = re.compile(r"_?[A-Z]\w*", re.ASCII)
 
 
 class Inert:
-    """Stand-in for an object of a class that is not imported. `type(it)` has the name and module of that class.
+    """Stand-in for an object of a class that is not imported. The type of the stand-in has the name and the module of
+    that class.
 
     The object's state is its `__dict__`. The attributes named `inert_...` hold everything else: arguments of a call,
     items of a list or set, pairs of a dict, and a state that is not a dict.
@@ -87,7 +88,7 @@ class Inert:
     inert_state: Any
 
     def __new__(cls, *arguments: Any) -> Inert:
-        """Set the attributes here, because unpickling does not always call `__init__`."""
+        """Set the attributes here and not in `__init__`, because unpickling does not always call `__init__`."""
         self = super().__new__(cls)
         self.inert_arguments = arguments
         self.inert_items = []
@@ -190,7 +191,8 @@ def _named_tensors(module: Inert, *, prefix: str, inside: tuple[Inert, ...]) -> 
 
 
 def _entries(state: dict[str, Any], kind: str) -> list[tuple[str, Any]]:
-    """Return the (name, value) pairs of the dict `kind` in a module. The result is empty if `kind` is not a dict."""
+    """Return the (name, value) pairs of a dict in a module's state. `kind` is the name of the dict, for example
+    `_buffers`. The result is empty if there is no such dict."""
     entries = state.get(kind, {})
     if not isinstance(entries, dict):
         return []

@@ -7,9 +7,10 @@
                             a checkpoint of NVIDIA's code
     vocab.pkl               the same objects from pickle.dump, as Hugging Face writes them
 
-The symbols say what a file does not state. If there is `<eos>`, it ends each line. If there is only `<S>`, it is at
-both ends of each line. The symbol `<unk>` or `<UNK>` stands for unknown words. Without one of these two, unknown words
-raise DataError. Only GPT-2's vocabulary, which NVIDIA's code can use, has a mark for the end of a document.
+A file does not state which symbols are special, so the spelling decides. The symbol `<eos>` ends each line. If there is
+no `<eos>` but a symbol `<S>`, this symbol is at both ends of each line. The symbol `<unk>` or `<UNK>` stands for
+unknown words. In a vocabulary without either symbol, unknown words raise DataError. Only GPT-2's vocabulary, which
+NVIDIA's code can use, has a mark for the end of a document.
 
 The other programs' own splitting of raw text (Hugging Face's moses) is not imported. Texts are split at blanks, as in
 the corpora of these vocabularies.
@@ -62,8 +63,9 @@ def read_vocabulary(path: Path, *, vocab_size: int) -> Tokenizer:
 def tokenizer_of(vocab: Any, *, where: str, vocab_size: int) -> Tokenizer:
     """Build a tokenizer from a vocabulary in memory. `where` names the vocabulary in errors.
 
-    The vocabulary is an object of class Vocab, an object that has one, a list of symbols, or a dict from symbols to
-    ids. Raises DataError for any other object, for a damaged vocabulary, or if the size is not the expected one.
+    The vocabulary is an object of class Vocab, an object that contains a Vocab in its field `vocab`, a list of symbols,
+    or a dict from symbols to ids. Raises DataError for any other object, for a damaged vocabulary, or if the size is
+    not the expected size.
     """
     fields = _fields_of(vocab)
     if isinstance(fields.get("vocab"), Inert | dict):
@@ -149,7 +151,8 @@ def _vocab_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
 
 
 def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool = False) -> dict[str, Any]:
-    """Return the values of a tokenizer of words or characters. Symbols such as `<eos>` become its special marks."""
+    """Return the values of a tokenizer of words or characters. Symbols such as `<eos>` become the tokenizer's special
+    marks."""
     unknowns = [symbol for symbol in UNKNOWNS if symbol in symbols]
     values = {
         "symbols": symbols,
@@ -168,7 +171,8 @@ def _plain_values(symbols: list[Any], *, are_characters: bool, lower_case: bool 
 
 
 def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
-    """Return a tokenizer's values, read from GPT-2's tokenizer class of 2019, including the words that pad it."""
+    """Return a tokenizer's values, read from GPT-2's tokenizer class of 2019, including the words that were added to
+    pad the vocabulary."""
     encoder = fields.get("encoder")
     ranks = fields.get("bpe_ranks")
     added = fields.get("added_tokens_encoder", fields.get("_added_tokens_encoder")) or {}

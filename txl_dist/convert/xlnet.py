@@ -57,7 +57,8 @@ _IN_LAYER = {
 }
 """This package's name for each tensor of a layer that is equal in both programs."""
 _SEGMENT_TERMS = {"rel_attn.r_s_bias": "attention.segment_bias", "rel_attn.seg_embed": "attention.segment_encoding"}
-"""Names of the tensors of the segment terms, which a model may lack."""
+"""Names of the tensors of the segment terms, which a model can lack. Segment terms are attention scores that depend on
+whether two tokens are in the same text of a pair of texts."""
 
 TOKENIZERS = ("txl_tokenizer.json", "tokenizer.json", "spiece.model")
 """Names of the files that may hold the tokenizer, in the order in which they are tried."""
@@ -175,7 +176,7 @@ def _expected_shapes(model: ModelSection, *, vocab_size: int) -> dict[str, tuple
 
 
 def _tokenizer_in(folder: Path, *, vocab_size: int) -> Tokenizer | None:
-    """Return the tokenizer of a folder, or None if it has none with the ids of the model."""
+    """Return the tokenizer of a folder. Returns None if no tokenizer in the folder has as many ids as the model."""
     for name in TOKENIZERS:
         if (folder / name).is_file():
             tokenizer = open_tokenizer(folder / name)
@@ -217,7 +218,8 @@ def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
 
 
 def inexpressible(model: ModelSection) -> list[str]:
-    """Return descriptions of a model's settings that XLNet lacks. The result is empty if it has all of them."""
+    """Return descriptions of a model's settings that XLNet lacks. The result is empty if XLNet has all of the model's
+    settings."""
     required = {
         "any_order": True,
         "share_biases": False,
@@ -286,7 +288,8 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
 
 
 def _write_tokenizer(folder: Path, package: Package) -> None:
-    """Write the tokenizer: txl_tokenizer.json, and tokenizer.json if the library `tokenizers` has an equal one."""
+    """Write the tokenizer: txl_tokenizer.json, and tokenizer.json if the library `tokenizers` has an equal
+    tokenizer."""
     tokenizer = package.tokenizer
     tokenizer.save(folder / "txl_tokenizer.json")
     library = library_tokenizer(tokenizer, begins_documents=False)
@@ -331,7 +334,7 @@ def from_xlnet(peer_weights: Weights, model: ModelSection) -> Weights:
 def to_xlnet(weights: Weights, model: ModelSection) -> Weights:
     """Return this package's weights under XLNet's names. It is the inverse of `from_xlnet`.
 
-    A model without segment terms gets zeros for them, which change no score.
+    A model without segment terms gets zeros for the segment terms, which change no score.
     """
     heads = (model.width, model.num_heads, model.head_width)
     peer_weights: Weights = {

@@ -64,8 +64,8 @@ class TxlConfig(PreTrainedConfig):
     value_bias: bool = False
     output_bias: bool = False
     positions: str = "relative"
-    """Positional scheme. "relative" uses sinusoids of the distance. "learned_relative" uses a learned vector and number
-    per distance."""
+    """Positional scheme. "relative" uses sinusoids of the distance. "learned_relative" uses a learned vector and a
+    learned number per distance."""
     num_distances: int = 0
     """Number of rows in the table of learned distances. Larger distances use the last row."""
     share_biases: bool = True
@@ -81,9 +81,9 @@ class TxlConfig(PreTrainedConfig):
     memory_len: int = 128
     """Number of earlier tokens that a segment sees."""
     generation_memory_len: int = 128
-    """Number of earlier tokens that generation sees. The number is at least what the last token of a segment saw in
-    training."""
+    """Number of earlier tokens that generation sees. It is at least the number of tokens that the last token of a
+    segment saw in training."""
     document_mask: bool = False
-    """True if a token sees only its own document, which begins with eos_token_id. False if it also sees earlier
+    """True if a token sees only its own document, which begins with eos_token_id. False if a token also sees earlier
     documents."""
     initializer_range: float = 0.02

@@ -48,7 +48,7 @@ class MemoryLayer(CacheLayerMixin):
         K-1 ... 0."""
 
     def lazy_initialization(self, key_states, value_states):
-        """Make an empty past, with the type and the device of these keys."""
+        """Make an empty past, with the type and the device of the given keys."""
         self.dtype = key_states.dtype
         self.device = key_states.device
         self.keys = key_states[:, :, :0]
@@ -316,10 +316,8 @@ class SinusoidalDistances(nn.Linear):
 
 
 class LearnedDistances(nn.Module):
-    """Table with a learned vector and number per distance, the shortest distance first.
-
-    Distances beyond the table's end use the last row.
-    """
+    """Table with a learned vector and a learned number per distance, the shortest distance first. Distances beyond the
+    table's end use the last row."""
 
     def __init__(self, config):
         super().__init__()
@@ -404,9 +402,10 @@ class RelativeAttention(nn.Module):
         return gain * F.rms_norm(heads, heads.shape[-1:], eps=self.norm_eps)
 
     def forward(self, hidden_BTD, memory_layer, is_seen_BTK, biases, first_value=None):
-        """Attend from some positions. Returns (output_BTD, the values [B, N, T, H] at these positions).
+        """Compute the attention of a segment's positions to the past and to the segment itself.
 
-        Keys and values are appended to `memory_layer`. `biases` is the module that holds this layer's biases u and v.
+        Returns (output_BTD, the values [B, N, T, H] at the segment's positions). The segment's keys and values are
+        appended to `memory_layer`. `biases` is the module that holds this layer's biases u and v.
         """
         key_BNTH, value_BNTH = self.keys_and_values(hidden_BTD, first_value)
         key_BNKH, value_BNKH = memory_layer.update(key_BNTH, value_BNTH)
@@ -666,7 +665,7 @@ class TxlForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def zero_memory(self, batch_size, memory_len=None):
-        """Return a memory of zeros that queries attend to. Without it, a text begins with an empty memory.
+        """Return a memory of zeros that queries attend to. Without this memory, a text begins with an empty memory.
 
         The TensorFlow code and Hugging Face's TransfoXL begin with such zeros.
         """
