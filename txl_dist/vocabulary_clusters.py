@@ -73,7 +73,7 @@ def partition_by_cluster(
 
     Args:
         edges: The first id of every cluster, then the vocabulary size, as `cluster_edges` returns them.
-        multiple: The number of rows of each cluster is padded to a multiple of this, unless `sizes` is given.
+        multiple: The number of rows of each cluster is padded to a multiple of this number, unless `sizes` is given.
         sizes: The padded number of rows of each cluster. The cluster's tokens must fit.
     """
     flat = np.asarray(ids).reshape(-1)
@@ -204,7 +204,7 @@ def best_cutoffs(
 
     The cost ignores memory, row look-ups, and the higher speed of wide matrix products. It also ignores the loss. With
     div_value > 1 the result gives frequent words narrower embeddings than papers use. The optimum is flat, so round
-    numbers near the result cost the same.
+    numbers near the result cost nearly the same.
 
     Dynamic programming finds the exact optimum among 512 ids in geometric progression, or among all ids of a smaller
     vocabulary. `counts` holds the number of tokens with each id. Raises ConfigError if there cannot be that many

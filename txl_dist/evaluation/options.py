@@ -56,7 +56,7 @@ class Overrides:
     split: str = ""
     """Split to score. Default: data.eval_split of the run."""
     memory_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
-    """Length of the memory in tokens. -1: as in training. The model is scored once for each value."""
+    """Tokens of memory. -1: as in training. The model is scored once for each given value."""
     segment_len: Annotated[tuple[_Length, ...], Rule(_AS_TRAINED)] = (0,)
     """Tokens per forward pass. 0: as in training. All combinations with --memory-len and --clamp-len are scored."""
     num_lanes: Annotated[_Length, Rule(f"0 to {_MOST:,} lanes")] = 0

@@ -18,8 +18,8 @@ CONTEXT_GIB = 1.2
 """GPU memory in GiB that no allocator counts. CUDA's context, kernels, the workspace of cuBLAS and the buffers of NCCL
 use it."""
 FRAGMENTED_SHARE = 0.08
-"""Share of the remaining memory that the caching allocator keeps in fragments too small for any tensor. It is a guess
-(see docs/planning.md)."""
+"""Share of the GPU memory, after CONTEXT_GIB is subtracted, that the caching allocator keeps in fragments too small for
+any tensor. The value is a guess (see docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Gpu:
     bus_gb_s: float
     """Bus bandwidth in GB/s of an all-reduce among the GPUs of a machine, as nccl-tests defines it."""
     matmul_share: float
-    """Share of the peak that the matrix products of these models reach. The time to read and write their operands is
-    not included."""
+    """Share of the GPU's peak (operations per second) that the matrix products of Transformer-XL models reach. The time
+    to read and write their operands is not included."""
     host_ms: float
     """Milliseconds in which the machine's CPU issues the forward pass of one layer in NVIDIA's Transformer-XL code."""
     has_bf16: bool = True

@@ -44,8 +44,8 @@ COPY_GB_S = 10.0
 """Speed of the copy from a GPU into host memory in GB/s. A step waits for this copy if saving is asynchronous. The
 value is a guess for PCIe."""
 WRITE_GB_S = 1.0
-"""Speed of writing to the file system of all ranks in GB/s. A step waits for the writing if saving is not asynchronous.
-The value is a guess."""
+"""Speed in GB/s at which all ranks together write to the file system. A step waits for the writing if saving is not
+asynchronous. The value is a guess."""
 
 FUSED_BUFFER_LEN = 2**25
 """Number of scores that fused attention computes at a time on a GPU."""
@@ -63,7 +63,7 @@ class PlanOptions:
     corpus_tokens: int = 0
     """Tokens of one epoch. A value of 0 means that the number is unknown."""
     budget_tokens: int = 0
-    """Tokens to train on in total. A value of 0 means that train.max_steps decides."""
+    """Tokens to train on in total. A value of 0 means that train.max_steps sets the number."""
 
 
 @dataclass(frozen=True)
@@ -512,8 +512,8 @@ class _Planner:
 
 
 def _kept_scores_bytes(config: Config) -> float:
-    """Return the bytes of the probabilities that fused attention keeps for the backward pass, plus three times its
-    buffer."""
+    """Return the bytes of the probabilities that fused attention keeps for the backward pass, plus three times the
+    bytes of its buffer of scores."""
     model = config.model
     train = config.train
     size = DTYPES[config.engine.dtype].itemsize

@@ -1,9 +1,10 @@
 """Predicted speed for growing numbers of GPUs.
 
-With strong scaling the global batch is constant. With weak scaling the number of lanes (rows) per GPU is constant. Each
-point of a curve is `timing.step_time` of one rank. Efficiency is tokens per second and GPU, compared with one GPU. A
-point is limited by the part of the step whose GPU-seconds per token have grown most, compared with one GPU. `picture`
-draws both curves and a line at 50 %. It marks the first number of GPUs below the line.
+With strong scaling the global batch is constant. With weak scaling the number of lanes (batch rows) per GPU is
+constant. Each point of a curve is `timing.step_time` of one rank. Efficiency is the number of tokens per second and
+GPU, divided by the tokens per second of one GPU. Each point names the part of the step that limits it: the part whose
+GPU-seconds per token have grown most compared with one GPU. `picture` draws both curves and a line at 50 %. It marks
+the first number of GPUs below the line.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Point:
     efficiency: float
     """Tokens per second and GPU, divided by the tokens per second and GPU of the first point."""
     limited_by: str
-    """Part of the step that limits the speed, a key of `REASONS`. It is empty at the first point."""
+    """Part of the step that limits the speed, a key of `REASONS`. The text is empty at the first point."""
 
 
 def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
@@ -66,7 +67,7 @@ def strong(work: Work, cluster: GpuCluster, *, num_lanes: int) -> list[Point]:
 
 
 def weak(work: Work, cluster: GpuCluster) -> list[Point]:
-    """Return the curve of weak scaling, where every GPU has the lanes (rows) of `work`.
+    """Return the curve of weak scaling, where every GPU has the lanes (batch rows) of `work`.
 
     The global batch grows with the number of GPUs.
     """

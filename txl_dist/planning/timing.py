@@ -1,17 +1,20 @@
 """Predicted time of a training step on a cluster, as a sum over the parts of the step. Nothing is measured here.
 
-    products     sum over matrix products of   2 R I C / (share * peak)  +  (R I + I C + R C) numbers moved
-    attention    the same for its products, or the Triton kernels' operations; passes over the T x K scores
+    products     sum over matrix products [R, I] x [I, C] of 2 R I C / (share * peak), plus the time to move
+                 R I + I C + R C numbers
+    attention    the same sum over the products of attention, or the Triton kernels' operations, and passes over
+                 the T x K scores
     elementwise  passes over tensors of the model width, the feed-forward width, and the width of all heads
     vocabulary   products of softmax and projections, passes over logits and over the tables' gradients
     optimizer    bytes per parameter that this rank updates
     host         CPU time to issue the work of a step, minus the time that the GPU's work hides
     exchange     gradients and weights among the ranks, minus the time that the backward pass hides
 
-A `Program` describes the costs in which trainers differ: useless operations, passes, bytes, waits. OURS describes this
-package. `tools/checks/plan.py` describes NVIDIA's Transformer-XL, and compares the predictions with NVIDIA's published
-speeds. The sources of the constants are in tools/experiments/notebook/planning.md. The prediction ignores the tile
-shapes of kernels, imbalance among ranks, the reading of data, and other jobs on the network.
+A `Program` describes the costs in which trainers differ: useless operations, passes over tensors, bytes moved, and
+waits. OURS describes this package. `tools/checks/plan.py` describes NVIDIA's Transformer-XL, and compares the
+predictions with NVIDIA's published speeds. The sources of the constants are in tools/experiments/notebook/planning.md.
+The prediction ignores the tile shapes of kernels, imbalance among ranks, the reading of data, and other jobs on the
+network.
 """
 
 from __future__ import annotations
@@ -62,19 +65,19 @@ class Program:
     skips_masked: bool
     """True if scores above the diagonal, which the causal mask removes, cost nothing."""
     score_passes: dict[AttentionKind, float]
-    """Passes over the scores, in addition to the passes of the matrix products."""
+    """Number of passes (reads or writes) over the scores, in addition to the passes of the matrix products."""
     dropout_passes: float
-    """Additional passes over the scores if the probabilities have dropout."""
+    """Number of additional passes (reads or writes) over the scores if the probabilities have dropout."""
     width_passes: float
-    """Passes over tensors of the model width, per layer."""
+    """Number of passes (reads or writes) over tensors of the model width, per layer."""
     ff_passes: float
-    """Passes over tensors of the feed-forward width, per layer."""
+    """Number of passes (reads or writes) over tensors of the feed-forward width, per layer."""
     inner_passes: float
-    """Passes over tensors of the width of all heads, per layer."""
+    """Number of passes (reads or writes) over tensors of the width of all heads together, per layer."""
     logit_passes: float
-    """Passes over the logits."""
+    """Number of passes (reads or writes) over the logits."""
     table_passes: float
-    """Passes over the gradient of the embeddings."""
+    """Number of passes (reads or writes) over the gradient of the embeddings."""
     cuts_tables: bool
     """True if one table is cut into the embeddings of all vocabulary clusters, so that the passes over its gradient are
     made for every cluster."""

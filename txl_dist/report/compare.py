@@ -2,8 +2,8 @@
 
 Losses in nats per token can be compared only between runs with the same tokenizer, because tokens of different
 tokenizers are different amounts of text. The checkpoints may prove that all runs have the same tokenizer. If they do
-not, losses are shown in bits per byte of text. A run lacks this number if its tokenizer loses text, or if only a part
-of the validation split is scored. If any run lacks it, no losses are compared.
+not, losses are shown in bits per byte of text. A run has no bits per byte if its tokenizer loses text, or if only a
+part of the validation split is scored. If a run has no bits per byte, the losses of the runs are not compared.
 
 Runs are ranked only if they were scored on the same text, as far as recorded sizes show. With the same tokenizer, every
 evaluation must have the same number of tokens. Otherwise the evaluations must cover whole texts with the same number of
@@ -102,8 +102,8 @@ def write_comparison(run_dirs: Sequence[Path], *, out: Path) -> list[str]:
 
 
 def _loss_cells(run: RunRecords, unit: Unit) -> list[str]:
-    """Return table cells of a run: its newest training loss, its newest validation loss, and its best one with the
-    step.
+    """Return table cells of a run: its newest training loss, its newest validation loss, and its best validation loss
+    with the step.
     """
     cells = []
     for table in (run.history.train, run.history.held_out):

@@ -20,8 +20,8 @@ class InspectOptions:
     cutoffs: tuple[int, ...] = ()
     """Show the share of the tokens in each vocabulary cluster for these cutoffs."""
     num_clusters: int = 0
-    """Compute the cutoffs with which this number of vocabulary clusters costs least work per token, and show the share
-    of the tokens in each cluster."""
+    """Compute the cutoffs with which this number of vocabulary clusters needs the least work per token, and show the
+    share of the tokens in each cluster."""
     width: int = 512
     """Embedding width of the most frequent ids, for --num-clusters."""
     div_value: int = 1

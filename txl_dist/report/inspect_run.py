@@ -1,8 +1,9 @@
 """`txl inspect`: the contents of a run and its checkpoints, and the text that its lanes read at a step.
 
 The command reads only configuration and checkpoints, so it needs no other ranks, no GPU and no DeepSpeed. A checkpoint
-may have been copied elsewhere. Each answer has facts for programs as JSON values, and lines for people. Damaged files
-are shown as damaged, next to the rest. Questions about a corpus alone are answered by the data package.
+may have been copied elsewhere. Each answer has facts for programs as JSON values, and lines for people. A damaged file
+is reported as damaged, and all other files are still shown. Questions about a corpus alone are answered by the data
+package.
 """
 
 from __future__ import annotations

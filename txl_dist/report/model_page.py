@@ -30,7 +30,7 @@ from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 _WEIGHTS = "model.safetensors"
 _SCALE = ".scale"
-"""Suffix of the names of int8 scales, which are not counted as parameters."""
+"""Suffix of the names of tensors that hold the scales of int8 weights. These scales are not counted as parameters."""
 
 
 def report_of(path: Path, kind: ArtifactKind, *, out: Path | None) -> list[str]:

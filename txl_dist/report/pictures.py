@@ -1,8 +1,8 @@
 """Pictures of a run's report: numbers over an axis, or a sentence that says why there are no numbers.
 
-A picture over the training is defined by a row of `_ROWS`, and `picture_of` draws it. `txl compare` uses `picture_of`
-too. Rows of metrics are made from the metric table. Rows of losses and of memory are written here. A picture over
-another axis, such as the loss over the length of the memory, has its own function.
+A picture of numbers over the time or the steps of training is defined by a row of `_ROWS`, and `picture_of` draws it.
+`txl compare` uses `picture_of` too. Rows of metrics are made from the metric table. Rows of losses and of memory are
+written here. A picture over another axis, such as the loss over the length of the memory, has its own function.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class PlotRow(NamedTuple):
     unit: str
     """Label of the vertical axis, with its unit."""
     columns: dict[str, str]
-    """Columns of the records by their word in the legend. A name PREFIX_ means all columns PREFIX_0, PREFIX_1 ..."""
+    """Columns of the records to draw, by the word that the legend shows for each column. A name PREFIX_ means all
+    columns PREFIX_0, PREFIX_1 ..."""
     of: Kind = "train"
     """Kind of the records. The kind `all` gives one line for training and one line per validation split."""
     by: Axis = "step"
@@ -182,7 +183,7 @@ _RANK_ROW = PlotRow(
     missing="there is only one rank",
 )
 _ROWS = (*_LOSS_ROWS, *_MEMORY_ROWS, *_metric_rows(), *_LAYER_ROWS, _RANK_ROW)
-"""Definitions of all pictures over the training, in the order of the page."""
+"""Definitions of all pictures whose horizontal axis is the progress of training, in the order of the page."""
 _LOSS_BY_POSITION = PlotRow(_MEMORY, "Loss per position in the segment", _NATS, {}, by="position", is_log=True)
 _GAIN_BY_POSITION = PlotRow(
     _MEMORY,
@@ -211,7 +212,7 @@ def pictures_of(run: RunRecords) -> dict[str, list[Picture]]:
 
 
 def _tables(run: RunRecords, kind: Kind) -> dict[str, RecordTable]:
-    """Return the tables of a kind of records by their word in the legend."""
+    """Return the tables of one kind of records, by the word that the legend shows for each table."""
     history = run.history
     if kind == "all":
         tables = {"training": history.train}

@@ -1,8 +1,9 @@
 """Reader of a run's records: `metrics.jsonl` becomes columns of numbers with one row per step.
 
-A run can crash, be resumed and be rewound. So its file has some steps twice, and has steps that were discarded later.
-This module keeps the later record of a step. If a start or a rewind continues the run from a step, earlier records of
-later steps are left out. Hours are hours of work: the time from record to record, without the pauses before a start.
+A run can crash, be resumed, and be rewound (continued from an earlier step after a problem). So its file has some steps
+twice, and has steps that were discarded later. This module keeps the later record of a step. If a start or a rewind
+continues the run from step S, the records of steps after S that were already in the file are left out. Hours are hours
+of work: the time from record to record, without the pauses before a start.
 
 A list of numbers becomes one column per element, NAME_0, NAME_1 ... For times per rank, only the fastest, the median
 and the slowest are kept. A line that a crash cut short is counted and skipped. A null value becomes NaN, and so does a
@@ -39,8 +40,8 @@ _MAX_SCORES = _MAX_LIST = 4096
 _MAX_NAME = 200
 BITS = {"bits_per_byte": "bits per byte", "bits_per_character": "bits per character"}
 """Metrics per byte or character of text, with their names for people. Old versions of txl_dist recorded these metrics
-even if they were not a cost of the text. The start record of such a version does not say why bits are missing
-(`no_bits`). In that case, the values of these metrics are left out."""
+even if their values were not the cost of the whole text. The start record of such a version does not say why bits are
+missing (`no_bits`). In that case, the values of these metrics are left out."""
 _NOT_KEPT = ("time_s", "eta_s", "ppl")
 
 
@@ -175,7 +176,7 @@ def read_history(run_dir: Path) -> History:
 
 
 def history_of(lines: Iterable[bytes]) -> History:
-    """Make a history from the lines of a file of records, each a JSON object."""
+    """Make a history from the lines of a file of records. Each line is a JSON object."""
     reader = _Reader()
     for line in lines:
         reader.take(line)

@@ -51,7 +51,7 @@ def write_report(run_dir: Path, *, out: Path | None = None) -> list[str]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise ConfigError if a page cannot be written to this path. It is called before the page is made."""
+    """Raise ConfigError if a page cannot be written to this path. The function is called before the page is made."""
     target = _target(path)
     folder = target.parent
     if os.path.isdir(path):

@@ -349,7 +349,8 @@ def _model_fact(num_parameters: int | None, recorded: dict[str, Any]) -> Fact:
 
 
 def _program_facts(recorded: dict[str, Any]) -> Iterator[Fact]:
-    """Yield facts on the program and its libraries. The commit identifies the program, else its version."""
+    """Yield facts on the program and its libraries. The program is identified by its commit, or by its version if the
+    commit is unknown."""
     version = recorded.get("txl_dist", recorded.get("code_version"))
     commit = recorded.get("commit")
     version_note = _phrase("txl_dist {}", version)

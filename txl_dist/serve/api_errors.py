@@ -165,7 +165,8 @@ def _unknown_field(name: str, *, known: list[str]) -> str:
 
 
 def _reason(problem: ErrorDetails) -> str:
-    """Return pydantic's message in lower case, followed by the wrong value, cut at 40 characters."""
+    """Return pydantic's message in lower case, followed by the wrong value. A value of more than 40 characters is
+    shortened."""
     message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     message = message[:1].lower() + message[1:]
     if problem["type"] in ("missing", "value_error"):

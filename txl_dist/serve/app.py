@@ -191,7 +191,8 @@ async def _show_memory(request: Request, memory: str) -> Response:
 async def _send_memory(request: Request, memory: str) -> Response:
     """Return a memory as a file.
 
-    `txl generate --load-memory` can load the file. POST /v1/memories accepts it on each server of the same model.
+    `txl generate --load-memory` can load the file. POST /v1/memories accepts the file on every server of the same
+    model.
     """
     stored = _service_of(request).memory(memory)
     content = await run_in_threadpool(stored.memory.to_bytes)
@@ -434,7 +435,7 @@ def _check_num_log_probs(completion: CompletionRequest, *, num_prompt_tokens: in
 
 
 def _check_single_documents(texts: list[Text], prompts: list[PreparedPrompt]) -> None:
-    """Raise APIError if a prompt of ids holds several documents, because only the last of them could be scored."""
+    """Raise APIError if a prompt of ids holds several documents, because only the last document could be scored."""
     for text, prepared in zip(texts, prompts, strict=True):
         num_seen = len(prepared.prompt.ids) - prepared.prompt.num_led
         if not isinstance(text, str) and num_seen < len(text):

@@ -42,7 +42,7 @@ SPARE_REQUESTS = 64
 class Gate:
     """Wrapper of the server's application, which checks each request before a route gets it.
 
-    `key` is the key that clients must send. If it is empty, clients need no key. A JSON body has at most
+    `key` is the key that clients must send. If `key` is empty, clients need no key. A JSON body has at most
     `max_body_bytes` bytes. A memory file has at most the size of a full memory.
     """
 
@@ -107,7 +107,7 @@ class Gate:
             raise APIError(429, "the server has too many requests. Try again later.", code="too_many_requests")
 
     async def _read_body(self, scope: Scope, incoming: _RequestBody, *, limit: int) -> bytes:
-        """Read a body. Raises APIError if it has more than `limit` bytes, or takes more than BODY_S seconds."""
+        """Read a body. Raises APIError if the body has more than `limit` bytes, or takes more than BODY_S seconds."""
         too_long = APIError(413, f"the body has more than {limit:,} bytes. Send a shorter body.", code="body_too_large")
         if int(_header(scope, b"content-length") or b"0") > limit:
             raise too_long
@@ -185,7 +185,7 @@ class _Response:
         self.status: int | None = None
 
     async def send(self, message: Message) -> None:
-        """Send a message of the response. Raises TimeoutError if the client does not read it.
+        """Send a message of the response. Raises TimeoutError if the client does not read the message.
 
         The last message waits until the rest of the request's body has been read and discarded.
         """

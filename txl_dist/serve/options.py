@@ -47,11 +47,11 @@ class Serving:
     api_key_file: Path | None = None
     """File with the key that clients must send."""
     max_num_seqs: Texts = 64
-    """Maximum texts generated at once, each with its memory."""
+    """Maximum number of texts generated at once. Each text has its own memory."""
     max_queue: Prompts = 256
     """Maximum number of queued prompts. Further requests get HTTP 429."""
     memory_len: MemoryLen = -1
-    """Tokens of memory, possibly more than in training. -1: as many as in training."""
+    """Tokens of memory. The number can be larger than in training. -1: as many as in training."""
     max_prompt_len: Tokens = 32_768
     """Maximum tokens per prompt."""
     max_tokens: Tokens = 4_096
@@ -68,7 +68,7 @@ class Serving:
     shutdown_timeout: DurationOrNone = 30.0
     """Seconds in which running requests can finish after SIGTERM."""
     memories: Count = 1_000
-    """Maximum stored memories. The least recently used is removed first. 0 stores none."""
+    """Maximum number of stored memories. The least recently used memory is removed first. 0: store none."""
     memory_bytes: BytesOrNone = 2**30
     """Maximum bytes of all stored memories."""
     memory_ttl: FiniteDuration = 3_600.0

@@ -237,8 +237,8 @@ class Answer:
         return choice
 
     def _measure(self, choice: _Choice, chunk: OutputChunk) -> None:
-        """Record metrics of a chunk: the time to the request's first token, the time per further token, the number of
-        tokens.
+        """Record metrics of a chunk: the time to the request's first token, the time per further token, and the number
+        of tokens.
         """
         now = time.monotonic()
         if chunk.tokens and not self._has_token:

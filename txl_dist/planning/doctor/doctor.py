@@ -102,7 +102,7 @@ def examine(*, run_dir: Path, data: str = "", timeout_s: int = 60) -> Report | N
 
 
 def _examine_job(ranks: RankInfo, facts_here: Facts | None) -> Report | None:
-    """Check all nodes together and return the report on rank 0. All ranks must call it.
+    """Check all nodes together and return the report on rank 0. All ranks must call this function.
 
     `facts_here` is None except on the first rank of a node.
     """
@@ -125,7 +125,7 @@ def _examine_job(ranks: RankInfo, facts_here: Facts | None) -> Report | None:
 
 
 def _judge_shared(ranks: RankInfo, folder: Path, *, num_nodes: int) -> Finding:
-    """Check whether all nodes write to the same folder. All ranks must call it."""
+    """Check whether all nodes write to the same folder. All ranks must call this function."""
     try:
         prove_shared(folder, nonce=secrets.token_hex(8), ranks=ranks, seen_within_s=SHARED_WITHIN_S)
     except ConfigError as error:

@@ -37,7 +37,7 @@ class Reduce:
 def measure_reduce(ranks: RankInfo) -> list[Reduce]:
     """Time all-reduces of growing size over all ranks. The slowest rank determines each time.
 
-    All ranks must call it.
+    All ranks must call this function.
     """
     reduces: list[Reduce] = []
     for num_bytes in SIZES_BYTES:

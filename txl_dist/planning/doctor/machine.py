@@ -60,7 +60,7 @@ class Device(NamedTuple):
     has_code: bool
     """True if this build of torch has code for the GPU."""
     peak_tflops: float
-    """Peak of the GPU in TFLOP/s for bf16. It is 0 if it is unknown."""
+    """Peak of the GPU in TFLOP/s for bf16. The value is 0 if the peak is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
