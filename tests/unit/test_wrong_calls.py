@@ -286,9 +286,9 @@ LAUNCH: list[tuple[str, str]] = [
     ("launch --num-gpus 2 e.toml", "Did you mean --num_gpus?"),
     ("launch --quite-unlike 2 e.toml", "unknown launcher flag --quite-unlike. See deepspeed --help"),
     ("launch 2 e.toml", "cannot use '2': only flags of the launcher can precede e.toml"),
-    ("launch --include localhost:0 --num_gpus 1 e.toml", "choose the ranks. Leave out --num_accelerators"),
+    ("launch --include localhost:0 --num_gpus 1 e.toml", "chooses the ranks. Leave out --num_accelerators"),
     ("launch -i localhost:0 -e localhost:1 e.toml", "Leave out one"),
-    ("launch --num_nodes 2 e.toml", "Give a file of them with --hostfile"),
+    ("launch --num_nodes 2 e.toml", "give the file with --hostfile"),
     ("launch e.toml --num_accelerators 2", "launcher flags go before .*: txl launch --num_accelerators 2 e.toml"),
     ("launch e.toml --master_port=7", "launcher flags go before .*: txl launch --master_port=7 e.toml"),
     (

@@ -44,9 +44,9 @@ SETTINGS_HEAD = f"""# Configuration reference
 A run's settings are in a TOML file, in the sections below. The file needs only the settings that differ from the
 defaults. `--section.key VALUE` after the file overrides a setting:
 
-- `txl train CONFIG.toml --optim.lr 1e-3`: a number or a text.
-- `--model.cutoffs 1000 5000`: a list. Without values it is empty.
-- `--checkpoint.keep_best` switches on, `--checkpoint.keep_best False` off.
+- `txl train CONFIG.toml --optim.lr 1e-3` sets a number (or a text).
+- `--model.cutoffs 1000 5000` sets a list. Without values the flag sets an empty list.
+- `--checkpoint.keep_best` sets true, and `--checkpoint.keep_best False` sets false.
 
 `txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, and `--dry-run --all` prints all.
 
@@ -66,11 +66,12 @@ COMMANDS_HEAD = f"""# Command reference
 `python -m txl_dist COMMAND` is the same as `txl COMMAND`, and `txl COMMAND --help` prints the same texts. Defaults are
 in brackets. A flag without brackets is off or empty by default. A switch `--name` has an opposite, `--no-name`.
 
-Exit codes: 0 done, 1 an error or a problem found, 2 a mistake that the message explains. After 75 or 76
-[start the same command again](checkpoints.md#stopping).
+Exit code 0 means success, 1 an error or a failed check, and 2 a mistake that the message explains. After 75 (stopped
+and saved) or 76 (a rank hung or was lost), [start the same command again](checkpoints.md#stopping).
 """
 COMPLETION = """`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names
-when TAB is pressed. SHELL is bash, zsh or fish. Write the script again after an update.
+when TAB is pressed. SHELL is bash, zsh or fish. Write the script again after an update of
+txl_dist.
 
 <!-- not run: installs -->
 ```bash

@@ -158,4 +158,6 @@ def _check_not_a_memory(out: Path | None, *, memories: tuple[Path | None, ...]) 
         return
     for memory in memories:
         if memory is not None and memory.resolve() == out.resolve():
-            raise ConfigError(f"--out {out} is also the file of a memory. Name another file with --out.")
+            raise ConfigError(
+                f"--out {out} is also the file of --load-memory or --save-memory. Name another file with --out."
+            )

@@ -339,7 +339,7 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
         raise ConfigError("--include and --exclude cannot be given together. Leave out one of these flags.")
     if (asked.include or asked.exclude) and (asked.num_accelerators or asked.num_gpus or asked.num_nodes):
         raise ConfigError(
-            "--include and --exclude already choose the ranks. Leave out --num_accelerators, --num_gpus and "
+            "--include or --exclude already chooses the ranks. Leave out --num_accelerators, --num_gpus and "
             "--num_nodes."
         )
     for flag, choices in CHOICES.items():
@@ -354,7 +354,8 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
             raise ConfigError(f"{flag} {value}: it can be {', '.join(choices)}.{did_you_mean(value, choices)}")
     if not has_hosts and int(asked.num_nodes or 1) != 1:
         raise ConfigError(
-            f"--num_nodes {asked.num_nodes} needs the names of the machines. Give a file of them with --hostfile."
+            f"--num_nodes {asked.num_nodes} needs the names of the machines. Write the names to a file, and give the "
+            "file with --hostfile."
         )
 
 

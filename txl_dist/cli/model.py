@@ -101,16 +101,16 @@ def export(
     if ema and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
             f"--ema works only from a run or a checkpoint to a bundle, but this command exports {kind.value} to "
-            f"{format}. First export the run or the checkpoint to a bundle with --ema. Then export {format} from that "
-            "bundle if it is needed."
+            f"{format}. First export the run or the checkpoint to a bundle with --ema. Then, if you need another "
+            "format, export that bundle without --ema."
         )
     _require_output(out, _WRITES[format])
     if format == "onnx" and dtype != "fp32":
         raise ConfigError(f"--format onnx writes fp32, not {dtype}. Remove --dtype.")
     if dtype == "int8" and format != "bundle":
         raise ConfigError(
-            f"int8 weights can be stored in bundles only. Programs that read --format {format} cannot load them. "
-            "Give another --dtype, or give --format bundle."
+            f"int8 weights can be stored only in bundles, because programs that read {format} cannot load int8 "
+            "weights. Give another --dtype, or --format bundle."
         )
     stated.check()
     remark = stated.remark()

@@ -185,7 +185,7 @@ def read_lines(path: Path) -> Iterator[str]:
     try:
         if path == STANDARD:
             if sys.stdin is None:
-                raise ConfigError("standard input is closed. Name a file of prompts.")
+                raise ConfigError("standard input is closed. Name a file of prompts in place of -.")
             if isinstance(sys.stdin, TextIOWrapper):
                 read_as_text(sys.stdin)
             yield from sys.stdin

@@ -45,7 +45,7 @@ def recl(
     elif kinds[0] is ArtifactKind.BUNDLE:
         raise ConfigError(
             f"{targets[0]} is a bundle, and a bundle names no corpus. "
-            "Name a corpus with --data, or name a run before the bundle."
+            "Name a corpus with --data, or name a run first, whose corpus is then used for all models."
         )
     announce_ranks(
         f"scoring {counted(len(targets), 'model')} with {counted(len(settings.contexts), 'length')} of context"

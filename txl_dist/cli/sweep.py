@@ -31,8 +31,8 @@ class SweepArguments:
     config: Positional[Path]
     """TOML file with the settings, see configs/."""
     grid: tuple[str, ...] = ()
-    """A setting and its values, such as optim.lr=1e-3,2e-3. Several settings make a grid. Blanks separate the entries
-    of a list."""
+    """A setting and its values, separated by commas: optim.lr=1e-3,2e-3. Several settings make a grid. In a value that
+    is a list, blanks separate the entries."""
     seeds: int = 1
     """Number of runs per point of the grid. Their seeds are run.seed and the numbers after it."""
     jobs: int = 1
@@ -59,7 +59,10 @@ def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], C
     for axis in arguments.grid:
         name = axis.partition("=")[0].strip().replace("-", "_")
         if name in common_settings:
-            raise ConfigError(f"{name} is set for all runs and also in --grid. Remove one of the two.")
+            raise ConfigError(
+                f"{name} is set for all runs and also in --grid. Remove the flag --{name}, or remove {name} from "
+                "--grid."
+            )
     base = read_settings([str(arguments.config), *words])
     if arguments.jobs < 1:
         raise ConfigError(f"--jobs {arguments.jobs}: it must be 1 or more.")

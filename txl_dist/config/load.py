@@ -78,7 +78,7 @@ def plan_batch(train: TrainSection, *, world_size: int) -> BatchPlan:
     Raises ConfigError if num_lanes is not divisible by world_size * microbatch_lanes.
     """
     if world_size < 1:
-        raise ConfigError(f"a job cannot have {world_size} ranks. Give 1 or more.")
+        raise ConfigError(f"a job cannot have {world_size} ranks. Give 1 rank or more.")
     if train.num_lanes % (world_size * train.microbatch_lanes):
         raise ConfigError(
             f"train.num_lanes={train.num_lanes} must be divisible by ranks * train.microbatch_lanes = "

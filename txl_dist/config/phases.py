@@ -136,9 +136,8 @@ def _check_order(phases: list[Phase], given: Config) -> None:
         if not 0 < phase.until < following.until:
             raise ConfigError(
                 f"train.phases: a phase with until={phase.until:g} cannot precede a phase with "
-                f"until={following.until:g}. The values of until must be between 0 and 1, and increase from phase to "
-                "phase. After the last phase the settings "
-                "of [train] apply."
+                f"until={following.until:g}. The values of `until` must be between 0 and 1, and each phase must have a "
+                "larger value than the phase before it. After the last phase the settings of [train] apply."
             )
         end = _end(phase, given)
         if end == end_before:
@@ -154,9 +153,10 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
     """Refuse a phase that contradicts other settings, or whose steps have more or fewer tokens than other steps."""
     if given.train.is_permutation and phase.segment_len != last.segment_len:
         raise ConfigError(
-            f'train.phases: "{text}" has segments of {phase.segment_len} tokens, and [train] of {last.segment_len}. '
-            "With train.objective='permutation' the segments of all phases must be equally long, because "
-            "train.reuse_len and train.predicted_len are those of all phases."
+            f'train.phases: "{text}" has segments of {phase.segment_len} tokens, but [train] has segments of '
+            f"{last.segment_len} tokens. With train.objective='permutation' the segments of all phases must be equally "
+            "long, because train.reuse_len and train.predicted_len apply to all phases. Remove segment_len from this "
+            "phase."
         )
     tokens = phase.num_lanes * phase.segment_len
     tokens_of_last = last.num_lanes * last.segment_len
@@ -214,16 +214,16 @@ def _parsed(text: str, last: Phase) -> Phase:
             raise ConfigError(f'train.phases: "{text}": {name}={value} is not {kind}. Write "{_FORM}".') from error
     if "until" not in values:
         raise ConfigError(
-            f'train.phases: "{text}" has no until, the share of the run after which the phase ends. '
+            f'train.phases: "{text}" has no `until` (the share of the run after which the phase ends). '
             f'Write "{_FORM} memory_len=32".'
         )
     if "microbatch_lanes" not in values and "num_lanes" in values:
         lanes = last.microbatch_lanes * int(values["num_lanes"])
         if lanes % last.num_lanes:
             raise ConfigError(
-                f'train.phases: "{text}": num_lanes={values["num_lanes"]:g} needs its own microbatch_lanes, because '
-                f"micro-batches in the same proportion as in [train] ({last.microbatch_lanes}/{last.num_lanes}) "
-                "would not have a whole number of lanes. Add microbatch_lanes=N to this phase."
+                f'train.phases: "{text}": num_lanes={values["num_lanes"]:g} needs its own microbatch_lanes. '
+                f"In [train] a micro-batch has {last.microbatch_lanes} of {last.num_lanes} lanes, and the same share "
+                "of this phase's lanes is not a whole number. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
     phase = last._replace(**values)

@@ -112,8 +112,8 @@ class DataSection(Section):
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
-    """Split to evaluate, in each corpus that has this split. Empty: no evaluation. If it is `valid` and no corpus has a
-    split `valid`, training runs without evaluation."""
+    """Split to evaluate, in each corpus that has this split. Empty: no evaluation. If no corpus has the default split
+    `valid`, training runs without evaluation."""
     document_mask: bool = False
     """Whether tokens attend only within their document and to the end-of-text token before it. If false, attention
     crosses document borders, as in the paper."""
@@ -177,8 +177,8 @@ class ModelSection(Section):
     code, Hugging Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: the whole memory, and the
     segment up to the query."""
     clamp_len: Count = 0
-    """Largest distance, in tokens, that has an encoding of its own. All larger distances share the encoding of this
-    distance. 0 means no limit."""
+    """Largest distance, in tokens, that has an encoding of its own. All larger distances share this encoding. 0 means
+    no limit."""
     positions: Annotated[str, OneOf(SCHEMES)] = "relative"
     """relative: projected sinusoids of the distance (the paper, attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw, attn_type 1, labml). absolute: sinusoids of the position
@@ -189,9 +189,9 @@ class ModelSection(Section):
     any_order: bool = False
     """Predict tokens in random orders (XLNet). This needs train.objective="permutation"."""
     segment_terms: bool = False
-    """Add scores of segment types to attention, as imported XLNet models do."""
+    """Add scores of XLNet's segment types (first or second text) to attention, as imported XLNet models do."""
     num_distances: Len = 0
-    """Rows in the table of learned_relative positions. Larger distances use the last row."""
+    """Rows in the table of learned_relative positions, one per distance. Larger distances use the last row."""
     norm: Literal["layer", "rms"] = "layer"
     """layer: LayerNorm with gain and bias (the paper). rms: RMSNorm without gain and bias."""
     activation: Literal["relu", "gelu", "relu2", "swiglu"] = "relu"
@@ -199,7 +199,7 @@ class ModelSection(Section):
     silu of a third matrix's output."""
     zero_init: bool = False
     """Initialize the last matrix of each attention layer and each feed-forward layer with 0. A new block then adds
-    nothing."""
+    nothing to the residual stream."""
     query_key_norm: bool = False
     """Divide each head's queries, keys and distance encodings by their root mean square."""
     residual_scalars: bool = False
@@ -215,12 +215,13 @@ class ModelSection(Section):
     scale_embedding: bool = True
     """Multiply embeddings by sqrt(width). labml's code omits this."""
     project_same_width: bool = True
-    """Also project embeddings that are as wide as the model. This matters only with div_value > 1. The TensorFlow code
-    on lm1b does not project them."""
+    """Also project embeddings that are as wide as the model, unlike the TensorFlow code on lm1b. This matters only with
+    div_value > 1."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     """Small number that norms add to the variance (layer) or mean square (rms, query_key_norm)."""
     dropout: Annotated[Probability, WARNED] = 0.1
-    """Dropout rate everywhere except on attention probabilities. Each rate below replaces this rate in one place."""
+    """Dropout rate everywhere except on attention probabilities. Settings such as model.embed_dropout replace this rate
+    in one place."""
     attention_dropout: Annotated[Probability, WARNED] = 0.0
     """Dropout on attention probabilities."""
     embed_dropout: Annotated[OwnProbability, WARNED] = -1.0
@@ -319,7 +320,7 @@ class OptimSection(Section):
     momentum: Annotated[Probability, WARNED] = 0.0
     """Momentum factor of sgd."""
     muon_momentum: Annotated[Probability, WARNED] = 0.95
-    """Nesterov momentum of the matrices that muon orthogonalizes."""
+    """Nesterov momentum of muon for the blocks' matrices."""
     eps: Annotated[float, Field(gt=0), WARNED] = 1e-8
     """Small number added to the square root of the second moment."""
     weight_decay: Annotated[float, Field(ge=0), WARNED] = 0.0
@@ -398,33 +399,33 @@ class TrainSection(Section):
     """next: predict each token from the tokens before it. permutation: predict some tokens of each segment in random
     orders (XLNet)."""
     reuse_len: Len = 0
-    """Tokens per step that a lane advances and stores in its memory (permutation). 0 means segment_len."""
+    """Tokens that a lane (batch row) advances per step and stores in its memory (permutation). 0 means segment_len."""
     predicted_len: Annotated[Len, WARNED] = 0
     """Tokens per segment that are predicted (permutation). 0 means a sixth of segment_len."""
     order_len: Annotated[Len, WARNED] = 0
-    """Tokens that share a random order (permutation). 0 means half a segment."""
+    """Tokens per block: the order of prediction is random within each block (permutation). 0 means half a segment."""
     longest_span: Annotated[int, Field(ge=1, le=1000), WARNED] = 5
     """Largest number of words that are predicted together (permutation)."""
     span_context: Annotated[int, Field(ge=1, le=1000), WARNED] = 6
     """Tokens of context per predicted word (permutation)."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
     """Tokens of memory per layer, first layer first. The largest number must equal memory_len. Empty: memory_len in
-    every layer. If a phase or an evaluation sets another memory_len, the longest layers use it, and the other layers
-    use at most that many tokens."""
+    every layer. If a phase or an evaluation sets another memory_len, the layers with the longest memory use that
+    length, and other layers use at most that length."""
     initial_memory: Annotated[Literal["empty", "zeros"], WARNED] = "empty"
-    """Memory before a lane's first token. empty: no memory, because attention masks it. zeros: hidden states of 0,
-    which queries attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
+    """Memory before a lane's first token. empty: attention masks the memory. zeros: hidden states of 0, which queries
+    attend to (Hugging Face, TensorFlow). Evaluation starts with zeros only with `--zero-memory`."""
     half_loss: Annotated[bool, WARNED] = False
     """Train only on the last ceil(segment_len / 2) targets of each segment, as in the paper's ablations. Each scored
-    target then has at least half a segment of context. The loss is the mean over scored targets."""
+    target then has at least half a segment of context."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
-    """Lanes (batch rows) per micro-batch of a rank. It must divide num_lanes / ranks."""
+    """Lanes (batch rows) per micro-batch of a rank. Their number must divide num_lanes / ranks."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps of the whole run. The learning-rate schedule ends with the last step."""
     phases: Annotated[tuple[str, ...], WARNED] = ()
-    """Phases of the run, in order, with other lengths. Write a phase as "until=0.5 num_lanes=128 segment_len=16
-    memory_len=32". `until` is the share of max_steps at which the phase ends. After the last phase the settings above
-    apply. Steps of all phases must have equally many tokens."""
+    """Phases of the run, in order, with their own lengths and lanes. Write a phase as "until=0.5 num_lanes=128
+    segment_len=16 memory_len=32". `until` is the share of max_steps at which the phase ends. After the last phase the
+    settings of [train] apply. Steps of all phases must have equally many tokens."""
 
     @property
     def scored_len(self) -> int:
@@ -512,21 +513,21 @@ class EngineSection(Section):
     cuda_graph: Annotated[Literal["off", "on", "auto"], BeforeValidator(_word_of), FREE] = "off"
     """Record forward pass, loss and backward pass of a micro-batch once per shape, and replay the recording. This helps
     if the host is slower than the GPU. It needs ZeRO stage 0, 1 or 2 without activation_checkpointing. auto: on if
-    possible, off on a CPU."""
+    possible."""
     activation_checkpointing: Annotated[bool, FREE] = False
     """Recompute blocks in the backward pass. Results are bit-identical, steps take longer, and a rank needs less
     memory."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
     """With activation_checkpointing: recompute only every n-th block, and keep the activations of all other blocks."""
     check_memory: Annotated[bool, FREE] = True
-    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. False: start
-    it."""
+    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. False: start such
+    a run."""
     num_threads: Annotated[int, Field(ge=0, le=1024), FREE] = 0
     """CPU threads per rank. 0 means OMP_NUM_THREADS if set, else the number of cores divided by the ranks of the
     node."""
     start_timeout_s: Annotated[Seconds, FREE] = 1800
-    """Until the first step is finished: seconds without progress after which ranks count as hung. They then report the
-    missing rank, write their stacks and exit."""
+    """Until the first step is finished: seconds without progress after which ranks count as hung. The ranks then name
+    the hung rank, write their stack traces and exit."""
     timeout_s: Annotated[Seconds, FREE] = 600
     """After the first step is finished: seconds without progress after which ranks count as hung. This time must exceed
     the longest step and one evaluation segment."""
@@ -559,7 +560,7 @@ class EvalSection(Section):
     """Steps between evaluations. 0 means one evaluation, at the end."""
     num_lanes: Annotated[Lanes, FREE] = 8
     """Lanes (batch rows) into which the split is cut. Each lane starts with an empty memory. Fewer lanes give a more
-    exact loss, more lanes run faster."""
+    exact loss, and more lanes run faster."""
     segment_len: Annotated[Len, FREE] = 0
     """Tokens per lane and forward pass. 0 means train.segment_len."""
     memory_len: Annotated[int, Field(ge=-1, le=LONGEST), FREE] = -1
@@ -593,8 +594,8 @@ class CheckpointSection(Section):
     keep_best: Annotated[bool, FREE] = False
     """Also save a checkpoint after an evaluation with the lowest loss so far, and keep this checkpoint."""
     asynchronous: Annotated[bool, FREE] = True
-    """Write checkpoints while training continues. A step waits only for the copy into host memory. The copy is as large
-    as the checkpoint."""
+    """Write checkpoints while training continues. A step waits only for the copy of the whole checkpoint into host
+    memory."""
 
 
 class GuardSection(Section):
@@ -605,20 +606,19 @@ class GuardSection(Section):
     max_skipped_per_1000: Annotated[PositiveInt, FREE] = 50
     """Skipped steps among the last 1,000 steps after which the run stops."""
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
-    """A loss or gradient norm is a spike if its logarithm is this many robust standard deviations above the recent
-    median. The deviation is at least 2 %. 0 disables detection."""
+    """A loss or gradient norm is a spike if its logarithm exceeds that of the recent median by more than this many
+    robust standard deviations. The deviation is at least 0.02. 0 disables detection."""
     spike_window: Annotated[int, Field(gt=0, le=10**6), FREE] = 128
-    """Steps from which spike detection computes the median and the deviation. Detection starts after half of these
-    steps."""
+    """Recent steps from which spike detection computes the median and the deviation. Detection starts after half as
+    many steps."""
     on_spike: Annotated[Literal["report", "rewind"], FREE] = "report"
     """report: log the spike and continue. rewind: return to the last checkpoint and skip the tokens of the spike."""
     spike_patience: Annotated[PositiveInt, FREE] = 3
-    """Consecutive spikes that cause a rewind."""
+    """Consecutive spikes that cause a rewind (return to the last checkpoint)."""
     max_rewinds: Annotated[Count, FREE] = 5
-    """Largest number of rewinds (returns to the last checkpoint) in a run. The run stops if it needs another rewind."""
+    """Largest number of rewinds (returns to the last checkpoint) in a run. Another rewind stops the run."""
     check_replicas_every_steps: Annotated[Count, FREE] = 0
-    """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means no
-    comparison."""
+    """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means none."""
 
 
 class MetricsSection(Section):
@@ -633,27 +633,27 @@ class MetricsSection(Section):
     """Weights & Biases (W&B) project that gets the records of metrics.jsonl (pip install "txl_dist[wandb]"). Empty
     sends nothing."""
     wandb_entity: Annotated[str, FREE] = ""
-    """W&B user or team that owns the run. Empty means the account's default."""
+    """W&B user or team that owns the run. Empty: the account's default."""
     wandb_name: Annotated[str, FREE] = ""
-    """Name of the W&B run. Empty means the name of the run directory."""
+    """Name of the W&B run. Empty: the name of the run directory."""
     wandb_group: Annotated[str, FREE] = ""
-    """Group of the W&B run. Empty means no group."""
+    """Group of the W&B run. Empty: no group."""
     wandb_tags: Annotated[tuple[str, ...], FREE] = ()
     """Tags of the W&B run, of 1 to 64 characters each."""
     wandb_id: Annotated[str, FREE] = ""
-    """Id of the W&B run, to choose or resume it. Empty: an id from the path of the run directory, which a resumed run
-    keeps."""
+    """Id of the W&B run, to choose or resume it. Empty: an id computed from the path of the run directory. A resumed
+    run keeps its id."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
     """allow: resume the W&B run with this id, or start one. must: the W&B run must exist. never: the W&B run must not
     exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
     """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
-    measurement costs one more pass, without dropout. 0 means none. For the validation split see eval.accuracy."""
+    measurement costs one more pass, without dropout. 0 means none."""
     norms_every_steps: Annotated[Count, FREE] = 0
     """Steps between records of each layer's gradient norm (before clipping), weight norm and output root mean square.
     Each record costs one more pass, without dropout. 0 means none."""
     sample_every_steps: Annotated[Count, FREE] = 0
-    """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means no sample texts."""
+    """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means none."""
     sample_prompt: Annotated[str, FREE] = ""
     """Prompt of the sample texts. Empty: each sample text begins a document."""
     sample_len: Annotated[PositiveLen, FREE] = 64

@@ -67,8 +67,7 @@ class Overrides:
     clamp_len: Annotated[tuple[_LengthOrTrained, ...], Rule(_AS_TRAINED)] = (-1,)
     """Largest distance, in tokens, with its own encoding. -1: as in training. 0: no limit."""
     same_length: Literal["trained", "off", "memory", "memory_and_self"] = "trained"
-    """Keys that a query sees. memory: memory_len keys (original PyTorch code, Hugging Face). memory_and_self: one key
-    more (NVIDIA, TensorFlow). off: the whole memory, and the segment up to the query."""
+    """Keys that a query sees, as for the setting model.same_length. trained: as in training."""
     zero_memory: bool = False
     """Start with a memory of zeros, which queries attend to (Hugging Face, TensorFlow)."""
     without_memory: bool = False

@@ -387,7 +387,9 @@ def implementation(kernel: AttentionKernel, terms: Terms, *, in_any_order: bool 
         terms.query_BTNH, has_position_bias=terms.position_bias_NH is not None, in_any_order=in_any_order
     )
     if kernel == "triton" and reason is not None:
-        raise ConfigError(f'engine.attention = "triton" cannot run: {reason}. Set it to "auto" or "fused".')
+        raise ConfigError(
+            f'engine.attention = "triton" cannot run: {reason}. Set engine.attention to "auto" or "fused".'
+        )
     if reason is None:
         return attention_launch.triton_relative_attention
     return fused_relative_attention

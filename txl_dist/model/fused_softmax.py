@@ -135,7 +135,10 @@ class _WeightedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_spent:
-            raise RuntimeError("the gradients of the fused softmax were freed by an earlier backward pass")
+            raise RuntimeError(
+                "the gradients of the fused softmax were freed by an earlier backward pass. Run the forward pass again "
+                "before each backward pass."
+            )
         ctx.is_spent = True
         largest, *gradients = ctx.saved_tensors
         if largest is not None or not _is_known_as_one(incoming):

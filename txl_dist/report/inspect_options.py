@@ -39,12 +39,12 @@ class InspectOptions:
     step: int = 1
     """Step for --lane, counted from 1 as in the log of a run."""
     num_lanes: int = 0
-    """Number of lanes (batch rows) into which a corpus is divided, for --lane. 0 means the default of
+    """Number of lanes (batch rows) into which a corpus is divided, for --lane. 0: the default of
     train.num_lanes."""
     segment_len: int = 0
-    """Number of tokens that a lane reads per step, for --lane on a corpus. 0 means the default of train.segment_len."""
+    """Number of tokens that a lane reads per step, for --lane on a corpus. 0: the default of train.segment_len."""
     seed: int = 0
-    """Seed of the order in which the documents of a corpus are read, for --lane. 0 means the default of run.seed."""
+    """Seed of the order in which the documents of a corpus are read, for --lane. 0: the default of run.seed."""
     cache_dir: str = ""
     """Folder that caches whole shards of a corpus at a URL. Without it, only the needed byte ranges are read."""
     allow_protocols: tuple[str, ...] = ()

@@ -308,7 +308,7 @@ def test_texts_are_not_written_over_a_memory(shell: Shell) -> None:
     for words in (["--load-memory", "memory", "--out", "memory"], ["--save-memory", "new", "--out", "new"]):
         code, _, err = shell.called(("--prompt", "a", *words), given=b"", bundle=None)
         assert (code, len(err.splitlines())) == (2, 1), "before anything slow"
-        assert "is also the file of a memory" in err
+        assert "is also the file of --load-memory or --save-memory" in err
     assert Path("memory").read_bytes() == before
     shell("--load-memory", "memory", "--prompt", "a", "--save-memory", "memory")
     assert Path("memory").read_bytes() != before

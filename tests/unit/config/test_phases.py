@@ -56,7 +56,7 @@ def test_any_stage_can_be_made_of_any_other_and_the_whole_again(steps: list[int]
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        (["num_lanes=128 segment_len=16"], "has no until, the share of the run"),
+        (["num_lanes=128 segment_len=16"], "has no `until` (the share of the run"),
         (["until=x"], "until=x is not a share of the run"),
         (["until=0.5 num_lanes=1.5"], "num_lanes=1.5 is not a whole number"),
         (["until=0.5 lanes=128"], "a phase has no setting lanes. Did you mean num_lanes"),

@@ -353,7 +353,9 @@ def test_layers_that_remember_less_see_the_same_as_with_a_shorter_memory() -> No
 def test_triton_is_refused_with_the_reason_and_auto_takes_the_fused_path() -> None:
     numbers = torch.zeros(1, 4, 2, 16)
     terms = Terms(numbers, numbers, numbers, torch.zeros(7, 2, 16), torch.zeros(2, 16), torch.zeros(2, 16))
-    with pytest.raises(ConfigError, match=r"causal attention only.*model\.any_order.*Set it to \"auto\" or \"fused\""):
+    with pytest.raises(
+        ConfigError, match=r"causal attention only.*model\.any_order.*Set engine\.attention to \"auto\" or \"fused\""
+    ):
         implementation("triton", terms, in_any_order=True)
     assert implementation("auto", terms, in_any_order=True) is implementation("fused", terms)
 
