@@ -62,8 +62,8 @@ PROBE_TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.005, "int8": 0.02}
 
 The losses were recorded in one type, and the weights can be stored in another type. The larger of the two tolerances
 applies. The value of fp32 is in nats. The other values are shares of the largest loss on the probe, because half
-precisions round relative to the loss. That loss counts as at least 5 nats. Measured shares are 0.02 % to 0.8 % for bf16
-and for int8, on 14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
+precisions round relative to the loss. A largest loss below 5 nats counts as 5 nats. Measured shares are 0.02 % to 0.8 %
+for bf16 and for int8, on 14 kinds of random networks. They are 0.1 % to 0.3 % on three trained networks.
 """
 
 
@@ -96,13 +96,15 @@ class Package:
     section: ModelSection
     """Settings of the model (section `model` of a config)."""
     weights: Weights
-    """Weights by the names that txl_dist gives to parameters. A tensor that several parameters share has at least the
-    first of their names. The values can still be in a file. They are then read when they are used."""
+    """Weights by the names that txl_dist gives to parameters. A tensor that several parameters share is stored under
+    the name of the first of these parameters, and can be stored under the other names too. A value can still be in a
+    file. Such a value is read when it is used."""
     tokenizer: Tokenizer
     segment_len: int
     """Length of a segment in training, in tokens."""
     reuse_len: int = 0
-    """Number of tokens of a segment that the memory stores, for models that predict in any order. 0 means all."""
+    """Number of tokens of a segment that the memory stores, for models that predict in any order. A value of 0 means
+    all tokens."""
     memory_len: int
     """Length of the longest memory of any layer, in tokens."""
     memory_lens: tuple[int, ...] = ()
@@ -110,7 +112,7 @@ class Package:
     document_mask: bool = False
     """Whether training used document masks, so that a token sees only its own document."""
     begins_documents: bool = True
-    """Whether the model was trained to predict a document's first token from an end-of-text. It is False for a
+    """Whether the model was trained to predict a document's first token from an end-of-text token. It is False for a
     vocabulary without an end-of-text token, and for models that version 0.1 trained with document masks."""
     source: dict[str, Any]
     """Origin of the weights: run, step and precision, or the file that was imported."""
@@ -273,7 +275,8 @@ def _plugins_of(package: Package) -> list[Plugin]:
 
 
 def load_bundle(path: str | Path, *, device: str = "cpu") -> Bundle:
-    """Load a bundle from a folder or an hf:// address, and check its hashes, its shapes and its probe.
+    """Load a bundle from a folder or an hf:// address, and check its hashes, its shapes and its probe (tokens with
+    recorded losses).
 
     Raises CheckpointError for a bundle that fails a check, and ConfigError for a device that does not exist.
     """
@@ -429,7 +432,7 @@ def network_of(
 def copy_weights(network: TransformerXL, weights: Weights) -> None:
     """Overwrite every parameter of a network with the given weights, each cast to the parameter's type.
 
-    A tensor that several parameters share has at least the first of their names in `weights`.
+    A tensor that several parameters share must be in `weights` under the name of the first of these parameters.
     """
     for name, parameter in network.named_parameters():
         copy_in_pieces(parameter, weights[name])

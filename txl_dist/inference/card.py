@@ -224,9 +224,9 @@ class Score(_Fact):
     memory_len: int
     """Number of past tokens in the memory."""
     num_lanes: int
-    """Number of parts into which the split was divided. They were scored side by side, as rows of a batch."""
+    """Number of parts into which the split was divided. The parts were scored in parallel, as rows of a batch."""
     overlap_len: int = 0
-    """Number of tokens before each segment that the model reads again as context. They are not scored again."""
+    """Number of tokens that the model reads again as context before each segment. These tokens are not scored again."""
     precision: str = ""
 
     @property
@@ -363,7 +363,7 @@ def write_card(folder: Path, card: Card) -> None:
 
 
 def write_readme(folder: Path, model: Model, kind: ArtifactKind) -> None:
-    """Write README.md, the model card, into an exported folder of this kind.
+    """Write README.md, the model card, into an exported folder. `kind` is the kind of the folder, for example a bundle.
 
     Raises OSError if the file cannot be written.
     """
@@ -461,9 +461,9 @@ def protocols(scores: Sequence[Score]) -> list[str]:
 
 
 def usage_examples(model: Model, kind: ArtifactKind, address: str) -> list[Code]:
-    """Return example code that loads, runs and serves an exported folder of this kind.
+    """Return example code that loads, runs and serves an exported folder.
 
-    `address` is the folder's path or its hf:// address.
+    `kind` is the kind of the folder, for example a bundle. `address` is the folder's path or its hf:// address.
     """
     quoted = shlex.quote(address)
     takes_text = model.tokenizer in TAKE_ANY_TEXT
@@ -538,7 +538,8 @@ def license_fields(license: str) -> dict[str, str]:
 
 
 def _otherwise_spelt(license: str) -> str:
-    """Return the Hub's spelling of a license (apache-2.0 for Apache2), or an empty text for a license that it lacks."""
+    """Return the Hub's spelling of a license (apache-2.0 for Apache2), or an empty text for a license that the Hub does
+    not know."""
     found = [known for known in LICENSES if _spelling(known) == _spelling(license)]
     if len(found) == 1:
         return found[0]

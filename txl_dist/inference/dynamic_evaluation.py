@@ -35,8 +35,8 @@ from txl_dist.model.relative_attention import at_least_fp32
 from txl_dist.model.transformer_xl import Batch, SegmentLoss, TransformerXL
 
 MOST_SCORES = 2**22
-"""Largest number of cache scores that are computed at a time (lanes x queries x entries). A tensor of them has 16 MiB
-in fp32."""
+"""Largest number of cache scores that are computed at a time (lanes x queries x entries). A tensor of so many scores
+has 16 MiB in fp32."""
 
 Weights = Mapping[str, Tensor]
 """Weights by their parameter names in `SegmentLoss`. Each tied tensor occurs once."""

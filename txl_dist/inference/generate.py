@@ -49,8 +49,8 @@ class Request(NamedTuple):
     num_top: int = 0
     """Number of most probable ids to return with each token."""
     num_spare: int = 0
-    """Number of newest tokens that `Decoder.past` can leave out without making the memory shorter. For this the KV
-    cache stores as many additional tokens, plus one."""
+    """Number of newest tokens that `Decoder.past` can leave out without making the memory shorter. For this purpose the
+    KV cache stores up to `num_spare` + 1 additional tokens."""
 
 
 class Token(NamedTuple):
@@ -63,7 +63,7 @@ class Token(NamedTuple):
     """Log-probability in nats that the model gives to the token, before sampling settings apply. NaN if the model's
     probabilities are NaN."""
     top: list[tuple[int, float]]
-    """Most probable ids at this position with their log-probabilities. The request says how many."""
+    """Most probable ids at this position with their log-probabilities. `Request.num_top` is the number of these ids."""
     is_last: bool
     """Whether the text ends with this token: the text has `max_tokens` tokens, or the token is `stop_at`."""
 
@@ -75,7 +75,7 @@ class Scored(NamedTuple):
     log_p: float
     """Log-probability of the token in nats, given all tokens before it."""
     top: list[tuple[int, float]]
-    """Most probable ids at this position with their log-probabilities. The request says how many."""
+    """Most probable ids at this position with their log-probabilities. `Request.num_top` is the number of these ids."""
 
 
 class PromptChunk(NamedTuple):
@@ -84,7 +84,7 @@ class PromptChunk(NamedTuple):
     num_tokens: int
     """Number of tokens of the prompt in this chunk."""
     scored: list[Scored]
-    """Scores of the tokens that follow each token of this chunk. Empty if scores were not requested."""
+    """Score of the token after each token of this chunk. Empty if scores were not requested."""
 
 
 Reading = Generator[PromptChunk, None, CacheState | None]
@@ -102,7 +102,8 @@ class _Text:
         self.numbers = uniform_numbers(request.seed, sample=request.sample)
 
     def take(self, i: int, log_p: float, likeliest: list[tuple[int, float]]) -> Token:
-        """Append the token with id `i`. `likeliest` has at least as many ids as the request asks for."""
+        """Append the token with id `i`. `likeliest` holds the most probable ids, at least as many as the request asks
+        for."""
         self.last = i
         self.num_generated += 1
         is_last = self.num_generated >= self.request.max_tokens or i == self.request.stop_at
@@ -282,8 +283,8 @@ def read_by_chunks(
 ) -> Generator[PromptChunk, None, CacheState]:
     """Read `ids` as `read` does, and yield after each chunk. The generator returns the memory.
 
-    `targets` are the tokens that follow each of `ids`. If they are given, each chunk has their scores, with the
-    `num_top` most probable ids.
+    `targets` has, for each of `ids`, the token that follows it. If `targets` are given, each chunk has the scores of
+    its targets, with the `num_top` most probable ids.
     """
     if past is None:
         past_len = 0

@@ -52,11 +52,9 @@ BLOCK_LEN = {"cpu": 128, "cuda": 512}
 """Number of queries of a chunk that attend at a time, by kind of device. Shorter blocks compute fewer scores of future
 keys, which are masked."""
 MOST_SCORES = {"cpu": 2**19, "cuda": 2**27}
-"""Largest number of attention scores that are computed at a time, by kind of device. One row of one head is never
-split.
-
-On a CPU this number keeps the scores in the cache. On a GPU it allows few, large products.
-"""
+"""Largest number of attention scores that are computed at a time, by kind of device. A part with one head and one row
+is never divided, even if it has more scores. On a CPU this number keeps the scores in the cache. On a GPU it allows
+few, large products."""
 MOST_LOGITS = 2**26
 """Largest number of logits that `FrozenModel.losses` computes at a time without a `partition`: 256 MiB in fp32. The
 logits of one token are never split."""
@@ -210,7 +208,7 @@ class KVCache:
         """Replace a row's memory by the last `size` positions of `past`.
 
         A layer of `past` may have fewer positions than the same layer of this cache. Then the row remembers only the
-        positions that all such layers have.
+        positions that all of these layers have.
         """
         past_len = past.document_S.shape[0]
         lens_L = [key_value_2NSH.shape[2] for key_value_2NSH in past.key_values]
@@ -243,7 +241,7 @@ class KVCache:
         self._known_LB[:, row] = 0
 
     def copied(self, *, memory_len: int, chunk_len: int) -> KVCache:
-        """Copy the rows' memory into a new cache with another memory length and another largest chunk."""
+        """Copy the rows' memory into a new cache with another memory length and another `chunk_len`."""
         with_documents = self.documents is not None
         ring = self.owner.ring(
             num_rows=self.num_rows,
@@ -258,7 +256,7 @@ class KVCache:
 
 
 def _put(slots: Tensor, values: Tensor, *, at: int, size: int, axis: int) -> None:
-    """Write the last `size` values before position `at` to both copies of their slots.
+    """Write the last `size` values before position `at` into the ring buffer, which has two slots for each position.
 
     The slots of position `at` and later positions need no values yet, because a later chunk writes them first.
     """

@@ -52,7 +52,7 @@ class Generation(NamedTuple):
     """Most probable ids at each token's position with their log-probabilities. Empty unless the setting `log_probs`
     requests them."""
     memory: TextMemory | None
-    """Memory after the prompt and the text. None unless the call asked for it."""
+    """Memory after the prompt and the text. None unless `keep_memory` was True in the call."""
 
 
 class LanguageModel:
@@ -109,7 +109,8 @@ class LanguageModel:
     def _forget_old_weights(self) -> None:
         """Drop the cached `FrozenModel` and fingerprint if the weights have changed since the last call.
 
-        torch counts the writes to a tensor. It does not count writes through `.data`.
+        torch counts the writes to a tensor, and a new count shows a change. A write through `.data` is not counted, so
+        such a change is not noticed.
         """
         versions = []
         for parameter in self.network.parameters():
@@ -453,10 +454,10 @@ class LanguageModel:
         return Prompt((*leading_ids, *ids), past, joint, num_led=len(leading_ids))
 
     def window(self, memory_len: int = -1) -> int:
-        """Return the number of past tokens that a text sees for this `memory_len`. The value -1 means as in training.
+        """Return the number of past tokens that a text sees, for an argument `memory_len`.
 
-        For -1 the result is the length of the memory in training. Without `same_length` it is at least the length of a
-        segment minus 1, because the last token of a segment saw as many tokens.
+        For -1 the result is the length of the memory in training. If the model does not use `same_length`, the result
+        for -1 is at least the segment length minus 1, because the last token of a segment saw so many tokens.
         """
         if memory_len >= 0:
             return memory_len
@@ -471,9 +472,8 @@ class LanguageModel:
 
     @torch.inference_mode()
     def _score(self, rows: list[Prompt], *, memory_len: int, zero_memory: bool) -> list[Tensor]:
-        """Score several texts together on the KV cache, padded to the longest, or each text alone if the cache cannot
-        be used.
-        """
+        """Score several texts. They run together on the KV cache, padded to the longest text. If the cache cannot be
+        used, each text runs alone."""
         # Without relative positions padding would move a text: its positions may be counted from the end.
         if not self.network.section.scheme.uses_memory or zero_memory:
             return [self._score_alone(row, memory_len=memory_len, zero_memory=zero_memory) for row in rows]
@@ -542,7 +542,7 @@ def _several(texts: Iterable[Text]) -> list[Text]:
 
 
 def _refuse_samples(settings: dict[str, Any]) -> None:
-    """Raise ConfigError if the settings ask for several texts per prompt."""
+    """Raise ConfigError if `num_samples` in the settings asks for several texts per prompt."""
     if settings.get("num_samples", 1) != 1:
         raise ConfigError(
             "this method returns one text. To get several texts, call generate_batch([prompt], num_samples=...)."

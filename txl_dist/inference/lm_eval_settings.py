@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 MOST_NEW_TOKENS = 256
-"""Number of tokens to generate if a task does not set it. It is the default of the harness."""
+"""Number of tokens to generate if a task does not set a number. The harness has the same default."""
 STOPS = ("until", "stop", "stop_sequences")
 CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
@@ -38,7 +38,8 @@ CHANGES_NOTHING: dict[str, tuple[Any, ...]] = {
     "min_length": (0,),
     "typical_p": (1, 1.0),
 }
-"""Settings that may be ignored without a warning if they have one of these values."""
+"""Values of settings that do not change the text in txl_dist. A setting with one of its listed values is ignored
+without a warning."""
 SWITCHES = {
     **dict.fromkeys(("true", "yes", "on", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "off", "0", "0.0"), False),
@@ -156,7 +157,8 @@ def _taken(
     holds: Callable[[float], bool],
     unused: list[str],
 ) -> Any:
-    """Remove a number from the settings, and return it. Returns None if the number is missing or cannot be used."""
+    """Remove the setting `name` and return its value as a number. Returns None if the setting is missing or cannot be
+    used."""
     if name not in settings:
         return None
     value = settings.pop(name)
@@ -168,7 +170,8 @@ def _taken(
 
 
 def _number(value: Any) -> float | None:
-    """Return a value as a finite number. It may be written as text. Returns None for any other value."""
+    """Return a value as a finite number. A number that is written as text counts too. Returns None for any other
+    value."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int):

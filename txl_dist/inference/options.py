@@ -17,7 +17,7 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 MOST_TOKENS = 10**9
-"""Largest value of `max_tokens`. A larger number is taken for a typing mistake."""
+"""Largest value of `max_tokens`. A larger number raises an error, because it is probably a typing mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, config=ConfigDict(strict=True))
@@ -29,13 +29,14 @@ class Sampling:
     top_k: int = 40
     """Keep only this many of the likeliest tokens. 0 keeps all."""
     top_p: float = 1.0
-    """Keep only the fewest likeliest tokens whose probabilities sum to at least this value."""
+    """Keep only the smallest set of likeliest tokens whose probabilities sum to at least this value."""
     min_p: float = 0.0
     """Keep only tokens with at least this share of the likeliest token's probability. 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Factor of the log-probability of tokens that occurred in the prompt or the text. 1 changes nothing."""
+    """Factor that multiplies the log-probability of tokens that occurred in the prompt or the text. 1 changes
+    nothing."""
     allowed: tuple[int, ...] = ()
-    """Token ids that can be generated. Empty: all ids."""
+    """Token ids that can be generated. Without this option all ids can be generated."""
 
     def check(self, *, vocab_size: int | None = None) -> None:
         """Raise ConfigError if a setting is out of range. With `vocab_size` also check the ids in `allowed`."""
@@ -64,9 +65,10 @@ class SamplingParams(Sampling):
     num_samples: int = 1
     """Number of texts per prompt."""
     log_probs: int = -1
-    """Write the log-probability of each token and of this many likeliest alternatives. -1: none."""
+    """Write the log-probability of each token and of this many likeliest alternatives. -1 writes no
+    log-probabilities."""
     memory_len: int = -1
-    """Past tokens that the model sees, possibly more than in training. -1: as many as in training."""
+    """Past tokens that the model sees, possibly more than in training. -1 means as many as in training."""
     batch_size: int = 16
     """Number of texts generated at once."""
 

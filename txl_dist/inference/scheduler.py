@@ -25,8 +25,8 @@ from txl_dist.tokenizers.base import StreamDecoder, Tokenizer
 
 FinishReason = Literal["length", "stop", "end_of_text"]
 LEAST_WORK = 16
-"""A step reads a limited number of prompt tokens. A part of a prompt with fewer tokens than this number counts as this
-many, because each call of the model has a fixed cost."""
+"""Smallest number of prompt tokens that a part of a prompt counts as, because each call of the model has a fixed cost.
+A step reads a limited number of prompt tokens, and a shorter part counts as this number of tokens."""
 
 READ_PER_ROW = 2
 """Number of additional prompt tokens that a step reads per text in generation. Reading them takes about as long as
@@ -311,7 +311,8 @@ class _Job:
     writing: SamplingParams
     request: Request
     reading: Reading | None
-    """Generator that reads the prompt. None if nothing that was requested needs the prompt's memory or scores."""
+    """Generator that reads the prompt. None if the prompt is not read, because no requested result needs its memory or
+    scores."""
     keeps_memory: bool
     scored: list[Scored] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Memory of a text, as a value and as a file. Generation continues from it without reading the text again.
+"""Memory of a text, as a value and as a file. Generation continues from such a memory without reading the text again.
 
 The file has the format safetensors, and these tensors:
 
@@ -173,7 +173,8 @@ def _fits(tensors: dict[str, Tensor], model: TransformerXL) -> bool:
 
 
 def fingerprint_of(model: TransformerXL) -> str:
-    """Return the hash (sha256) of a model's settings and weights. It takes about 1 s per 100 million weights."""
+    """Return the hash (sha256) of a model's settings and weights. The computation takes about 1 s per 100 million
+    weights."""
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     digest = hashlib.sha256(model.section.model_dump_json().encode())
     digest.update(_digest(weights).encode())

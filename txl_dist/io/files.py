@@ -79,7 +79,8 @@ def open_new(path: Path, *, buffering: int = -1) -> IO[bytes]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that replaces `path` when the block ends. Before that the new file is flushed to the disk.
+    """Open a new file that replaces `path` when the block ends. Before it replaces the old file, the new file is
+    flushed to the disk.
 
     If the block raises an exception, the new file is removed and the old file remains.
     """

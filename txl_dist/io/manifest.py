@@ -5,8 +5,8 @@ renamed to `NAME`. A crash before the rename leaves a temporary folder that no p
 size in bytes and the sha256 of every file, and contains a hash of itself. So a truncated file or a flipped bit is found
 before loading.
 
-Two kinds of files may be changed, added and removed. People edit the files in `FOR_PEOPLE`, which no program reads.
-Version control, hubs and desktops create hidden files at the top of the folder.
+Two kinds of files can be changed, added and removed, and the folder still counts as complete. People edit the files in
+`FOR_PEOPLE`, which no program reads. Version control, hubs and desktops create hidden files at the top of the folder.
 """
 
 from __future__ import annotations

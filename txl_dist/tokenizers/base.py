@@ -86,8 +86,8 @@ class Tokenizer(ABC):
         """Return the ids of a text, without end-of-text."""
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a prompt. No line mark is added at its end, because the model continues the prompt's last
-        line."""
+        """Return the ids of a prompt. No line mark is added at the end of the prompt, because the model continues the
+        prompt's last line."""
         return self.encode(text)
 
     def joint(self, text: str) -> str:
@@ -145,7 +145,7 @@ class StreamDecoder(Protocol):
     """Interface of a decoder that takes one id at a time. The results of all calls, joined, are the whole text."""
 
     def push(self, i: int) -> str:
-        """Return the text that is complete after one more id. It can be empty."""
+        """Return the text that is complete after one more id. The text can be empty."""
 
     def close(self) -> str:
         """Return the remaining text, because no more ids follow."""

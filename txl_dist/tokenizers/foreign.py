@@ -8,8 +8,8 @@ end-of-text).
 Text is never encoded to special tokens. No special token is added around a text. The spelling of a special token in a
 text is encoded as text, in two separate halves if necessary. Truncation, padding and dropout are switched off.
 
-Limitations: memory is not bounded, because a text is encoded as a whole, with some hundred bytes per token. The text is
-cut only where a cut provably changes no id. Streamed text can differ from `decode` where bytes are not UTF-8.
+Limitations: memory is not bounded. A text is encoded as a whole, with some hundred bytes per token, unless it has
+places where a cut provably changes no id. Streamed text can differ from `decode` where bytes are not UTF-8.
 """
 
 from __future__ import annotations
@@ -264,9 +264,9 @@ class SentencePieceTokenizer(ForeignTokenizer):
 def _can_be_cut(pipeline: dict[str, Any], library: Any) -> bool:
     """Return whether a text may be cut before a blank between two Latin letters without changing any id.
 
-    The result is True under four conditions. Normalizers change characters in place. In sample texts, splitters into
-    words always split at such a blank. The patterns of splitters do not look beyond the match (no look-behind, and no
-    look-ahead except for blanks). No added token extends across such a blank.
+    The result is True if four conditions hold. Normalizers only change characters in place (for example to lower case).
+    Splitters into words always split sample texts at such a blank. The patterns of splitters do not look beyond the
+    match (no look-behind, and no look-ahead except for blanks). No added token extends across such a blank.
     """
     splitters = set(_stages(pipeline.get("pre_tokenizer")))
     normalizers = set(_stages(pipeline.get("normalizer")))

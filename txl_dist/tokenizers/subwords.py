@@ -115,7 +115,7 @@ class UnigramTokenizer(ByteLevelTokenizer):
 
 
 def byte_level(model: Any) -> Any:
-    """Return a tokenizer of the library `tokenizers` with this model. It splits and spells text as GPT-2 does."""
+    """Return a tokenizer of the library `tokenizers` with the given model. It splits and spells text as GPT-2 does."""
     from tokenizers import Tokenizer as Library
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -127,8 +127,9 @@ def byte_level(model: Any) -> Any:
 def cut_pieces(text: str, *, piece_len: int = PIECE_LEN) -> list[str]:
     """Cut a text into pieces of at most `piece_len` characters that join to the text again.
 
-    Each piece ends after the last newline that fits. If no newline fits, the piece ends before the last blank, or else
-    anywhere. The ids of a text depend on this rule, so changing the rule needs a new format version.
+    Each piece ends after the last newline that fits. If no newline fits, the piece ends before the last blank. Without
+    a blank, the piece has exactly `piece_len` characters. The ids of a text depend on this rule, so changing the rule
+    needs a new format version.
     """
     pieces: list[str] = []
     start = 0
