@@ -105,7 +105,8 @@ def index_of(
 ) -> dict[str, Any]:
     """Return the content of index.json as JSON values, without the hash of the index itself.
 
-    `statistics` are counts of the preparation, such as the number of empty documents, which the index only records.
+    `statistics` are counts of the preparation, such as the number of empty documents. The index records these counts
+    for the user.
     """
     return {
         "format_version": FORMAT_VERSION,

@@ -217,7 +217,7 @@ def test_neither_splits_nor_shards_of_an_index_name_files_elsewhere(corpus: Path
         index = good | {"splits": splits}
         index["self_sha256"] = canonical_hash(index)
         (corpus / INDEX_NAME).write_bytes(hashed_json(index))
-        with pytest.raises(DataError, match="files outside its folder"):
+        with pytest.raises(DataError, match="a file outside the corpus folder"):
             open_corpus(corpus)
 
 

@@ -34,7 +34,7 @@ class TextUnits(NamedTuple):
         is set.
 
         For the loss of a whole split the values are exact, because its tokens, end-of-text included, spell all of the
-        text. The first token of the split has no prediction and is counted at the mean cost. A training loss covers
+        text. The first token of the split has no prediction, so the mean loss is counted for it. A training loss covers
         only a part of the split, so its values are estimates: that part can have more or fewer bytes per token.
         """
         if self.problem:

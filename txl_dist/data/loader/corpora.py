@@ -72,14 +72,14 @@ def open_all(data: DataSection) -> tuple[Corpus, ...]:
     for corpus in others:
         if corpus.tokenizer_sha256 != first.tokenizer_sha256:
             raise ConfigError(
-                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one of them "
-                f"again, with `--tokenizer-file` and the tokenizer.json of the other corpus."
+                f"{corpus.location} and {first.location} were prepared with different tokenizers. Prepare one of the "
+                "two corpora again, with `--tokenizer-file` set to the path of the other corpus's tokenizer.json."
             )
     fingerprints = {corpus.fingerprint for corpus in opened}
     if len(fingerprints) < len(opened):
         raise ConfigError(
-            "a corpus is given twice in data.path and data.more_paths. To read more of a corpus, raise its weight in "
-            "data.weights."
+            "data.path and data.more_paths name the same corpus twice. Name each corpus once. To train on more "
+            "tokens of a corpus, raise its weight in data.weights."
         )
     return opened
 

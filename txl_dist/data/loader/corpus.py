@@ -61,7 +61,10 @@ class Shard:
         records = storage.read(f"{info.name}.idx", sha256=info.idx_sha256)
         self._payload = storage.open_payload(info)
         if len(records) % RECORD.itemsize:
-            raise DataError(f"{self.name}.idx has {len(records)} bytes, but records have 16 bytes each. {REMEDY}")
+            raise DataError(
+                f"{self.name}.idx has {len(records)} bytes, but its size must be a multiple of 16 bytes, the size of "
+                f"one record. {REMEDY}"
+            )
         table = np.frombuffer(records, dtype=RECORD)
         self.offsets: npt.NDArray[np.int64] = table["offset"].astype(np.int64)
         """[documents] offset in the tar of each document's first token, in bytes."""
@@ -70,8 +73,8 @@ class Shard:
         num_tokens = int(self.lengths.sum())
         if (len(table), num_tokens) != (info.documents, info.tokens):
             raise DataError(
-                f"{self.name}.idx lists {len(table)} documents of {num_tokens} tokens, but the index says "
-                f"{info.documents} documents of {info.tokens} tokens. {REMEDY}"
+                f"{self.name}.idx lists {len(table)} documents with {num_tokens} tokens in all, but the index says "
+                f"{info.documents} documents with {info.tokens} tokens in all. {REMEDY}"
             )
         self.crc32s: npt.NDArray[np.uint32] = table["crc32"]
         self._dtype = dtype
@@ -80,7 +83,7 @@ class Shard:
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
-        """[documents] index of each document's first token in the shard."""
+        """[documents] index of each document's first token among the tokens of the shard."""
         starts: npt.NDArray[np.int64] = np.cumsum(self.lengths) - self.lengths
         return starts
 
@@ -105,7 +108,8 @@ class Shard:
         """
         if zlib.crc32(raw.data) != int(self.crc32s[index]):
             raise DataError(
-                f"{self._place(index)}: damaged, because its crc32 differs from the record. {self._payload.remedy}"
+                f"{self._place(index)}: the tokens are damaged, because their crc32 differs from the crc32 in the "
+                f"document's record. {self._payload.remedy}"
             )
         largest = int(raw.view(self._dtype).max())
         if largest >= self._vocab_size:
@@ -201,8 +205,8 @@ class Split:
     def check_files(self) -> None:
         """Compare the size of every shard file with the index, without opening the files.
 
-        At a URL without a listing of files nothing is compared. Raises DataError if a shard is missing or has another
-        size.
+        Nothing is compared if the corpus is at a URL whose server cannot list files. Raises DataError if a shard is
+        missing or has another size.
         """
         self.corpus.storage.check_sizes(self.shards)
 
@@ -229,7 +233,10 @@ class Split:
             is_whole = False
         if not is_whole:
             name = self.corpus.storage.name_of(counts_name(self.name))
-            raise DataError(f"{name} does not hold the counts of {self.corpus.vocab_size} ids. {REMEDY}")
+            raise DataError(
+                f"{name} must be an int64 array with one count for each of the {self.corpus.vocab_size} ids of the "
+                f"vocabulary. {REMEDY}"
+            )
         return counts
 
     def each_document(self) -> Iterator[Tokens]:
@@ -328,7 +335,7 @@ class Corpus:
     """Prepared corpus: its splits, vocabulary and tokenizer, as index.json describes them."""
 
     def __init__(self, storage: Storage, index: dict[str, Any]) -> None:
-        """Make the corpus in `storage` from the content of its index, as `parse_index` returns it."""
+        """Set up the corpus in `storage`. `index` is the content of its index.json, as `parse_index` returns it."""
         self.storage = storage
         self.location = storage.location
         self.name = storage.location.rstrip("/").rpartition("/")[2]
@@ -366,10 +373,8 @@ class Corpus:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that made the corpus, read once.
-
-        It is read from the corpus on first use. Raises DataError if the file is missing or damaged, or holds another
-        tokenizer.
+        """Tokenizer that made the corpus. It is read from the corpus on first use, and then kept. Raises DataError if
+        the file is missing or damaged, or holds another tokenizer.
         """
         name = self.storage.name_of(TOKENIZER_NAME)
         tokenizer = read_tokenizer(self.storage.read(TOKENIZER_NAME), name=name)
@@ -420,24 +425,29 @@ def parse_index(content: bytes, *, name: str) -> dict[str, Any]:
     if index.get("format_version") != FORMAT_VERSION:
         raise DataError(
             f"{name} has format version {index.get('format_version')}, but this version of txl_dist reads format "
-            f"version {FORMAT_VERSION}. "
-            "Prepare the corpus again, or use the version of txl_dist that prepared it."
+            f"version {FORMAT_VERSION}. Prepare the corpus again with this version, or use the version of txl_dist "
+            "that prepared the corpus."
         )
     if canonical_hash(index) != index["self_sha256"]:
-        raise DataError(f"{name} was edited or is damaged: its content does not match its own hash. {REMEDY}")
+        raise DataError(
+            f"{name} was edited or is damaged: its content does not match the hash that the file itself contains "
+            f"(self_sha256). {REMEDY}"
+        )
     try:
         splits = {name: SplitInfo.from_dict(values) for name, values in index["splits"].items()}
         is_known = _has_valid_values(index)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{name} is not a valid index ({error!r}). {REMEDY}") from error
     if not is_known:
-        raise DataError(f"{name} is not a valid index: dtype, vocab_size or other keys are wrong. {REMEDY}")
+        raise DataError(
+            f"{name} is not a valid index: the value of dtype, vocab_size or another key is invalid. {REMEDY}"
+        )
     files = list(splits)
     for split in splits.values():
         files.extend(shard.name for shard in split.shards)
     strange = [file for file in files if not is_file_name(file) or file.startswith(".")]
     if strange:
-        raise DataError(f"{name} names files outside its folder ({strange[0]!r:.80}). Do not use this corpus.")
+        raise DataError(f"{name} lists a file outside the corpus folder ({strange[0]!r:.80}). Do not use this corpus.")
     return index | {"splits": splits}
 
 

@@ -36,8 +36,8 @@ class CorruptionPolicy:
             return
         if self.num_skipped + count > self._max_skipped:
             raise DataError(
-                f"{error} With this damage, the number of skipped documents of this rank would be "
-                f"{self.num_skipped + count}, more than data.max_skipped={self._max_skipped}."
+                f"{error} If this damage were skipped too, this rank would have skipped {self.num_skipped + count} "
+                f"documents, more than data.max_skipped={self._max_skipped}."
             ) from error
         self._skipped.add((shard, document))
         self.num_skipped += count

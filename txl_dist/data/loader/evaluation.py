@@ -1,9 +1,9 @@
 """Segments for evaluation: a split is read once, in file order, and each target token is scored exactly once.
 
-Each target is scored once for any number of lanes (batch rows, each with its own part of the split). With document
-masks the first token of a document can only be predicted from the end-of-text before it. As an input, an end-of-text
-therefore belongs to the document that follows it. In a corpus without end-of-text, document masks leave the first token
-of each document without a prediction.
+This is true for any number of lanes (batch rows, each with its own part of the split). With document masks the first
+token of a document can only be predicted from the end-of-text before it. As an input, an end-of-text therefore belongs
+to the document that follows it. In a corpus without end-of-text, document masks leave the first token of each document
+without a prediction.
 
 Limitations: damaged documents are not skipped. Damage always ends an evaluation, because the score of another text
 would look like a valid score.
@@ -87,7 +87,8 @@ class EvalStream:
         if num_tokens < 2:
             raise DataError(
                 f"split {split.name!r} of {split.corpus.location} gives {counted(num_tokens, 'token')} to evaluate, "
-                f"but at least two tokens are needed. Prepare more text for this split, or raise eval.max_tokens."
+                "but at least two tokens are needed. Prepare more text for this split. If eval.max_tokens is 1, "
+                "raise `eval.max_tokens`."
             )
         self.split = split
         self.num_targets = num_tokens - 1

@@ -57,7 +57,8 @@ _MASK = (1 << 64) - 1
 class TokenSlice(NamedTuple):
     """Place in the corpus of consecutive tokens that one lane reads from one document.
 
-    A lane (row of the batch with its own token stream) reads one contiguous range of an epoch after the other.
+    A lane is a row of the batch with its own token stream. It reads contiguous ranges of tokens, one after the other:
+    usually one range per epoch.
     """
 
     epoch: int
@@ -71,8 +72,8 @@ class TokenSlice(NamedTuple):
     length: int
     """Number of tokens up to the end of the document or of the lane's range, whichever is first."""
     begin: int
-    """Lane position of the document's start. If the lane's range begins inside the document, it is the lane position
-    where the range begins."""
+    """Position in the lane's token stream at which the document starts. If the lane's range begins inside the document,
+    this is the position at which the range begins."""
     shard_left: int
     """Number of tokens up to the end of the shard or of the lane's range, whichever is first."""
 
@@ -129,8 +130,8 @@ def lanes_of_rank(num_lanes: int, *, rank: int, world_size: int) -> range:
     """
     if num_lanes % world_size:
         raise ConfigError(
-            f"{counted(num_lanes, 'lane')} cannot be shared equally by {counted(world_size, 'rank')}. "
-            "Choose train.num_lanes divisible by the number of ranks."
+            f"{counted(num_lanes, 'lane')} cannot be shared equally by {counted(world_size, 'rank')}. Set "
+            "train.num_lanes to a multiple of the number of ranks."
         )
     share = num_lanes // world_size
     first = rank * share
@@ -157,7 +158,8 @@ def allot_lanes(num_lanes: int, weights: Sequence[float], *, names: Sequence[str
             name = names[i] if names else str(i)
             raise ConfigError(
                 f"corpus {name} gets none of the {counted(num_lanes, 'lane')}: its share is {shares[i]:.2f} lanes. "
-                "Raise the weight of this corpus in data.weights, raise train.num_lanes, or set the weight to 0."
+                "Raise the weight of this corpus in data.weights, raise train.num_lanes, or leave out this corpus "
+                "with a weight of 0."
             )
     return tuple(lanes)
 
@@ -180,7 +182,7 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
 
 
 def epochs_read(cut: LanePartition, position: int, *, num_tokens: int) -> float:
-    """Return how many epochs of a corpus have been read, as a fraction, when its lanes are at `position`.
+    """Return how many epochs of a corpus have been read when its lanes are at `position`, for example 1.5.
 
     `num_tokens` is the number of tokens of the corpus. `cut` says how the corpus is divided among its lanes.
     """
@@ -268,8 +270,8 @@ class LanePlan:
     def token_at(self, lane: int, position: int) -> tuple[int, int, int, int]:
         """Find the token that a lane reads at a position.
 
-        Returns (epoch, index of the token in the order of the epoch, number of tokens before it in its range, number of
-        tokens of its range from it on). A range is a contiguous part of the epoch that one lane reads.
+        Returns (epoch, index of the token in the order of the epoch, number of tokens in the range before the token,
+        number of tokens in the range from the token on). A range is a contiguous part of the epoch that one lane reads.
         """
         if position < self.first_stripe_len:
             place = self.token_in_rest(lane, position)
@@ -404,7 +406,8 @@ class LanePlan:
 
 
 def _find(token: int, order: Int64s, starts: Int64s, tokens: Int64s) -> tuple[int, int, int]:
-    """Return (item that contains a token, number of the item's tokens before this token, number from this token on).
+    """Return (item that contains a token, number of the item's tokens before this token, number of the item's tokens
+    from this token on).
 
     The items have the order `order` and begin at `starts` in this order. Item i has `tokens[i]` tokens.
     """
@@ -416,7 +419,7 @@ def _find(token: int, order: Int64s, starts: Int64s, tokens: Int64s) -> tuple[in
 
 
 def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of [first, end) that are in no skip, in ascending order."""
+    """Yield the parts of [first, end) that no range in `skips` contains, in ascending order."""
     for skip_first, skip_end in skips:
         stop = min(skip_first, end)
         if first < stop:

@@ -86,8 +86,8 @@ class PeerRows:
 
 
 class RandomCrops:
-    """Random crops of a split: `num_batches` batches of `num_lanes` crops of `segment_len` targets, all of them
-    scored."""
+    """Random crops of a split, as nanoGPT evaluates them. A crop is a piece of the split at a random place, with
+    `segment_len` targets, which are all scored. There are `num_batches` batches of `num_lanes` crops."""
 
     overlap_len = 0
 
@@ -98,9 +98,9 @@ class RandomCrops:
         crop."""
         if split.tokens <= segment_len:
             raise ConfigError(
-                f"split {split.name!r} has {counted(split.tokens, 'token')}, but a crop of one segment with its last "
-                f"target needs {segment_len + 1:,} tokens. Give a shorter --segment-len, or score a longer split "
-                f"(--split, --data)."
+                f"split {split.name!r} has {counted(split.tokens, 'token')}, but one segment with the target of its "
+                f"last token has {segment_len + 1:,} tokens. Choose a shorter --segment-len, or score a longer split "
+                "(--split, --data)."
             )
         self.lanes = lanes_of_rank(_round_up(num_lanes, world_size), rank=rank, world_size=world_size)
         self.segment_len = segment_len
@@ -135,10 +135,8 @@ def _round_up(count: int, multiple: int) -> int:
 
 
 def _segment(tokens: npt.NDArray[np.unsignedinteger], is_row_L1: npt.NDArray[np.bool_]) -> Segment:
-    """Return the segment of a rank's rows, with all targets scored.
-
-    Lanes without a row, which are added so that every rank has the same number of lanes, contain id 0 and are not
-    scored.
+    """Return the segment of a rank's rows, in which all targets of the rows are scored. Lanes without a row are added
+    so that every rank has the same number of lanes. They contain id 0 and are not scored.
     """
     row_tokens = np.where(is_row_L1, tokens, 0)
     segment = plain_segment(row_tokens.astype(np.int64))

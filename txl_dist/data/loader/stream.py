@@ -13,8 +13,8 @@ Key properties:
 
 Limitations: a lane jumps to another place of the corpus at the end of its part of an epoch (stripe) and at skipped
 ranges. If the corpus was divided again among other lanes within an epoch, a lane also jumps from one unread range to
-the next. At each jump one target belongs to the new text. With document masks such a target is scored only if an
-end-of-text precedes it and it begins a document, as between any two documents.
+the next. At each jump one target belongs to the new text. With document masks such a target is scored only if the
+target is the first token of a document and the token before it is an end-of-text.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class Segment(NamedTuple):
     """[lanes, T+1] token ids. Inputs are [:, :-1] and targets are [:, 1:]. The last token of a segment is the first
     input of the next segment."""
     documents: Int64s
-    """[lanes, T+1] number of the document that contains each token. The number is the lane position where the document
-    begins, or where the part of it that the lane reads begins. It is unique in the lane, ascending, and computed from
-    the position, so a checkpoint need not store it."""
+    """[lanes, T+1] number of the document that contains each token. The number is the lane position at which the
+    document begins. If the lane reads only a later part of the document, the number is the position at which this part
+    begins. The numbers ascend and are unique in the lane. They are computed from the position, so a checkpoint need not
+    store them."""
     opens: Bools
     """[lanes, T] True where the input is an end-of-text and its target is the first token of a document. As an input,
     such an end-of-text belongs to the document that follows it."""
@@ -92,9 +93,9 @@ class LaneStream:
         Document numbers are needed only for document masks. Without `mark_documents` all `documents` of a segment are
         0. With `num_buffers` above 0, segments are views of reused buffers: a segment is valid until `num_buffers`
         further segments were taken from the iterator. With 0 every segment stays valid. `damage` decides whether
-        damaged documents may be skipped. A step moves each lane on by `step_len` tokens, or by the whole segment if
-        that is 0. With a smaller `step_len` the next segment begins inside this one. Raises DataError if a split has
-        fewer tokens than lanes.
+        damaged documents may be skipped. A step moves each lane on by `step_len` tokens. If `step_len` is 0, a step
+        moves each lane on by the whole segment. With a smaller `step_len` the next segment begins inside this one.
+        Raises DataError if a split has fewer tokens than lanes.
         """
         self.segment_len = segment_len
         self.step_len = step_len or segment_len
@@ -262,8 +263,8 @@ class _LaneReader:
         return self._corpus.plan.locate(self._lane, position)
 
     def read(self, ranges: Sequence[PositionRange], segment: Segment, row: int, *, mark: bool) -> None:
-        """Write the tokens at the lane positions `ranges` into one row of a segment. `mark` fills `documents` and
-        `opens` too.
+        """Write the tokens at the lane positions `ranges` into one row of a segment. If `mark` is true, `documents` and
+        `opens` of the segment are filled too.
 
         Raises DataError for damage that may not be skipped.
         """

@@ -3,8 +3,9 @@
 A lane is a row of the batch with its own token stream. All lanes of a corpus have the same position, which is the
 number of tokens that each lane has passed since the corpus was divided among its lanes (partitioned). If the weights or
 the number of lanes change, `continued` makes a new partition of the tokens that no lane has read yet. So no token is
-read twice or left out. If training diverges and the run returns to an earlier checkpoint (rewind), `with_skip` marks
-the tokens to skip. A lane reads only positions outside the skips of its corpus.
+read twice. Each new partition leaves out fewer tokens than there are lanes. If training diverges and the run returns to
+an earlier checkpoint (rewind), `with_skip` marks the tokens to skip. A lane reads only positions outside the skips of
+its corpus.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class PositionRange(NamedTuple):
     length: int
     """Number of positions, which is the number of tokens."""
     begin: int
-    """End of the last skip before the range, or 0 if there is none. A document that began earlier is treated as
-    beginning here."""
+    """End of the last skip before the range, or 0 if there is none. A document that began before this position is
+    treated as if it began here."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class CorpusState:
     count from the last division of the corpus among its lanes."""
 
     def cut(self) -> LanePartition:
-        """Return the division of the corpus among its lanes (rows of the batch), as `LanePlan` takes it."""
+        """Return the division of the corpus among its lanes (rows of the batch), for the argument `cut` of
+        `LanePlan`."""
         return LanePartition(num_lanes=self.num_lanes, epoch=self.epoch, unread=self.unread)
 
     def next_ranges(self, num_tokens: int) -> Iterator[PositionRange]:
@@ -138,8 +140,8 @@ class StreamState:
         return [(corpus.fingerprint, corpus.split, corpus.num_lanes) for corpus in reading]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the state as JSON values. If the lanes of a corpus are divided again within an epoch, `unread` becomes
-        about 20 bytes per lane longer."""
+        """Return the state as JSON values. Each time a corpus is divided again among its lanes within an epoch,
+        `unread` becomes longer by about 20 bytes per lane."""
         values = asdict(self)
         for corpus_values, corpus in zip(values["corpora"], self.corpora, strict=True):
             corpus_values["unread"] = _text_of(corpus.unread)
@@ -155,8 +157,8 @@ class StreamState:
         if values.get("version") not in READABLE_VERSIONS:
             readable = " and ".join(map(str, READABLE_VERSIONS))
             raise CheckpointError(
-                f"the stream state has version {values.get('version')}, but this version of txl_dist reads {readable}. "
-                "Resume with the version of txl_dist that wrote the checkpoint."
+                f"the stream state has version {values.get('version')}, but this version of txl_dist reads only "
+                f"version {readable}. Resume with the version of txl_dist that wrote the checkpoint."
             )
         try:
             corpora = []
@@ -175,7 +177,7 @@ class StreamState:
 def _text_of(ranges: Ranges) -> str:
     """Write ranges as a text of alternating gaps and lengths.
 
-    These numbers are shorter than the bounds, and JSON keeps a text on one line.
+    Gaps and lengths have fewer digits than the ends of ranges, and JSON keeps a text on one line.
     """
     bounds = np.array(ranges, np.int64).reshape(-1)
     steps = np.diff(bounds, prepend=0).tolist()
@@ -188,7 +190,7 @@ def _ranges_of(text: str) -> Ranges:
     steps = np.array([int(step) for step in text.split()], np.int64)
     bounds = np.cumsum(steps).reshape(-1, 2)
     if steps.min(initial=0) < 0 or bounds.min(initial=0) < 0:  # the second: a sum that overflows int64
-        raise ValueError(f"the ranges {text[:40]!r} do not ascend")
+        raise ValueError(f"the token ranges {text[:40]!r} are not in ascending order")
     return tuple((first, end) for first, end in bounds.tolist())
 
 
@@ -220,8 +222,8 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
     """
     if old.seed != wanted.seed:
         raise CheckpointError(
-            f"the checkpoint's stream has the seed {old.seed}, but this run has the seed {wanted.seed}. "
-            "Set run.seed to its value in the checkpoint's run."
+            f"the checkpoint's token stream was ordered with the seed {old.seed}, but this run has "
+            f"run.seed={wanted.seed}. Set run.seed to the seed of the checkpoint."
         )
     before = {(corpus.fingerprint, corpus.split): corpus for corpus in old.corpora}
     now = {(corpus.fingerprint, corpus.split) for corpus in wanted.corpora}
@@ -229,10 +231,10 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
     if missing:
         added = [corpus for corpus in wanted.corpora if (corpus.fingerprint, corpus.split) not in before]
         raise CheckpointError(
-            "the checkpoint was trained on data that is not given now: "
-            f"{_names(before[key] for key in missing)}. "
-            f"New data: {_names(added) or 'none'}. Restore data.path or data.more_paths (a weight of 0 in "
-            "data.weights pauses a corpus), or start a new run."
+            "the checkpoint was trained on corpora that this run does not read: "
+            f"{_names(before[key] for key in missing)}. Corpora that are new in this run: {_names(added) or 'none'}. "
+            "Name all corpora of the checkpoint in data.path and data.more_paths, or start a new run. To stop "
+            "reading a corpus, set its weight in data.weights to 0."
         )
     corpora = []
     for corpus, split in zip(wanted.corpora, splits, strict=True):

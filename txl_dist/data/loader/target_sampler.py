@@ -74,9 +74,10 @@ class DrawnTargets(NamedTuple):
     """
 
     place_m: Int64s
-    """Positions of the targets. A target that could not be drawn has place 0."""
+    """Positions of the targets. A target that could not be drawn has position 0."""
     is_drawn_m: Bools
-    """False where a half had too few tokens that may be targets."""
+    """True for each target that was drawn. False for the missing targets of a half with too few tokens that may be
+    targets."""
     query_level_T: Int64s
     """Position i sees position j if the key level of j is below the query level of i. See `model.prediction_order`."""
     key_level_T: Int64s
@@ -131,7 +132,8 @@ def _draw_places(
     begins_word_T: Bools,
     may_be_target_T: Bools,
 ) -> Int64s:
-    """Draw the positions of a half's targets, in ascending order. There are fewer if too few tokens may be targets."""
+    """Draw the positions of a half's targets, in ascending order. Returns fewer positions if too few tokens of the half
+    may be targets."""
     goal = half.num_targets
     # The same numbers are drawn whatever the text is, so that the draws after them do not depend on the text.
     lengths = draw_span_lengths(rng, goal, longest=settings.longest_span).tolist()
@@ -163,7 +165,8 @@ def _draw_places(
 
 
 def _span_at(position: int, num_words: int, words: Sequence[int], *, stop: int) -> range | None:
-    """Return the positions of the first `num_words` words from a position on. None if the half ends before that.
+    """Return the positions of the first `num_words` words from a position on. Returns None if the half ends before the
+    last of these words.
 
     `words` are the positions in the half where words begin, and `stop` is the end of the half.
     """
@@ -215,7 +218,8 @@ class TargetSampler:
     """Sampler that draws the tokens to predict in each training segment, for training as in XLNet."""
 
     def __init__(self, settings: TargetSettings, *, seed: int, begins_word_V: Bools) -> None:
-        """Store what is the same for all segments. `begins_word_V` says for each token id whether it begins a word."""
+        """Store the settings, the seed and `begins_word_V`, which are the same for all segments. `begins_word_V` says
+        for each token id whether it begins a word."""
         self.settings = settings
         self._seed = seed
         self._begins_word_V = begins_word_V

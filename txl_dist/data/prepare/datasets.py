@@ -197,8 +197,8 @@ def _find(name: str, member: Member, folder: Path) -> Path:
         if path.is_file():
             return path
     raise DataError(
-        f"{folder} does not contain {name_in_archive.name}, so it is not the whole corpus {name}. Give the archive of "
-        f"{name} instead of the folder."
+        f"{folder} does not contain the file {name_in_archive.name} of the corpus {name}. Give the archive of {name} "
+        "instead of the folder."
     )
 
 
@@ -208,21 +208,22 @@ def _prove(name: str, member: Member, path: Path) -> None:
         sha256 = sha256_of_file(path)
         if sha256 != member.sha256:
             raise DataError(
-                f"{path} is not the file of {name}: its sha256 is {sha256}, not {member.sha256}. Give the archive "
-                f"of {name} instead. If the file is another text, give its path as the input instead of {name}."
+                f"{path} is not the file of this name in the corpus {name}: its sha256 is {sha256}, not "
+                f"{member.sha256}. Give the archive of {name} instead. If the file is another text, give its path as "
+                f"the input instead of {name}."
             )
     elif member.num_tokens:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
             num_tokens = sum(len(line.split()) + 1 for line in lines)
         if num_tokens != member.num_tokens:
             raise DataError(
-                f"{path} is not the file of {name}: it has {num_tokens:,} words and line ends, not "
-                f"{member.num_tokens:,}. Give the archive of {name} instead."
+                f"{path} is not the file of this name in the corpus {name}: it contains {num_tokens:,} words and line "
+                f"ends, but the corpus's file contains {member.num_tokens:,}. Give the archive of {name} instead."
             )
     else:
         raise DataError(
-            f"{path} cannot be verified as a file of {name}, because the checksum of the file is unknown. Give the "
-            f"archive of {name} instead."
+            f"{path} cannot be verified as a file of the corpus {name}, because the checksum of the corpus's file is "
+            f"unknown. Give the archive of {name} instead."
         )
 
 

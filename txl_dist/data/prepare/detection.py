@@ -370,7 +370,8 @@ def _has_words(head: bytes) -> bool:
 
 
 def _is_plausible(text: str) -> bool:
-    """Return whether decoded characters are plausible text: nearly all assigned in Unicode, and of few scripts.
+    """Return whether decoded characters are plausible text: nearly all of them are assigned in Unicode, and they belong
+    to few scripts.
 
     Binary numbers that are decoded as text give characters of many scripts.
     """

@@ -6,9 +6,9 @@ A `TextBlock` contains consecutive raw records of one input. A record is a line,
   of a file and of a document.
 - Text that is not UTF-8 is refused by default. An option replaces invalid bytes with U+FFFD, skips the document, or
   keeps the bytes for byte tokenizers (as surrogate escapes).
-- A hash of a document's content chooses the split of the document. So equal documents are never in two splits, and
-  added documents never move other documents to another split. If an input has only few documents, the ends of the
-  documents are held out instead (validation_split.py).
+- A hash of the content chooses the split of each document from the train inputs. So equal documents of these inputs are
+  never in two splits, and added documents never move other documents to another split. If an input has only few
+  documents, the ends of the documents are held out instead (validation_split.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ refused when its document is read."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
-"""A document of this size in bytes or more is refused as too long. For token ids, the names of the ids are counted."""
+"""A document of this size in bytes or more is refused as too long. For a document of token ids, the size of the ids'
+names is counted."""
 _MARK = "\ufeff"
 """Byte order mark, decoded."""
 _SKIP_INVALID = "Correct or remove the record, or leave out such records with --skip-invalid."
@@ -48,7 +49,7 @@ _MANY_DAMAGED = 3
 """A text with at least this many invalid characters is probably in another encoding."""
 SHORTEST_TAIL = 100
 """Minimum number of characters in the end of a document that is held out for evaluation. For example, with
---valid-fraction 0.05 a document needs 2,000 characters."""
+--valid-fraction 0.05 only the end of a document with 2,000 characters or more is held out."""
 
 
 class Document(NamedTuple):
@@ -189,9 +190,10 @@ def check_length(num_bytes: int, where: str) -> None:
     """Raise DataError if a document has 2 GiB or more. `where` is the document's place, for the message."""
     if num_bytes >= LONGEST_RECORD:
         raise DataError(
-            f"{where} contains a document of 2 GiB or more (the names of token ids are counted). Cut plain text with "
-            "`--documents line` or `--documents blank_line`. Write token ids as rows of a two-dimensional array or as "
-            "JSON lines. Write other inputs with shorter documents."
+            f"{where} contains a document of 2 GiB or more. (The size of a document of token ids is the size of the "
+            "ids' names.) Cut plain text into documents with `--documents line` or `--documents blank_line`. Write "
+            "token ids as rows of a two-dimensional array or as JSON lines. In other inputs, divide the document "
+            "into shorter documents."
         )
 
 
@@ -372,7 +374,7 @@ def _parse_ids(line: bytes, *, field: str, where: str) -> list[Any]:
     if not isinstance(ids, list):
         raise InvalidRecordError(
             f"{where}: found {_type_of(ids)}, not a list of ids. Write one list per line, for instance [5, 17], or "
-            "name the field of the list with --jsonl-field."
+            "name the field that contains the list with --jsonl-field."
         )
     if not ids:
         raise InvalidRecordError(f"{where}: the list of ids is empty. {_SKIP_INVALID}")
@@ -395,8 +397,8 @@ def _named(ids: Any, names: Sequence[str], *, where: str) -> str:
             if type(value) is not int or not 0 <= value < len(names):
                 raise DataError(
                     f"{where}, index {index}: {value!r:.40} is not an id of the vocabulary list, which has names for "
-                    f"the {len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give the vocabulary "
-                    "list of these ids with --vocab-list."
+                    f"the {len(names):,} ids 0 to {len(names) - 1:,}. Correct the ids, or give the vocabulary list "
+                    "that belongs to these ids with --vocab-list."
                 )
         texts.append("".join([f"{names[i]} " for i in some_ids]))
         num_bytes += len(texts[-1].encode())
@@ -409,9 +411,9 @@ def _decode(raw: bytes, where: str, ordinal: int, encoding_errors: EncodingError
         if encoding_errors == "skip":
             return Document(where, ordinal, "", "skipped")
         raise DataError(
-            f"{where}: byte {raw.index(0):,} is NUL, which no text contains. Remove the NUL bytes "
-            "(`tr -d '\\000' < FILE > NEW_FILE`) and give the result, or use `--encoding-errors skip` (leave out the "
-            "document)."
+            f"{where}: byte {raw.index(0):,} is NUL, which is not allowed in text. Remove the NUL bytes (`tr -d "
+            "'\\000' < FILE > NEW_FILE`) and give the new file as the input, or use `--encoding-errors skip` (leave "
+            "out the document)."
         )
     try:
         return Document(where, ordinal, raw.decode("utf-8"))
@@ -497,8 +499,8 @@ def _value_of(record: Record, field: str, *, where: str) -> Any:
         else:
             more = ""
         raise InvalidRecordError(
-            f"{where}: no field {field!r} (found: {shown or 'none'}{more}). Name the field of the text with "
-            "--jsonl-field, or leave out such records with --skip-invalid."
+            f"{where}: the record has no field {field!r} (its fields: {shown or 'none'}{more}). Name the field that "
+            "contains the text with --jsonl-field, or leave out such records with --skip-invalid."
         )
     return record[field]
 

@@ -57,7 +57,7 @@ class Cursor(NamedTuple):
     unit: int = 0
     """Number of the file's lines or rows before the position."""
     ordinal: int = 0
-    """Number of lines, rows and whole files of all inputs before the position."""
+    """Number of raw records (lines, rows or whole files) of all inputs before the position."""
 
 
 class InputPart(NamedTuple):
@@ -68,8 +68,8 @@ class InputPart(NamedTuple):
     end: Cursor
     """Position where the next part begins."""
     stored_bytes: int
-    """Number of bytes of all inputs up to the end of the part, for the progress display. Stored bytes are counted, or
-    decompressed bytes for a file of unknown size."""
+    """Number of bytes of all inputs up to the end of the part, for the progress display. The stored (possibly
+    compressed) bytes are counted. For a file of unknown size, the decompressed bytes are counted."""
     notes: tuple[tuple[str, str], ...] = ()
     """(path, sentence for the user on how the file is read) for files that begin in the part and need such a
     sentence."""
@@ -191,12 +191,13 @@ def _array_rows(stream: IO[bytes], first_row: int, path: str) -> Iterator[tuple[
         raise DataError(f"{path} is not a .npy file of numbers: {reason}. Save the array with numpy.save.") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
         raise DataError(
-            f"{path} contains an array of {array.dtype} with shape {list(array.shape)}. Token ids must be whole "
-            "numbers of shape [ids] (one document) or [documents, ids]."
+            f"{path} contains an array of {array.dtype} with shape {list(array.shape)}. Token ids must be an array of "
+            "whole numbers with the shape [ids] (one document) or [documents, ids]."
         )
     if not array.size:
         raise DataError(
-            f"{path} contains no ids: its shape is {list(array.shape)}. Remove empty documents from the array."
+            f"{path} contains no ids: its shape is {list(array.shape)}. Remove this file from the inputs, or save an "
+            "array that contains ids."
         )
     if array.ndim == 1:
         num_rows = 1
@@ -255,7 +256,10 @@ def _check_column(schema: Any, field: str, path: str) -> None:
     if len(kinds) == 1 and _is_text(kinds[0]):
         return
     if len(kinds) > 1:
-        raise DataError(f"{path}: {len(kinds)} columns are named {field!r}. Rename these columns, then prepare again.")
+        raise DataError(
+            f"{path}: {len(kinds)} columns are named {field!r}. Give each of these columns its own name, then prepare "
+            "again."
+        )
     columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
     raise DataError(
         f"{path} has no text column {field!r} (found: {columns}). Name a column of strings with --jsonl-field."

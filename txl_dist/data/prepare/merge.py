@@ -74,8 +74,8 @@ def find_duplicates(
 ) -> Duplicated:
     """Find exact and near duplicates over all parts and splits.
 
-    `folder` is the work folder, which contains the parts. With the policy `ignore` nothing is searched. Only with
-    `drop` are exact duplicates left out of the corpus.
+    `folder` is the work folder, which contains the parts. The policy `ignore` skips the search. Only the policy `drop`
+    leaves exact duplicates out of the corpus.
     """
     splits_of_parts = [(part.number, split) for part in parts for split in part.documents]
     count = sum(sum(part.documents.values()) for part in parts)
@@ -108,7 +108,7 @@ def plan_split(
     plan: str,
     is_lossless: bool,
 ) -> tuple[SplitInfo, list[ShardTask]]:
-    """Divide the documents of a split into shards whose sizes in tokens differ by about one document.
+    """Divide the documents of a split into shards whose sizes differ by about the number of tokens of one document.
 
     Returns (the split's entry in the index without its shards, the tasks that write the shards).
     """

@@ -203,9 +203,9 @@ class PrepareSettings(Learning):
             name = f"{split}_fraction"
             if split in given and getattr(self, name) and self._changed(name):
                 raise ConfigError(
-                    f"{name}={getattr(self, name)} has no effect, because the split {split} has its own files. "
-                    f"Remove {name}. If only the names of files say that they belong to this split, "
-                    "`--ignore-split-names` trains on all files."
+                    f"{name}={getattr(self, name)} has no effect, because the split {split} has its own files. Remove "
+                    f"{name}. If `txl prepare` chose these files only because of their names, you can add "
+                    "`--ignore-split-names` instead: all files are then used for training."
                 )
 
     def content_hash(self) -> str:

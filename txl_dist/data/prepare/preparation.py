@@ -50,7 +50,8 @@ _SMALL = 16 * _MIB
 MOST_BEGUN = 64 * _MIB
 """Maximum number of bytes that are copied from a stream to disk, to see whether the stream has only few documents. If
 so, the ends of the documents are held out. A longer stream nearly always has enough documents to hold out whole
-documents: a book has 1 MiB. The disk has room for the copy, because it will also hold the corpus."""
+documents, because even a book has only about 1 MiB. The disk has room for the copy, because it will also hold the
+corpus."""
 
 
 @dataclass
@@ -74,12 +75,12 @@ class Preparation:
 
     @property
     def total_bytes(self) -> int:
-        """Stored bytes of all files; 0 if the size of any file is unknown."""
+        """Stored bytes of all files. 0 if the size of any file is unknown."""
         return _total_bytes(self.files)
 
     @property
     def splits(self) -> list[str]:
-        """Names of the splits that the corpus will have: train, valid and test, as far as present."""
+        """Names of the splits that the corpus will have, in the order train, valid, test."""
         given = {file.split for file in self.files}
         return [split for split in SPLITS if split in given or split in self.reading.shares]
 
@@ -346,9 +347,10 @@ def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
         given = " and ".join(f"`--{split} PATH`" for split in wanted)
         none = " ".join(f"--{split}-fraction 0" for split in wanted)
         raise DataError(
-            f"{path} is one document of {MOST_BEGUN // _MIB} MiB or more that can be read only once, so its end cannot "
-            f"be held out. Give other text with {given}, or hold nothing out with `{none}`, or cut the document with "
-            "`--documents line` or `--documents blank_line`, or give a file instead."
+            f"{path} is one document of {MOST_BEGUN // _MIB} MiB or more from an input that can be read only once "
+            "(such as stdin). The end of such a document cannot be held out. Give other text for the splits with "
+            f"{given}, or hold out no text with `{none}`. You can also cut the document with `--documents line` or "
+            "`--documents blank_line`, or save the input as a file."
         )
 
 
@@ -381,7 +383,7 @@ def _spool(job: Preparation) -> None:
 
 
 def _total_bytes(files: Sequence[SourceFile]) -> int:
-    """Return the stored bytes of all files; 0 if the size of any file is unknown."""
+    """Return the stored bytes of all files. Returns 0 if the size of any file is unknown."""
     total = 0
     for file in files:
         if file.size is None:
@@ -393,7 +395,8 @@ def _total_bytes(files: Sequence[SourceFile]) -> int:
 def _choose_part_bytes(total_bytes: int) -> int:
     """Return the size of a part of the input in bytes: a power of 2, from 4 to 256 MiB, for about two thousand parts.
 
-    Returns 32 MiB if the total is unknown. With a power of 2, a repaired file seldom changes the borders of parts.
+    Returns 32 MiB if the total is unknown. A power of 2 seldom changes when a repaired file changes the total a little,
+    so finished parts can be reused.
     """
     if not total_bytes:
         return 32 * _MIB

@@ -68,7 +68,7 @@ class Opened(NamedTuple):
     stored_bytes: Callable[[], int]
     """Function that returns the number of stored bytes read so far. It works only for files of known size."""
     note: str = ""
-    """Sentence for the user on how the input is read; empty if there is nothing to say."""
+    """Sentence for the user on how the input is read. Empty if there is nothing to say."""
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], 
         head = raw.read(HEAD_BYTES)
         stream = _put_back(head, raw)
     if not head and file.name and is_named_compressed(file.name):
-        raise EOFError("the file is empty, but its name is that of a compressed file")
+        raise EOFError("the file is empty, but its name ends like that of a compressed file")
     content = detect_content(head, name=file.name)
     num_layers = 0
     while content.kind in ("gzip", "bzip2", "xz", "zstd"):
@@ -223,7 +223,9 @@ def _form_of(file: SourceFile, content: Content, *, is_compressed: bool) -> Form
         )
     if content.kind == "parquet":
         if is_ids:
-            raise DataError(f"{file.path} is parquet. Token ids (--vocab-list) must be .npy files or JSON lines.")
+            raise DataError(
+                f"{file.path} is a parquet file. Token ids (--vocab-list) must be .npy files or JSON lines."
+            )
         return "parquet"
     is_kept = file.keeps_bytes and content.kind == "binary" and file.form not in ("jsonl", "parquet")
     is_no_record = content.kind == "json" and file.form == "jsonl"
@@ -294,7 +296,7 @@ class _Stream(io.RawIOBase):
 class _FrameStream(_Stream):
     """Stream of the decompressed content of zstd frames.
 
-    It raises EOFError if the last frame is incomplete, which zstandard's own reader does not.
+    It raises EOFError if the last frame is incomplete. The reader of the package zstandard does not detect this.
     """
 
     def __init__(self, raw: IO[bytes], new_frame: Callable[[], Any]) -> None:
@@ -315,7 +317,7 @@ class _FrameStream(_Stream):
             if not data and is_between:
                 return self._unread
             if not data:
-                raise EOFError("the compressed data is incomplete: it ends inside a frame")
+                raise EOFError("the compressed data is incomplete: it ends inside a compressed frame")
             if is_between:
                 self._frame = self._new_frame()
             self._unread = memoryview(self._frame.decompress(data))

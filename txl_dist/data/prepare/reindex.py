@@ -110,15 +110,18 @@ def reindex_corpus(
     splits, remarks = split_tars(find_tars(target, inputs), ignore_names=ignore_split_names)
     if (target / INDEX_NAME).exists() and not overwrite:
         raise DataError(
-            f"{target} already contains a corpus. Replace its {INDEX_NAME} and records with `--overwrite`. The tars "
-            "are not changed."
+            f"{target} already contains a corpus. To replace its {INDEX_NAME} and its files of records (.tar.idx), "
+            "add `--overwrite`. The tars are not changed."
         )
     tokenizer = _open_tokenizer(tokenizer_path)
     scan = _Scan(tokenizer, on_bytes)
     with _temporaries(target):
         infos = {name: scan.split(name, paths) for name, paths in splits.items()}
         if scan.dtype is None:
-            raise DataError(f"the tars in {target} contain no tokens: no member is named KEY.npy. Check the folder.")
+            raise DataError(
+                f"the tars in {target} contain no tokens: no member is named KEY.npy. Name the folder whose tars "
+                "contain tokens."
+            )
         statistics = {"empty_documents_dropped": scan.num_empty, "unended_documents": scan.num_unended}
         filled = {name: info for name, info in infos.items() if info.shards}
         index = index_of(tokenizer, dtype=scan.dtype, splits=filled, statistics=statistics)
@@ -143,7 +146,7 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
     Raises DataError if there is no tar, or if a tar is in another folder or compressed.
     """
     if not folder.is_dir():
-        raise DataError(f"{folder} is not a folder. Name the folder of the tars.")
+        raise DataError(f"{folder} is not a folder. Name the folder that contains the tars.")
     paths = [Path(path) for path in inputs]
     is_whole_folder = [path.resolve() for path in paths] == [folder.resolve()]
     if not paths or is_whole_folder:
@@ -152,8 +155,8 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
     for path in paths:
         if path.resolve().parent != folder.resolve():
             raise DataError(
-                f"{path} is not in {folder}. The index is written next to the tars. Give the folder of the tars as "
-                "the output."
+                f"{path} is not in {folder}. The index is written next to the tars. Set the output to the folder that "
+                "contains the tars."
             )
         if _suffix(path) != ".tar":
             remedy = "give .tar files"
@@ -164,7 +167,7 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
             raise DataError(f"cannot read {path}: the path does not exist, or is not a file. Check the path.")
         tars.add(folder / path.name)
     if not tars:
-        raise DataError(f"{folder} has no .tar file. Name the folder of the tars.")
+        raise DataError(f"{folder} contains no .tar file. Name the folder that contains the tars.")
     return sorted(tars, key=lambda path: (_natural(path.name), path.name))
 
 

@@ -364,8 +364,11 @@ def _check_splits(infos: dict[str, SplitInfo], job: Preparation) -> None:
         if not info.documents:
             files = [file.path for file in job.files if file.split == split]
             if files:
-                raise DataError(f"no text for the split {split} in {named_few(files)}. Give other files for the split.")
+                raise DataError(
+                    f"the files of the split {split} contain no text: {named_few(files)}. Give other files for the "
+                    "split."
+                )
             raise DataError(
-                f"the split {split} got no document ({infos[TRAIN].documents} in train). Give text for the split with "
-                f"`--{split} PATH`, or prepare without the split with `--{split}-fraction 0`."
+                f"the split {split} got no document (the split train got {infos[TRAIN].documents}). Give text for the "
+                f"split with `--{split} PATH`, or prepare without the split with `--{split}-fraction 0`."
             )

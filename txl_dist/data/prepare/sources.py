@@ -169,7 +169,8 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             raise DataError("stdin is closed. Pipe text into stdin, or give files.")
         if given.startswith(PIPE) and "pipe" not in settings.allow_protocols:
             raise DataError(
-                f"{given} would run a shell command. If you trust the command, add `--allow-protocols pipe`."
+                f"{given} is an input that runs a shell command. If you trust the command, add `--allow-protocols "
+                "pipe`."
             )
         if is_stream(given):
             form = _stream_form(given, settings)
@@ -185,9 +186,9 @@ def list_sources(inputs: Sequence[str | Path], settings: PrepareSettings, *, spl
             suffixes = " ".join(sorted(suffixes_of(settings)))
             raise DataError(
                 f"{given} contains no text files: {counted(found.num_other, 'other file')} and "
-                f"{counted(len(found.hidden), 'hidden file')} were left out. From a folder, files named {suffixes} are "
-                "read, compressed or not. Give the paths of files with other names, or a quoted pattern: "
-                "'**/*.json.gz' selects all such files below the current folder."
+                f"{counted(len(found.hidden), 'hidden file')} were left out. In a folder, only files whose names end "
+                f"in {suffixes} are read, compressed or not. To read a file with another name, give its path, or give "
+                "a quoted pattern: '**/*.json.gz' selects all files that end in .json.gz below the current folder."
             )
         files = []
         for path, size, mark in found.files:
@@ -214,9 +215,9 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
             first = first_input.setdefault(real_path, number)
             if first != number:
                 raise DataError(
-                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. Text in two splits would be "
-                    "used for training and for evaluation, and text twice in one split would count twice. "
-                    "Give each file once."
+                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. In two splits, the same "
+                    "text would be used for training and for evaluation. Twice in one split, the text would count "
+                    "twice. Give each file once."
                 )
 
 
@@ -289,8 +290,8 @@ def _form(path: str, settings: PrepareSettings) -> Form:
     if settings.vocab_list is not None:
         if suffix not in ID_SUFFIXES:
             raise ConfigError(
-                f"{path} is not a file of token ids. With --vocab-list, give files named "
-                f"{' '.join(sorted(ID_SUFFIXES))}, compressed or not. Remove --vocab-list to prepare text."
+                f"{path} is not a file of token ids. With --vocab-list, give files whose names end in "
+                f"{' '.join(sorted(ID_SUFFIXES))}, compressed or not. To prepare text, remove --vocab-list."
             )
         if suffix == ".npy":
             return "npy"

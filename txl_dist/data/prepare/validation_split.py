@@ -40,7 +40,10 @@ def no_text(inputs: Sequence[object], reading: Reading) -> DataError:
         what = "ids"
     else:
         what = "text"
-    return DataError(f"no {what} for the train split in {named_few(inputs)}. Check the paths and valid_fraction.")
+    return DataError(
+        f"the inputs contain no {what} for the train split: {named_few(inputs)}. Check the paths of the inputs and "
+        "the settings `valid_fraction` and `test_fraction`."
+    )
 
 
 def named_few(inputs: Sequence[object]) -> str:
@@ -129,7 +132,7 @@ def _too_little(split: str, *, count: int, longest: str, reading: Reading) -> Da
     else:
         flag = split
     return DataError(
-        f"the split {split} got no document ({count:,} in all). The longest document has {has}, but its end is held "
-        f"out only from {least}. Give text for the split {flag} with `--{flag} PATH`, or change `--{flag}-fraction`, "
-        f"or prepare without the split {flag} with `--{flag}-fraction 0`."
+        f"the split {split} got no document (the inputs contain {count:,} in all). The longest document has {has}, "
+        f"but {least} are needed to hold out the end of a document. Give text for the split {flag} with `--{flag} "
+        f"PATH`, or change `--{flag}-fraction`, or prepare without the split {flag} with `--{flag}-fraction 0`."
     )

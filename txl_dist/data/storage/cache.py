@@ -297,6 +297,6 @@ def _errors_of(folder: Path) -> Iterator[None]:
 
 def _cache_error(folder: Path, error: OSError) -> UnreachableError:
     return UnreachableError(
-        f"cannot use the cache {folder}: {error.strerror or error}. "
-        "Set data.cache_dir to a folder on a disk of this node that can be written and locked."
+        f"cannot use the cache {folder}: {error.strerror or error}. Set data.cache_dir to a folder on a local disk of "
+        "this node, where this user can write and lock files."
     )

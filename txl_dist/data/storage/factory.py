@@ -40,7 +40,8 @@ def open_storage(
         return LocalStorage(Path(url.removeprefix("file://")))
     if protocol == "pipe" and not cache_dir:
         raise DataError(
-            f"{url}: a command reads only whole files. Set data.cache_dir to a folder that keeps the downloaded shards."
+            f"{url}: a `pipe:` command can read only whole files. Set data.cache_dir to a folder that keeps the "
+            "downloaded shards."
         )
     if not cache_dir:
         return RangeStorage(UrlOrigin(url, allow=allow_protocols), retries=retries)

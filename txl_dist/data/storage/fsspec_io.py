@@ -63,8 +63,9 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         is_outer = number < len(protocols) - 1
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
-                f"{url}: the scheme {protocol!r} may run programs. Always allowed are {', '.join(PROTOCOLS)}. "
-                f"If you trust this scheme, add it to --allow-protocols, or to data.allow_protocols in a configuration."
+                f"{url}: the scheme {protocol!r} may run programs. These schemes are always allowed: "
+                f"{', '.join(PROTOCOLS)}. If you trust this scheme, add it to --allow-protocols, or to "
+                "data.allow_protocols in a configuration."
             )
     return protocols[0]
 

@@ -114,8 +114,8 @@ class RangePayload(Payload):
     def _check_is_range(self, content: bytes, num_bytes: int) -> None:
         if len(content) > num_bytes:
             raise DataError(
-                f"{self._name}: the server ignores byte ranges: it sent {len(content)} bytes instead of {num_bytes}. "
-                "Set data.cache_dir, so that whole shards are fetched."
+                f"{self._name}: the server ignored the byte range of the request, and sent {len(content)} bytes "
+                f"instead of {num_bytes}. Set data.cache_dir to fetch whole shards, which needs no byte ranges."
             )
 
 

@@ -178,7 +178,7 @@ class RemoteStorage(Storage):
         for info in infos:
             if info.name not in sizes:
                 raise DataError(
-                    f"cannot read {self.name_of(info.name)}: the file does not exist. Restore it from a copy."
+                    f"cannot read {self.name_of(info.name)}: the file does not exist. Restore the file from a copy."
                 )
             check_size(self.name_of(info.name), sizes[info.name], info)
 

@@ -144,7 +144,7 @@ def find_shard(corpus: Corpus, name: str) -> tuple[Split, int]:
         names = [*names[:5], "...", names[-1]]
     shown = ", ".join(names)
     raise DataError(
-        f"corpus {corpus.location} has no shard {wanted!r}. The corpus has {shown}. Name one of these shards."
+        f"corpus {corpus.location} has no shard {wanted!r}. Its shards are {shown}. Name one of these shards."
     )
 
 

@@ -31,7 +31,7 @@ CHUNK_BYTES = 1 << 22
 TOKEN_DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 """Number types that token ids in a tar may have."""
 _BLOCK = tarfile.BLOCKSIZE
-_REMEDY = "Restore the file from a copy, or make it again."
+_REMEDY = "Restore the file from a copy, or make the file again."
 _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)
 """Exceptions of the standard library for damaged or forged headers."""
 
@@ -186,8 +186,9 @@ def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Itera
             continue
         if field not in ("npy", "docs.npy"):
             raise DataError(
-                f"{stream.name}, member {member.name}: the key of a sample ends at its first dot, so this is "
-                f"the field {suffix!r} of sample {stem!r}, not tokens. Name tokens KEY.npy, with a KEY without dots."
+                f"{stream.name}, member {member.name}: the key of a sample ends at the first dot of the member's "
+                f"name. Readers therefore take this member as the field {suffix!r} of sample {stem!r}, not as tokens. "
+                "Name the tokens KEY.npy, where KEY contains no dot."
             )
         is_starts = field == "docs.npy"
         values, offset = _read_array(stream, member, is_starts=is_starts)
@@ -212,18 +213,21 @@ def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
     except _BROKEN as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{stream.name} is damaged after offset {max(last, 0)}: {error}. {_REMEDY}") from error
+        raise DataError(f"{stream.name} is damaged after byte {max(last, 0)}: {error}. {_REMEDY}") from error
     stream.seek(end)
     block = stream.read(2 * _BLOCK)
     if len(block) < 2 * _BLOCK and not any(block):
-        raise DataError(f"{stream.name} is cut at offset {end}: a tar must end in two blocks of zeros. {_REMEDY}")
+        raise DataError(f"{stream.name} is truncated at byte {end}: a tar must end with two blocks of zeros. {_REMEDY}")
     if any(block):
-        raise DataError(f"{stream.name} is damaged at offset {end}: no header of a member can be read. {_REMEDY}")
+        raise DataError(
+            f"{stream.name} is damaged at byte {end}: the header of the next member cannot be read. {_REMEDY}"
+        )
     while block := stream.read(CHUNK_BYTES):
         if block.count(0) < len(block):
             raise DataError(
-                f"{stream.name} continues after its end at offset {end}, as two tars joined into one file do. "
-                "Readers of tar files stop there. Keep the two tars in separate files."
+                f"{stream.name} contains more data after the end of the tar at byte {end}. Perhaps two tars were "
+                "joined into one file. Readers of tar files stop at the end of the first tar. Keep the two tars in "
+                "separate files."
             )
 
 
@@ -257,7 +261,7 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
     try:
         version = np.lib.format.read_magic(cast(IO[bytes], stream))
         if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"version {version} of the npy format")
+            raise ValueError(f"version {version} of the npy format is not supported")
         read_header = np.lib.format.read_array_header_2_0
         if version == (1, 0):
             read_header = np.lib.format.read_array_header_1_0
@@ -279,7 +283,7 @@ def _read_array(stream: ForwardReader, member: tarfile.TarInfo, *, is_starts: bo
         is_type_right = dtype in TOKEN_DTYPES
         wanted = "ids as little-endian uint16 (`ids.astype('<u2')`) or uint32"
     if not is_type_right:
-        raise DataError(f"{where} has the type {dtype.str}. Write {wanted}.")
+        raise DataError(f"{where} has the type {dtype.str}, which is not allowed here. Write {wanted}.")
     offset = stream.tell()
     content = stream.read(member.offset_data + member.size - offset)
     if shape[0] * dtype.itemsize != len(content):

@@ -142,7 +142,9 @@ def _check_request(path: Path) -> None:
     except (OSError, ValueError):
         is_whole = False
     if not is_whole:
-        raise DataError(f"{path} is damaged: its content differs from what was written. {REMEDY}")
+        raise DataError(
+            f"{path} is damaged: its content does not match the hash that the file itself contains. {REMEDY}"
+        )
 
 
 def _check_tokenizer(corpus: Corpus) -> None:
@@ -152,7 +154,7 @@ def _check_tokenizer(corpus: Corpus) -> None:
     if hashlib.sha256(content).hexdigest() != corpus.tokenizer_sha256:
         raise DataError(f"{name} is damaged or not the tokenizer that made this corpus. {REMEDY}")
     if corpus.tokenizer.vocab_size != corpus.vocab_size:
-        raise DataError(f"{name} does not have the {corpus.vocab_size} ids that the index says. {REMEDY}")
+        raise DataError(f"{name} does not have {corpus.vocab_size} ids, the vocab_size that the index says. {REMEDY}")
 
 
 def _check_counts(split: Split) -> None:

@@ -51,7 +51,7 @@ def test_nothing_is_evaluated_where_that_was_not_prepared_or_is_switched_off(fir
 
 
 def test_corpora_that_do_not_go_together_are_refused(first: Corpus, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"given twice in data\.path and data\.more_paths"):
+    with pytest.raises(ConfigError, match=r"data\.path and data\.more_paths name the same corpus twice"):
         opened(first, first)
     with pytest.raises(ConfigError, match="prepared with different tokenizers"):
         opened(first, tiny_corpus(tmp_path, kind="char"))

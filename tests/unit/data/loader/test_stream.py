@@ -382,7 +382,7 @@ def test_a_state_of_other_data_or_another_seed_is_refused(corpus: Corpus, other:
     state = first(corpus)
     with pytest.raises(CheckpointError, match=r"corpus.*split train"):
         continued(state, first(other), [other.split("train")])
-    with pytest.raises(CheckpointError, match="seed 1, but this run has the seed 2"):
+    with pytest.raises(CheckpointError, match=r"seed 1, but this run has run\.seed=2"):
         continued(state, first(corpus, seed=2), [corpus.split("train")])
     assert continued(state, first(corpus), [corpus.split("train")]) == state
 

@@ -179,7 +179,11 @@ def test_files_without_a_known_checksum_are_proven_by_the_published_number_of_wo
             for member in NAMED["wikitext-103"].members
         )
         stand_in(monkeypatch, "wikitext-103", b"", members=members)
-        expectation = pytest.raises(DataError, match="11 words and line ends, not 12") if wrong else nullcontext()
+        expectation = (
+            pytest.raises(DataError, match=r"11 words and line ends, but the corpus.s file contains 12")
+            if wrong
+            else nullcontext()
+        )
         with expectation:
             materialise("wikitext-103", tmp_path / f"out{wrong}", source=str(tmp_path))
 
@@ -227,14 +231,14 @@ def test_folders_that_lack_a_file_or_hold_another_or_cannot_be_proven_are_refuse
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "wikitext").mkdir()
-    with pytest.raises(DataError, match=r"does not contain wiki\.train\.tokens"):
+    with pytest.raises(DataError, match=r"does not contain the file wiki\.train\.tokens"):
         materialise("wikitext-2", tmp_path / "out", source=str(tmp_path / "wikitext"))
     for split, content in WORDS.items():
         save(tmp_path / "wikitext" / f"{split}.txt", content)
     with pytest.raises(DataError, match=rf"train\.txt.*{sha256(WORDS['train'])}, not 9e9fa1ad"):
         materialise("wikitext-2", tmp_path / "out", source=str(tmp_path / "wikitext"))
     save(tmp_path / "wikitext" / "news.en-00001-of-00100", b"a\n")
-    with pytest.raises(DataError, match="the checksum of the file is unknown"):
+    with pytest.raises(DataError, match="the checksum of the corpus's file is unknown"):
         materialise("lm1b", tmp_path / "out", source=str(tmp_path / "wikitext"))
     with pytest.raises(DataError, match="No such file"):
         materialise("lm1b", tmp_path / "out", source=str(tmp_path / "nowhere"))

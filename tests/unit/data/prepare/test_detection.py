@@ -453,7 +453,7 @@ def test_an_input_without_text_is_refused_by_its_name(content: bytes, settings: 
     (tmp_path / "nothing.txt").write_bytes(content)
     if content.strip() == b"" and content and settings["kind"] == "byte":
         pytest.skip("blanks are text for a byte tokenizer")
-    with pytest.raises(DataError, match=r"no text for the train split in \S+nothing\.txt"):
+    with pytest.raises(DataError, match=r"contain no text for the train split: \S+nothing\.txt"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "nothing.txt"], num_workers=1, **settings)
 
 
@@ -462,7 +462,7 @@ def test_a_held_out_input_without_text_is_refused_by_its_name(split: str, tmp_pa
     (tmp_path / "text.txt").write_text(TEXT)
     (tmp_path / "nothing.md").touch()
     given = {f"{split}_inputs": [str(tmp_path / "nothing.md")], "valid_fraction": 0}
-    with pytest.raises(DataError, match=rf"no text for the split {split} in \S+nothing\.md"):
+    with pytest.raises(DataError, match=rf"files of the split {split} contain no text: \S+nothing\.md"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "text.txt"], kind="byte", num_workers=1, **given)
 
 

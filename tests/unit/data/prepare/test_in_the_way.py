@@ -98,5 +98,5 @@ def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert (said.out, len(said.err.splitlines())) == ("", 1)
     assert main(["prepare", "--reindex", "--out", "out", "--tokenizer-file", "out/tokenizer.json"]) == 2
     said = capsys.readouterr()
-    assert said.err.splitlines()[-1].endswith("with `--overwrite`. The tars are not changed.")
+    assert said.err.splitlines()[-1].endswith("add `--overwrite`. The tars are not changed.")
     assert json.loads(Path("out/index.json").read_text())["splits"].keys() == {"train"}

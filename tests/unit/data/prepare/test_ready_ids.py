@@ -144,7 +144,7 @@ BAD_LINES = {
     "[1]\n\n[]\n": "bad.jsonl, line 3: the list of ids is empty",
     "[[1, 2], [3]]\n": "bad.jsonl, line 1, index 0: [1, 2] is not an id",
     "17\n": "bad.jsonl, line 1: found a number, not a list of ids",
-    '{"ids": [1]}\n': "bad.jsonl, line 1: no field 'text'.*--jsonl-field",
+    '{"ids": [1]}\n': "bad.jsonl, line 1: the record has no field 'text'.*--jsonl-field",
     "[1, 2\n": "bad.jsonl, line 1: not valid JSON",
     "[NaN]\n": "bad.jsonl, line 1",
     '[["a\\nb"]]\n': r"bad.jsonl, line 1, index 0: ['a\nb'] is not an id",
@@ -237,13 +237,13 @@ def test_a_document_whose_names_are_too_long_is_refused_with_the_remedy(
 @pytest.mark.parametrize("settings", [{}, {"valid_fraction": 0.0}])
 def test_files_without_ids_are_named(tmp_path: Path, names: Path, settings: dict[str, Any]) -> None:
     (tmp_path / "blank.jsonl").write_text("\n \n\n")
-    message = f"no ids for the train split in {tmp_path / 'blank.jsonl'}."
+    message = f"the inputs contain no ids for the train split: {tmp_path / 'blank.jsonl'}."
     assert_refused(tmp_path, names, tmp_path / "blank.jsonl", message, **settings)
 
 
 def test_documents_too_short_for_an_end_to_be_held_out_are_measured_in_ids(tmp_path: Path, names: Path) -> None:
     (tmp_path / "short.jsonl").write_text("[1, 1, 1, 1, 1]\n")  # names of eight characters, and their blanks
-    message = "The longest document has 5 ids, but its end is held out only from about 223."
+    message = "The longest document has 5 ids, but about 223 are needed to hold out the end of a document."
     assert_refused(tmp_path, names, tmp_path / "short.jsonl", message)
 
 
@@ -342,6 +342,9 @@ def test_ids_without_a_list_and_text_with_one_are_refused(tmp_path: Path, names:
     with pytest.raises(ConfigError, match=r"a\.npy contains token ids\. Give a file .*--vocab-list"):
         prepare_corpus(tmp_path / "out", inputs=[tmp_path / "a.npy"])
     assert_refused(
-        tmp_path, names, tmp_path / "a.txt", "a.txt is not a file of token ids. With --vocab-list, give files named"
+        tmp_path,
+        names,
+        tmp_path / "a.txt",
+        "a.txt is not a file of token ids. With --vocab-list, give files whose names end in",
     )
     assert_refused(tmp_path, names, Path("-"), "--stdin-format jsonl", stdin_format="text")

@@ -17,8 +17,8 @@ from txl_dist.io.files import parse_record
 GOOD = '{"text": "fine"}\n'
 INVALID = {
     '{"text": "cut': "not valid JSON",
-    '{"other": "x", "id": 5}': "no field 'text' (found: 'other', 'id'). Name the field of the text with --jsonl-field",
-    "{}": "no field 'text' (found: none)",
+    '{"other": "x", "id": 5}': "the record has no field 'text' (its fields: 'other', 'id'). Name the field ",
+    "{}": "the record has no field 'text' (its fields: none)",
     '{"text": null}': "the field 'text' is null. ",
     '{"text": ["a"]}': "the field 'text' contains a list, not text",
     '{"text": {"a": 1}}': "the field 'text' contains an object, not text",

@@ -140,7 +140,10 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "a device": ([GOOD, (link(tarfile.CHRTYPE), b"")], r"'b\.npy': it is not a file"),
     "a pipe": ([GOOD, (link(tarfile.FIFOTYPE), b"")], r"'b\.npy': it is not a file"),
     "a pickle": ([GOOD, ("b.npy", npy([{}], "O"))], r"b\.npy has the type \|O"),
-    "signed ids": ([("b.npy", npy([0], "<i8"))], r"b\.npy has the type <i8\. Write ids as little-endian uint16"),
+    "signed ids": (
+        [("b.npy", npy([0], "<i8"))],
+        r"b\.npy has the type <i8, which is not allowed here\. Write ids as little-endian uint16",
+    ),
     "big-endian ids": ([("b.npy", npy([0], ">u2"))], r"b\.npy has the type >u2"),
     "floats": ([("b.npy", npy([0], "<f4"))], r"b\.npy has the type <f4"),
     "two dimensions": ([("b.npy", npy([[0, 1], [1, 0]]))], r"b\.npy has the shape \(2, 2\)"),
@@ -157,7 +160,7 @@ REFUSED: dict[str, tuple[list[tuple[str | tarfile.TarInfo, bytes]], str]] = {
     "starts that fall": ([("b.docs.npy", npy([0, 2, 1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* must ascend"),
     "starts too large": ([("b.docs.npy", npy([0, 4], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* must ascend"),
     "starts behind 0": ([("b.docs.npy", npy([1], "<u4")), ("b.npy", npy([0] * 3))], r"starts .* must ascend"),
-    "a key with a dot": ([("b.v1.npy", npy([0]))], r"b\.v1\.npy: the key of a sample ends at its first dot"),
+    "a key with a dot": ([("b.v1.npy", npy([0]))], r"b\.v1\.npy: the key of a sample ends at the first dot"),
     "a key twice": ([GOOD, ("b.npy", npy([0])), GOOD], r"sample a: a\.npy occurs twice"),
     "no tokens": ([("a.json", b"{}")], r"contain no tokens"),
 }
@@ -220,7 +223,7 @@ def test_no_flipped_bit_in_a_header_is_more_than_an_error(tmp_path: Path, tokeni
 def test_two_tars_joined_into_one_file_are_refused(tmp_path: Path, tokenizer: Path) -> None:
     path = write_tar(tmp_path / "tars" / "a.tar", [GOOD])
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(DataError, match="continues after its end"):
+    with pytest.raises(DataError, match="contains more data after the end of the tar"):
         reindex_corpus(path.parent, tokenizer_path=tokenizer)
 
 
@@ -267,7 +270,7 @@ def test_tars_are_found_by_name_and_those_elsewhere_or_compressed_are_refused(tm
     assert find_tars(folder, [folder]) == find_tars(folder)
     assert find_tars(folder, [folder / "train-2.tar"]) == [folder / "train-2.tar"]
     elsewhere = write_tar(tmp_path / "train-1.tar", [])
-    with pytest.raises(DataError, match=r"is not in .* Give the folder of the tars as the output"):
+    with pytest.raises(DataError, match=r"is not in .* Set the output to the folder that contains the tars"):
         find_tars(folder, [elsewhere])
     for name in ("train-3.tar.gz", "train-3.TAR.GZ", "train-3.tgz"):
         compressed = write_tar(folder / name, [])

@@ -457,7 +457,7 @@ def test_stores_that_list_take_globs_and_folders() -> None:
 
 
 def test_commands_run_only_if_allowed_and_any_exit_status_but_0_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"would run a shell command.*--allow-protocols pipe"):
+    with pytest.raises(DataError, match=r"runs a shell command.*--allow-protocols pipe"):
         read(["pipe:echo text"])
     allowed: dict[str, Any] = {"allow_protocols": ("pipe",), "documents": "line"}
     assert texts_of(["pipe:printf 'a\\nb'"], **allowed) == ["a", "b"]

@@ -116,7 +116,7 @@ def test_a_shard_lists_its_documents_and_shows_one(corpus: Corpus, capsys: pytes
 
 def test_what_does_not_exist_is_refused_with_what_does(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(corpus, "--shard", "trian-000000", capsys=capsys)
-    assert "no shard 'trian-000000.tar'. The corpus has train-000000.tar, train-000001.tar" in message
+    assert "no shard 'trian-000000.tar'. Its shards are train-000000.tar, train-000001.tar" in message
     message = refused(corpus, "--shard", "train-000000", "--document", 9999, capsys=capsys)
     assert "no document 9999" in message
     assert "--shard" in refused(corpus, "--document", 1, capsys=capsys)
@@ -131,7 +131,7 @@ def test_a_damaged_document_is_shown_as_damaged_beside_the_others(
     offset = int(corpus.split("train").open_shard(1).offsets[2])
     flip_bit(corpus.folder / "train-000001.tar", offset=offset)
     lines = inspect(corpus, "--shard", "train-000001", capsys=capsys).splitlines()
-    damaged = [line for line in lines if "damaged, because its crc32 differs" in line]
+    damaged = [line for line in lines if "damaged, because their crc32 differs" in line]
     assert [line.split()[0] for line in damaged] == ["2"]
     assert "document 2 (sample" in refused(corpus, "--shard", "train-000001", "--document", 2, capsys=capsys)
 
