@@ -68,7 +68,7 @@ class BatchMaker(NamedTuple):
     def microbatches(self, segment: Segment, *, lanes: int, targets: TargetBatch | None = None) -> list[Batch]:
         """Cut a rank's segment into micro-batches of `lanes` lanes (batch rows) each, in lane order.
 
-        `targets` are those of XLNet's objective, and None for next-token prediction.
+        For XLNet's objective `targets` are the tokens to predict. For next-token prediction `targets` is None.
         """
         num_lanes = segment.tokens.shape[0]
         batches = []
@@ -84,10 +84,10 @@ class BatchMaker(NamedTuple):
         """Make one batch of the segment's `rows`, by default of all rows. The tensors share the segment's memory where
         possible.
 
-        With document masks an input that is an end-of-text token counts as part of the document that follows it. This
-        input attends to itself alone, and predicts the first token of that document. A target is scored only if it is
-        in the same document as its input. It is in another document if a document begins without an end-of-text token,
-        or where the text of a lane (batch row) cuts a document.
+        With document masks, an input that is an end-of-text token counts as part of the document that follows it. This
+        input attends to itself alone, and predicts the first token of that document. A target is scored only if the
+        target and its input are in the same document. They are in two documents if the target begins a document without
+        an end-of-text token before it, or begins another part of the text of its lane (batch row).
         """
         tokens = segment.tokens[rows, :-1]
         targets = segment.tokens[rows, 1:]
@@ -119,7 +119,7 @@ class BatchMaker(NamedTuple):
         """Make one batch of the segment's `rows` for XLNet's objective, which predicts `targets` in a random order.
 
         The input is the last T of the segment's T + 1 tokens, and each target is one of these T tokens. With document
-        masks a token belongs to its own document. CUDA graphs are not supported.
+        masks, each token attends only within its own document. CUDA graphs are not supported.
         """
         targets = targets.of_rows(rows)
         tokens = segment.tokens[rows, 1:]
@@ -284,9 +284,10 @@ def lane_batches(config: Config, model: TransformerXL) -> Iterator[Batch]:
 def _with_targets(
     stream: LaneStream, sampler: TargetSampler | None
 ) -> Iterator[tuple[Segment, TargetBatch | None, StreamState]]:
-    """Yield each segment of a stream, its targets, and the state after it.
+    """Yield (segment, targets, stream state after the segment) for each segment of a stream.
 
-    The targets are those of XLNet's objective. They are None without `sampler`, for next-token prediction.
+    With `sampler` the targets are the tokens to predict in XLNet's objective. Without `sampler` the targets are None,
+    for next-token prediction.
     """
     before = stream.state
     for segment, after in stream:

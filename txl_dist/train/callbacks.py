@@ -114,7 +114,8 @@ class ValidationEnd(NamedTuple):
     loss: float
     """Loss of the first corpus's validation split in nats per token."""
     losses: Mapping[str, float]
-    """Losses by the name of their record in metrics.jsonl: `eval`, and `eval_NAME` for further corpora."""
+    """Validation losses in nats per token. The key is the name of the loss's record in metrics.jsonl: `eval` for the
+    first corpus, and `eval_NAME` for a further corpus NAME."""
     is_best: bool
     """Whether `loss` is the lowest of the run so far."""
 
@@ -141,7 +142,7 @@ class Callback:
     def state_key(self) -> str:
         """Name under which a checkpoint stores the callback's state. Error messages contain it too.
 
-        Two callbacks with a state need two different names.
+        If several callbacks have a state, their names must differ.
         """
         return type(self).__qualname__
 
@@ -177,7 +178,8 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Called on all ranks at a resume and after a rewind. Restore the values that `state_dict` returned.
+        """Called on all ranks when a run resumes, and when a run returns to an earlier checkpoint after a loss spike.
+        Restore the values that `state_dict` returned.
 
         Tensors are on the CPU. The method is not called for a checkpoint without a state of this callback.
         """
@@ -199,13 +201,15 @@ FOREIGN = {
     "on_load_checkpoint": "load_state_dict",
     "on_error": "on_exception",
 }
-"""Method names of Lightning, transformers and Keras, each with the corresponding name of this package."""
+"""Method names of Lightning, transformers and Keras, each with the corresponding name of this package. Error messages
+suggest the name of this package."""
 States = dict[str, Mapping[str, Any]]
 """Results of the callbacks' `state_dict`, each under the `state_key` of its callback."""
 
 
 class Callbacks:
-    """The callbacks of one run on one rank. All ranks call its methods together, except `fail`."""
+    """The callbacks of a run on one rank, with one method for each event of the run. The training loop calls these
+    methods on all ranks together, except `fail`."""
 
     def __init__(self, callbacks: Iterable[object]) -> None:
         """Store the callbacks after checking each of them.
@@ -301,9 +305,10 @@ class Callbacks:
         return run_on_all_ranks(lambda: self._states(step) if get_rank() == 0 else {})
 
     def load(self, states: States, *, step: int, validated_step: int) -> None:
-        """Give each callback its state.
+        """Restore the saved state of each callback by its method `load_state_dict`, on all ranks.
 
-        Rank 0 logs each state that is missing, and each state without a callback.
+        `validated_step` is the step of the last validation before the checkpoint. Rank 0 logs each callback that lacks
+        a saved state, and each saved state that has no callback.
         """
         self.validated_step = validated_step
         known = {_name(callback): callback for callback in self._callbacks if _has(callback, "state_dict")}
@@ -449,7 +454,7 @@ def _untouched() -> Iterator[None]:
 
 
 def _described(error: BaseException) -> str:
-    """Return a description of an error in one line, with the place that raised it."""
+    """Return a description of an error in one line, with the file and line that raised the error."""
     frames = traceback.extract_tb(error.__traceback__)
     if frames:
         where = f" ({frames[-1].filename}:{frames[-1].lineno})"

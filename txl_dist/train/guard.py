@@ -1,4 +1,5 @@
-"""The guard of a run: it reports skipped steps and spikes, checks replicas, and stops the run at a limit.
+"""The guard of a run: it reports skipped steps and spikes, compares the ranks' copies of the weights, and stops the run
+at a limit.
 
 `stability` decides, by pure functions of the steps' results. This module logs these decisions and raises errors. All
 ranks call all methods together, with the same arguments.
@@ -26,10 +27,8 @@ from txl_dist.train.stepper import StepResult
 
 
 class Guard:
-    """Guard of one run: logs skipped steps and spikes, compares replicas, and stops the run at a limit.
-
-    The settings are in the section `guard` of the configuration.
-    """
+    """Guard of one run: logs skipped steps and spikes, compares the ranks' copies of the weights, and stops the run at
+    a limit. The settings are in the section `guard` of the configuration."""
 
     def __init__(self, context: RunContext, reporter: MetricReporter) -> None:
         self._context = context

@@ -164,8 +164,8 @@ def open_run_dir(run_dir: Path, settings_toml: str) -> None:
 def refuse_frozen_changes(old: Config, new: Config, *, made: str) -> list[str]:
     """Raise ConfigError if two configurations differ in a frozen setting, which must not change when a run resumes.
 
-    Returns a sentence for each changed setting that may change, but with a warning. `made` names the run or checkpoint
-    that has the old settings.
+    Other settings may change. Returns a sentence for each changed setting for which a warning is required. `made` names
+    the run or checkpoint that has the old settings.
     """
     changes = config_changes(whole(old), whole(new))
     frozen = [f"  {change.key}: {change.old} -> {change.new}" for change in changes if change.policy == "frozen"]

@@ -43,7 +43,7 @@ class Spike(NamedTuple):
     median: float
     """Median of the value over the preceding steps."""
     sigmas: float
-    """Distance of the value's logarithm from the median's, in robust standard deviations."""
+    """Distance between the logarithms of the value and of the median, in robust standard deviations."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class EvaluationPlan(NamedTuple):
     """Lengths and options of the evaluations of the validation splits during a run."""
 
     num_lanes: int
-    """Number of lanes (batch rows): stripes into which a split is cut."""
+    """Number of lanes (batch rows). A split is cut into this number of stripes of consecutive text, one per lane."""
     segment_len: int
     """Tokens per lane and forward pass."""
     overlap_len: int
@@ -64,7 +64,8 @@ class RunContext:
     unscored: str
     """Reason why some targets have no training loss, for messages. It is empty if all targets have a loss."""
     target_settings: TargetSettings | None
-    """Lengths by which XLNet's objective chooses the tokens to predict. None for next-token prediction."""
+    """Lengths by which XLNet's objective chooses the tokens to predict. The value is None for next-token
+    prediction."""
     evaluation: EvaluationPlan
     """Lengths and options of evaluations during the run."""
     flops: dict[str, float]
@@ -87,4 +88,4 @@ class TrainState:
     stream: StreamState
     """Position in the training text after the last segment that was trained on. Prefetched segments do not count."""
     memories: tuple[Memory, ...]
-    """One memory per micro-batch of this rank, in lane order. A skipped step does not change it."""
+    """One memory per micro-batch of this rank, in lane order. A skipped step does not change the memories."""

@@ -1,7 +1,7 @@
 """The callbacks' states in a checkpoint: one file, `callbacks.safetensors`, without a pickle.
 
-Tensors are stored as `CALLBACK/KEY`. Everything else is JSON in the file's metadata. If no callback has a state, the
-checkpoint has no such file.
+Each tensor of a state has the name `CALLBACK/KEY`. All other values are JSON in the file's metadata. If no callback has
+a state, the checkpoint has no such file.
 """
 
 from __future__ import annotations

@@ -61,10 +61,10 @@ def make_probe(
 def make_probes(
     engine: Engine, maker: BatchMaker, *, memory_lens: Sequence[int], with_average: bool
 ) -> dict[str, Tensor]:
-    """Make the tensors of a checkpoint's probe: its tokens, and the losses of the weights on them.
+    """Make the tensors of a checkpoint's probe: fixed tokens, and the engine's losses on these tokens.
 
-    With `with_average` the probe also has the losses of the averaged weights. `memory_lens` are the memory lengths of
-    the layers, in tokens.
+    With `with_average` the probe also has the losses that the averaged weights give. `memory_lens` are the memory
+    lengths of the layers, in tokens.
     """
     probe = make_probe(engine, maker, memory_lens=memory_lens)
     if with_average:
@@ -109,7 +109,8 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
 
 
 def read_probe(folder: Path, *, vocab_size: int) -> dict[str, Tensor]:
-    """Return the tokens and losses of a checkpoint's probe. Raises CheckpointError if it has no valid probe."""
+    """Return the tokens and losses of a checkpoint's probe. Raises CheckpointError if the checkpoint has no valid
+    probe."""
     path = folder / PROBE
     damage = (OSError, RuntimeError, SafetensorError, KeyError)
     with translate_errors(CheckpointError, f"{path} cannot be read", "Use another checkpoint.", of=damage):

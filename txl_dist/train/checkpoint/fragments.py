@@ -27,8 +27,8 @@ _DAMAGE = (OSError, RuntimeError, SafetensorError, KeyError, ValueError)
 
 @contextmanager
 def reading(what: str, path: Path) -> Iterator[Any]:
-    """Return a context manager that opens a file of tensors. Raises CheckpointError if the file cannot be read in its
-    block.
+    """Return a context manager that opens a file of tensors. Raises CheckpointError if the file cannot be opened, or
+    cannot be read during the block.
 
     `what` names the file's content in the error's message.
     """
@@ -38,10 +38,11 @@ def reading(what: str, path: Path) -> Iterator[Any]:
 
 
 def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return (tensors, metadata) for a file of fragments.
+    """Return (tensors, metadata) for a file of fragments. A fragment is a rank's piece of one parameter and of its
+    optimizer state.
 
-    Tensors are named `KIND/PARAMETER`. For each fragment the metadata contains the place of its first value in the
-    parameter, and the optimizer's update count.
+    Tensors are named `KIND/PARAMETER`. For each fragment the metadata contains the index of its first value in the
+    flattened parameter, and the optimizer's update count.
     """
     tensors: dict[str, Tensor] = {}
     for fragment in fragments:
@@ -53,8 +54,8 @@ def fragment_tensors(fragments: list[Fragment]) -> tuple[dict[str, Tensor], dict
 
 
 class FragmentFiles:
-    """Reader of the fragment files of all ranks that saved. An engine of any ZeRO stage, on any number of ranks, loads
-    from it.
+    """Reader of a checkpoint's fragment files. Each file contains one rank's pieces of the parameters and of their
+    optimizer state. An engine of any ZeRO stage, on any number of ranks, loads from this reader.
 
     The reader first opens the file of rank `near`. It opens another file only if the open files lack a requested value.
     So a rank that reads the fragments that it saved itself opens one file only.
@@ -127,7 +128,7 @@ class _FragmentFile:
     """One open file of fragments, as `FragmentFiles` reads it."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and read its index. Raises CheckpointError if it is damaged."""
+        """Open the file and read its index. Raises CheckpointError if the file is damaged."""
         self._path = path
         with self._reading():
             self._file = TensorFile(path)

@@ -92,9 +92,10 @@ class CheckpointManager:
         return self._saver.in_flight and self._saver.is_written
 
     def seconds(self) -> dict[str, float]:
-        """Return `save_s`: the seconds that steps have waited for checkpoints that were committed since the last call.
+        """Return {"save_s": seconds that training steps have waited for checkpoints}, as fields of a record.
 
-        The result is empty if no checkpoint was committed.
+        Only checkpoints that were committed since the last call count. The result is empty if there is no such
+        checkpoint.
         """
         waited_s = self._waited_s
         self._waited_s = 0.0
@@ -184,8 +185,8 @@ class CheckpointManager:
         return True
 
     def _plan_retry(self, step: int) -> None:
-        """Plan another save after a tenth of the interval. The interval is in steps, or in minutes if only minutes are
-        set."""
+        """Plan another save after a tenth of the save interval. The interval is in steps, or in minutes if only minutes
+        are set."""
         checkpoint = self._context.config.checkpoint
         if checkpoint.every_minutes and not checkpoint.every_steps:
             self._counts_from_s = self._clock_s() - 0.9 * 60 * checkpoint.every_minutes
@@ -281,7 +282,8 @@ class CheckpointManager:
         return is_asked
 
     def set_newest(self, folder: Path) -> None:
-        """Set the newest checkpoint after a rewind. Steps that are repeated after the rewind are saved again."""
+        """Set the newest checkpoint after a rewind, a return of the run to an earlier checkpoint. Steps that are
+        repeated after the rewind are saved again."""
         self._newest = folder
 
     def _is_asked_to_leave(self) -> bool:
@@ -363,7 +365,8 @@ def prune_checkpoints(run_dir: Path, *, keep: set[int], newest: Path) -> list[Pa
 
 
 def _may_be_taken(descriptor: int) -> bool:
-    """Return whether the folder can be removed. It cannot while a process reads it and therefore holds a lock on it."""
+    """Return whether a checkpoint's folder can be removed. It cannot be removed while a process reads it, because the
+    process holds a lock on the folder."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -24,7 +24,8 @@ from txl_dist.train.engine.protocol import Engine
 
 
 def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial: str) -> tuple[Memory, ...]:
-    """Return the memories of this rank's lanes before their first token, one memory per micro-batch.
+    """Return the memories (cached hidden states) with which this rank's lanes (batch rows) begin a new run, one memory
+    per micro-batch.
 
     `memory_len` and `initial` are the settings `train.memory_len` and `train.initial_memory`.
     """
@@ -112,8 +113,8 @@ def resized(memory: Memory, memory_lens: Sequence[int]) -> Memory:
 
 
 def _newest(positions: Tensor, length: int, *, missing: float = 0.0) -> Tensor:
-    """Return the last `length` positions along the second axis. If there are fewer, the value `missing` fills the
-    front."""
+    """Return the last `length` positions along a tensor's second axis. If the tensor has fewer positions, the value
+    `missing` fills the front."""
     num_kept = min(length, positions.shape[1])
     num_missing = length - num_kept
     newest = positions[:, positions.shape[1] - num_kept :]

@@ -8,9 +8,10 @@ checkpoints.
       state.json                      TrainState, stream position, fingerprints, shapes of the parameters
       MANIFEST.json                   every file's bytes and sha256
 
-A checkpoint does not depend on the number of ranks or the ZeRO stage. Memories are stored by lane, weights by
-parameter, and each rank reads the slices it needs. No file is a pickle. A run resumes the newest checkpoint whose
-manifest proves that it is complete. The newest checkpoint is the one with the highest step, whatever its file times.
+Any number of ranks can load a checkpoint, at any ZeRO stage. Memories are stored by lane (batch row) and weights by
+parameter, and each rank reads the slices that it needs. No file is a pickle. A run resumes the newest checkpoint whose
+manifest proves that it is complete. The newest checkpoint is the checkpoint with the highest step. File times do not
+matter.
 
 The file config.toml keeps the paths of the corpora as given, which may be relative. The file state.json has the
 absolute paths too, so that the corpora are found from another working directory. The absolute paths are not compared
@@ -111,9 +112,9 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     an older checkpoint of the same run, because the newer checkpoints would be mixed with the checkpoints of the new
     branch.
 
-    Raises CheckpointError if no checkpoint is undamaged, although the run has checkpoints or `resume` is must. Also
-    raises it if the path is not an undamaged checkpoint, or if the checkpoint has another format version. If `resume`
-    is never, the run must have no checkpoints.
+    Raises CheckpointError if the run has checkpoints but all are damaged, or if the chosen checkpoint has another
+    format version. With a path it is raised if the path is not an undamaged checkpoint. With `must` it is raised if
+    the run has no checkpoint, and with `never` if the run has a checkpoint.
     """
     existing = list_checkpoints(run_dir)
     remarks = []
@@ -198,7 +199,7 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     """Check that this job can continue a checkpoint, and return the warnings for the log, one sentence each.
 
     Raises CheckpointError if the tokenizer differs, or if losses before and after the resume would count different
-    tokens. Raises ConfigError if a frozen setting differs.
+    tokens. Raises ConfigError if a frozen setting differs, which must not change when a run resumes.
     """
     folder = saved.folder
     config = load_config(saved.folder / SETTINGS)
@@ -280,8 +281,8 @@ def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Ro
     """Return the model's fp32 weights by name, or with `use_ema` the averages of the weights. A tied weight has one
     name.
 
-    The values are read from the files when they are used, without ranks or DeepSpeed. Raises CheckpointError if a file
-    cannot be read. Reading the values later can raise CheckpointError too.
+    The values are read from the files only when they are used. No other ranks and no DeepSpeed are needed. Raises
+    CheckpointError if a file cannot be read. Reading the values later can raise CheckpointError too.
     """
     files = FragmentFiles(folder / "engine")
     kind = AVERAGE if use_ema else WEIGHT

@@ -28,8 +28,8 @@ def find_rewind(
     """Find the newest complete checkpoint of a step before `first_bad`, the first step of a spike. All ranks call it
     together.
 
-    The stream of the result skips the text that was read from that step until now. `began` contains the step and the
-    stream with which this process began. Returns None if there is no such checkpoint.
+    The stream of the result skips the text that was read from step `first_bad` until now. `began` contains the step and
+    the stream with which this process began. Returns None if there is no such checkpoint.
     """
     before = run_on_rank0(lambda: [path for path in list_checkpoints(context.run_dir) if step_of(path) < first_bad])
     whole = (path for path in reversed(before) if not examine_together(path, context.ranks).problems)
@@ -47,7 +47,8 @@ def find_rewind(
 def stream_of(
     saved: SavedState, context: RunContext, *, began: tuple[int, StreamState], now: StreamState
 ) -> StreamState | None:
-    """Return the stream of a checkpoint to rewind to, without the text that earlier rewinds skipped.
+    """Return the stream (position in the text) of a checkpoint to rewind to. It leaves out the text that earlier
+    rewinds skipped.
 
     Returns None if the checkpoint divided the text among lanes, or cut it into segments, in another way than the run
     does now. Raises CheckpointError if the checkpoint cannot be read.

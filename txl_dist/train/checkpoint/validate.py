@@ -93,7 +93,8 @@ class _Plugin(_Section):
 
 
 class _State(_Section):
-    """Form of state.json. `writer` makes its values and documents them."""
+    """Form of state.json, by which `read_state` checks the file. The module `writer` writes the values and documents
+    them."""
 
     format_version: int
     code_version: str
@@ -249,7 +250,8 @@ def _contradictions(saved: SavedState) -> Iterator[str]:
 
 
 def _problems_of_lanes(headers: list[_Header], num_lanes: int) -> Iterator[str]:
-    """Yield the problems of the files of memories. Together these files must contain each lane exactly once."""
+    """Yield the problems of the files of memories. Together these files must contain each lane (batch row) exactly
+    once."""
     next_lane = 0
     forms = set()
     for header in headers:
@@ -326,7 +328,8 @@ def lane_files(folder: Path) -> list[Path]:
 
 
 def lanes_of(path: Path) -> range:
-    """Return the global lanes of a file of memories according to its name. For any other name the range is empty."""
+    """Return the global ids of the lanes (batch rows) in a file of memories, as its name gives them. For a file with
+    any other name the range is empty."""
     match = _LANES.fullmatch(path.name)
     if match:
         return range(int(match[1]), int(match[2]) + 1)

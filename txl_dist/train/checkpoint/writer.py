@@ -1,4 +1,4 @@
-"""The background writer of checkpoints. A checkpoint is complete or absent, and one is written at a time.
+"""The background writer of checkpoints. A checkpoint is either complete or absent. One checkpoint is written at a time.
 
     step boundary   state is copied into host memory                   `begin`, all ranks. The step waits for this
     during steps    each rank writes, hashes and fsyncs its files      a thread per rank, without collectives

@@ -30,7 +30,8 @@ from txl_dist.console.logging import logger
 MAX_GRAPHS = 16
 """Maximum number of graphs. Each shape of a micro-batch needs its own graph."""
 WARM_UPS = 3
-"""Number of runs before a recording, in which libraries choose kernels and allocate workspaces."""
+"""Number of times that a function runs before it is recorded. In these runs libraries choose kernels and allocate
+workspaces."""
 
 Recorder = Callable[[Callable[[], Any]], Callable[[], None]]
 """Function that records the kernels that its argument launches. It returns a function that launches these kernels
@@ -45,7 +46,8 @@ class _Graph(NamedTuple):
     outputs: list[Tensor]
     """Loss, then the tensors of the memory, then one gradient per parameter."""
     spec: Any
-    """Nesting of loss and memory (torch's pytree specification)."""
+    """Structure of the result (loss and memory), as a pytree specification of torch. From it the flat outputs are put
+    together again."""
     replay: Callable[[], None]
     """Function that launches the graph."""
 
@@ -176,14 +178,15 @@ def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 def _ran_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that memory ran out.
 
-    CUDA may raise another error while it ends the recording. So the error during which it was raised counts too.
+    CUDA can raise a second error when the recording ends. Therefore the error during whose handling `error` was raised
+    is checked too.
     """
     return error is not None and (isinstance(error, torch.OutOfMemoryError) or _ran_out_of_memory(error.__context__))
 
 
 def _signature(value: Any) -> Any:
-    """Return a key for a value: (shape, type) of a tensor, or the value itself if it is no tensor. Graphs are found by
-    such keys."""
+    """Return a key for a value: (shape, type) of a tensor, or the value itself if it is no tensor. Recorded graphs are
+    looked up by such keys."""
     if isinstance(value, Tensor):
         return (value.shape, value.dtype)
     return value

@@ -71,8 +71,8 @@ class FlatModule(nn.Module):
         """Move the module's parameters into flat parameters, in place.
 
         `prefix` is removed from the names of parameters. `matrices` contains the names, without the prefix, of
-        parameters that the optimizer treats differently. These parameters get a flat parameter of their own in each
-        block.
+        parameters that the optimizer updates in another way than the other parameters. The parameters in `matrices` get
+        a flat parameter of their own in each block.
         """
         super().__init__()
         self.module = module

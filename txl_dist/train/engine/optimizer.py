@@ -40,9 +40,9 @@ def build_optimizer(
     """Build the optimizer with its parameter groups.
 
     The first group contains the parameters named in `matrices`, if there are any. The next group contains the other
-    parameters with weight decay, and the last group the parameters without. `parameters` are (name, tensor) pairs. A
-    flat parameter may have the name of any parameter in it. `matrices` are the names of the parameters that muon
-    orthogonalizes. Raises ConfigError for an optimizer of a plugin that cannot be used.
+    parameters with weight decay. The last group contains the parameters without weight decay. `parameters` are (name,
+    tensor) pairs. A flat parameter may have the name of any parameter in it. `matrices` are the names of the parameters
+    that muon orthogonalizes. Raises ConfigError if the optimizer of a plugin cannot be used.
     """
     orthogonal: list[nn.Parameter] = []
     decayed: list[nn.Parameter] = []
@@ -84,7 +84,8 @@ def _check_built(optimizer: object, name: str) -> None:
 
 
 def apply_settings(groups: list[dict[str, Any]], optim: OptimSection) -> None:
-    """Write the optimizer's settings into parameter groups. Weight decay is written only into groups that decay."""
+    """Write the optimizer's settings into parameter groups. The weight decay is written only into groups whose
+    parameters get weight decay."""
     settings = {name: getattr(optim, name) for name in optim.kind.settings}
     for group in groups:
         group |= settings | {"weight_decay": optim.weight_decay if group["decays"] else 0.0}

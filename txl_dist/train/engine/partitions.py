@@ -227,7 +227,7 @@ def fill(partitions: list[Partition], optimizer: torch.optim.Optimizer, source: 
 
 
 def squared_norms(partitions: list[Partition], gradients: list[list[Tensor]], names: Iterable[str]) -> Tensor:
-    """Return the sums of squares of each parameter's gradient and weights on this rank, [2, names] in fp64.
+    """Return the sums of squares of each parameter's gradient and weights on this rank, [2, number of names] in fp64.
 
     The first row is for gradients, the second for weights. `gradients` has one list of flat tensors per partition.
     Joined in order, these tensors have the same layout as the partition. The function allocates nothing of the size of

@@ -491,7 +491,7 @@ class ZeroEngine(Engine):
 
 
 _PREFIX = "model."
-"""Prefix of the names of parameters in a `SegmentLoss`."""
+"""Prefix of parameter names in the trained module `SegmentLoss`, which wraps the model."""
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Attributes of DeepSpeed's loss scaler that a checkpoint stores."""
 

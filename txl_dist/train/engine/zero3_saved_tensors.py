@@ -1,10 +1,10 @@
 """Saved tensors at ZeRO stage 3: the forward pass saves references to gathered weights, and not their values.
 
 DeepSpeed gathers the weights of a layer for the layer's forward pass, frees them afterwards, and gathers them again for
-the backward pass. But a linear function saves its transposed weight. That is a view, which keeps the values alive, so
-all layers would stay gathered between the passes. Here such a view is saved as its parameter and the place in it. The
-backward pass makes the view again from the values that are gathered then. DeepSpeed's own solution replaces torch's
-linear function in the whole process by a slower function.
+the backward pass. But a linear function saves its transposed weight. The transposed weight is a view that keeps the
+values alive. So all layers would stay gathered between the passes. Here such a view is saved as a reference: its
+parameter and the place in the parameter. The backward pass makes the view again from the values that are gathered then.
+DeepSpeed's own solution replaces torch's linear function in the whole process by a slower function.
 """
 
 from __future__ import annotations

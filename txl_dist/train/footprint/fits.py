@@ -5,8 +5,9 @@
     refusal      only if the prediction, less the largest measured error, is more than the available memory
 
 On a CPU all ranks of the node share the memory that the system and the control groups leave. On a GPU each rank has a
-device. Rank 0 checks its own node. The check does not count evaluation larger than training, host memory of offloading,
-or memory that other processes will take later. It does not see nodes that are smaller than the first.
+device. Rank 0 checks its own node. The check does not count an evaluation that needs more memory than training, host
+memory of offloading, or memory that other processes will take later. It does not find other nodes that have less memory
+than the node of rank 0.
 """
 
 from __future__ import annotations
@@ -172,8 +173,8 @@ def _changes_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool]
 
 
 def _offloading_changes(engine: EngineSection, sharded: list[Change]) -> list[Change]:
-    """List the changes that offload the optimizer: one with the least sharding that allows offloading, one with the
-    most."""
+    """List the changes that offload the optimizer: first with the lowest ZeRO stage that allows offloading, then with
+    the last change in `sharded`, which shards most."""
     if engine.offload_optimizer:
         return []
     least: Change = {"engine.zero_stage": 1} if engine.zero_stage == 0 else {}
@@ -192,7 +193,8 @@ def _as_flags(change: Change) -> str:
 
 
 def _ranks_that_fit(config: Config, plan: BatchPlan, fits: Callable[..., bool], *, machines: str) -> list[str]:
-    """Return a list with one text: the smallest larger number of ranks with which the run fits.
+    """Return a list with one text, which names the smallest number of ranks above the present number with which the run
+    fits.
 
     The list is empty if the run fits with no number of ranks.
     """

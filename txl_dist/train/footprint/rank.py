@@ -2,14 +2,15 @@
 
 A step has phases: forward and backward pass of a micro-batch, exchange of the gradients, norm, update. The phase that
 needs most memory determines the peak. `footprint.step` follows the first phase on tensors without storage. Weights,
-optimizer state, memories and the copy that a checkpoint is written from are added. They depend only on the ZeRO stage.
+optimizer state, memories and the copy that a checkpoint is written from are added. The sizes of these parts follow from
+the settings and the ZeRO stage.
 
 On a CPU the prediction is of host memory, without what a process holds after its imports. It assumes that the C library
-returns freed memory, which training arranges (`distributed.malloc`). On a GPU it is of device memory, where a CUDA
-graph keeps what a micro-batch needs apart from everything else.
+returns freed memory, which training arranges (`distributed.malloc`). On a GPU the prediction is of device memory. There
+a CUDA graph keeps the memory of a micro-batch separate from all other memory.
 
-The prediction does not count fragmentation, the CUDA context of a GPU, host memory of offloading, and evaluation larger
-than training.
+The prediction does not count fragmentation, the CUDA context of a GPU, host memory of offloading, and an evaluation
+that needs more memory than training.
 """
 
 from __future__ import annotations

@@ -45,9 +45,10 @@ from txl_dist.train.engine.flat import FlatModule
 from txl_dist.vocabulary_clusters import ClusterRows, sizes_for
 
 Exchange = Literal["stays", "dropped", "sharded", "added", "gathered"]
-"""Fate of a gradient that is complete. With `stays` it is kept to the end of the pass. With `sharded` (ZeRO stage 2) it
-is exchanged, and each rank keeps a part. `gathered` is the same at stage 3. With `dropped` it is added to other
-gradients, which the caller counts. With `added` it is added to other gradients after its bucket is exchanged."""
+"""Use of a gradient after it is complete. With `stays` the gradient is kept to the end of the pass. With `sharded`
+(ZeRO stage 2) it is exchanged, and each rank keeps a part. With `gathered` (ZeRO stage 3) the same happens, and the
+gathered weights count too. With `dropped` it is added to other gradients, which the caller counts. With `added` it is
+added to other gradients after its bucket is exchanged."""
 
 
 class MicroStep(NamedTuple):
@@ -74,8 +75,8 @@ class MicroStep(NamedTuple):
     """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs need."""
     memory_lens: tuple[int, ...] = ()
     step_len: int = 0
-    """Tokens by which each step moves on in the text. Only XLNet's objective (prediction in any order) uses this
-    field."""
+    """Number of tokens by which the position in the text advances per step. Only XLNet's objective (prediction in any
+    order) uses this field."""
     num_targets: int = 0
     """Predicted tokens per segment with XLNet's objective. 0 means that every token predicts the next token."""
 
@@ -187,11 +188,8 @@ def _uses_kernels(step: MicroStep) -> bool:
 
 
 def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> None:
-    """Make `events` count the storages that an attention layer allocates as scores.
-
-    With `with_kernels` the layer's function is replaced by a function that allocates the same storages as the Triton
-    kernels.
-    """
+    """Make `events` mark the storages that an attention layer allocates as scores of attention. With `with_kernels` the
+    layer's function is replaced by a function that allocates the same storages as the Triton kernels."""
     if not with_kernels:
         attention.attend = events.as_scores(attention.attend)
         return
@@ -204,9 +202,9 @@ def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> Non
 def replay(trace: Trace, *, exchange: Exchange, num_owners: int = 1) -> Peak:
     """Compute the peak memory of a trace. `exchange` says what happens to each complete gradient (see `Exchange`).
 
-    Sharded gradients are divided among `num_owners` ranks. A rank keeps its part of these gradients. In the worst case
-    this is the part that is exchanged first. At stage 3 the part is in a buffer that exists from the start, so it is
-    not counted.
+    Sharded gradients are divided among `num_owners` ranks, and a rank keeps its part of these gradients. The prediction
+    is for the rank whose part is exchanged first, which is the worst case. At stage 3 the part is in a buffer that
+    exists from the start, so the part is not counted.
     """
     live = _Sum()
     alive: dict[int, Made] = {}
@@ -304,7 +302,7 @@ class _Events(TorchDispatchMode):
         return result
 
     def as_scores(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a function that calls `attend`, and counts the storages that are made during the call as scores."""
+        """Return a function that calls `attend`, and marks the storages that are made during the call as scores."""
 
         def called(*arguments: Any, **named: Any) -> Tensor:
             self._makes_scores = True
@@ -359,8 +357,9 @@ def _gathered_bytes(model: TransformerXL) -> float:
 def _without_storage(model: ModelSection) -> Iterator[None]:
     """Return a context manager in whose block new tensors have no storage.
 
-    They are meta tensors, or fake tensors if torch itself computes attention. Fake tensors take four times as long. But
-    torch chooses its attention function by the device, and would keep the scores of meta tensors.
+    They are meta tensors, or fake tensors if torch itself computes attention. Fake tensors take four times as long.
+    They are needed because torch chooses its attention function by the device. For meta tensors it would choose a
+    function that keeps the scores.
     """
     calls_torch = not model.scheme.has_distance_terms
     if calls_torch:
@@ -502,5 +501,6 @@ def _batch(model: TransformerXL, step: MicroStep) -> Batch:
 
 
 def _has_storage(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a dense tensor. The parts of a sparse tensor were noted when they were made."""
+    """Return whether a value is a dense tensor. For a sparse tensor the result is False, because its parts are dense
+    tensors that were already counted."""
     return isinstance(value, Tensor) and value.layout == torch.strided

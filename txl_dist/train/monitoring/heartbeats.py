@@ -30,7 +30,7 @@ from txl_dist.io.files import parse_object, typed
 EXCHANGE_EVERY_S = 1.0
 """Seconds between two heartbeats that a rank sends to rank 0."""
 TICK_S = 0.25
-"""Seconds between two checks of the hub (rank 0's end) for new messages."""
+"""Maximum number of seconds for which `exchange` waits at a time for new messages."""
 CONNECT_S = 5.0
 """Maximum number of seconds to wait for a connection to rank 0."""
 MAX_LINE_BYTES = 1 << 16
@@ -56,7 +56,8 @@ class Beat(NamedTuple):
     is_stalled: bool
     """Whether the main thread made no progress for longer than the watchdog's limit."""
     asks: bool
-    """Whether the main thread had an error, and asks the watchdog whether another rank has caused the error."""
+    """Whether the main thread had an error, and now waits until the watchdog finds out whether another rank has caused
+    this error."""
     is_idle: bool = False
     """Whether the main thread made no progress for longer than half the watchdog's limit."""
 

@@ -34,7 +34,7 @@ POLL_EVERY_S = 1.0
 """Seconds between two checks of the file, the clock and the launchers. Signals are checked at every step."""
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
 """Environment variable in which `txl launch` stores its own process. So a rank notices the end of `txl launch` even if
-that was before the rank started."""
+`txl launch` ended before the rank started."""
 MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 
@@ -43,7 +43,7 @@ class PreemptionRequests:
     """Monitor of requests to stop this process. The main thread creates this object and reads `reason`.
 
     `stop_file` is a file in the run directory. `max_time_s` is the largest age of this process in seconds, and 0 means
-    no limit. Only rank 0 uses these two.
+    no limit. Only rank 0 uses these two arguments.
     """
 
     def __init__(self, *, stop_file: Path | None = None, max_time_s: float = 0.0) -> None:
@@ -76,7 +76,8 @@ class PreemptionRequests:
         return len(self._signals) + len(self._others)
 
     def clear(self) -> None:
-        """Remove the stop file after it has stopped the run. Otherwise it would stop the next start too."""
+        """Remove the stop file after it has stopped the run. Otherwise the file would stop the run again at its next
+        start."""
         if self._stop_file is not None and self._stop_file.is_dir() and not self._stop_file.is_symlink():
             self._stop_file.rmdir()  # somebody's mkdir
         elif self._stop_file is not None:

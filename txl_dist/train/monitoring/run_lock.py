@@ -98,7 +98,7 @@ class RunLock:
     def beat(self) -> None:
         """Send a heartbeat, and check that this job still has the lock.
 
-        This needs no disk space. If the file system fails, the lock counts as held.
+        This needs no disk space. If the file system fails, the job is assumed to have the lock.
         """
         with suppress(OSError):
             holder, _ = _end_of_chain(self._path)
@@ -215,7 +215,7 @@ def _read(path: Path) -> Holder | None:
     """Return the holder that a lock file names, or None if there is no such file.
 
     If the file has no valid content, an unknown holder is returned. A job has then just created the file, or died while
-    it created the file. Only the file's time tells these two cases apart.
+    it created the file. Only the file's time shows which of the two cases applies.
     """
     try:
         with open_regular(path) as stream:

@@ -1,11 +1,11 @@
 """A check for silent corruption: whether the parameters that all ranks replicate still agree, bit for bit.
 
 Each rank hashes its copy on its device. The hash is a sum over all elements, modulo 2**64. Each element's bits, read as
-an integer, are multiplied by an odd number that belongs to the element's place. Any single changed bit changes the sum
-for certain, and further changes undo it only by a chance of about 2**-32. Ranks exchange 16 bytes. Only if these bytes
-differ, the ranks exchange one number per parameter.
+an integer, are multiplied by an odd number that belongs to the element's place. A single changed bit always changes the
+sum. Several changed bits leave the sum unchanged only with a probability of about 2**-32. Ranks exchange 16 bytes. Only
+if these bytes differ, the ranks exchange one number per parameter.
 
-The check does not detect a corruption that all ranks made together. Parameters that are partitioned (ZeRO-3) cannot be
+The check does not detect a corruption that is the same on all ranks. Parameters that are partitioned (ZeRO-3) cannot be
 checked, because there are no copies to compare.
 """
 

@@ -47,7 +47,7 @@ class StepClock:
             self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
 
     def begin(self) -> None:
-        """Start the clock, before the step asks for its data."""
+        """Start the clock. Call this method before the data of a step is requested."""
         self._begin_s = time.perf_counter()
         self._local_s = 0.0
 
@@ -102,8 +102,8 @@ def straggler(reports: Sequence[Sequence[float]]) -> int | None:
 
 
 class StragglerWatch:
-    """Monitor that logs a straggler (a rank that the other ranks wait for) and records an event. It does so again only
-    if another rank becomes the straggler."""
+    """Monitor that logs a straggler (a rank that the other ranks wait for) and records an event. It logs again only if
+    another rank becomes the straggler."""
 
     def __init__(self, reporter: MetricReporter) -> None:
         """Gather the host names of all ranks. All ranks make and call this object together."""

@@ -12,8 +12,8 @@ Rank 0 decides and prints. If rank 0 does not answer, rank 1 and the first proce
 write the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can.
 They end by os._exit(HANG), because a stuck main thread cannot end.
 
-There is also a safety net in C. If no thread can run past the limit, because the interpreter lock is held, the process
-writes its stacks and exits with code 1.
+There is also a safety net in C. If no Python thread can run for longer than the limit, because the interpreter lock is
+held, the process writes its stacks and exits with code 1.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Watchdog:
         )
 
     def _judge(self, now_s: float) -> Verdict | None:
-        """Return the verdict of the first row that applies, or None.
+        """Return the verdict of the first row of this table that applies, or None.
 
         Rank 0 has reports of all ranks. Any other rank has only the reports of rank 0 and of itself.
 
@@ -396,8 +396,9 @@ def _is_in_collective(frame: FrameType | None) -> bool:
 def end_frozen(processes: list[ProcessId], *, asks: bool) -> None:
     """End frozen processes of this node.
 
-    One rank of the node has `asks` set. It sends SIGABRT, at which a process writes its stacks in C, if it still can. A
-    second SIGABRT would end the process while it writes. After `WRITES_S` seconds each rank sends SIGKILL.
+    One rank of the node calls this function with `asks` set, and sends SIGABRT to the processes. At this signal a
+    process writes its stacks by a handler in C, if it still can. Other ranks do not send SIGABRT, because a second
+    signal would end the process before its stacks are written. After `WRITES_S` seconds each rank sends SIGKILL.
     """
     if asks:
         _send(signal.SIGABRT, processes)

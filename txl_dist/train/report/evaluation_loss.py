@@ -1,9 +1,9 @@
 """Mean loss over a validation split. Each target token of the split is scored exactly once.
 
-`evaluate_stream` takes a function that computes losses, and the memory (hidden states of earlier segments) to begin
-with. During training this function runs the engine. In `txl evaluate` it runs a model with a cache of keys and values.
-The split is cut into stripes, one per lane (batch row). The stripes do not depend on the number of ranks, and each
-begins with the given memory. Evaluation never changes the memories of training.
+`evaluate_stream` takes a function that computes losses, and the memory (hidden states of earlier segments) with which
+the evaluation begins. During training this function runs the engine. In `txl evaluate` it runs a model with a cache of
+keys and values. The split is cut into stripes of consecutive text, one per lane (batch row). The stripes do not depend
+on the number of ranks. Each stripe begins with the given memory. Evaluation never changes the memories of training.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Evaluation(NamedTuple):
 
     means: Means
     units: TextUnits
-    """Bytes and characters per token of the text, which convert the loss to bits."""
+    """Bytes and characters per token of the text. Bits per byte and bits per character are computed from the loss by
+    these numbers."""
     seconds: float
     """Duration of the evaluation in seconds."""
 

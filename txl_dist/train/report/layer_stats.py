@@ -1,9 +1,9 @@
 """Statistics of single steps: norms by layer, and training accuracy. By default neither is measured.
 
-The settings `metrics.norms_every_steps` and `metrics.accuracy_every_steps` switch the measurements on. They run after
-the backward pass and before the update. So gradients are those before clipping, and weights those before the update.
-Activations and accuracy come from one more forward pass over the step's text. This pass uses the memory from before the
-step and no dropout. It does not change training. Steps without a measurement cost nothing more.
+The settings `metrics.norms_every_steps` and `metrics.accuracy_every_steps` switch the measurements on. The measurements
+run after the backward pass and before the update. So gradients are measured before clipping, and weights before the
+update. Activations and accuracy come from one more forward pass over the step's text. This pass uses the memory from
+before the step and no dropout. It does not change training. Steps without a measurement cost nothing more.
 
 Layer 0 is next to the embedding. The embedding and the softmax are reported apart from the layers. Weights that both of
 them use count as part of the embedding. A parameter that layers share counts as part of the first of these layers.

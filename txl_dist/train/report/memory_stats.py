@@ -108,9 +108,10 @@ def measure_memory(
 
 
 def _squares(memory: Memory, *, scored_BT: Tensor) -> Tensor:
-    """Return [2, L], two numbers for each layer: the filled positions of its memory, and the sum of their mean squares.
+    """Return [2, L], two numbers for each layer: the number of filled positions of its memory, and the sum of these
+    positions' mean squares.
 
-    Only lanes that score a token in this segment count.
+    Only lanes (batch rows) that score a token in this segment count.
     """
     is_filled_BM = (memory.document_BM > EMPTY) & (scored_BT.sum(1, keepdim=True) > 0)
     counts = []

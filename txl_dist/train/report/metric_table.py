@@ -45,8 +45,8 @@ class Metric:
     unit: str = ""
     """Text after the number on the console. It is empty if the number needs no unit."""
     drop: int = 0
-    """Order in which numbers are removed from a line that is too long: the number with the highest value first. A
-    number with 0 is never removed."""
+    """Order in which numbers are removed from a line of the console that is too long. The number with the highest
+    `drop` is removed first. A number whose `drop` is 0 is never removed."""
     hides_zero: bool = False
     """Whether the console leaves out the number while the number is 0."""
     curve: Curve | None = None

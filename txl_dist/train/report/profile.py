@@ -65,8 +65,10 @@ class StepProfile:
         self._profiler: profile | None = None
 
     def on_step(self, step: int) -> None:
-        """Begin the trace at the first step to trace, and write the trace after the last. Call this method before each
-        step reads its data."""
+        """Begin the trace at the first step to trace, and write the trace after the last step to trace.
+
+        Call this method before each step reads its data.
+        """
         if self._profiler is not None:
             if step not in self._steps:
                 self.close()

@@ -1,8 +1,8 @@
 """Sample texts that the model writes during training. The engine computes them, so they work at every ZeRO stage.
 
-For each new token the model runs a segment of length 1 on every rank. The memory holds the tokens before it. Unlike
-`inference`, sampling here uses no cache of keys and values, but the text is the same. A sample has a memory and a
-random generator of its own, so it does not change training.
+For each new token the model runs a segment of length 1 on every rank. The memory holds the hidden states of the tokens
+before the new token. Unlike `inference`, sampling here uses no cache of keys and values, but the text is the same. A
+sample has a memory and a random generator of its own, so it does not change training.
 """
 
 from __future__ import annotations

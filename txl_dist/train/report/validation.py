@@ -44,8 +44,8 @@ class Validator:
         """Store the parts of the run that validation needs.
 
         `evaluated` maps a step to the loss of the first validation split in nats per token. Each evaluation adds its
-        loss. `before_segment` is called with the step before each forward pass, and may raise StopAskedError on all
-        ranks.
+        loss. `before_segment` is called with the step's number before each forward pass, and may raise StopAskedError
+        on all ranks.
         """
         self._context = context
         self._engine = engine
@@ -149,10 +149,10 @@ class Validator:
 
 
 def labelled(word: str, split: Split, splits: Sequence[Split]) -> str:
-    """Return the name of a split's records: the word, followed by the name of the corpus unless it is the first corpus.
+    """Return the name of a split's records: `word`, followed by the name of the corpus unless it is the first corpus.
 
-    For instance, `eval` is the name for the first corpus and `eval_news` for a further corpus `news`. If several
-    corpora have the same name, the number of the corpus is added.
+    For instance with the word `eval`, the name is `eval` for the first corpus and `eval_news` for a further corpus
+    `news`. If several corpora have the same name, the number of the corpus is added.
     """
     number = splits.index(split)
     if number == 0:
