@@ -48,8 +48,6 @@ defaults. `--section.key VALUE` after the file overrides a setting:
 - `--model.cutoffs 1000 5000` sets a list. Without values the flag sets an empty list.
 - `--checkpoint.keep_best` sets true, and `--checkpoint.keep_best False` sets false.
 
-`txl train CONFIG.toml --dry-run` prints the settings that differ from the defaults, and `--dry-run --all` prints all.
-
 Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and its default in brackets.
 A note says what happens if you change the setting and [resume the run](checkpoints.md#resuming-with-other-settings):
 

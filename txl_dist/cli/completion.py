@@ -1,8 +1,8 @@
 """Shell completion: a static script for each shell. It does not run Python when TAB is pressed.
 
-The script knows all commands, flags and settings (`--section.key`), the choices of flags and settings, and where a file
-name is expected. It is generated from the commands' arguments, so it must be written again after an update of the
-package. Settings have underscores, as in files. Hyphens are read too.
+The script contains all commands, flags and settings (`--section.key`), the choices of flags and settings, and the
+places where a file name is expected. It is generated from the commands' arguments, so it must be written again after
+an update of the package. The script offers settings with underscores, as in files, and also accepts hyphens.
 """
 
 from __future__ import annotations
@@ -154,7 +154,9 @@ def _bash(commands: Sequence[Command], settings: Sequence[Argument]) -> Iterator
 
 
 def _bash_cases(flags: Sequence[Argument]) -> Iterator[str]:
-    """Yield branches that set `takes` and `values`, one branch for all flags that have the same values."""
+    """Yield the branches of a `case` statement in bash that looks up a flag. A branch sets the variables `takes`
+    (number of values after the flag) and `values` (completions of a value). Flags with the same two values share a
+    branch."""
     alike: dict[tuple[str, str], list[str]] = {}
     for argument in flags:
         names = alike.setdefault((argument.takes, _values(argument)), [])

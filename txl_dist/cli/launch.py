@@ -95,8 +95,9 @@ SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks. No process remains at th
 def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], bool], Config]) -> int:
     """Train under the `deepspeed` launcher, and return the exit code.
 
-    `read_settings` is called with the words that follow the launcher's flags, and with whether all ranks will run on
-    this machine, so that the ranks' paths can be checked here. It returns the settings. Raises ConfigError.
+    `read_settings` is a function that returns the settings of the run. It gets the words that follow the launcher's
+    flags, and a flag. The flag is True if all ranks will run on this machine, because their paths can then be checked
+    here. Raises ConfigError.
     """
     verbose = "--verbose" in words
     words = [word for word in words if word != "--verbose"]

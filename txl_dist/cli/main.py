@@ -123,9 +123,10 @@ def _check_paths(arguments: TrainArguments) -> None:
 
 
 def _finished_lines(arguments: TrainArguments, words: Sequence[str]) -> list[str]:
-    """Return lines about a run that is already finished. This needs no torch.
+    """Return lines about a run that is already finished, or no lines if the run is not finished. This function does not
+    import torch.
 
-    A rank that a launcher started gets no lines, because the launcher expects the whole procedure.
+    A rank that a launcher started gets no lines, because the launcher expects that its ranks start and end as usual.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1" or launchers():
         return []
@@ -354,7 +355,8 @@ def _unknown_command(word: str) -> str:
 
 
 def _refuse_empty_paths(words: Sequence[str]) -> None:
-    """Refuse an empty path. It would mean the current folder, and probably comes from an unset shell variable."""
+    """Refuse an empty path. An empty path would mean the current folder, and probably comes from an unset shell
+    variable."""
     previous = ""
     for word in words:
         if word in _PATH_FLAGS_JOINED:
@@ -443,7 +445,8 @@ def _should_print(error: TxlError) -> bool:
 
 
 def _is_speaker() -> bool:
-    """Return True if this process prints messages before the ranks have joined. The first process of each node does."""
+    """Return True if this process prints messages before the ranks have joined. The first process of each node prints
+    these messages."""
     if os.environ.get("WORLD_SIZE", "1") == "1":  # the other variables are left over from another job
         return True
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -42,7 +42,8 @@ from txl_dist.io.hub import address_of, local_model
 from txl_dist.train.monitoring.preemption import launchers
 
 _LEAST_OF_A_NAME = 3
-"""Least length of a flag that is suggested for a longer unknown flag, as --out for --output-folder."""
+"""Least length, in characters, of a flag that is suggested for a longer unknown flag. For example, --out is suggested
+for --output-folder."""
 
 _SWITCH_CHOICES = ("True", "False")
 """Choices of a setting whose value is true or false."""
@@ -195,7 +196,8 @@ def unknown_flag(flag: str, known: Sequence[str], *, prog: str) -> str:
 
 
 def _is_prefix(candidate: str, name: str) -> bool:
-    """Return True if a name begins with a known name that is long enough to be meant."""
+    """Return True if `name` begins with the known name `candidate`, and `candidate` has enough characters to be
+    suggested."""
     return len(candidate) >= _LEAST_OF_A_NAME and name.startswith(candidate)
 
 

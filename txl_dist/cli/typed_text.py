@@ -18,7 +18,7 @@ TEXT_FLAGS = frozenset(
 
 
 def decode_texts(words: Sequence[str]) -> list[str]:
-    """Return the words of a command, where the values of TEXT_FLAGS are decoded as UTF-8."""
+    """Return the words of a command, with the values of TEXT_FLAGS decoded as UTF-8."""
     decoded: list[str] = []
     is_text = False
     for word in words:

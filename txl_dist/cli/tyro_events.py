@@ -24,7 +24,8 @@ from tyro._backends._tyro_backend import _LiteralValue
 from txl_dist.console.echo import fitted
 
 _FIRST_BOX = re.compile(r"^(\u256d| *-{3,})", re.MULTILINE)
-"""Beginning of the first box in tyro's help. It is a corner, or a rule if the stream has only ASCII."""
+"""Pattern of the beginning of the first box in tyro's help: a corner, or a horizontal rule if the stream has only
+ASCII."""
 _METAVAR_OF_NONE = "{None}|"
 _LISTED_VALUES = re.compile(r"\{([\w,-]+)\}")
 _VALUE_KINDS: dict[str, Literal["whole number", "number"]] = {"INT": "whole number", "FLOAT": "number"}
@@ -113,7 +114,8 @@ def run_tyro(target: Any, words: Sequence[str], *, prog: str, **options: Any) ->
 
 
 class _Captured(io.TextIOWrapper):
-    """Stream in memory that has the encoding of another stream, and is a terminal if that stream is one."""
+    """Stream in memory that has the encoding of another stream, and reports that it is a terminal if that stream is a
+    terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(io.BytesIO(), encoding=getattr(stream, "encoding", None) or "ascii", errors="backslashreplace")
@@ -169,7 +171,8 @@ def list_arguments(target: Any, *, default: Any = tyro.MISSING_NONPROP) -> list[
 
 
 def attached(value: str) -> str:
-    """Return a value in a form that tyro reads as if it were attached by `=`, because it may begin with dashes."""
+    """Return a flag's value in a form that tyro reads as if `=` joined flag and value. A value that begins with dashes
+    needs this form."""
     return _LiteralValue(value)
 
 

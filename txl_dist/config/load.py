@@ -230,7 +230,8 @@ def _position_rules(config: Config) -> list[tuple[bool, str]]:
 
 
 def _order_rules(config: Config) -> list[tuple[bool, str]]:
-    """Return the rules for models that predict in any order (XLNet), as pairs (whether it holds, message)."""
+    """Return the rules for models that predict in any order (XLNet). A rule is a pair: True if the settings obey the
+    rule, and the message if they do not."""
     model = config.model
     train = config.train
     is_permutation = train.objective == "permutation"
@@ -605,7 +606,7 @@ def lower(text: str) -> str:
 
 
 _FAR = 1000
-"""Bound that users do not need to know. A larger bound only refuses absurd values."""
+"""Size from which a bound is left out of messages. Such a bound only refuses absurd values."""
 _KINDS = {
     int: ("a whole number", "whole numbers"),
     float: ("a number", "numbers"),

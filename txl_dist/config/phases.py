@@ -178,7 +178,7 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
 
 
 def _phases(train: TrainSection) -> list[Phase]:
-    """Parse all phases. The last one ends at 1 and has the section's own values."""
+    """Parse all phases. The last phase ends at the end of the run, and has the values of [train] itself."""
     last = Phase(1.0, train.num_lanes, train.segment_len, train.memory_len, train.microbatch_lanes)
     texts = list(train.phases)
     if texts and _parsed(texts[-1], last).until == 1:  # the config of an earlier phase keeps the last one there

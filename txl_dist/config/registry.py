@@ -59,7 +59,7 @@ _loaded: dict[str, Plugin] = {}
 _added: list[tuple[str, dict[str, Any], str]] = []
 """Rows that plugins have added, each as (name of the plugin, table, name of the row)."""
 _loading: list[str] = []
-"""Names of the plugins that are being imported now. If a plugin imports another plugin, the inner one is last."""
+"""Names of the plugins that are being imported now. If a plugin imports another plugin, the imported plugin is last."""
 
 
 def add_row(table: dict[str, Row], name: str, row: Row, *, what: str) -> None:
@@ -91,7 +91,8 @@ def _plugin_of(table: Mapping[str, Any], name: str) -> str:
 def plugin_errors(
     table: Mapping[str, Any], name: str, *, what: str, kind: type[TxlError] = ConfigError
 ) -> Iterator[None]:
-    """Turn an error in a plugin's code into an error of one line, which names the plugin that added this row.
+    """Turn an error in a plugin's code into an error of one line. The message names the plugin that added the row
+    `name` to the table.
 
     If the row is built in, an error passes unchanged.
     """
@@ -134,7 +135,8 @@ def loaded_plugins() -> tuple[Plugin, ...]:
 
 
 def require_plugins(recorded: Sequence[Mapping[str, str]], *, where: str) -> list[str]:
-    """Return a sentence for each recorded plugin whose code has changed. Raises ConfigError if one is not loaded."""
+    """Return a sentence for each recorded plugin whose code has changed. Raises ConfigError if a recorded plugin is not
+    loaded."""
     for plugin in recorded:
         if plugin["name"] not in _loaded:
             raise ConfigError(f"{where} was made with {_shown(plugin)}, which is not loaded. {remedy(plugin['name'])}")

@@ -183,7 +183,8 @@ def new_keyword(name: str, *, command: str) -> str:
 
 
 def keywords_in_old_names(keywords: Mapping[str, Any], *, command: str) -> dict[str, Any]:
-    """Return the keyword arguments of a command, named like its flags, under the names of version 0.2."""
+    """Return the keyword arguments of a command with the names of version 0.2. Keyword arguments have the names of the
+    command's flags."""
     return _with_new_keys(keywords, [renamed.reversed() for renamed in RENAMED_FLAGS[command]])
 
 

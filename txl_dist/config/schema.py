@@ -35,10 +35,10 @@ class PositionScheme(NamedTuple):
     """Quantity that the sinusoids encode: the distances between tokens, which each layer projects, or the positions of
     tokens, which are added to the embedding."""
     has_distance_terms: bool = False
-    """True if scores have terms (b) and (d), which the functions of `engine.attention` compute. Otherwise torch's own
-    attention is used."""
+    """True if scores have the terms (b) and (d), which depend on the distance between query and key. The functions of
+    `engine.attention` compute these terms. Otherwise torch's own attention is used."""
     has_position_bias: bool = False
-    """True if term (d) of the scores has a bias v."""
+    """True if term (d) of the scores, which depends only on distance and head, is computed from a bias v."""
     has_table: bool = False
     """True if encodings of distances are learned. Their number is `model.num_distances`."""
     build: Callable[[ModelSection], Any] | None = None
@@ -260,7 +260,7 @@ class ModelSection(Section):
         return 2
 
     def embed_width_or_default(self) -> int:
-        """Return the width of the widest embeddings: `embed_width`, or `width` if that is 0."""
+        """Return the width of the widest embeddings: `embed_width`, or `width` if `embed_width` is 0."""
         return self.embed_width or self.width
 
     def rate(self, own: float) -> float:
@@ -275,11 +275,12 @@ class OptimizerKind(NamedTuple):
     optimizer."""
 
     settings: tuple[str, ...] = ("betas", "eps")
-    """Names of the settings of [optim] that its steps use, in addition to lr and weight_decay."""
+    """Names of the settings of [optim] that the optimizer's steps use, in addition to lr and weight_decay."""
     state_bytes: Callable[[OptimSection], int] = lambda _: 8
     """Bytes of optimizer state per parameter, in fp32."""
     needs_whole_tensors: bool = False
-    """True if steps take norms of whole tensors. ZeRO would cut tensors up, and flat parameters would join them."""
+    """True if the optimizer's steps take norms of whole tensors. Such an optimizer cannot run with ZeRO, which cuts
+    tensors up, or with flat parameters, which join tensors."""
     matrix_state_bytes: int | None = None
     """Bytes of optimizer state per value of the blocks' matrices, if the optimizer orthogonalizes their steps, else
     None."""
@@ -463,7 +464,7 @@ class TrainSection(Section):
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that XLNet's objective predicts per segment. 0 for next-token prediction."""
+        """Number of tokens that XLNet's objective predicts per segment. The number is 0 for next-token prediction."""
         if self.is_permutation:
             return self.num_predicted
         return 0

@@ -150,8 +150,8 @@ class AdaptiveSoftmax(nn.Module):
     ) -> Tensor:
         """Compute nll_BT, the loss of each token in nats, without `fused_softmax.fused_linear_cross_entropy`.
 
-        `tables` is the result of the method `tables()`. A caller with frozen weights calls that method only once,
-        because it copies the head's weights. If `tables` is None, it is computed here.
+        `tables` is the result of the method `tables()`, which copies the head's weights. A caller with frozen weights
+        calls `tables()` only once and passes the result here. If `tables` is None, it is computed here.
         """
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)

@@ -221,9 +221,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Attend from the positions of `hidden_BTD`. Returns the context after the output projection, [B, T, D].
 
-        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. If `past_BMD` is given, the hidden
-        states of the memory, keys and values are computed here instead. That is possible only if `supports_fused_qkv`
-        returns True.
+        `key_BKNH` and `value_BKNH` are the keys and values of memory and segment. If `past_BMD` (the hidden states of
+        the memory) is given, this method computes the keys and values itself. `past_BMD` can be given only if
+        `supports_fused_qkv` returns True.
         """
         if past_BMD is not None:
             assert distances is not None
@@ -306,13 +306,15 @@ class Attention(nn.Module):
 def with_segment_terms(
     terms: Terms, bias_NH: Tensor, encoding_2NH: Tensor, *, row_type_BQ: Tensor, key_type_BK: Tensor
 ) -> Terms:
-    """Add XLNet's segment terms to the scores. Returns terms whose queries and keys are wider than H.
+    """Add XLNet's segment terms to the scores. A segment type is the number of a text: first or second text of a pair,
+    separator and so on. Returns terms whose queries and keys are wider than H.
 
-    The term of row i and key j is (q_i + bias) . e_0 if both have the same segment type, else (q_i + bias) . e_1. Only
-    the difference of the two matters to a softmax over the keys. So the term is (q_i + bias) . (e_0 - e_1) for keys of
-    the row's type, and 0 for all other keys. The additional columns of a key are the one-hot vector of its type. Those
-    of a query are the one-hot vector of its type times the difference. So the product of query and key includes the
-    term.
+    The segment term of row i and key j is (q_i + bias) . e_0 if row and key have the same segment type, else (q_i +
+    bias) . e_1. Only the difference of the two matters to a softmax over the keys. So the term is (q_i + bias) . (e_0 -
+    e_1) for keys of the row's type, and 0 for all other keys.
+
+    A key gets additional columns with the one-hot vector of its type. A query gets the same columns, with the one-hot
+    vector of its type times (q_i + bias) . (e_0 - e_1). So the product of query and key includes the term.
     """
     difference_NH = encoding_2NH[0] - encoding_2NH[1]
     term_BQN = ((terms.query_BTNH + bias_NH) * difference_NH).sum(dim=-1)

@@ -379,7 +379,8 @@ def _additive_mask(visible: AttentionMask | OrderedMask, block: _Block, *, like:
 def _scores(heads: _Heads, block: _Block, mask_Bbk: Tensor, *, views: tuple[Tensor, Tensor]) -> Tensor:
     """Compute the scaled and masked scores of a block, scores_Xbk.
 
-    Terms (b) + (d) are computed and shifted first. Then terms (a) + (c) are added.
+    Terms (b) + (d), which depend on the distance, are computed and shifted first. Then terms (a) + (c), which depend on
+    the key's content, are added.
     """
     i, j, k, distances = block
     unshifted_nRc, shifted_Xbk = views

@@ -71,7 +71,8 @@ class Cluster(NamedTuple):
     targets_R: Tensor
     """Target column of each token, int64. The targets of padded rows are arbitrary."""
     columns: tuple[Columns, ...]
-    """Slices of tables. Their columns of logits are joined in this order."""
+    """Slices of tables that give the columns of the cluster's logits. The columns are joined in the order of the
+    slices."""
     projection_DE: Tensor | None
     """Projection from model width to table width. None if the hidden states have the width of the tables."""
 

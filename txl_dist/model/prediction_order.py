@@ -33,16 +33,17 @@ class PredictionOrder(NamedTuple):
     """Order in which the targets of a segment are predicted. It is an argument of `TransformerXL.forward`."""
 
     query_level_BT: Tensor
-    """Level of each position as a query, int64 and at least 0. The query row of a target has the level of its place."""
+    """Level of each position as a query, int64 and at least 0. A query sees the keys whose key level is below its own
+    level. The query row of a target has the level of its place."""
     key_level_BT: Tensor
-    """Level of each position as a key, int64."""
+    """Level of each position as a key, int64. Queries with a higher level see the key."""
     place_Bm: Tensor
     """Positions of the targets in the segment, int64. There is a query row for each of them."""
     reuse_len: int
     """Number R of positions that the memory stores, from the first position on. The next segment begins after them."""
     type_BT: Tensor | None = None
-    """Segment type of each token, int64 from 0 to 4, as BERT's for a pair of sentences. A memory has type 0. It is None
-    where attention has no segment terms."""
+    """Number of the text (first or second text of a pair, separator) to which each token belongs, int64 from 0 to 4, as
+    in BERT's token types. A memory has type 0. It is None if the model does not score by token type."""
 
 
 class OrderedMask(NamedTuple):
@@ -63,7 +64,8 @@ class OrderedMask(NamedTuple):
     """Number of the text (first or second text of a pair, separator) to which each row belongs, as in BERT's token
     types. It is None if the model does not score by token type."""
     key_type_BK: Tensor | None = None
-    """Number of the text to which each key belongs, as for the rows."""
+    """Number of the text to which each key belongs, as in `row_type_BQ`. It is None if the model does not score by
+    token type."""
 
     @property
     def num_keys(self) -> int:
@@ -115,7 +117,8 @@ class OrderedMask(NamedTuple):
         )
 
     def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """Build mask_BQK for the rows [start, stop). It is True where a row sees a key. The keys are all K keys."""
+        """Build mask_BQK for the rows [start, stop). It is True where a row sees a key. The mask contains all K
+        keys."""
         rows = slice(start, stop)
         device = self.key_level_BK.device
         key_K = torch.arange(self.num_keys, device=device)

@@ -48,7 +48,7 @@ class Terms(NamedTuple):
     content_bias_NH: Tensor | None = None
     """Bias u, which term (c) uses."""
     position_bias_NH: Tensor | None = None
-    """Bias v, which term (d) uses. None where term (d) is learned or missing."""
+    """Bias v, which term (d) uses. It is None if term (d) is learned or missing."""
     distance_bias_KN: Tensor | None = None
     """Learned term (d): a number s for each of the distances K-1 ... 0."""
 

@@ -100,7 +100,8 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, model: ModelSection, train: TrainSection, *, lanes: int) -> Self:
-        """Return the sizes for a micro-batch in half precision, with a full memory. `lanes` is its number of rows."""
+        """Return the sizes for a micro-batch in half precision, with a full memory. `lanes` is the number of rows of
+        the micro-batch."""
         head_width = _ceil_div(model.head_width, HEAD_WIDTH_MULTIPLE) * HEAD_WIDTH_MULTIPLE
         return cls(
             B=lanes,
@@ -242,7 +243,7 @@ def missing_compiler_reason() -> str:
 def triton_relative_attention(terms: Terms, *, visible: AttentionMask, dropout: float = 0.0) -> Tensor:
     """Attend by content and distance with the Triton kernels. Returns context_BTNH, like `relative_attention`.
 
-    `unsupported_reason` returns why the kernels cannot run, if so. They use all fields of `terms` except
+    Call this function only if `unsupported_reason` returns None. The kernels use all fields of `terms` except
     `distance_bias_KN`.
     """
     query, key, value, *others = terms[:6]

@@ -1,7 +1,7 @@
 """A Triton kernel that changes the width of heads: it pads or cuts each head. `attention_launch` starts it.
 
 The attention kernels need heads whose rows begin at multiples of 16 bytes. With torch, padding takes a fill and a copy
-per tensor, in the forward and in the backward pass. These would be half of a layer's launches.
+per tensor, in the forward and in the backward pass. These fills and copies would be half of a layer's launches.
 """
 # mypy: ignore-errors
 # (Triton's language looks like Python, but its types are not.)
