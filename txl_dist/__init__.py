@@ -46,7 +46,8 @@ _HOME = {
 """Module in which each public name is defined."""
 
 _MODULES = ("plugins",)
-"""Names of public modules. A program may use `txl_dist.plugins`, for instance, without importing it."""
+"""Names of public modules. A program that imports `txl_dist` can use these modules, such as `txl_dist.plugins`, without
+another import."""
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

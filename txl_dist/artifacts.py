@@ -100,7 +100,8 @@ index.json for a corpus."""
 
 
 def detect_artifact(path: str | Path) -> ArtifactKind:
-    """Return the kind of artifact that a path holds. A URL can only be a corpus. A path that cannot be read is NOTHING.
+    """Return the kind of artifact that a path holds. A URL can only be a corpus. The kind of a path that cannot be read
+    is NOTHING.
 
     A folder with a checkpoint under checkpoints/ is a run, even without its config.toml. A folder with two of the three
     files that `inference.bundle.load` needs is a bundle.

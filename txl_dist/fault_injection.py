@@ -27,9 +27,9 @@ from functools import cache
 from typing import NamedTuple
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-"""Signal that each of these kinds of fault sends to its own process."""
+"""Signal that the process sends to itself, for each of these kinds of faults."""
 ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO}
-"""Error number of the OSError that each of these kinds of fault raises."""
+"""Error number of the OSError that is raised for each of these kinds of faults."""
 ACTED_ON_BY_CALLER = ("nan", "inf", "spike", "skip", "flip")
 """Kinds of faults that `failpoint` returns. The caller then causes the fault, for instance a loss of NaN."""
 KINDS = (*SIGNALS, *ERRORS, *ACTED_ON_BY_CALLER, "raise", "hang", "spin", "slow", "trace")
@@ -86,7 +86,7 @@ def parse_faults(text: str) -> list[Fault]:
         is_valid = kind in KINDS and 2 <= len(where) <= 3 and has_numbers
         if not is_valid:
             raise ValueError(
-                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N]]. KIND is {', '.join(KINDS)}."
+                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N]]. KIND is one of {', '.join(KINDS)}."
             )
         rank, step = where[:2]
         phase = "step"

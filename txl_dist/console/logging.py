@@ -88,7 +88,7 @@ class GrowingFile:
 
 
 class _Formatter(logging.Formatter):
-    """Formatter that escapes control characters. Colours are added later."""
+    """Formatter that escapes control characters. `_StandardError` adds colours to the formatted line."""
 
     @override
     def format(self, record: logging.LogRecord) -> str:

@@ -43,7 +43,8 @@ class Core(NamedTuple):
     """Functions of a model with frozen weights, and the memory before the first segment. `core_of` makes a core."""
 
     hidden: Callable[[Batch, Any], tuple[Tensor, Any]]
-    """Function that takes a segment and the memory before it. It returns hidden_BTD and the memory after it."""
+    """Function that takes a segment and the memory before the segment. The function returns the hidden states
+    hidden_BTD and the memory after the segment."""
     losses: Callable[[Tensor, Batch], Tensor]
     """Function that returns the losses nll_BT from hidden_BTD."""
     top1_correct: Callable[[Tensor, Batch], Tensor]

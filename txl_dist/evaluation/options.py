@@ -31,7 +31,7 @@ class Protocol(NamedTuple):
     """
 
     num_lanes: int
-    """Number of rows or crops that the program evaluates in parallel."""
+    """Number of batch rows, or of random crops of the text, that the program evaluates in parallel."""
     same_length: Literal["off", "memory", "memory_and_self"]
     """Value of model.same_length that the program's published recipes use for evaluation with a memory."""
     cut: Literal["rows", "warm rows", "crops"]
@@ -213,7 +213,7 @@ class AdaptationOptions:
             return
         if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
             raise ConfigError(
-                f"--adapt {self.adapt} is compared with one static evaluation of the whole split. Give at most "
+                f"--adapt {self.adapt} is compared with one evaluation of the whole split without --adapt. Give at most "
                 "one value to each of --memory-len, --segment-len and --clamp-len, and remove --protocol and "
                 "--log-probs."
             )

@@ -281,7 +281,8 @@ class _Plan(NamedTuple):
 
 
 def _plan_row(row: ScoredRow, cut: EvaluationText, overrides: Overrides, *, train: Split | None) -> _Plan:
-    """Return the plan of a row: its name, its text, and a memory that is no longer than the split can fill."""
+    """Return the plan of a row: its name, its text and the length of its memory. The length is at most the number of
+    tokens that the split can put into the memory."""
     memory_len = min(row.memory_len, _largest_memory_len(cut, overrides))
     words: list[str] = []
     if overrides.peer is not None:

@@ -383,8 +383,9 @@ class _Planner:
     def _row(self, configs: list[Config]) -> list[Option]:
         """Return options with increasing micro-batches.
 
-        Bytes are counted for the smallest and the largest micro-batch. Between these two they are interpolated, because
-        they are a convex function of the micro-batch.
+        Bytes are counted for the smallest and the largest micro-batch. For the sizes between these two the bytes are
+        interpolated. The bytes are a convex function of the micro-batch size, so the interpolated values are not too
+        small.
         """
         sizes = [config.train.microbatch_lanes for config in configs]
         engine = configs[-1].engine

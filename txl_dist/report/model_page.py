@@ -63,7 +63,9 @@ def _write_model_page(folder: Path, kind: ArtifactKind, *, out: Path | None) -> 
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, TxlError):
             raise
-        raise CheckpointError(f"{folder} cannot be read: {error!r}. `txl verify {folder}` lists its damage.") from error
+        raise CheckpointError(
+            f"{folder} cannot be read: {error!r}. `txl verify {folder}` lists what is damaged."
+        ) from error
     return [content["lead"], *fact_lines(content["facts"]), write_page(page, "model.html.j2", **content)]
 
 

@@ -501,7 +501,8 @@ def _model_of(service: Service) -> dict[str, Any]:
 
 
 class _EventStream(Response):
-    """Response of server-sent events. It closes `work` after the last event, or when the client has disconnected."""
+    """Response of server-sent events. `work` is the context in which the worker generates the texts. The context is
+    closed after the last event, or when the client has disconnected."""
 
     media_type = "text/event-stream"
 

@@ -30,7 +30,8 @@ DRAIN_BYTES = 2**26
 DRAIN_S = 10.0
 """Maximum number of seconds for which a request is read and discarded after an early response."""
 SEND_S = 60.0
-"""Maximum number of seconds for which a client can leave a full buffer unread. Then it is disconnected."""
+"""Maximum number of seconds for which a client can leave a full buffer unread. After this time the client is
+disconnected."""
 HEADER_BYTES = 2**14
 """Maximum number of bytes of a memory file in addition to its tensors."""
 MOST_UPLOADS = 4

@@ -59,7 +59,7 @@ class Serving:
     max_choices: Texts = 64
     """Maximum texts per request: number of prompts times n."""
     max_logprobs: TokensOrNone = 20
-    """Maximum alternatives per token with log-probabilities."""
+    """Maximum number of alternative tokens, per position, whose log-probabilities a request can get."""
     max_body_bytes: Bytes = 2**20
     """Maximum bytes of a request's body. The upload of a memory can be larger."""
     timeout: Duration = 600.0
