@@ -213,8 +213,8 @@ class AdaptationOptions:
             return
         if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
             raise ConfigError(
-                f"--adapt {self.adapt} is compared with one evaluation of the whole split without --adapt. Give at most "
-                "one value to each of --memory-len, --segment-len and --clamp-len, and remove --protocol and "
+                f"--adapt {self.adapt} is compared with one evaluation of the whole split without --adapt. Give at "
+                "most one value to each of --memory-len, --segment-len and --clamp-len, and remove --protocol and "
                 "--log-probs."
             )
         if self.adapt == "dynamic" and not is_alone():
