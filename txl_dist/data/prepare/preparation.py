@@ -108,8 +108,8 @@ class Preparation:
 
 
 def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
-    """Return the listing of all input files, train files first, and sentences for the user on splits that names
-    decided.
+    """Return (listing of all input files with the train files first, sentences for the user about the files whose names
+    chose their splits).
 
     Raises DataError if there are no files or no train files, or if a file is missing or given twice. Raises ConfigError
     if a fraction is set for a split that has its own files.
@@ -340,7 +340,7 @@ def choose_held_out(job: Preparation, streams: ExitStack) -> None:
 def _check_number(files: Sequence[SourceFile], wanted: Sequence[str]) -> None:
     """Raise DataError if the files certainly have too few documents for the `wanted` splits.
 
-    It is called if one of the files is a stream that is too long to hold out its end.
+    This function is called if one of the files is a stream that is too long to hold out its end.
     """
     if len(files) <= len(wanted) and all(file.form == "file" for file in files):
         path = next(file.path for file in files if file.rest)

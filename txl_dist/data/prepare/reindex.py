@@ -64,7 +64,8 @@ _PIECE_LEN = 1 << 22
 
 @dataclass(frozen=True)
 class ReindexSummary:
-    """Result of `reindex_corpus`: the corpus, and counts of what the tars contain but the corpus does not."""
+    """Result of `reindex_corpus` for the summary of `txl prepare --reindex`: the corpus, and counts of members,
+    documents and tars that the user should know about."""
 
     corpus: Corpus
     ignored: dict[str, int]
@@ -75,7 +76,7 @@ class ReindexSummary:
     num_without_tokens: int
     """Number of tars that contain no tokens and are left out."""
     remarks: tuple[str, ...] = ()
-    """Sentences for the user about splits that the names of tars decided."""
+    """Sentences for the user about the tars whose names chose their splits."""
 
     def lines(self) -> list[str]:
         """Return the lines of the summary for the user: the corpus, then the parts of the tars that were left out."""
@@ -276,7 +277,7 @@ class _Scan:
     tokenizer: Tokenizer
     on_bytes: Callable[[int], object]
     dtype: np.dtype[Any] | None = None
-    """Type of the ids in all tars; None before the first sample."""
+    """Type of the ids in all tars. None before the first sample is read."""
     first: str = ""
     """File and key of the first sample, whose ids have the type `dtype`, for messages."""
     num_empty: int = 0

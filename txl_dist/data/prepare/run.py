@@ -94,7 +94,7 @@ class PrepareSummary:
     """Number of files in the input folders that were left out because they have no suffix of text. The index does not
     contain this number."""
     hidden_files: tuple[str, ...] = ()
-    """Paths of hidden files in the input folders, patterns and URLs that were left out."""
+    """Paths of the hidden files that were left out of the input folders, patterns and URLs."""
     remarks: tuple[str, ...] = ()
     """Sentences for the user about splits and the vocabulary."""
     parts_kept: int = 0

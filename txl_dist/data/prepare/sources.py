@@ -138,7 +138,7 @@ class SourceFile(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Files that the inputs give, and the files in folders, patterns and URLs that were left out."""
+    """Files that the inputs give, and the files that were left out of folders, patterns and URLs."""
 
     files: list[SourceFile]
     num_other: int = 0
@@ -284,7 +284,7 @@ def _stream_form(given: str, settings: PrepareSettings) -> Form:
 def _form(path: str, settings: PrepareSettings) -> Form:
     """Return the form of a file by its name and the settings.
 
-    Raises ConfigError for token ids without a vocabulary list, and for text with one.
+    Raises ConfigError for token ids without a vocabulary list, and for text together with a vocabulary list.
     """
     suffix = text_suffix(path)
     if settings.vocab_list is not None:
@@ -378,7 +378,8 @@ def _has_hidden(relative: str) -> bool:
 
 
 def fixed_folder(pattern: str) -> str:
-    """Return the folder above the first `*`, `?` or `[` of a pattern; empty if there is none."""
+    """Return the folder above the first `*`, `?` or `[` of a pattern. Returns an empty text if there is no such
+    folder."""
     return _MAGIC.split(pattern, maxsplit=1)[0].rpartition("/")[0]
 
 

@@ -54,9 +54,10 @@ _CODE, _PAGE = ".py", ".md"
 _TAR = ".tar"
 """Suffix of shards. Programs choose the names of shards, and so every word in such a name is intended."""
 _NUMBERING = frozenset({"of", "part", "parts", "shard", "shards", "chunk", "chunks", "batch", "rank", "v", "k", "m"})
-"""Words that only number a file."""
+"""Words that only number a file, such as `shard` in `test-shard-3`."""
 _FILLERS = frozenset({"set", "sets", "data", "dataset", "split", "splits", "file", "files", "text", "texts", "corpus"})
-"""Words that do not say which text a file contains: `test_data` is the counterpart of `train`."""
+"""Words that do not say which text a file contains. For example, `test_data` is the counterpart of `train`, because
+`data` is such a word."""
 _HELD_OUT = re.compile(r"(held|hold)[\W_]+(?=out)")
 """Pattern of `held-out`, which becomes the word `heldout`."""
 _COMPOUND = re.compile(rf"({'|'.join(SPLIT_WORDS)})(sets?|data|splits?)")
@@ -82,8 +83,8 @@ class _Name(NamedTuple):
     """Key by which files such as train.en and test.en are found to be counterparts. Parts in one folder have the same
     key if they differ only in the split's word, fillers and numbers."""
     is_sure: bool
-    """Whether the part certainly names the split: it is only the word, or it ends in the word before shard numbering.
-    False for the name of an input itself, unless the name says train."""
+    """Whether the part certainly names the split: the part consists only of the split's word, or ends in this word if
+    shard numbers are ignored. False for the name of an input itself, unless the name says train."""
     is_mixed: bool
     """Whether the part mentions train and another split."""
     is_quiet: bool

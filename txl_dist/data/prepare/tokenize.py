@@ -223,7 +223,7 @@ class _SplitOfPart:
         """Fields of each document's `PART_RECORD`. The fields key and start are 0 until `write` computes them."""
         self.documents: list[Tokens] = []
         self.bands: list[npt.NDArray[np.uint64]] = []
-        """[1, bands] of each document. Empty unless near duplicates are counted."""
+        """One array of shape [1, bands] for each document. Empty unless near duplicates are counted."""
 
     def write(self, folder: Path, name: str, split: str, encoding: Encoding) -> None:
         """Sort the documents by (key, ordinal) and write their files, which begin with `name`."""
@@ -251,7 +251,7 @@ def _tokenizer(path: str, fingerprint: str) -> Tokenizer:
 
 
 def _pieces(block: TextBlock, reading: Reading, counts: Counter[str]) -> Iterator[DocumentPiece]:
-    """Yield the pieces of all documents of a block that have text. Adds every document to `counts`."""
+    """Yield the pieces of the documents of a block, except documents without text. Adds every document to `counts`."""
     for document in documents_of(block, reading):
         counts["read"] += 1
         if document.damage:

@@ -22,7 +22,8 @@ from txl_dist.data.prepare.documents import SHORTEST_TAIL, SPLITS, TEST, TRAIN, 
 from txl_dist.errors import DataError
 
 Documents = Callable[[], Iterator[Document]]
-"""Function that starts a pass over the documents that are given for train."""
+"""Function that returns a new iterator over the documents that are given for train. Each call reads the inputs
+again."""
 
 
 class ValidationSplit(NamedTuple):
@@ -57,9 +58,9 @@ def named_few(inputs: Sequence[object]) -> str:
 def hold_out(documents: Documents, reading: Reading, *, inputs: Sequence[object]) -> ValidationSplit:
     """Choose how text is held out of the train documents: whole documents, or the ends of documents.
 
-    Whole documents are held out if every split then gets a document. One pass over the documents finds this out, and
-    ends as soon as every split has a document. Otherwise a second pass cuts the ends of the documents, which are then
-    few. Raises DataError if neither way gives every split a text.
+    Whole documents are held out if every split then gets a document. One pass over the documents checks this, and ends
+    as soon as every split has a document. Otherwise a second pass cuts the ends of the documents, which are then few.
+    Raises DataError if neither way gives every split a text.
     """
     shares = reading.shares
     missing = {TRAIN, *shares}

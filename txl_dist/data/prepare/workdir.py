@@ -139,7 +139,7 @@ def _owner(scratch: Path) -> str:
 
 
 def check_target(target: Path) -> None:
-    """Raise DataError if a finished corpus could not be moved to `target`. It is called before any work.
+    """Raise DataError if a finished corpus could not be moved to `target`. This function is called before any work.
 
     A folder is overwritten only if it contains a corpus.
     """

@@ -99,7 +99,7 @@ class CachedStorage(RemoteStorage):
                 threading.Thread(target=self._work, name="txl-cache", daemon=True).start()
 
     def _work(self) -> None:
-        """Download shards that `prefetch` has listed until none is left."""
+        """Download the shards that `prefetch` has listed, until the list is empty."""
         while True:
             with self._hints_lock:
                 if not self._hints:

@@ -28,7 +28,7 @@ PROTOCOLS = ("file", "http", "https", "s3", "gs", "gcs", "az", "abfs", "hf", "me
 TIMEOUT_S = 60.0
 """Seconds without progress after which a read fails."""
 BACKOFF_S = 1.0
-"""Mean seconds before the second try. Each further wait is twice as long, up to a minute."""
+"""Mean seconds before the second try. Each further wait is twice as long as the wait before it, up to a minute."""
 
 _MAX_WAIT_S = 60.0
 _MIN_BYTES_PER_S = 100_000

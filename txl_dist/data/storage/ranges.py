@@ -41,7 +41,8 @@ class RangeStorage(RemoteStorage):
 
     @override
     def open_payload(self, info: ShardInfo) -> Payload:
-        """Open a shard. One small read at its end checks its size, and that the server supports ranges.
+        """Open a shard. A small read at the end of the shard checks the shard's size, and whether the server supports
+        byte ranges.
 
         Raises DataError if the check fails.
         """

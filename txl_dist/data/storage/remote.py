@@ -188,8 +188,8 @@ def start_command(
 ) -> subprocess.Popen[bytes]:
     """Start a shell command that writes its standard output to `output`.
 
-    Unless the exit status is 0, the output may be truncated. The statuses 141 (a broken pipe) and 23 are no exceptions.
-    With bash, a pipeline fails if any of its commands fails.
+    If the exit status is not 0, the output can be truncated. This is true for the statuses 141 (a broken pipe) and 23
+    too, which some programs ignore. With bash, a pipeline fails if any of its commands fails.
     """
     bash = shutil.which("bash")
     if bash:

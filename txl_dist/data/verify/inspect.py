@@ -30,7 +30,7 @@ with perfectly sorted ids."""
 _COUNTED = ("documents", "tokens", "text_bytes", "text_characters", "longest")
 
 _TEXT = "\n\t"
-"""Control characters that a shown text keeps."""
+"""Control characters that are shown unchanged in a text: newline and tab."""
 
 
 def corpus_facts(corpus: Corpus) -> dict[str, Any]:

@@ -39,8 +39,8 @@ _BROKEN = (tarfile.TarError, ValueError, ArithmeticError, RecursionError)
 class ForwardReader:
     """File-like reader of a shard, which hashes the bytes while they are read.
 
-    Reading forward fetches and hashes each byte once. Earlier bytes can be read again, but those before the present
-    chunk are fetched again.
+    Reading forward fetches and hashes each byte once. Earlier bytes can be read again, but bytes that are no longer
+    kept in memory are then fetched again.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class ForwardReader:
         return self._digest.hexdigest()
 
     def _fetch(self) -> None:
-        """Fetch and hash the next chunk. Bytes before the position of the next read are no longer kept in memory."""
+        """Fetch and hash the next chunk. Earlier bytes are no longer kept in memory, except a few before the position
+        of the next read."""
         hashed = self._begin + len(self._window)
         chunk_len = min(CHUNK_BYTES, self.num_bytes - hashed)
         chunk = self._payload.read(hashed, chunk_len)
@@ -118,7 +119,8 @@ class TarSample(NamedTuple):
     tokens: Tokens
     """[n] token ids of all documents, joined, as uint16 or uint32."""
     starts: npt.NDArray[np.int64]
-    """[documents] index of each document's first token, ascending. Documents without a token are left out."""
+    """[documents] index in `tokens` of each document's first token, ascending. Documents without a token are left
+    out."""
     num_empty: int
     """Number of documents without a token."""
 
