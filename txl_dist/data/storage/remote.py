@@ -189,7 +189,7 @@ def start_command(
     """Start a shell command that writes its standard output to `output`.
 
     If the exit status is not 0, the output can be truncated. This is true for the statuses 141 (a broken pipe) and 23
-    too, which some programs ignore. With bash, a pipeline fails if any of its commands fails.
+    too, which webdataset ignores. With bash, a pipeline fails if any of its commands fails.
     """
     bash = shutil.which("bash")
     if bash:
