@@ -38,7 +38,7 @@ class RunResult(NamedTuple):
     steps: int
     """Finished optimizer steps of the whole run, including the steps of earlier processes."""
     tokens_seen: int
-    """Tokens trained on, over all ranks and steps."""
+    """Number of tokens that the run has trained on, over all ranks and steps."""
     loss: float | None
     """Training loss of the last step in nats per token, or None if this call made no step."""
     validation_loss: float | None
@@ -47,8 +47,8 @@ class RunResult(NamedTuple):
     """`done` means that `train.max_steps` steps are finished. `stopped` means that the run ended early after a stop
     request, and has saved its state."""
     reason: str
-    """Reason for the end of the run, for people: "train.max_steps", or the source of the stop request, for instance
-    "SIGTERM"."""
+    """Reason why the run ended, as a text for people: "train.max_steps", or the source of the stop request, for
+    instance "SIGTERM"."""
     checkpoint: Path | None
     """The newest checkpoint of the run."""
     run_dir: Path
@@ -101,7 +101,7 @@ class StepEnd(NamedTuple):
     skipped: bool
     """Whether the step changed no weight, because its loss or gradient was not finite."""
     tokens_seen: int
-    """Tokens trained on so far."""
+    """Number of tokens that the run has trained on so far, over all ranks."""
     tokens_BT: npt.NDArray[np.int64]
     """Input ids of this rank's lanes, [lanes of the rank, segment_len]. The array is a read-only copy."""
 
@@ -135,7 +135,7 @@ class Callback:
     All methods run on all ranks, except `state_dict`. Deriving from this class is optional. The class gives an editor
     the names and types of the methods. A class that derives from it may define `state_dict` without `load_state_dict`.
 
-    For work that only one process should do, such as writing a file, compare `TrainStart.rank` with 0.
+    If only one process should do something, such as writing a file, do it only where `TrainStart.rank` is 0.
     """
 
     @property
@@ -163,7 +163,7 @@ class Callback:
         """Called on all ranks after the last step or after a stop request, when the state has been saved."""
 
     def on_exception(self, error: BaseException) -> None:
-        """Called on every rank that still runs when an error ends the run. The error may be this callback's own.
+        """Called on every rank that still runs when an error ends the run. The error can come from this callback.
 
         An exception that this method raises is logged. Ranks end without waiting for each other, so the method must be
         short and must not use collectives.
@@ -286,7 +286,7 @@ class Callbacks:
         self._call("on_train_end", result, step=result.steps)
 
     def fail(self, error: BaseException) -> None:
-        """Call `on_exception` of all callbacks. Exceptions that they raise are logged."""
+        """Call `on_exception` of all callbacks. Exceptions that `on_exception` raises are logged."""
         for callback in self._callbacks:
             if not _has(callback, "on_exception"):
                 continue

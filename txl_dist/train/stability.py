@@ -135,14 +135,14 @@ def after_step(
 
 
 def after_rewind(health: Health, *, to: Health) -> Health:
-    """Return the health after a rewind to a checkpoint with the health `to`. The counts of spikes and rewinds are
-    kept."""
+    """Return the health after a rewind to an earlier checkpoint. `to` is the health that this checkpoint stores. The
+    counts of spikes and rewinds continue from `health`."""
     return replace(to, num_spikes=health.num_spikes, rewinds=health.rewinds + 1)
 
 
 def should_rewind(health: Health, guard: GuardSection) -> bool:
-    """Return whether the run must rewind: `guard.on_spike` is `rewind`, and the last step was the spike number
-    `guard.spike_patience` in a row."""
+    """Return whether the run must rewind now. This is so if `guard.on_spike` is `rewind`, and if with the last step the
+    number of consecutive spikes has reached `guard.spike_patience`."""
     return guard.on_spike == "rewind" and health.spikes_in_row == guard.spike_patience
 
 

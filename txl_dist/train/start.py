@@ -309,9 +309,9 @@ def _check_shards(corpora: Corpora, *, skips_damage: bool) -> list[str]:
 
 
 def _open_run(plan: RunPlan, start: Start) -> None:
-    """Create the run directory, or continue to use it, on rank 0. All checks come first.
+    """Create the run directory, or continue to use it, on rank 0. The caller has made all checks before.
 
-    Raises ConfigError if that fails.
+    Raises ConfigError if the directory cannot be used.
     """
     run_dir = plan.run_dir
     if start.saved:

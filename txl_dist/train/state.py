@@ -82,7 +82,7 @@ class TrainState:
     step: int
     """Number of finished optimizer steps."""
     tokens_seen: int
-    """Tokens trained on, over all lanes. Tokens of skipped steps do not count."""
+    """Number of tokens trained on, over all lanes. Tokens of skipped steps do not count."""
     health: Health
     """Counts of skipped steps, and recent losses, which the detection of spikes uses."""
     stream: StreamState

@@ -77,8 +77,8 @@ class Stepper:
     ) -> tuple[tuple[Memory, ...], StepResult]:
         """Make step number `step`, counted from 1, without the weight update. `votes` are the flags of this rank.
 
-        Returns (memories, result). The memories are those after the step, or the argument `memories` if the step is
-        skipped. The result combines all ranks.
+        Returns (memories, result). The memories are the memories after the step, or the argument `memories` if the
+        step is skipped. The result combines all ranks.
         """
         fault = failpoint("step", step=step)
         if fault == "flip":

@@ -13,8 +13,8 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.inference.bundle import load_bundle
 
 FREE = {"same_length", "clamp_len", "init_std", "projection_init_std"}
-"""Model settings that may differ from the bundle's, in addition to all dropout settings. Loaded weights do not depend
-on them."""
+"""Model settings that may differ from the bundle's settings, in addition to all dropout settings. Loaded weights can be
+used with any values of these settings."""
 
 
 def initial_weights(config: Config, corpus: Corpus) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ def check_probe(engine: Engine, maker: BatchMaker, folder: Path, *, precision: s
 
     The check costs one pass over 64 tokens, with the memory length of the saved settings. All ranks call it together.
     Returns the outcome as text for the log. Raises CheckpointError on every rank if a loss differs by more than
-    `probe_tolerance` allows for the saved and the present precision.
+    `probe_tolerance` allows for the precision of the saved run and of this run.
     """
     start_s = time.perf_counter()
     saved, config = run_on_all_ranks(

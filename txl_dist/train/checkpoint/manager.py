@@ -1,4 +1,5 @@
-"""The decisions about checkpoints: when to save, and which checkpoints to keep. `writer` writes them.
+"""The decisions about checkpoints: when to save, and which checkpoints to keep. The module `writer` writes the
+checkpoints.
 
 One save is in progress at a time. A failed save is tried again. Old checkpoints are removed after a new one is
 complete. All ranks call all methods together.
@@ -111,7 +112,7 @@ class CheckpointManager:
 
     @property
     def is_late(self) -> bool:
-        """Whether `checkpoint.every_minutes` have passed since the last save began.
+        """Whether the time `checkpoint.every_minutes` has passed since the last save began.
 
         It is always False on ranks other than 0.
         """

@@ -211,7 +211,7 @@ class AsyncWriter:
         return files
 
     def _on_host(self, files: dict[str, Content]) -> dict[str, Content]:
-        """Return the tensors of the files in host memory, where the next step does not change them before they are
+        """Return the tensors of the files in host memory, so that the next step cannot change them before they are
         written.
 
         Tensors that are already in host memory, and are written before the next step, are not copied.

@@ -1,4 +1,5 @@
-"""The number of devices that DeepSpeed sees on this machine: the number of ranks that its launcher can start here."""
+"""The number of devices that DeepSpeed sees on this machine. DeepSpeed's launcher can start one rank on each
+device."""
 
 from __future__ import annotations
 

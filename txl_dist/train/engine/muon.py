@@ -297,7 +297,8 @@ def _ranges(matrices: list[Matrix], pieces_by_tensor: RankPieces) -> Iterator[Ra
 def _owners(costs: dict[int, int], *, num_ranks: int) -> dict[int, int]:
     """Assign each matrix to a rank, and return the rank of each matrix.
 
-    The costliest matrix comes first. Each matrix goes to the rank with the smallest sum of costs so far.
+    The matrices are assigned in order of their costs, the costliest first. Each matrix goes to the rank with the
+    smallest sum of costs so far.
     """
     loads = [0] * num_ranks
     owners = {}

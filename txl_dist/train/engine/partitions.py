@@ -180,7 +180,8 @@ def _is_moment(name: str, value: Any, tensor: Tensor) -> bool:
 
 
 def _view(tensor: Tensor, piece: PartitionPiece) -> Tensor:
-    """Return the values of a piece as a view. `tensor` is the piece's partition, or a moment of the same shape."""
+    """Return the values of a piece as a view. `tensor` is the piece's partition, or an optimizer
+    moment of the same shape."""
     return tensor.detach().view(-1).narrow(0, piece.offset, piece.length)
 
 

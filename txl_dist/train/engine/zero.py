@@ -174,7 +174,7 @@ class ZeroEngine(Engine):
         optimizer.assign(assignments, dtype=torch.bfloat16 if in_half else torch.float32, device=ranks.device)
 
     def _correct_deepspeed(self, ranks: RankInfo) -> None:
-        """Undo changes that DeepSpeed's initialization made, where they would change results or cost time."""
+        """Undo changes that DeepSpeed's initialization made, if they would change results or cost time."""
         if self._stage == 3:
             _reduce_with_first(self._optimizer.leaf_parameters, list(self.model.blocks))
         if hasattr(self._optimizer, "fp32_groups"):

@@ -453,7 +453,8 @@ class _KernelLike(torch.autograd.Function):
 
 
 def _score_buffer(query_BTNH: Tensor, num_keys: int) -> Tensor:
-    """Return a buffer of scores as large as the buffer that the kernels use. Its size is limited."""
+    """Return a buffer of scores as large as the buffer that the kernels use. The size of this buffer
+    has an upper limit."""
     num_queries = query_BTNH[..., 0].numel()
     padded_keys = -(-num_keys // 16) * 16
     largest_len = SCORE_BUFFER_BYTES // query_BTNH.element_size()

@@ -122,7 +122,8 @@ class _ActivationWatch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Measure the outputs of the layers in the block. The block must run the model once, without gradients."""
+        """Return a context manager that measures the outputs of the layers in its block. The block must run the model
+        once, without gradients."""
         handles = [block.register_forward_hook(self._taking(index)) for index, block in enumerate(self._blocks)]
         try:
             yield

@@ -54,10 +54,11 @@ class MetricLogger(Protocol):
     """Interface of a logger, which writes all records of a run to one place, for instance a file."""
 
     def write(self, kind: str, record: Record) -> None:
-        """Write one record. `kind` is the kind of record, for instance train or eval. Raises OSError if that fails."""
+        """Write one record. `kind` is the kind of record, for instance train or eval. Raises OSError if the record
+        cannot be written."""
 
     def close(self) -> None:
-        """Write out buffered data, and release all resources. Raises OSError if that fails."""
+        """Write out buffered data, and release all resources. Raises OSError if the data cannot be written."""
 
 
 class MetricReporter:

@@ -137,8 +137,8 @@ class _AttentionWatch:
 
     @contextmanager
     def over(self, model: TransformerXL, *, scored_BT: Tensor) -> Iterator[None]:
-        """Measure the attention layers of a model in the block. The block must run the model once, without
-        gradients."""
+        """Return a context manager that measures the attention layers of a model in its block. The block must run the
+        model once, without gradients."""
         layers = [layer for layer in model.modules() if isinstance(layer, Attention)]
         self._num_scored = self._num_scored + scored_BT.double().sum()
         try:

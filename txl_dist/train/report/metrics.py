@@ -86,8 +86,8 @@ class Interval:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time of the block from the interval's training time. The loop uses this for saving and
-        evaluating."""
+        """Return a context manager that excludes the time of its block from the interval's training time. The loop uses
+        it for saving and evaluating."""
         start_s = time.perf_counter()
         yield
         self._start_s += time.perf_counter() - start_s
