@@ -49,8 +49,8 @@ class PrepareArguments(PrepareSettings):
     plugins: tuple[str, ...] = ()
     """Python modules to import first, which runs their code."""
     reindex: bool = False
-    """Only write the records and the index for existing tars of tokens in --out (the named tars, or all). Needs the
-    --tokenizer-file that made the tokens."""
+    """Only write the records and the index for existing tars of tokens in --out: for the tars that are given as inputs,
+    or for all tars. Needs the --tokenizer-file that made the tokens."""
 
     def check_tokenizer(self) -> None:
         """Raise ConfigError for an unknown kind of tokenizer."""

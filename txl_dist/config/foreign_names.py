@@ -23,15 +23,15 @@ class Counterpart(NamedTuple):
     foreign: str
     """Names that other programs use, with blanks between them."""
     here: str = ""
-    """Setting (`section.key`) or flag of this package, with underscores. It is empty if there is none, and then the
-    note says why."""
+    """Setting (`section.key`) or flag of this package, with underscores. It is empty if this package has no
+    counterpart, and then the note says why."""
     value: str = ""
     """Value that the foreign name implies, or empty. For example, bf16 implies engine.precision=bf16."""
     note: str = ""
     """Remark for the message, in whole sentences: how to convert the value, or what differs."""
     needs: str = ""
-    """Flag that a command must have for a row without `here` to apply. It is empty if the row applies to any
-    command."""
+    """Flag that limits a row without `here`: the row applies only to commands that have this flag. It is empty if the
+    row applies to all commands."""
 
     def hint(self, *, spell: Callable[[str, str], str]) -> str:
         """Return the last part of a message about the foreign name, which suggests the counterpart. The text begins

@@ -9,10 +9,11 @@
 A run may begin with short segments (Press et al. 2021, Shortformer). In this example the first half of the steps has
 many lanes and short segments. After the listed phases the section's own values apply. Steps of all phases have equally
 many tokens, so half of the steps are half of the tokens. Between two phases the run continues like a run that is
-resumed with other lengths. Each token is read once, and lanes that are split again begin with an empty memory.
+resumed with other lengths. If the number of lanes changes, the unread tokens are divided among the new lanes, whose
+memories begin empty. Each token is still read once.
 
 A `Config` of one phase has the values of that phase in its section [train]. Its list `phases` has all phases, including
-the last one. So the config of a phase can be computed from the config of any other phase (`at_step`, `whole`). The
+the last phase. So the config of a phase can be computed from the config of any other phase (`at_step`, `whole`). The
 config of the whole run is saved and compared.
 """
 

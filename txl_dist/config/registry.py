@@ -4,7 +4,7 @@ A table (`schema.OPTIMIZERS`, for instance) is a dictionary of rows by name. Set
 names up in it. A plugin is a module that adds rows when it is imported, by the functions of `txl_dist.plugins`.
 
 A module that a file names is imported only if the caller says that the user has agreed to it. A checkpoint or a bundle
-only lists the plugins that it needs. It is refused while they are not loaded.
+only lists the plugins that it needs. The checkpoint or bundle is refused until all these plugins are loaded.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def empty_memory(memory_lens: Sequence[int], *, num_lanes: int, width: int, like
 
 
 def attended(memory: Memory) -> Memory:
-    """Return the memory with every position visible. Queries then attend to empty positions too, which hold zeros.
+    """Return the memory with every position visible. Queries then also attend to the empty positions, which hold zeros.
 
     Hugging Face's model and the TensorFlow code begin with such a memory. All positions get the document 0. So the
     function works only without document masks, where all tokens have document 0.

@@ -184,9 +184,9 @@ def kept(seed, lane, head, i, j0, threshold, COLUMNS: tl.constexpr):
 
 @triton.jit
 def class_rows(tile, residue, lanes, ROWS: tl.constexpr):
-    """Return (a, lane, query) for the rows of a tile over n (see the module's docstring).
+    """Return (a, lane, query) for the rows of a tile of scores. The queries of a tile are eight apart.
 
-    The queries are 8 a + residue, of all lanes.
+    A row is a pair (a, lane), and its query is 8 a + residue (see the module's docstring).
     """
     row = tile * ROWS + tl.arange(0, ROWS)
     a = row // lanes
@@ -195,7 +195,8 @@ def class_rows(tile, residue, lanes, ROWS: tl.constexpr):
 
 @triton.jit
 def skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS: tl.constexpr):
-    """Return (pointers, mask) into SCORES for a tile over n, each [rows, COLUMNS]. The first column is n0.
+    """Return (pointers, mask) into SCORES for a tile of scores, each [rows, COLUMNS]. The columns are n = j - 8 a (see
+    the module's docstring), from n0 on.
 
     The mask covers whole vectors of eight numbers. So it is also True for some n below `first` or above `last`.
     """
@@ -212,9 +213,9 @@ def skewed(SCORES, head, a, lane, i, n0, first, last, shape, lanes, COLUMNS: tl.
 
 @triton.jit
 def seen_columns(residue, last_a, shape):
-    """Return the first and the last column n that queries of this residue see, up to row `last_a`.
+    """Return the first and the last column that queries of this residue see, up to row `last_a`.
 
-    The module's docstring defines n and residue.
+    Columns are n = j - 8 a, and queries are 8 a + residue (see the module's docstring).
     """
     first = -8 * last_a
     if shape.oldest is not None:
