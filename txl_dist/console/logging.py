@@ -41,8 +41,8 @@ class GrowingFile:
     def __init__(self, path: Path, *, separator: bytes = b"") -> None:
         """Keep the path without opening the file.
 
-        The separator is written after each piece. It is also written before the first piece if a killed run did not
-        write it after its last piece.
+        The separator is written after each piece. The separator is also written before the first piece if the file ends
+        without it, because a run was killed.
         """
         self.path = path
         self._separator = separator

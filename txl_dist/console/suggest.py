@@ -1,10 +1,10 @@
 """Suggestions for a misspelt name: settings in a file or as flags, values of a choice, commands, folders.
 
 Names are compared by difflib, ignoring case and hyphens. A setting (`section.key`) can be written under a wrong section
-or under none. It is then slightly less similar than under its own section. So `train.lr` gives the suggestion
-`optim.lr`. All equally similar names are suggested. The exception is a key that several other sections have: only the
-first of these settings is suggested. So `model.memory_len` gives `train.memory_len` and not the setting of the
-evaluation. This module imports no torch.
+or under none. Such a setting counts as slightly less similar than a setting under its own section. So `train.lr` gives
+the suggestion `optim.lr`. All equally similar names are suggested. The exception is a key that several other sections
+have: only the first of these settings is suggested. So `model.memory_len` gives `train.memory_len` and not the setting
+of the evaluation. This module imports no torch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ After a block of up to 32 MiB was freed, glibc takes further blocks of this size
 and buckets of all sizes are mixed in the heap, and freed memory stays with the process. The resident set of a CPU rank
 was 20 to 45 % larger than its live memory. With a fixed threshold, large blocks are mapped by the system and returned
 when they are freed. New pages of 4 KiB would make a step an eighth slower, but huge pages have no measurable cost. So
-the threshold is set only where torch may use huge pages.
+the threshold is set only if torch may use huge pages.
 
     blocks >= 2 MiB    mapped separately, on huge pages, returned when freed
     smaller blocks     from the heap, which keeps its size (train/footprint assumes this)

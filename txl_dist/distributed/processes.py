@@ -17,7 +17,7 @@ _MAX_NAME = 512
 
 
 class ProcessId(NamedTuple):
-    """Identity of one process on any host, for example of the owner of a lock. JSON stores it as a list."""
+    """Identity of one process on any host, for example of the owner of a lock. In JSON this identity is a list."""
 
     host: str
     """Name of the host on which the process runs."""

@@ -28,8 +28,8 @@ NO_ANSWER_S = 30
 SAY_AFTER_S = 3.0
 """Seconds that a rank waits before it prints a line with the missing ranks."""
 _PIECE_S = 1.0
-"""Longest time in seconds of one wait in torch. A longer wait is divided into several, because torch does not react to
-signals while it waits."""
+"""Longest time in seconds of one wait in torch. A longer wait is divided into several waits, because torch does not
+react to signals while it waits."""
 
 
 def rendezvous(*, rank: int, world_size: int, problem: str, timeout_s: int) -> Store:

@@ -1,7 +1,7 @@
 """`txl evaluate`: scores of a trained model on a validation split.
 
-On request it also scores the model without memory, the model while it adapts to the text, and baselines that count
-tokens.
+On request the command also scores the model without memory, the model while it adapts to the text, and baselines that
+count tokens.
 """
 
 from __future__ import annotations

@@ -197,8 +197,8 @@ class AdaptationOptions:
         return {"by": self.adapt} | {name: getattr(self, name) for name in _ADAPTS_BY[self.adapt]}
 
     def check(self, overrides: Overrides, outputs: Outputs) -> None:
-        """Raise ConfigError for a number out of range, for an option of another kind of adaptation, and if the
-        evaluation has more than one static score to compare with."""
+        """Raise ConfigError for a number out of range, for an option of another kind of adaptation, and if there is
+        more than one evaluation without adaptation to compare with."""
         check_bounds(self)
         for kind, names in _ADAPTS_BY.items():
             if kind == self.adapt:

@@ -11,14 +11,14 @@ paper defines:
     g_i(c, c') = (exp f_i(c, c) - exp f_i(c, c')) / exp f_i(c, c)        relative gain in perplexity
 
 The context c begins at the shortest context, and grows by a step as long as g_i(c, c') >= 0.01. The RECL of model i is
-the first c with a smaller gain. Gains at longer contexts do not count. f_i(c, c) is the mean of b over T, which is the
-same for all models.
+the first c with a gain below 0.01. Gains at longer contexts do not count. f_i(c, c) is the mean of b over T, which is
+the same for all models.
 
 The paper leaves some choices open. This module makes these choices:
 - The shortest context is one step, so one step is the smallest RECL, even for a model that never gains.
 - T is selected again for each c. It has round(r * targets) targets, at least one. If two
   targets have equal losses, the earlier target is taken first.
-- A model that still gains at the longest context is reported with that context and the words "or more".
+- If no gain of a model is below 0.01, the longest context and the words "or more" are reported as the model's RECL.
 - The targets are a sample of the split without replacement, the same for all models and contexts. Each target has at
   least as many tokens before it as the longest context. Borders of documents are ignored.
 - Each target's context is run alone, from an empty memory. It is cut into segments of the model's training length that

@@ -23,7 +23,7 @@ ENVIRONMENT_FILE = "DS_ENV_FILE"
 class LauncherFiles(NamedTuple):
     """Flags and environment variables that make the launcher read the copies of its files.
 
-    Both are empty if the launcher can read its files without copies.
+    Flags and variables are empty if the launcher can read its files without copies.
     """
 
     flags: list[str]

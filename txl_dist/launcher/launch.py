@@ -7,7 +7,7 @@ group of its own:
     end           processes that are left in the group get time to save, and then SIGKILL
     own death     makes the kernel send SIGTERM to the launcher. Then the ranks notice its end, save and exit
     output        useless lines of the launcher are removed (output_filter.py), and a last line says how the run ended
-    exit code     0 if this start wrote RUN/DONE, 75 to start again, 76 if a rank was lost, else that of the launcher
+    exit code     0 if this start wrote RUN/DONE, 75 to start again, 76 if a rank was lost, else the launcher's code
     other nodes   ssh ends if its node does not respond, because the launcher would otherwise wait forever
 """
 

@@ -5,8 +5,8 @@
 A trial is a process `txl train OUT/NAME.toml`, with its run in OUT/NAME and its output in OUT/NAME.log. The sweep
 stores no state of its own, so the same command continues an interrupted sweep. Trials with the first seed run first. A
 point of the grid is ranked by the mean of its validation losses at the end of training. A point is ranked only if the
-runs of all seeds are done. A mean over only the seeds that did not diverge would favour a high learning rate. Not
-supported: several ranks per run (`txl launch`), and stopping bad runs early.
+runs of all seeds are done. A mean over only the seeds that did not diverge would favour a high learning rate. A sweep
+cannot run a trial on several ranks (`txl launch`), and it does not stop bad runs early.
 """
 
 from __future__ import annotations

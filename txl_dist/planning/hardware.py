@@ -1,9 +1,9 @@
 """Facts about GPUs and the machines around them, for `txl plan`.
 
 Memory and bandwidth are from datasheets and from the output of `nvidia-smi`. Peaks are in `model.flops`. The other
-figures are the shares of the bandwidths and peaks that a trainer reaches. They are not measured on any of our machines.
-`tools/experiments/notebook/planning.md` has the source of each column, and says which figures are guesses. Units are in
-the names: GiB are 2**30 bytes, GB are 1e9.
+figures are the shares of the bandwidths and peaks that a trainer reaches. These shares are not measured on any of our
+machines. `tools/experiments/notebook/planning.md` has the source of each column, and says which figures are guesses.
+Units are in the names: GiB are 2**30 bytes, GB are 1e9.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ class PhasePlan:
 
 @dataclass(frozen=True)
 class PlannedOption(Option):
-    """Option that the plan recommends, with the time and cost of the run. Its memory is counted, not interpolated."""
+    """Option that the plan recommends, with the time and cost of the run. The memory of this option is counted, not
+    interpolated."""
 
     flags: list[str]
     """Command-line flags that turn the given settings into this option."""

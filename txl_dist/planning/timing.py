@@ -32,7 +32,7 @@ from txl_dist.train.engine.muon import NUM_ITERATIONS, Matrix
 MEMORY_SHARE = 0.85
 """Share of a GPU's memory bandwidth that passes over large tensors reach."""
 KERNEL_SHARE = 0.3
-"""Share of the GPU's peak that our Triton kernels reach. It is a prediction."""
+"""Share of the GPU's peak that our Triton kernels reach. The value is a prediction."""
 KERNEL_WORK = 11 / 9
 """Operations of the Triton kernels divided by the operations of the formula. The kernels compute scores again in the
 backward pass."""

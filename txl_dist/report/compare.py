@@ -5,9 +5,9 @@ tokenizers are different amounts of text. The checkpoints may prove that all run
 not, losses are shown in bits per byte of text. A run has no bits per byte if its tokenizer loses text, or if only a
 part of the validation split is scored. If a run has no bits per byte, the losses of the runs are not compared.
 
-Runs are ranked only if they were scored on the same text, as far as recorded sizes show. With the same tokenizer, every
-evaluation must have the same number of tokens. Otherwise the evaluations must cover whole texts with the same number of
-bytes.
+Runs are ranked only if the recorded sizes show no difference between the texts on which the runs were scored. With the
+same tokenizer, every evaluation must have the same number of tokens. With different tokenizers, the evaluations must
+cover whole texts with the same number of bytes.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ CHAT_FIELDS = {
     "previous_response_id",
     "moderation",
 }
-"""Fields of chat completions and of OpenAI's responses API. They have no meaning for a base model."""
+"""Fields of chat completions and of OpenAI's responses API. These fields have no meaning for a base model."""
 
 
 class APIError(Exception):

@@ -1,11 +1,11 @@
 """Verdicts of `txl doctor` on each machine and on the network between machines: what is wrong, and how to repair it.
 
-    ok        as it should be, or of no consequence
+    ok        nothing is wrong, or what is wrong has no effect on a run
     warning   a run works, but slower, less safely, or not with every setting
     problem   a run fails, or gives wrong results: exit code 1
 
-The functions depend only on the facts that `machine`, `disk` and `fabric` have found. The limits here are not measured.
-They are judgements of experienced users.
+The functions depend only on the facts that `machine`, `disk` and `fabric` have found. The limits in these functions are
+judgements of experienced users, not measurements.
 """
 
 from __future__ import annotations
