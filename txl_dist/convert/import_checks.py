@@ -173,7 +173,9 @@ def dim_size(peer_weights: Weights, name: str, axis: int, *, dims: int, where: s
         )
     shape = peer_weights[name].shape
     if len(shape) != dims:
-        raise CheckpointError(f"{where} does not fit: {name} has shape {list(shape)}, expected {dims} dimensions.")
+        raise CheckpointError(
+            f"{where} does not fit the format: {name} has shape {list(shape)}, but must have {dims} dimensions."
+        )
     return int(shape[axis])
 
 
@@ -223,7 +225,7 @@ def refuse(problems: list[str], *, where: str) -> None:
         else:
             more = ""
         raise CheckpointError(
-            f"{where} does not fit: {'; '.join(problems[:4])}{more}. "
+            f"{where} does not fit the settings: {'; '.join(problems[:4])}{more}. "
             "Check the format, the architecture and the settings."
         )
 

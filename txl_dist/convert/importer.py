@@ -118,8 +118,8 @@ def _lengths(imported: Imported, *, segment_len: int, memory_len: int, where: Pa
         memory_len = 0  # even if the file gives a length: the original fails with a memory there
     if segment_len < 0 or memory_len < -1:
         raise ConfigError(
-            f"a segment of {segment_len} tokens or a memory of {memory_len} tokens is impossible. Give lengths of 0 or "
-            "more."
+            f"a length is negative: {segment_len} tokens per segment and {memory_len} tokens of memory were given. "
+            "Give lengths of 0 or more."
         )
     if memory_len < 0:
         memory_len = imported.memory_len

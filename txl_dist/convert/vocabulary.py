@@ -187,7 +187,7 @@ def _bpe_values(fields: dict[Any, Any], *, where: str) -> dict[str, Any]:
         if not is_pair or not symbol_set.issuperset((*pair, "".join(pair))):
             is_complete = False
     if not is_complete:
-        raise DataError(f"{where}: bytes or merges have no symbol in the vocabulary. {_REMEDY}")
+        raise DataError(f"{where}: some bytes or merges have no symbol in the vocabulary. {_REMEDY}")
     if END_OF_TEXT in symbol_set:
         end_of_text = symbols.index(END_OF_TEXT)
     else:
@@ -238,5 +238,7 @@ def _build(values: dict[str, Any], *, where: str, vocab_size: int) -> Tokenizer:
 
 def _check_size(tokenizer: Tokenizer, *, where: str, vocab_size: int) -> Tokenizer:
     if tokenizer.vocab_size != vocab_size:
-        raise DataError(f"{where} has {tokenizer.vocab_size} symbols, but the model has {vocab_size}. {_REMEDY}")
+        raise DataError(
+            f"{where} has {tokenizer.vocab_size} symbols, but the model has {vocab_size} token ids. {_REMEDY}"
+        )
     return tokenizer

@@ -176,7 +176,7 @@ class Stated:
                     f"{flag} contains the character {wrong!r}, but this field of a model card must be one line of text."
                 )
         if self.base_model and not NAME_OF_A_REPOSITORY.fullmatch(self.base_model):
-            raise ConfigError(f"--base-model {self.base_model}: it must name a model of the Hub, OWNER/NAME.")
+            raise ConfigError(f"--base-model {self.base_model} does not name a model of the Hub. Write OWNER/NAME.")
         if self.license.lower() not in LICENSES and (meant := _otherwise_spelt(self.license)):
             raise ConfigError(
                 f"--license {self.license}: the Hub writes this license as {meant}. Type --license {meant}."

@@ -387,7 +387,7 @@ def _check_depth(values: Any) -> None:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"it has more than {MAX_DEPTH} nested levels")
+    return ValueError(f"the content has more than {MAX_DEPTH} nested levels")
 
 
 def is_file_name(name: object) -> bool:

@@ -129,7 +129,7 @@ class TensorFile:
         if they cannot be read."""
         num_values = self.shapes[name].numel()
         if stop > num_values:
-            raise ValueError(f"{name} has {num_values} values, and {stop} are needed")
+            raise ValueError(f"{name} has {num_values} values, but {stop} values are needed")
         values = torch.empty(stop - start, dtype=self.dtype(name))
         buffer = memoryview(values.view(torch.uint8).numpy().data)
         with open_regular(self._path) as stream:

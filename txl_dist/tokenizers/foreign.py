@@ -188,7 +188,7 @@ class HuggingFaceTokenizer(LibraryTokenizer, ForeignTokenizer):
         try:
             library = Library.from_str(content)
         except Exception as error:  # the library raises nothing more particular
-            raise ValueError(f"the library tokenizers cannot read it: {error}") from error
+            raise ValueError(f"the library `tokenizers` cannot read the content: {error}") from error
         library.no_truncation()
         library.no_padding()
         library.encode_special_tokens = True  # their spelling is encoded like any other text
@@ -245,7 +245,7 @@ class SentencePieceTokenizer(ForeignTokenizer):
         try:
             library.LoadFromSerializedProto(base64.b64decode(content, validate=True))
         except RuntimeError as error:
-            raise ValueError(f"the library sentencepiece cannot read it: {error}") from error
+            raise ValueError(f"the library `sentencepiece` cannot read the content: {error}") from error
         return library, {i: library.id_to_piece(i) for i in range(library.vocab_size())}
 
     def _special(self) -> set[int]:

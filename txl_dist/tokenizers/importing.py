@@ -69,5 +69,5 @@ def _open_foreign(content: bytes, *, name: str) -> ForeignTokenizer:
         if _is_json(content):
             return HuggingFaceTokenizer.in_foreign_order(content.decode("utf-8"))
         if not content.startswith(_SENTENCEPIECE_START):
-            raise ValueError("it is neither JSON nor a sentencepiece model")
+            raise ValueError("the content is neither JSON nor a sentencepiece model")
         return SentencePieceTokenizer.in_foreign_order(base64.b64encode(content).decode())

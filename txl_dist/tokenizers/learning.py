@@ -97,5 +97,5 @@ class Learning:
         if self.vocab_size > MOST_IDS:
             raise ConfigError(
                 f"vocab_size={self.vocab_size} is too large: a tokenizer has at most {MOST_IDS:,} ids. Give a smaller "
-                f"vocab_size, or none."
+                f"vocab_size, or do not set vocab_size."
             )

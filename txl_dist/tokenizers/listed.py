@@ -59,11 +59,11 @@ def read_names(path: str | Path) -> tuple[str, ...]:
         if not name:
             problem = "is empty"
         elif name.split() != [name]:
-            problem = f"is {name!r:.80}, and blanks separate names"
+            problem = f"is {name!r:.80}, but a name cannot contain blanks"
         elif name == END_OF_TEXT:
             problem = f"is {END_OF_TEXT}, which is added after the last name automatically"
         elif name in first_of:
-            problem = f"is {name!r:.80}, as line {first_of[name]} is"
+            problem = f"is {name!r:.80}, but line {first_of[name]} has the same name"
         else:
             first_of[name] = number
             continue

@@ -93,7 +93,7 @@ def build_tokenizer(values: dict[str, Any]) -> Tokenizer:
     """Build a tokenizer from the values of its file. Raises ValueError or KeyError if the values are inconsistent."""
     if values["kind"] not in KINDS:
         raise UnknownKindError(
-            f"unknown kind {values['kind']!r}, known kinds are {', '.join(KINDS)}. To read a plugin's kind, add "
+            f"unknown kind {values['kind']!r}. Known kinds are {', '.join(KINDS)}. To read a plugin's kind, add "
             "--plugins NAME (for training: --run.plugins NAME)"
         )
     try:

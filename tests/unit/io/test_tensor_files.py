@@ -110,7 +110,7 @@ def test_what_is_no_file_of_tensors_or_of_types_that_we_write_is_an_error(tmp_pa
         TensorFile(tmp_path / "f").read("a", 0, 1)
     written(tmp_path / "f", {"a": torch.zeros(1000)})
     file = TensorFile(tmp_path / "f")
-    with pytest.raises(ValueError, match="a has 1000 values, and 1001 are needed"):
+    with pytest.raises(ValueError, match="a has 1000 values, but 1001 values are needed"):
         file.read("a", 0, 1001)
     (tmp_path / "f").write_bytes((tmp_path / "f").read_bytes()[:-8])
     with pytest.raises(OSError, match="ends early"):

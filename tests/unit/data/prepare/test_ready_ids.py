@@ -295,7 +295,7 @@ def assert_refused(folder: Path, names: Path, source: Path, message: str, **sett
 BAD_LISTS = {
     "a\n\nb\n": "line 2: the name of id 1 is empty",
     "a\nb c\n": "line 2: the name of id 1 is 'b c'",
-    "a\nb\na\n": "line 3: the name of id 2 is 'a', as line 1 is",
+    "a\nb\na\n": "line 3: the name of id 2 is 'a', but line 1 has the same name",
     "<|endoftext|>\n": "line 1: the name of id 0 is <|endoftext|>",
     "": "line 1: the name of id 0 is empty",
 }
