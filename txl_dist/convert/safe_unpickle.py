@@ -232,8 +232,8 @@ def _reading(path: Path, kind: str) -> Iterator[_Unmapped]:
 
 def _refusal(path: Path, name: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is not read, because it refers to {name}, and unpickling could run this code. If you trust the file, "
-        "convert it to safetensors in the program that wrote it."
+        f"{path} contains {name}, and unpickling the file could run this code. For this reason the file is not read. "
+        "If you trust the file, convert it to safetensors in the program that wrote it."
     )
 
 
