@@ -301,11 +301,12 @@ def _without_sources(persistent_load: Callable[[Any], Any]) -> Callable[[Any], A
 
 
 def _constructors() -> dict[tuple[str, str], Any]:
-    """Return the callables that a file is allowed to call. Each call of this function makes new ones, except for types
-    that cannot be changed."""
+    """Return the callables that a file is allowed to call, by (module, name). Each call of this function makes new
+    callables, except for immutable types."""
 
     class Parameter:
-        """Constructor that returns a plain tensor. If the data comes later as the state, the tensor is empty."""
+        """Constructor that returns a plain tensor. If the file gives the data later, as the object's state, the tensor
+        is empty."""
 
         def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> Any:
             if data is None:

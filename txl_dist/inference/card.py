@@ -220,7 +220,7 @@ class Score(_Fact):
     tokens: int
     """Number of tokens that were scored."""
     segment_len: int
-    """Number of tokens that the model scored at a time."""
+    """Number of tokens that the model scored at a time, as one segment."""
     memory_len: int
     """Number of past tokens in the memory."""
     num_lanes: int
@@ -291,7 +291,7 @@ class Card(_Fact):
 
 
 NOTHING_STATED = Card()
-"""Card of a model about which nothing is known."""
+"""Card without any facts, for a model about which nothing is known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,8 +216,8 @@ def test_a_corpus_is_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
         ([], "is a folder without a tokenizer"),
         (["config.json"], "is a folder without a tokenizer"),
         (["a.model", "b.model"], r"several sentencepiece models \(a\.model, b\.model\)"),
-        (["vocab.txt"], r"without tokenizer\.json.*save_pretrained"),
-        (["vocab.json"], r"without tokenizer\.json.*save_pretrained"),
+        (["vocab.txt"], r"no tokenizer\.json.*save_pretrained"),
+        (["vocab.json"], r"no tokenizer\.json.*save_pretrained"),
         (["vocab.json", "merges.txt"], r"vocab\.json is not a vocabulary"),
     ],
 )
