@@ -86,8 +86,8 @@ class BatchMaker(NamedTuple):
 
         With document masks, an input that is an end-of-text token counts as part of the document that follows it. This
         input attends to itself alone, and predicts the first token of that document. A target is scored only if the
-        target and its input are in the same document. They are in two documents if the target begins a document without
-        an end-of-text token before it, or begins another part of the text of its lane (batch row).
+        target and its input are in the same document. Target and input are in two documents if the target begins a
+        document without an end-of-text token before it, or begins another part of the text of its lane (batch row).
         """
         tokens = segment.tokens[rows, :-1]
         targets = segment.tokens[rows, 1:]

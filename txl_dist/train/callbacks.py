@@ -359,7 +359,8 @@ class Callbacks:
 
 
 def _check_callback(callback: object) -> None:
-    """Raise ConfigError for an object without any method of a callback, or with a method that is never called."""
+    """Raise ConfigError for an object that has no callback method, or that has a method `on_...` which is never
+    called."""
     if isinstance(callback, type):
         raise ConfigError(f"callbacks: {_shown(callback)} is a class. Pass an instance of it: {callback.__name__}().")
     for name in dir(callback):

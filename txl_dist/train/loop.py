@@ -66,7 +66,7 @@ fault, reports a hang first."""
 
 class Start(NamedTuple):
     """Result of the checks that rank 0 makes before the model is built. It contains the state from which training
-    starts in this process. It is the same on every rank."""
+    starts in this process. The result is the same on every rank."""
 
     saved: SavedState | None
     """Checkpoint to resume from, or None for a new run."""

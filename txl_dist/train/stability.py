@@ -3,8 +3,8 @@
 `Health` is a value that every checkpoint stores, so a resumed run makes the same decisions as an uninterrupted run.
 This module uses no torch, ranks or files. All ranks compute the same from the same numbers.
 
-A spike is a loss or a gradient norm far above the values of the steps before it. Both are positive and their noise is
-proportional, so distances are taken between logarithms. A value is a spike when
+A spike is a loss or a gradient norm far above the values of the steps before it. Losses and norms are positive, and
+their noise is proportional to their size. So distances are taken between logarithms. A value is a spike when
 
     ln(value / median) > spike_sigma * max(1.4826 * MAD, 0.02)    over the last spike_window accepted steps
 

@@ -12,7 +12,8 @@ recording ran out of memory. All graphs share the inputs, results and gradients 
 graph needs little memory. The first shape, which is usually the most frequent shape, needs no extra copy.
 
 Limitations: the memory of a micro-step stays reserved. CUDA graphs do not work with ZeRO-3, whose hooks gather weights
-within the micro-step. They do not work with activation checkpointing either, which reads the state of the generator.
+within the micro-step. CUDA graphs do not work with activation checkpointing either, because it reads the state of the
+generator.
 """
 
 from __future__ import annotations

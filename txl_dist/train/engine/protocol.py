@@ -58,7 +58,7 @@ class Engine(Protocol):
         """Return two numbers for each parameter: [sum of squares of its gradient, sum of squares of its weights].
 
         Gradients are taken before clipping. Weights are the fp32 weights, if the engine keeps such weights. The result
-        is the same on every rank. Call this method between `grad_norm` and `step`. It waits for the device.
+        is the same on every rank. Call this method between `grad_norm` and `step`. The method waits for the device.
         """
 
     def losses(self, batch: Batch, memory: Memory, *, with_top1_correct: bool = False) -> tuple[Tensor, Memory]:

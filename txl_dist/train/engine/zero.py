@@ -348,7 +348,8 @@ class ZeroEngine(Engine):
             )
 
     def _divide_gradients(self, divisor: float) -> None:
-        """Set the number by which the next update divides the gradients. It combines clipping and loss scale.
+        """Set the number by which the next update divides the gradients. This number combines clipping
+        and loss scale.
 
         On a GPU torch's fused optimizers divide while they read the gradients, which saves a pass over the gradients.
         """

@@ -99,7 +99,7 @@ def bound_bytes(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_s
     """Return an upper bound on the bytes of memory that a rank uses.
 
     The bound assumes no sharding and no recomputation. It assumes that every attention score and activation is kept,
-    and adds the waste of the heap.
+    and adds the memory that the C library's heap wastes.
     """
     model = config.model
     train = config.train

@@ -31,7 +31,7 @@ from txl_dist.vocabulary_clusters import typical_shares
 _MIB = 2**20
 LIBRARY_BYTES = {"replicated": 90 * _MIB, "partitioned": 135 * _MIB}
 """Host memory in bytes of the reader thread, and of the parts of torch and DeepSpeed that start only with an optimizer.
-It depends on whether ZeRO partitions the optimizer state (stage 1 or more) or not."""
+The keys say whether ZeRO replicates the optimizer state (stage 0) or partitions it (stage 1 or more)."""
 
 HEAP_FACTOR = 2.0
 """Size of the C library's heap, divided by the largest number of bytes of small storages that are alive at once."""

@@ -357,9 +357,9 @@ def _gathered_bytes(model: TransformerXL) -> float:
 def _without_storage(model: ModelSection) -> Iterator[None]:
     """Return a context manager in whose block new tensors have no storage.
 
-    They are meta tensors, or fake tensors if torch itself computes attention. Fake tensors take four times as long.
-    They are needed because torch chooses its attention function by the device. For meta tensors it would choose a
-    function that keeps the scores.
+    They are meta tensors, or fake tensors if torch itself computes attention. Fake tensors take four times as long. But
+    torch chooses its attention function by the device of the tensors. For meta tensors torch would choose a function
+    that keeps the scores.
     """
     calls_torch = not model.scheme.has_distance_terms
     if calls_torch:

@@ -2,8 +2,8 @@
 
     rank 1 .. n (Spoke) --(JSON lines over TCP)--> rank 0 (Hub)
 
-The hub answers each report with the report of rank 0. It sends notices of a rank, for instance about an error, to all
-ranks. A rank and the hub exchange about 200 bytes per second.
+The hub answers each report with the report of rank 0. The hub passes notices of a rank, for instance about an error, on
+to all ranks. A rank and the hub exchange about 200 bytes per second.
 
 The ranks use sockets of their own, not torch's TCPStore. Calls of a TCPStore wait forever for a frozen server (measured
 with torch 2.13 and SIGSTOP: the timeout does not apply), and print C++ stacks if the server is gone. A socket separates

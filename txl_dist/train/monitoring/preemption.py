@@ -1,5 +1,5 @@
-"""Requests to stop this process. They are only recorded here. The loop reads `reason` once a step, and sends the result
-to all ranks.
+"""Requests to stop this process. This module only records the requests. The loop reads `reason` once a step, and sends
+the result to all ranks.
 
 A request is one of the following: the signals SIGTERM, SIGINT and SIGUSR1, the file RUN/STOP, a time limit, the loss of
 the run directory, or the end of the launcher. The end of the launcher counts because `deepspeed` ends at once on a

@@ -1,4 +1,5 @@
-"""The watchdog: finds the rank that hangs or was lost, names it in one line, and ends the run. One thread per rank.
+"""The watchdog: finds the rank that hangs or was lost, names it in one line, and ends the run. It has one thread per
+rank.
 
 The main thread calls `beat` at every step and phase. The thread of the watchdog sends this heartbeat to the thread of
 rank 0 (`heartbeats`). There are three kinds of failure:
@@ -9,8 +10,8 @@ rank 0 (`heartbeats`). There are three kinds of failure:
     failed   a rank calls `report` and prints its own error. The other ranks end without a message
 
 Rank 0 decides and prints. If rank 0 does not answer, rank 1 and the first process of every other node do. All ranks
-write the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can.
-They end by os._exit(HANG), because a stuck main thread cannot end.
+write the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can. All
+ranks end by os._exit(HANG), because a stuck main thread cannot end.
 
 There is also a safety net in C. If no Python thread can run for longer than the limit, because the interpreter lock is
 held, the process writes its stacks and exits with code 1.
@@ -127,8 +128,8 @@ class Watchdog:
         self._arm()
 
     def write_stacks_to(self, folder: Path | None) -> None:
-        """Write stack traces to a file in this folder, which is created, and not to standard error. None keeps the
-        present place."""
+        """Write stack traces to a file in this folder, which is created, and not to standard error. With None, the
+        place of the stack traces does not change."""
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._stacks = folder / f"rank_{self._ranks.rank:05d}.txt"
@@ -298,7 +299,7 @@ class Watchdog:
     def _position(self, beat: Beat) -> str:
         """Return the step and phase that the run had reached, as text.
 
-        The last beat of a silent rank may be a second old, but other ranks do not get far without that rank.
+        The last beat of a silent rank may be a second old, but other ranks cannot finish a step without that rank.
         """
         _, step, phase = self._last
         if step <= beat.step:

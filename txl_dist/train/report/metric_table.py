@@ -55,8 +55,8 @@ class Metric:
     """Form of the number in TensorBoard. A histogram shows a list: the horizontal axis is the place in the list, and
     each record is one line. With `none` TensorBoard does not get the number."""
     measure: Callable[[Mapping[str, Any]], float | None] | None = None
-    """Function of a plugin that computes the number from a record. It returns None if the record lacks what it needs.
-    For metrics of this package `measure` itself is None."""
+    """Function of a plugin that computes the number from a record. The function returns None if the record lacks values
+    that the function needs. For metrics of this package `measure` itself is None."""
 
     def text(self, value: Any) -> str:
         """Return the number with its label and unit, as the console shows it."""

@@ -1,9 +1,9 @@
 """Validation loss of XLNet's objective: mean loss in nats per predicted token, over fixed random orders.
 
-Which tokens are predicted, and in which order, depends on the position in the split and on the number of the order. It
-does not depend on the run's seed, so losses of runs can be compared. Only a part of the text is predicted. So the loss
-has no bits per byte, and it depends on the number of predicted tokens. Tokens that are predicted later in an order see
-more of the segment, so their loss should be lower.
+Which tokens are predicted, and in which order, depends on the position in the split and on the number of the order. The
+choice does not depend on the run's seed, so losses of runs can be compared. Only a part of the text is predicted. So
+the loss has no bits per byte, and it depends on the number of predicted tokens. Tokens that are predicted later in an
+order see more of the segment, so their loss should be lower.
 
 Shape suffixes: T tokens of a segment, m predicted tokens (targets).
 """

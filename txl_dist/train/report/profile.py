@@ -1,8 +1,8 @@
 """Traces of some steps of a run by torch's profiler: `txl train CONFIG --profile 20:22`.
 
 Rank 0 writes `RUN_DIR/profile/steps_20_22_rank0.pt.trace.json.gz`. Chrome (chrome://tracing), Perfetto and
-TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`) can show this file. It contains the operations on host and
-device, their shapes, the allocated memory, and a range around each part of a step:
+TensorBoard's PyTorch profiler plugin (`--logdir RUN_DIR`) can show this file. The file contains the operations on host
+and device, their shapes, the allocated memory, and a range around each part of a step:
 
     data        waiting for the reader thread
     forward     the forward pass of one micro-batch
@@ -36,7 +36,8 @@ them."""
 
 
 def parse_steps(text: str, *, max_steps: int) -> range:
-    """Return the steps that a text "FIRST:LAST" names. Both are included and counted from 1.
+    """Return the steps that a text "FIRST:LAST" names, including the first and the last step. Steps are
+    counted from 1.
 
     Raises ConfigError for text of another form, and for steps that a run of `max_steps` steps does not have.
     """
