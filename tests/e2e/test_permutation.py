@@ -8,7 +8,8 @@ import pytest
 
 from tests.e2e.test_resume import assert_same_state, last_step, losses
 from tests.helpers.job import Job
-from tests.helpers.launch import train
+from tests.helpers.launch import train, txl
+from tests.helpers.xlnet_folder import TEXTS, xlnet_folder
 from txl_dist.artifacts import list_checkpoints
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -64,3 +65,26 @@ def test_the_validation_loss_falls_with_the_rank_of_prediction_and_has_no_bits_p
     assert "bits_per_byte" not in evaluation
     assert "accuracy_pct" in evaluation
     assert "bits_per_byte" not in records(run, "train")[-1]
+
+
+def test_an_imported_model_is_trained_on_a_corpus_of_its_own_tokenizer(tmp_path: Path) -> None:
+    """Import, prepare, train, export: with the ids of XLNet's own vocabulary all the way."""
+    folder = xlnet_folder(tmp_path, "tokenizer.json")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    commands = [
+        ["import", str(folder), "bundle", "--format", "xlnet"],
+        ["prepare", "texts.jsonl", "--out", "corpus", "--tokenizer-file", "bundle/tokenizer.json"],
+    ]
+    for words in commands:
+        done = txl(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    words = ["--data.path", "corpus", "--run.init", "bundle", "--run.dir", "run"]
+    words += ["--train.num_lanes", "4", "--train.microbatch_lanes", "4", "--train.max_steps", "8"]
+    train("bundle/train.toml", *words, cwd=tmp_path, ranks=1)
+    assert max(losses(tmp_path / "run")) == 8
+    done = txl("export", "run", "out", "--format", "xlnet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    before, after = (json.loads((path / "tokenizer.json").read_text()) for path in (folder, tmp_path / "out"))
+    pieces = [[symbol for symbol, _ in content["model"]["vocab"]] for content in (before, after)]
+    assert pieces[0] == pieces[1]
+    assert before["post_processor"] == after["post_processor"]

@@ -51,7 +51,8 @@ def special_tokens_of(tokenizer: Tokenizer) -> dict[str, str]:
     if UNKNOWN in tokenizer.symbols:
         special_tokens["unk_token"] = UNKNOWN
     if tokenizer.end_of_text is not None:
-        special_tokens |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+        end = tokenizer.symbols[tokenizer.end_of_text]
+        special_tokens |= dict.fromkeys(("bos_token", "eos_token", "pad_token"), end)
     return special_tokens
 
 
@@ -68,15 +69,16 @@ def library_tokenizer(tokenizer: Tokenizer, *, begins_documents: bool) -> Any | 
     from tokenizers.processors import TemplateProcessing
 
     library.encode_special_tokens = True
-    if tokenizer.end_of_text is not None:
-        library.add_special_tokens([AddedToken(END_OF_TEXT, special=True, normalized=False)])
-        if library.token_to_id(END_OF_TEXT) != tokenizer.end_of_text:
+    end = None if tokenizer.end_of_text is None else tokenizer.symbols[tokenizer.end_of_text]
+    if end is not None:
+        library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+        if library.token_to_id(end) != tokenizer.end_of_text:
             return None
     if not _gives_the_same(library, tokenizer):
         return None
-    if begins_documents and tokenizer.end_of_text is not None:
-        mark = (END_OF_TEXT, tokenizer.end_of_text)
-        library.post_processor = TemplateProcessing(single=f"{END_OF_TEXT} $A", special_tokens=[mark])
+    if begins_documents and end is not None:
+        mark = (end, tokenizer.end_of_text)
+        library.post_processor = TemplateProcessing(single=f"{end} $A", special_tokens=[mark])
     return library
 
 

@@ -14,6 +14,7 @@ Shapes: D model width, N heads, H head width.
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,8 +39,10 @@ from txl_dist.convert.output_dir import check_reread, replaced_folder, require_o
 from txl_dist.errors import CheckpointError
 from txl_dist.inference.bundle import DTYPES, Package
 from txl_dist.inference.card import README, write_readme
+from txl_dist.io.files import write_bytes
 from txl_dist.io.tensor_files import write_tensors
 from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.foreign import SentencePieceTokenizer
 from txl_dist.tokenizers.importing import open_tokenizer
 
 PREFIX = "transformer."
@@ -62,8 +65,18 @@ whether two tokens are in the same text of a pair of texts."""
 
 TOKENIZERS = ("txl_tokenizer.json", "tokenizer.json", "spiece.model")
 """Names of the files that may hold the tokenizer, in the order in which they are tried."""
-WRITTEN = {"config.json", "model.safetensors", TOKENIZERS[0], "tokenizer.json", "tokenizer_config.json", README}
+WRITTEN = {"config.json", "model.safetensors", *TOKENIZERS, "tokenizer_config.json", README}
 """Names of the files that an export may have."""
+SPECIAL_TOKENS = {
+    "unk_token": "<unk>",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "cls_token": "<cls>",
+    "sep_token": "<sep>",
+    "pad_token": "<pad>",
+    "mask_token": "<mask>",
+}
+"""Special tokens of XLNet's own vocabulary, by the names that tokenizer_config.json gives them."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "relu"}
 """This package's name for each activation that both programs have."""
 
@@ -211,7 +224,7 @@ def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
         write_json(folder / "config.json", _config(package, dtype=dtype))
         tensors = {name: tensor.detach().clone().contiguous() for name, tensor in written.items()}
         write_tensors(folder / "model.safetensors", tensors, metadata={"format": "pt"})
-        _write_tokenizer(folder, package)
+        _write_tokenizer(folder, package.tokenizer)
         check_reread(import_xlnet(folder, user_settings={}).weights, cast, where=out)
         num_bytes = (folder / "model.safetensors").stat().st_size
         write_readme(folder, package.described(dtype=dtype, num_bytes=num_bytes), ArtifactKind.HUGGINGFACE)
@@ -254,7 +267,9 @@ def inexpressible(model: ModelSection) -> list[str]:
 def _config(package: Package, *, dtype: str) -> dict[str, Any]:
     """Return the content of config.json. transformers has one dropout rate for all places."""
     model = package.section
-    end_of_text = package.tokenizer.end_of_text
+    symbols = package.tokenizer.symbols
+    special_tokens = _special_tokens(package.tokenizer)
+    roles = {role: symbols.index(symbol) for role, symbol in special_tokens.items()}
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     return {
         "model_type": "xlnet",
@@ -280,29 +295,56 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
         "layer_norm_eps": model.norm_eps,
         "initializer_range": model.init_std,
         "tie_word_embeddings": True,
-        "bos_token_id": end_of_text,
-        "eos_token_id": end_of_text,
-        "pad_token_id": end_of_text,
+        "bos_token_id": roles.get("bos_token"),
+        "eos_token_id": roles.get("eos_token"),
+        "pad_token_id": roles.get("pad_token"),
         "dtype": str(DTYPES[dtype]).removeprefix("torch."),
     }
 
 
-def _write_tokenizer(folder: Path, package: Package) -> None:
-    """Write the tokenizer: txl_tokenizer.json, and tokenizer.json if the library `tokenizers` has an equal
-    tokenizer."""
-    tokenizer = package.tokenizer
-    tokenizer.save(folder / "txl_tokenizer.json")
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the special tokens by their names in tokenizer_config.json: XLNet's own, if the vocabulary has them."""
+    if set(SPECIAL_TOKENS.values()) <= set(tokenizer.symbols):
+        return SPECIAL_TOKENS
+    return special_tokens_of(tokenizer)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write the tokenizer: txl_tokenizer.json, and the files that transformers reads, where they can express it.
+
+    With XLNet's own vocabulary, transformers puts `<sep> <cls>` after each text, as it does for XLNet's own folder.
+    """
+    tokenizer.save(folder / TOKENIZERS[0])
+    special_tokens = _special_tokens(tokenizer)
+    has_types = special_tokens is SPECIAL_TOKENS
+    config: dict[str, Any] = {
+        **special_tokens,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", *(["token_type_ids"] if has_types else []), "attention_mask"],
+    }
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        if tokenizer.has_foreign_ids:
+            write_bytes(folder / TOKENIZERS[2], base64.b64decode(tokenizer.content))
+            write_json(folder / "tokenizer_config.json", {"tokenizer_class": "XLNetTokenizer", **config})
+        return
     library = library_tokenizer(tokenizer, begins_documents=False)
     if library is None:
         return
-    library.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **special_tokens_of(tokenizer),
-        "padding_side": "left",
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    write_json(folder / "tokenizer_config.json", config)
+    if has_types:
+        library.post_processor = _template(tokenizer)
+    library.save(str(folder / TOKENIZERS[1]))
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+
+
+def _template(tokenizer: Tokenizer) -> Any:
+    """Return the library's template that puts `<sep> <cls>` after a text or a pair of texts, as XLNet's tokenizer."""
+    from tokenizers.processors import TemplateProcessing
+
+    return TemplateProcessing(
+        single="$A:0 <sep>:0 <cls>:2",
+        pair="$A:0 <sep>:0 $B:1 <sep>:1 <cls>:2",
+        special_tokens=[(symbol, tokenizer.symbols.index(symbol)) for symbol in ("<sep>", "<cls>")],
+    )
 
 
 def from_xlnet(peer_weights: Weights, model: ModelSection) -> Weights:

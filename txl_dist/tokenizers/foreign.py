@@ -3,7 +3,7 @@
 The program's own library encodes and decodes. This module converts between the ids of the library and our ids. Our ids
 are in order of frequency in the training split, because adaptive softmax cuts the vocabulary at ids. Our file is
 self-contained: it contains the foreign file unchanged, and the foreign id of each of our ids (-1 for an added
-end-of-text).
+end-of-text). A foreign vocabulary that has a token for the end of a document (`ENDS_OF_DOCUMENT`) keeps that token.
 
 Text is never encoded to special tokens. No special token is added around a text. The spelling of a special token in a
 text is encoded as text, in two separate halves if necessary. Truncation, padding and dropout are switched off.
@@ -29,6 +29,8 @@ from txl_dist.io.files import parse_object
 from txl_dist.tokenizers.base import END_OF_TEXT, REFUSED, Ids, StreamDecoder, Tokenizer, byte_symbols
 from txl_dist.tokenizers.subwords import PIECE_LEN, LibraryTokenizer
 
+ENDS_OF_DOCUMENT = (END_OF_TEXT, "<eod>", "<|end_of_text|>")
+"""Tokens that end a document: GPT-2's, XLNet's, Llama 3's. The first one in a foreign vocabulary is our end-of-text."""
 ADDED = -1
 """Value in place of the foreign id, if end-of-text was added because the foreign vocabulary does not have it."""
 _BETWEEN_WORDS = re.compile(r"[A-Za-z](?= [A-Za-z])")
@@ -52,8 +54,8 @@ class ForeignTokenizer(Tokenizer):
         distinct = set(foreign_ids)
         if sorted(distinct - {ADDED}) != sorted(foreign_symbols) or len(distinct) != len(foreign_ids):
             raise ValueError("foreign_ids does not contain every id of the other program exactly once")
-        if end_of_text < 0 or symbols[end_of_text] != END_OF_TEXT:
-            raise ValueError(f"id {end_of_text} is not {END_OF_TEXT}")
+        if end_of_text < 0 or symbols[end_of_text] not in ENDS_OF_DOCUMENT:
+            raise ValueError(f"id {end_of_text} is not the end of a document ({', '.join(ENDS_OF_DOCUMENT)})")
         self.foreign_ids = np.array(foreign_ids, dtype=np.int32)
         self._our_ids = np.full(max(foreign_symbols) + 1, REFUSED, dtype=np.int32)  # by foreign id
         for i, foreign_id in enumerate(foreign_ids):
@@ -72,24 +74,33 @@ class ForeignTokenizer(Tokenizer):
 
     @classmethod
     def in_foreign_order(cls, content: str) -> Self:
-        """Build a tokenizer that keeps the order of foreign ids. A missing end-of-text is added as the last id.
+        """Build a tokenizer that keeps the order of foreign ids.
+
+        The end-of-text is the file's own token for the end of a document. If there is none, it is added as the last id.
 
         Raises ValueError if the content is not a file of this kind.
         """
         foreign_symbols = cls._open(content)[1]
         ids = sorted(foreign_symbols)
-        for number, i in enumerate(ids):
-            if foreign_symbols[i] == END_OF_TEXT:
-                return cls(content, foreign_ids=ids, end_of_text=number)
+        symbols = [foreign_symbols[i] for i in ids]
+        for symbol in ENDS_OF_DOCUMENT:
+            if symbol in symbols:
+                return cls(content, foreign_ids=ids, end_of_text=symbols.index(symbol))
         return cls(content, foreign_ids=[*ids, ADDED], end_of_text=len(ids))
+
+    @property
+    def has_foreign_ids(self) -> bool:
+        """Whether every id is the other program's id of the same token, and no end-of-text was added."""
+        return bool((self.foreign_ids == np.arange(self.vocab_size)).all())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids. The foreign library decodes each document separately."""
+        assert self.end_of_text is not None
         text = ""
         document: list[int] = []
         for i in ids:
             if i == self.end_of_text:
-                text += self._decode(document) + END_OF_TEXT
+                text += self._decode(document) + self.symbols[self.end_of_text]
                 document = []
             else:
                 document.append(i)
@@ -344,7 +355,7 @@ class _NeighbourDecoder:
             last_piece = self.close()
             self._ids = []
             self._num_shown = 0
-            return last_piece + END_OF_TEXT
+            return last_piece + self._tokenizer.symbols[i]
         self._ids.append(i)
         text = self._tokenizer.decode(self._ids)
         new = self.close()

@@ -22,9 +22,9 @@ def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
     """Read an existing tokenizer: Hugging Face's tokenizer.json, sentencepiece's .model, or a tokenizer.json of ours.
 
     The ids of a foreign tokenizer are numbered by their frequency in the texts, and equally frequent ids keep the
-    foreign order. If a foreign tokenizer has no `<|endoftext|>`, an end-of-text is added. A tokenizer of ours is not
-    changed. Raises DataError if the file is of another kind or damaged, if a package is missing, or if there is no
-    text.
+    foreign order. If a foreign tokenizer has no token that ends a document, such as `<|endoftext|>` or XLNet's `<eod>`,
+    an end-of-text is added. A tokenizer of ours is not changed. Raises DataError if the file is of another kind or
+    damaged, if a package is missing, or if there is no text.
     """
     content = tokenizer_bytes(path, remedy="Check the path.")
     if _is_ours(content):
