@@ -66,7 +66,7 @@ CHOICES = {
     "--log_level": ("debug", "info", "warning", "error", "critical"),
     "--autotuning": ("tune", "run"),
 }
-"""Flags of the launcher that take one of a few words, each with these words."""
+"""Flags of the launcher whose value is one of a few words, each flag with these words."""
 TRAIN_FLAGS = ("resume", "max_time", "profile", "dry_run", "all", "ranks", "init")
 """Flags of `txl train` that are not settings."""
 RANKS_PER_CORE = 4

@@ -1,8 +1,8 @@
 """Decoding of texts on the command line, which are UTF-8 in every locale.
 
-In an ASCII locale (`LC_ALL=C` with `PYTHONUTF8=0`) Python reads the bytes of other characters as lone surrogates. For a
-path this is right, because Python encodes the path to the same bytes again. So only the values of flags that take texts
-are decoded again as UTF-8. Bytes that are not UTF-8 stay unchanged, and are refused later.
+In an ASCII locale (`LC_ALL=C` with `PYTHONUTF8=0`) Python reads the bytes of characters outside ASCII as lone
+surrogates. For a path this is right, because Python encodes the path to the same bytes again. So only the values of
+flags that take texts are decoded again as UTF-8. Bytes that are not UTF-8 stay unchanged, and are refused later.
 """
 
 from __future__ import annotations

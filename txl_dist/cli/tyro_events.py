@@ -88,7 +88,7 @@ class InvalidValue:
 
 @dataclass(frozen=True)
 class Refused:
-    """Refusal for any other reason, with a sentence that states it."""
+    """Refusal for any other reason, with a sentence that states the reason."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""Bounds of a command's options. They are declared on the options' fields, in the same way as for settings.
+"""Bounds of a command's options. The bounds are declared on the options' fields, in the same way as for settings.
 
     @dataclass(frozen=True, kw_only=True)
     class Options:

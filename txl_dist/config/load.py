@@ -403,8 +403,8 @@ def config_from_dict(values: dict[str, Any], *, source: str) -> Config:
 def _check_texts(value: Any, *, source: str, name: str = "") -> None:
     """Refuse texts with lone surrogates, which a settings file cannot contain.
 
-    Such texts come from paths whose bytes are not UTF-8. In an ASCII locale they come from all paths with other
-    characters. Raises ConfigError, which names the setting.
+    Such texts come from paths whose bytes are not UTF-8. In an ASCII locale, all paths with characters outside ASCII
+    give such texts. Raises ConfigError, which names the setting.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -151,7 +151,8 @@ def _check_order(phases: list[Phase], given: Config) -> None:
 
 
 def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
-    """Refuse a phase that contradicts other settings, or whose steps have more or fewer tokens than other steps."""
+    """Refuse a phase that contradicts other settings, or whose steps have more or fewer tokens than the steps of
+    [train]."""
     if given.train.is_permutation and phase.segment_len != last.segment_len:
         raise ConfigError(
             f'train.phases: "{text}" has segments of {phase.segment_len} tokens, but [train] has segments of '

@@ -440,7 +440,8 @@ class TrainSection(Section):
 
     @property
     def unscored(self) -> str:
-        """Reason why some targets have no training loss, for messages. It is empty if all targets have one."""
+        """Reason why some targets have no training loss, for messages. It is empty if all targets have a training
+        loss."""
         if self.is_permutation:
             return "only a part of the tokens is predicted, in random orders (train.objective)"
         if self.half_loss:
@@ -502,7 +503,7 @@ class EngineSection(Section):
     """ZeRO stage. 0 replicates everything. 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
     """Number format of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with operands of
-    matrix products rounded to 10 mantissa bits (Ampere or later). Checkpoints of tf32 and fp32 are the same."""
+    matrix products rounded to 10 mantissa bits (Ampere or later). Checkpoints of tf32 and fp32 have the same format."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory. This needs ZeRO stage 1, 2 or 3."""
     offload_parameters: Annotated[bool, WARNED] = False
@@ -587,7 +588,7 @@ class CheckpointSection(Section):
     """Steps between checkpoints. A run also saves a checkpoint at its end. 0 means only at the end."""
     every_minutes: Annotated[float, Field(ge=0, le=10**6), FREE] = 0.0
     """Minutes between checkpoints, by the clock of rank 0. 0 means by steps only. If every_steps is set too, both
-    apply, and each checkpoint restarts the minutes."""
+    intervals apply, and each checkpoint restarts the count of minutes."""
     keep_last: Annotated[PositiveInt, FREE] = 3
     """Number of newest checkpoints to keep. An older checkpoint is removed after a new one is complete on disk."""
     keep_every: Annotated[Count, FREE] = 0

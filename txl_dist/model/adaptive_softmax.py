@@ -3,9 +3,9 @@
 The head is a softmax over the most frequent words and one column per tail cluster. The log-probability of a tail word
 is a sum: the log-probability of its cluster's column, plus the log-probability of the word within the cluster. The i-th
 of these columns, counted from 0, belongs to tail cluster i + 1. (The original PyTorch code has these columns in reverse
-order. The conversion of its checkpoints reverses them.) Weights may be tied to the input embedding, and a cluster's
-output projection may be tied to its input projection. A tied tensor is the same Parameter in the softmax and in the
-embedding.
+order. The conversion of checkpoints from that code reverses the columns.) Weights may be tied to the input embedding,
+and a cluster's output projection may be tied to its input projection. A tied tensor is the same Parameter in the
+softmax and in the embedding.
 
 Every cluster is computed in every step (see `adaptive_embedding`). Normalisers and log-probabilities have the type fp32
 or fp64.
@@ -151,7 +151,7 @@ class AdaptiveSoftmax(nn.Module):
         """Compute nll_BT, the loss of each token in nats, without `fused_softmax.fused_linear_cross_entropy`.
 
         `tables` is the result of the method `tables()`, which copies the head's weights. A caller with frozen weights
-        calls `tables()` only once and passes the result here. If `tables` is None, it is computed here.
+        calls `tables()` only once and passes the result here. If `tables` is None, this method calls `tables()`.
         """
         if self.num_tails and partition is None:
             partition = partition_of(targets_BT, edges=self.edges)
@@ -177,10 +177,10 @@ class AdaptiveSoftmax(nn.Module):
         return torch.where(cluster_S == 0, targets_S, self.edges[1] - 1 + cluster_S)
 
     def log_probabilities(self, hidden_SD: Tensor, *, tables: Sequence[ClusterTable] | None = None) -> Tensor:
-        """Compute log p of the whole vocabulary for each hidden state, [S, V]. Generation and probes use it.
+        """Compute log p of the whole vocabulary for each hidden state, [S, V]. Generation and probes use this method.
 
         Training does not use this method, because the result is large. `tables` is the result of the method `tables()`.
-        If `tables` is None, it is computed here.
+        If `tables` is None, this method calls `tables()`.
         """
         if tables is None:
             tables = self.tables()
@@ -200,7 +200,7 @@ class AdaptiveSoftmax(nn.Module):
         """Return top1_BT: 1.0 where the target is the most probable token, else 0.0.
 
         Tokens are processed in chunks, so that few logits are in memory at a time. `tables` is the result of the method
-        `tables()`. If `tables` is None, it is computed here.
+        `tables()`. If `tables` is None, this method calls `tables()`.
         """
         if tables is None:
             tables = self.tables()

@@ -147,7 +147,7 @@ class Attention(nn.Module):
         """Apply the norm of keys and the mix of values to keys and values [..., H] of any positions.
 
         Keys are normed if the model norms keys. Values are mixed with `first_value`, the first layer's values at the
-        same positions, if it is not None. The results are ready for attention.
+        same positions, if `first_value` is not None. The results are ready for attention.
         """
         if self.value_share is not None:
             assert first_value is not None
@@ -200,7 +200,7 @@ class Attention(nn.Module):
         """Compute the layer's encodings of the distances K-1 ... 0.
 
         Returns None if the layer does not score by distance. `encoding_KD` holds the sinusoids of these distances.
-        Positional schemes without sinusoids ignore it.
+        Positional schemes without sinusoids ignore `encoding_KD`.
         """
         if self.distance is None:
             return None
@@ -377,7 +377,7 @@ def implementation(kernel: AttentionKernel, terms: Terms, *, in_any_order: bool 
     """Return the function that computes attention of these terms, as the setting `engine.attention` says.
 
     All attention functions have the same signature. With `in_any_order` queries can see later keys (XLNet). Raises
-    ConfigError if the setting asks for the Triton kernels and they cannot run.
+    ConfigError if the setting is "triton" but the Triton kernels cannot run.
     """
     if terms.distance_KNH is None:
         return dot_product_attention

@@ -94,8 +94,8 @@ class Block(nn.Module):
         """Return (the layer's output for a segment, the first layer's values).
 
         The second item is None unless later layers mix the first layer's values into their own values. The arguments
-        are positional, because activation checkpointing passes them so. `encoding_KD` holds the sinusoids of the
-        distances K-1 ... 0, or is None if attention does not use sinusoids.
+        are positional, because activation checkpointing passes arguments by position. `encoding_KD` holds the sinusoids
+        of the distances K-1 ... 0, or is None if attention does not use sinusoids.
 
         If the model predicts in any order (XLNet), the distances continue to 1-T. The input then has query rows after
         the T rows of the segment. Query rows have no keys and values.

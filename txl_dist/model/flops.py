@@ -104,10 +104,10 @@ def flops_by_part(
     """Return the operations of a training step per token, for each part of the formula above.
 
     `memory_lens` holds the number of tokens that each layer remembers. `cluster_shares` holds each cluster's share of
-    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If it is empty, `typical_shares` are used.
-    `num_targets` is 0 if every token predicts the next token. Otherwise the model predicts in any order (XLNet), and
-    `num_targets` is the number of predicted tokens of a segment. A step then advances each lane by `step_len` tokens
-    (0: the whole segment).
+    the tokens, as `vocabulary_clusters.cluster_shares` counts them. If `cluster_shares` is empty, the function uses
+    `typical_shares`. `num_targets` is 0 if every token predicts the next token. Otherwise the model predicts in any
+    order (XLNet), and `num_targets` is the number of predicted tokens of a segment. A step then advances each lane by
+    `step_len` tokens (0: the whole segment).
     """
     T = segment_len
     R = step_len or T

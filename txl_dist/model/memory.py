@@ -89,8 +89,8 @@ def attended(memory: Memory) -> Memory:
 class AttentionMask(NamedTuple):
     """Mask that says which keys each query may see. The attention functions take it.
 
-    Query i sees key j if j <= i + M and both belong to one document. If the attended length is fixed (`same_length`),
-    query i does not see keys before `oldest` + i.
+    Query i sees key j if j <= i + M and query and key belong to one document. If the attended length is fixed
+    (`same_length`), query i does not see keys before `oldest` + i.
     """
 
     query_document_BT: Tensor

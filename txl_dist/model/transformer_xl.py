@@ -113,11 +113,12 @@ class TransformerXL(nn.Module):
         With `order` (XLNet, needs `model.any_order`) the hidden states are those of the query rows, [B, m, D], which
         predict the targets' own tokens. The memory then stores the first R tokens of the segment.
 
-        `document_BT` (int64, >= 0) gives each token's document, and a query then sees only its own document. If it is
-        None, a query sees all documents. `partition` groups `tokens_BT` into the clusters of `embedding.edges`. If it
-        is None, it is computed here, which waits for the device. Set `with_loss` if the softmax then computes a loss
-        from the result. A tied embedding can then get a sparse gradient, which autograd adds to the dense gradient of
-        the softmax. Raises ConfigError if there is a memory and the model's positions do not support one.
+        `document_BT` (int64, >= 0) gives each token's document, and a query then sees only its own document. If
+        `document_BT` is None, a query sees all documents. `partition` groups `tokens_BT` into the clusters of
+        `embedding.edges`. If `partition` is None, the groups are computed here, which waits for the device. Set
+        `with_loss` if the softmax then computes a loss from the result. A tied embedding can then get a sparse
+        gradient, which autograd adds to the dense gradient of the softmax. Raises ConfigError if a memory with tokens
+        is passed to a model whose positions do not support a memory.
         """
         section = self.section
         scheme = section.scheme

@@ -1,7 +1,7 @@
 """Relative attention by the Triton kernels: when they can run, and how they are launched.
 
 `triton_relative_attention` computes the same as `relative_attention`, in half precision on a GPU. Between forward and
-backward it keeps the inputs, the context, and one number per query and head. The kernels are in
+backward pass the function keeps the inputs, the context, and one number per query and head. The kernels are in
 `kernels/relative_attention.py`. Only the score buffer has T x K numbers per lane and head. It holds the scores of a
 chunk: some lanes and heads at a time. `launches` plans all launches for given sizes, and needs no device.
 
@@ -351,7 +351,8 @@ def tiles(head_width: int, *, has_dropout: bool) -> dict[str, tuple[Tile, ...]]:
 
 
 def launches(sizes: Sizes, *, backward: bool) -> list[Launch]:
-    """Plan the launches of one layer's forward or backward pass. Returns them in order and needs no device."""
+    """Plan the launches of one layer's forward or backward pass. Returns the launches in order. The function needs no
+    device."""
     all_chunks = list(chunks(sizes))
     largest = all_chunks[0]
     kernels = BACKWARD if backward else FORWARD
@@ -644,7 +645,8 @@ def _with_width(tensors: Sequence[Tensor | None], width: int) -> list[Tensor | N
 def with_width(tensors: Sequence[Tensor], width: int) -> list[Tensor]:
     """Copy tensors [..., N, H] to contiguous tensors [..., N, width], by one launch.
 
-    If `width` is larger than H, each head is padded by zeros at its end. If it is smaller, each head is cut.
+    If `width` is larger than H, each head is padded by zeros at its end. If `width` is smaller than H, the end of each
+    head is cut off.
     """
     from txl_dist.model.kernels.head_width import set_width
 

@@ -253,7 +253,8 @@ def distance_scores(
     In the backward pass the first program of each tile of rows has the least work. So it also writes the values of
     these rows that later kernels need: q + u, q + v, and delta = d_context . context. The softmax subtracts delta from
     all gradients of a row of scores. Dropout scales probabilities up by 1 / kept_part. The gradients of the
-    probabilities here, and dS, do not include this factor. The kernels that use them include it in `d_scale`.
+    probabilities here, and dS, do not include this factor. The kernels that use these gradients include the factor in
+    `d_scale`.
     """
     residue_and_head = tl.program_id(2)
     residue = residue_and_head % 8

@@ -114,7 +114,7 @@ def residual_norm_gradients(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute the gradients of the residual and of the update. Without dropout they are the same tensor.
+    """Compute the gradients of the residual and of the update. Without dropout these two gradients are the same tensor.
 
     Also compute partial sums [programs, 2, D] of the gradients of WEIGHT and BIAS. Program p of P covers the tiles of
     rows p, p + P, p + 2 P ...
