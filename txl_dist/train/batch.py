@@ -55,8 +55,8 @@ class BatchMaker(NamedTuple):
     mask_documents: bool
     """Whether tokens attend only within their document."""
     rows_multiple: int = 0
-    """The number of rows of each cluster is padded to a multiple of this value. With 0 it is padded to one of a few
-    fixed sizes."""
+    """The number of rows of each cluster is padded to a multiple of this value. With 0 the number is padded to one of a
+    few fixed sizes."""
     half_loss: bool = False
     """Whether only the last half of a segment's targets is scored. `for_training` sets this field."""
 
@@ -230,8 +230,8 @@ def read_inputs(
     device: torch.device,
     sampler: TargetSampler | None = None,
 ) -> Iterator[StepInput]:
-    """Yield the input of each training step for this rank's `lanes` (batch rows), from the position `stream` in the
-    text on.
+    """Yield the input of each training step for this rank's `lanes` (batch rows), beginning at the position `stream` in
+    the text.
 
     This runs in the reader thread. `maker` is the maker of training batches, and `depth` is the number of inputs that
     are prefetched. `sampler` chooses the targets for XLNet's objective, and is None for prediction of the next token.

@@ -1,8 +1,8 @@
 """The guard of a run: it reports skipped steps and spikes, compares the ranks' copies of the weights, and stops the run
 at a limit.
 
-`stability` decides, by pure functions of the steps' results. This module logs these decisions and raises errors. All
-ranks call all methods together, with the same arguments.
+The module `stability` makes the decisions, by pure functions of the steps' results. This module logs these decisions
+and raises errors. All ranks call all methods together, with the same arguments.
 """
 
 from __future__ import annotations

@@ -236,8 +236,8 @@ class TrainingRun:
     def _repeat_validation(self, state: TrainState) -> None:
         """Call `on_validation_end` again if the callbacks' loaded states do not include the last validation.
 
-        A checkpoint may be written before the validation of its own step. Its callback states then lack the result, but
-        `evaluated` contains it.
+        A checkpoint may be written before the validation of its own step. The callback states in such a
+        checkpoint lack the result, but `evaluated` contains the result.
         """
         if state.step in self.evaluated and self.callbacks.validated_step != state.step:
             self._end_validation(state.step, {"eval": self.evaluated[state.step]})

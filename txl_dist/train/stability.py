@@ -29,8 +29,8 @@ RECENT_STEPS = 1000
 MAD_TO_SIGMA = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median distance from the median."""
 MIN_SIGMA = 0.02
-"""Smallest noise, as a standard deviation of logarithms: 2 % of the median. So a smooth run reports no small
-deviations."""
+"""Smallest standard deviation of the logarithms that is assumed: 0.02, which is 2 % of the median. So a run with little
+noise does not report small deviations."""
 
 
 class Spike(NamedTuple):

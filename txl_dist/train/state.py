@@ -51,7 +51,7 @@ class RunContext:
     ranks: RankInfo
     """This rank, the number of ranks, and the device."""
     corpora: Corpora
-    """The splits to train on and to evaluate, and the positions at which the lanes of a new run begin."""
+    """The splits to train on and to evaluate, and the positions at which the lanes (batch rows) of a new run begin."""
     run_dir: Path
     """Folder of the run."""
     vocab_size: int

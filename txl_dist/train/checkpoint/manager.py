@@ -264,8 +264,8 @@ class CheckpointManager:
         )
 
     def _resume_hint(self) -> str:
-        """Return the end of a sentence about the same command, for example `continues from step_000001200` or `starts
-        from step 0`."""
+        """Return the end of a sentence about the next start of the run, for example `continues from step_000001200` or
+        `starts from step 0`."""
         if self._newest is not None:
             return f"continues from {self._newest.name}"
         return "starts from step 0"

@@ -36,8 +36,8 @@ def first_memories(engine: Engine, plan: BatchPlan, *, memory_len: int, initial:
 
 
 def memory_tensors(memories: Sequence[Memory]) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint file that stores these memories. The lanes of all memories follow each other
-    in order."""
+    """Return the tensors of a checkpoint file that stores these memories, joined along the lanes (batch rows) in
+    order."""
     hidden_of_memories = [memory.hidden for memory in memories]
     hidden = [torch.cat(parts) for parts in zip(*hidden_of_memories, strict=True)]
     document_BM = torch.cat([memory.document_BM for memory in memories])

@@ -199,7 +199,7 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
     """Check that this job can continue a checkpoint, and return the warnings for the log, one sentence each.
 
     Raises CheckpointError if the tokenizer differs, or if losses before and after the resume would count different
-    tokens. Raises ConfigError if a frozen setting differs, which must not change when a run resumes.
+    tokens. Raises ConfigError if a frozen setting differs. A frozen setting must not change when a run resumes.
     """
     folder = saved.folder
     config = load_config(saved.folder / SETTINGS)
@@ -232,10 +232,10 @@ def check_checkpoint(saved: SavedState, context: RunContext) -> list[str]:
 
 
 def scores_first_tokens(config: Config, saved: SavedState) -> bool:
-    """Return whether the program that wrote a checkpoint scored the first token of each document, which follows an
-    end-of-text token.
+    """Return whether the version of txl_dist that wrote a checkpoint scored the first token of each document, which
+    follows an end-of-text token.
 
-    Older programs did not score this token with document masks. `config` contains the checkpoint's settings.
+    Older versions did not score this token if document masks were on. `config` contains the checkpoint's settings.
     """
     return not config.data.document_mask or bool(saved.values.get("scores_first_tokens"))
 

@@ -284,7 +284,7 @@ class AsyncWriter:
         return lambda path: write_tensors(path, tensors, metadata=metadata, on_progress=on_progress)
 
     def _write(self, files: dict[str, Write]) -> None:
-        """Write all files of this rank, in the thread. An error is stored, and `finish` reports it."""
+        """Write all files of this rank, in the writer's thread. An error is stored, and `finish` reports it."""
         temporary = self._temporary(self._step)
         step = self._step
         try:

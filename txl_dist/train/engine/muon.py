@@ -31,8 +31,8 @@ from torch.optim.adamw import adamw
 NUM_ITERATIONS = 5
 """Number of Newton-Schulz iterations in an update."""
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients a, b, c of the module's formula. They raise small singular values fast, and leave all singular values
-between 0.7 and 1.2."""
+"""Coefficients a, b, c of the formula for X in the module's docstring. They raise small singular values fast, and leave
+all singular values between 0.7 and 1.2."""
 STACKED = {"key_value": 2}
 """Layers whose weight stacks several matrices: the number of matrices, by the name of the layer. The weight of any
 other layer is one matrix."""
@@ -219,7 +219,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters. If any parameter is a matrix, all ranks call this method together."""
+        """Update all parameters. If Muon orthogonalizes any parameter, all ranks call this method together."""
         del closure
         for group in self.param_groups:
             tensors = [tensor for tensor in group["params"] if tensor.grad is not None]

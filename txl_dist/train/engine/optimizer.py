@@ -1,7 +1,7 @@
 """The optimizer of a run and its parameter groups.
 
-The optimizers adam, adamw and sgd are torch's in fused form. They exist on every device, and ZeRO accepts them.
-DeepSpeed's own CPU Adam would be compiled at the first start, and is not faster. The optimizer lamb comes from
+The optimizers adam, adamw and sgd are torch's optimizers in fused form. They exist on every device, and ZeRO accepts
+them. DeepSpeed's own CPU Adam would be compiled at the first start, and is not faster. The optimizer lamb comes from
 pytorch_optimizer. Its settings give it the same step as NVIDIA's code (DeepLearningExamples, lamb.py). With g the
 clipped gradient:
 

@@ -42,8 +42,8 @@ class Engine(Protocol):
         """
 
     def grad_norm(self) -> Tensor:
-        """Return the global norm of the accumulated gradients before clipping, on the device. It is equal on every
-        rank.
+        """Return the global norm of the accumulated gradients before clipping, on the device. The norm is the same on
+        every rank.
 
         The norm is not finite if a gradient is not finite. Call this after the last micro-batch of a step.
         """
@@ -87,7 +87,8 @@ class Engine(Protocol):
         the computation."""
 
     def fragments(self) -> list[Fragment]:
-        """Return weights and optimizer state of this rank, as views. The next step changes them."""
+        """Return weights and optimizer state of this rank, as views. The next step changes the values of these
+        views."""
 
     def loss_scale(self) -> dict[str, Any]:
         """Return the state of the fp16 loss scaling, as values for JSON. In other precisions it is an empty

@@ -33,12 +33,9 @@ from txl_dist.train.footprint.room import room_bytes
 Change = dict[str, Any]
 """Change of settings: the new value of each changed `section.key`."""
 SURE = {"cpu": 0.95, "cuda": 0.9}
-"""Part of the predicted bytes that a run needs for certain, by kind of device. A run is refused only if this part does
-not fit.
-
-On CPUs the prediction was at most 3.2 % too high (tools/experiments/notebook/benchmarks.md). On GPUs its error was
-never measured.
-"""
+"""Fraction of the predicted bytes that a run certainly needs, by kind of device. A run is refused only if this fraction
+does not fit. On CPUs the prediction was at most 3.2 % too high (tools/experiments/notebook/benchmarks.md). On GPUs its
+error was never measured."""
 
 
 def check_fits(config: Config, *, plan: BatchPlan, num_parameters: int, vocab_size: int, device: torch.device) -> None:

@@ -255,11 +255,11 @@ def _exchange_of(engine: EngineSection, *, plan: BatchPlan, on_gpu: bool) -> Exc
 
 
 def _orthogonalizing(matrices: int, *, world: int, stage: int) -> float:
-    """Return the bytes that the optimizer muon uses during an update. `matrices` is the total number of values
-    in all matrices.
+    """Return the bytes that the optimizer muon uses during an update. `matrices` is the total number of values in all
+    matrices.
 
-    A rank joins its share of the values, multiplies matrices, and converts the result to fp32. With other ranks it
-    exchanges values before and after.
+    A rank joins its share of the values, multiplies matrices, and converts the result to fp32. If there are several
+    ranks, they exchange values before and after the multiplications.
     """
     if world == 1:
         exchanged = 0.0

@@ -15,7 +15,7 @@ OF_PROCESS = Path("/proc/self/cgroup")
 
 
 def room_bytes(device: torch.device) -> float:
-    """Return the bytes of memory available to a run: all of a GPU, or the host memory that is left for a CPU."""
+    """Return the bytes of memory available to a run: all memory of a GPU, or on a CPU the host memory that is left."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return host_room_bytes()

@@ -1,10 +1,10 @@
 """Prediction of the bytes that forward and backward pass of a micro-batch hold at once. The
 operations are traced on tensors without storage.
 
-The step itself runs on torch's meta tensors, so no formula has to follow the code. DeepSpeed's use of each gradient is
-added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full bucket is copied flat and
-exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At stage 3 the gathered
-weights count too: the weights of one block, and the weights outside the blocks.
+The step itself runs on torch's meta tensors, so there is no second formula that must agree with the code. DeepSpeed's
+use of each gradient is added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full
+bucket is copied flat and exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At
+stage 3 the gathered weights count too: the weights of one block, and the weights outside the blocks.
 
     follow   runs the step and notes each storage made or freed, and each complete gradient. Results are cached
     replay   adds up the bytes for one use of the gradients. So several stages share one trace
@@ -72,13 +72,14 @@ class MicroStep(NamedTuple):
     """Whether the parameters of blocks are stored in flat parameters (`FlatModule`)."""
     on_gpu: bool
     for_graphs: bool = False
-    """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs need."""
+    """Whether batches have only a few different shapes (`vocabulary_clusters.size_ladder`), as CUDA graphs require."""
     memory_lens: tuple[int, ...] = ()
     step_len: int = 0
     """Number of tokens by which the position in the text advances per step. Only XLNet's objective (prediction in any
     order) uses this field."""
     num_targets: int = 0
-    """Predicted tokens per segment with XLNet's objective. 0 means that every token predicts the next token."""
+    """Number of predicted tokens per segment with XLNet's objective. 0 means that every token predicts the next
+    token."""
 
 
 class Peak(NamedTuple):
@@ -90,7 +91,8 @@ class Peak(NamedTuple):
     alive: float
     """Largest number of bytes of all storages together."""
     scores: float
-    """Bytes that attention keeps for the backward pass at the moment of the peak. Most of them are scores."""
+    """Bytes that attention keeps for the backward pass at the moment of the peak. Most of these bytes are attention
+    scores."""
     large: float
     """Largest number of bytes of large storages alone."""
     small: float
@@ -188,8 +190,8 @@ def _uses_kernels(step: MicroStep) -> bool:
 
 
 def _watch_scores(attention: Any, events: _Events, *, with_kernels: bool) -> None:
-    """Make `events` mark the storages that an attention layer allocates as scores of attention. With `with_kernels` the
-    layer's function is replaced by a function that allocates the same storages as the Triton kernels."""
+    """Make `events` mark as scores the storages that an attention layer allocates. With `with_kernels` the layer's
+    function is replaced by a function that allocates the same storages as the Triton kernels."""
     if not with_kernels:
         attention.attend = events.as_scores(attention.attend)
         return
@@ -302,7 +304,7 @@ class _Events(TorchDispatchMode):
         return result
 
     def as_scores(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return a function that calls `attend`, and marks the storages that are made during the call as scores."""
+        """Return a function that calls `attend`, and marks as scores the storages that are made during the call."""
 
         def called(*arguments: Any, **named: Any) -> Tensor:
             self._makes_scores = True
@@ -372,8 +374,8 @@ def _without_storage(model: ModelSection) -> Iterator[None]:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Return a context manager that sets torch's default type, so that parameters have this type from the start. Fake
-    tensors cannot be converted."""
+    """Return a context manager that sets torch's default type, so that parameters have this type from the start.
+    Otherwise they would have to be converted, but fake tensors cannot be converted."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -3,8 +3,8 @@ the result to all ranks.
 
 A request is one of the following: the signals SIGTERM, SIGINT and SIGUSR1, the file RUN/STOP, a time limit, the loss of
 the run directory, or the end of the launcher. The end of the launcher counts because `deepspeed` ends at once on a
-SIGTERM and leaves its ranks running. Its node launcher does the same when it is killed. So every rank watches the
-launchers among its ancestors. A shell does not count as a launcher.
+SIGTERM and leaves its ranks running. DeepSpeed's node launcher also leaves its ranks running when it is killed. So
+every rank watches the launchers among its ancestors. A shell does not count as a launcher.
 
 A thread logs each signal at once. Python calls a signal handler only between two operations of the main thread, and one
 operation of a large step can take minutes.

@@ -1,9 +1,9 @@
 """Detection of stragglers: ranks that the other ranks wait for.
 
-All ranks take equally long for a step, because they wait for each other. So only the local part of a step is timed,
-which ends before the rank's first collective. It consists of waiting for data, preparing the data, and the forward pass
-of the first micro-batch. Reports gather the means of all ranks (`rank_ms`). A rank that stays slower than the others is
-named with its host.
+All ranks take equally long for a step, because they wait for each other. So only the local part of a step is timed. The
+local part ends before the rank's first collective. It consists of waiting for data, preparing the data, and the forward
+pass of the first micro-batch. Reports gather the means of all ranks (`rank_ms`). A rank that stays slower than the
+others is named with its host.
 
 On a GPU the forward pass is timed by events on the device. The events are read after the step has waited for the device
 anyway.

@@ -44,8 +44,8 @@ from txl_dist.train.monitoring.heartbeats import EXCHANGE_EVERY_S, Beat, Hub, Me
 SILENT_AFTER_S = 3.0
 """Seconds without a report after which a rank counts as frozen, if another rank is stuck."""
 LOST_AFTER_S = 2.0
-"""Seconds after a broken connection within which a rank of another node must connect again. Afterwards it counts as
-lost."""
+"""Seconds after a broken connection within which a rank of another node must connect again. After this time the rank
+counts as lost."""
 DEAD_AFTER_S = 0.3
 """Seconds to wait after a process was found dead. In this time the other ranks reach the place where they wait for
 it."""
@@ -70,8 +70,8 @@ class Verdict(NamedTuple):
     """Decision of the watchdog: which ranks are at fault, and how they failed. In JSON it is a list."""
 
     kind: str
-    """Kind of the failure: hang (a rank makes no progress), lost (its connection broke) or failed (it reported an
-    error)."""
+    """Kind of the failure: hang (a rank makes no progress), lost (the connection to a rank broke) or failed (a rank
+    reported an error)."""
     ranks: list[int]
     """Numbers of the ranks at fault."""
     line: str
@@ -218,7 +218,7 @@ class Watchdog:
         )
 
     def _judge(self, now_s: float) -> Verdict | None:
-        """Return the verdict of the first row of this table that applies, or None.
+        """Return the verdict of the first row of the table below that applies, or None.
 
         Rank 0 has reports of all ranks. Any other rank has only the reports of rank 0 and of itself.
 
@@ -254,7 +254,7 @@ class Watchdog:
 
     def _silent_verdict(self, silent: list[int], seen: dict[int, Seen], *, silence_s: float) -> Verdict:
         """Return the verdict for the ranks in `silent`, which do not answer. `silence_s` is the number of seconds since
-        the first of these ranks answered."""
+        the last answer of the first rank in `silent`."""
         if len(silent) > 1:
             have = "have"
         else:

@@ -30,7 +30,7 @@ _COUNTS = {"ranks": "rank", "hosts": "host", "threads_per_rank": "thread"}
 def event_details(event: str, fields: Mapping[str, Any]) -> str:
     """Return a sentence that describes an event. `fields` are the values that its record contains.
 
-    For an event of another version of the package the result is a list of the fields.
+    For an unknown event, which another version of the package wrote, the result is a list of the fields.
     """
     try:
         return _DETAILS[event].format(**fields, **_readable(fields))

@@ -1,4 +1,5 @@
-"""Measurements over each logging interval, such as loss, throughput and memory. `loggers` writes them.
+"""Measurements over each logging interval, such as loss, throughput and memory. The module `loggers` writes these
+measurements.
 
 Losses and gradient norms come from the result of each step, for which the host waits anyway. So a report adds no wait
 for the device. Losses are means over all ranks. The wait for data is taken from the slowest rank, and the peak memory
@@ -172,8 +173,8 @@ class Clipping:
     def record(self) -> Record | None:
         """Return the fields of the `clipped` event: `steps`, `clipped_pct`, `clip_norm` and the mean `grad_norm`.
 
-        Returns None if a file or flag sets `optim.clip_norm`, if there were too few steps, or if too few of them were
-        clipped.
+        Returns None if a file or flag sets `optim.clip_norm`, if there were too few steps, or if too few steps
+        were clipped.
         """
         if not self._norm or self._num_made < self.FEWEST_STEPS:
             return None
