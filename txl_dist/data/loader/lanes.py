@@ -430,7 +430,7 @@ def outside(skips: Ranges, first: int, end: int) -> Iterator[tuple[int, int]]:
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Join ascending ranges that touch or overlap, and drop empty ones."""
+    """Join ascending ranges that touch or overlap, and drop empty ranges."""
     joined: list[tuple[int, int]] = []
     for first, end in ranges:
         if first == end:

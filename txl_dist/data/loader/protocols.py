@@ -29,8 +29,9 @@ class PeerRows:
     N tokens give rows of S = N // num_lanes tokens. The tokens after num_lanes * S are dropped. The first token of a
     row is not a target, so num_lanes * (S - 1) tokens are scored. The last segment can be shorter.
 
-    Before each row, the last `warm_up_len` tokens of the previous row are run without being scored, as in NVIDIA's
-    data_utils. `warm_up_len` is rounded up to whole segments. The first row is warmed up with the end of the last row.
+    Before each row, the last `warm_up_len` tokens of the previous row are passed through the model without being
+    scored, as in NVIDIA's data_utils. `warm_up_len` is rounded up to whole segments. The first row is warmed up with
+    the end of the last row.
     """
 
     overlap_len = 0

@@ -44,7 +44,8 @@ MAX_TOKENS_AT_ONCE = 1 << 20
 
 
 class Segment(NamedTuple):
-    """Input of one forward pass: T tokens of each lane (row of the batch), with their targets and marks."""
+    """Input of one forward pass: T tokens of each lane (row of the batch), with their targets, and arrays that mark
+    documents and scored targets."""
 
     tokens: Int64s
     """[lanes, T+1] token ids. Inputs are [:, :-1] and targets are [:, 1:]. The last token of a segment is the first

@@ -130,8 +130,8 @@ class StreamState:
         return state.advanced(0)  # moves the position out of a skip that begins here
 
     def has_lanes_of(self, other: StreamState) -> bool:
-        """Return whether every lane reads the same corpus as in `other`. If so, the memory of each lane is still
-        valid."""
+        """Return whether every lane reads the same corpus as in `other`. If so, the model's recurrent memory is still
+        valid for every lane."""
         return self._lanes_by_corpus() == other._lanes_by_corpus()
 
     def _lanes_by_corpus(self) -> list[tuple[str, str, int]]:

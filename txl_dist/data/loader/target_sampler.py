@@ -3,9 +3,9 @@
 `draw_targets` is a pure function of the settings, the seed, the lane (batch row) and the lane's position. So a resumed
 run, other ranks and other micro-batches draw the same targets, and nothing has to be stored.
 
-A segment of T tokens has two halves: the first R tokens, which the memory then stores, and the T - R tokens after them.
-The next segment begins after the first half, so it reads the second half again. Each half is sampled by itself, as in
-section 3.1 of Yang et al. 2019 and in its code (data_utils.py, `_sample_mask`):
+A segment of T tokens has two halves. The first half has R tokens, whose hidden states the model's memory then stores.
+The second half has T - R tokens. The next segment begins after the first half, so it reads the second half again. Each
+half is sampled by itself, as in section 3.1 of Yang et al. 2019 and in its code (data_utils.py, `_sample_mask`):
 
     spans    Spans of n whole words with p(n) ~ 1/n, one in each stretch of n * span_context tokens of context. The
              place of a span in its context is random.
@@ -50,8 +50,8 @@ class TargetSettings(NamedTuple):
 
     @property
     def reuse_len(self) -> int:
-        """Number R of tokens by which each lane (batch row) advances in a step. The model's memory stores these
-        tokens."""
+        """Number R of tokens by which each lane (batch row) advances in a step. The model's memory stores the hidden
+        states of these tokens."""
         return self.halves[0].stop
 
     @classmethod
@@ -201,7 +201,7 @@ class TargetBatch(NamedTuple):
     query_level_BT: Int64s
     key_level_BT: Int64s
     reuse_len: int
-    """Number R of tokens of each segment that the model's memory stores."""
+    """Number R of tokens of each segment whose hidden states the model's memory stores."""
 
     def of_rows(self, rows: slice) -> TargetBatch:
         """Return the targets of some of the lanes."""

@@ -372,8 +372,8 @@ def _each_document(
 
 
 def _spool(job: Preparation) -> None:
-    """Copy stdin and the output of commands to files, because they are read twice: to train the tokenizer, and to
-    encode."""
+    """Copy stdin and the output of commands to files, because these inputs are read twice: to train the tokenizer, and
+    to encode."""
     for number, file in enumerate(job.files):
         if file.is_stream and (not file.spooled or file.rest):
             path = job.scratch / f"spooled-{number}"

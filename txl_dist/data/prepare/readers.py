@@ -167,7 +167,8 @@ def _open_stored(file: SourceFile, allow_protocols: Sequence[str]) -> io.Buffere
 
 
 def _decompressed(raw: io.BufferedReader, file: SourceFile) -> tuple[IO[bytes], Content, int]:
-    """Decompress a stream as often as needed. Returns (decompressed stream, its content, number of compressions)."""
+    """Decompress a stream as often as needed. Returns (decompressed stream, format of its content, number of
+    compressions)."""
     stream: IO[bytes] = raw
     if raw.seekable() and (file.spooled or not file.is_stream):
         head = raw.peek(HEAD_BYTES)[:HEAD_BYTES]  # seeking back could request a URL again

@@ -75,7 +75,7 @@ def write_shard(
 
 
 def _samples(documents: Iterable[Tokens]) -> Iterator[list[Tokens]]:
-    """Yield the documents of each sample: one long document, or short documents of together at most 65,536 tokens."""
+    """Yield the documents of each sample: one long document, or short documents with at most 65,536 tokens in all."""
     sample: list[Tokens] = []
     sample_len = 0
     for document in documents:

@@ -83,8 +83,9 @@ class _Name(NamedTuple):
     """Key by which files such as train.en and test.en are found to be counterparts. Parts in one folder have the same
     key if they differ only in the split's word, fillers and numbers."""
     is_sure: bool
-    """Whether the part certainly names the split: the part consists only of the split's word, or ends in this word if
-    shard numbers are ignored. False for the name of an input itself, unless the name says train."""
+    """Whether the part certainly names the split. This is so if the part is only the split's word, or if shard
+    numbering such as `00000-of-00032` follows the split's word. False for the name of an input itself, unless the name
+    says train."""
     is_mixed: bool
     """Whether the part mentions train and another split."""
     is_quiet: bool
@@ -223,7 +224,7 @@ def _is_doubtful(names: Sequence[_Name]) -> bool:
 
 
 def _plain(path: str) -> PurePosixPath:
-    """Return an absolute path. Returns a URL without its query, and with %20 as a blank."""
+    """Return a local path as an absolute path, or a URL without its query and with %20 as a blank."""
     if has_scheme(path):
         return PurePosixPath(unquote(str(path_of_name(path))))
     return PurePosixPath(os.path.abspath(path))

@@ -199,7 +199,8 @@ def _arrays(stream: ForwardReader, on_ignored: Callable[[str], object]) -> Itera
 
 
 def _members(stream: ForwardReader) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar. Raises DataError for a dangerous member, or if the tar is not complete."""
+    """Yield the regular files of a tar. Raises DataError if a member could do harm when it is extracted, or if the tar
+    is not complete."""
     last = -1
     try:
         with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r:") as tar:
