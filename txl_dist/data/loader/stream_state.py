@@ -157,8 +157,8 @@ class StreamState:
         if values.get("version") not in READABLE_VERSIONS:
             readable = " and ".join(map(str, READABLE_VERSIONS))
             raise CheckpointError(
-                f"the stream state has version {values.get('version')}, but this version of txl_dist reads only "
-                f"version {readable}. Resume with the version of txl_dist that wrote the checkpoint."
+                f"the stream state has version {values.get('version')}, but this version of txl_dist can read only "
+                f"the versions {readable}. Resume with the version of txl_dist that wrote the checkpoint."
             )
         try:
             corpora = []

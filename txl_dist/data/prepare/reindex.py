@@ -320,7 +320,7 @@ class _Scan:
         """
         num_bytes = path.stat().st_size
         if not num_bytes:
-            raise DataError(f"{path} is empty. Restore the file from a copy, or remove it from the folder.")
+            raise DataError(f"{path} is empty. Restore the file from a copy, or remove the file from the folder.")
         stream = ForwardReader(MappedPayload(path), num_bytes, name=str(path), on_bytes=self.on_bytes)
         parts = [np.empty(0, dtype=RECORD)]
         for sample in read_samples(stream, on_ignored=self._count_ignored):

@@ -215,8 +215,8 @@ def check_inputs(inputs: Sequence[tuple[str, Sequence[SourceFile]]]) -> None:
             first = first_input.setdefault(real_path, number)
             if first != number:
                 raise DataError(
-                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. In two splits, the same "
-                    "text would be used for training and for evaluation. Twice in one split, the text would count "
+                    f"{path} is given twice, by the inputs {inputs[first][0]} and {given}. A file in two splits would "
+                    "be used for training and for evaluation, and a file that is twice in one split would be read "
                     "twice. Give each file once."
                 )
 
@@ -451,7 +451,8 @@ def _walk(folder: Path, *, left_out: frozenset[str] = frozenset()) -> list[str]:
                     relative_paths.append(path.relative_to(folder).as_posix())
     except OSError as error:
         raise DataError(
-            f"cannot read {error.filename}: {error.strerror}. Correct its permissions, or give other inputs."
+            f"cannot read {error.filename}: {error.strerror}. Correct the permissions of this path, or give other "
+            "inputs."
         ) from error
     return sorted(relative_paths)
 

@@ -64,7 +64,7 @@ def check_protocol(url: str, *, allow: Sequence[str] = ()) -> str:
         if protocol not in allow and (is_outer or protocol not in PROTOCOLS):
             raise DataError(
                 f"{url}: the scheme {protocol!r} may run programs. These schemes are always allowed: "
-                f"{', '.join(PROTOCOLS)}. If you trust this scheme, add it to --allow-protocols, or to "
+                f"{', '.join(PROTOCOLS)}. If you trust this scheme, add the scheme to --allow-protocols, or to "
                 "data.allow_protocols in a configuration."
             )
     return protocols[0]
@@ -84,7 +84,7 @@ def filesystem_of(url: str, *, allow: Sequence[str] = ()) -> tuple[Any, str]:
     except ImportError as error:
         package = _PACKAGES.get(protocol, protocol)
         raise DataError(
-            f"{url} needs a package that is missing ({error}). Install it with `pip install '{package}'`."
+            f"{url} needs a package that is missing ({error}). Install the package with `pip install '{package}'`."
         ) from error
     except Exception as error:  # each file system looks for credentials in its own way and fails in its own way
         raise DataError(

@@ -95,7 +95,9 @@ class RangePayload(Payload):
         if len(content) == 2:
             raise self._other_size("more")
         if not content:
-            raise OSError(f"no bytes were received, but the index says {num_bytes}: the file may be truncated")
+            raise OSError(
+                f"no bytes were received, but the index says {num_bytes} bytes: perhaps the file is truncated"
+            )
 
     def _other_size(self, relation: str) -> DataError:
         return DataError(

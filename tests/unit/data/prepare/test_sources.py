@@ -259,7 +259,7 @@ def test_a_folder_that_cannot_be_read_is_named_not_skipped(tmp_path: Path, monke
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refusing)
-    with pytest.raises(DataError, match=r"cannot read .*/locked: Permission denied\. Correct its permissions"):
+    with pytest.raises(DataError, match=r"cannot read .*/locked: Permission denied\. Correct the permissions"):
         read([tmp_path])
 
 
