@@ -74,8 +74,8 @@ def use_trained(run: Path, use: Callable[[Trained], T], *, use_ema: bool = False
     """Call `use` with a run's newest undamaged checkpoint, or with a checkpoint folder, and return its result.
 
     The function `use` gets the checkpoint's content, and can read a few rows of the weights at a time. With `use_ema`
-    the weights are the moving averages. The run can still be training. It then keeps the checkpoint until `use` has
-    returned. Checkpoints that the run has already pruned are ignored.
+    the weights are the moving averages. If the run is still training, it does not delete the
+    checkpoint before `use` has returned. Checkpoints that the run has already pruned are ignored.
 
     Raises CheckpointError if there is no undamaged checkpoint.
     """
@@ -315,8 +315,8 @@ def load(source: str | Path, *, device: str = "cpu") -> LanguageModel:
     A checkpoint is opened as if `txl export` had written it as a bundle in fp32. A string can be the address of a
     bundle on the Hugging Face Hub, hf://OWNER/NAME[@REVISION]. That bundle is downloaded.
 
-    Raises CheckpointError if no complete checkpoint is found. Raises ConfigError if `source` is none of these, or if
-    the device does not exist.
+    Raises CheckpointError if no complete checkpoint is found. Raises ConfigError if `source` is neither a bundle,
+    a checkpoint nor a run, or if the device does not exist.
     """
     path = local_model(source)
     device = check_device(device)

@@ -205,10 +205,10 @@ def _tokenizer_in(folder: Path, *, vocab_size: int) -> Tokenizer | None:
 
 
 def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
-    """Write a folder that transformers loads as XLNetLMHeadModel, and for classification.
+    """Write a folder that transformers loads as XLNetLMHeadModel, or as an XLNet model for classification.
 
     The folder is read back and compared bit for bit. Raises CheckpointError if XLNet cannot express the model, or if
-    `out` cannot be written or holds something else.
+    `out` cannot be written or contains other files than such an export.
     """
     reasons = inexpressible(package.section)
     if reasons:

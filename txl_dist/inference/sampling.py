@@ -5,9 +5,9 @@ number selects a group by the groups' cumulative probabilities. The second numbe
 probabilities within the group.
 
 Rounding differs between a batch and a single row, so a draw can change if a number lies close to a border between
-candidates. With two numbers few borders come before any candidate, and rounding moves them little. With one number for
-all candidates, each border would move by the rounding of all candidates before it. A test with one number and 4,096
-candidates found that one draw in 4,000 differed between a batch and a single row.
+candidates. With two numbers, a border is a sum over few groups or few candidates, so its rounding error is small.
+With one number, a border would be a sum over all candidates before it, so its rounding error would be larger. A test
+with one number and 4,096 candidates found that one draw in 4,000 differed between a batch and a single row.
 
 Shapes: B rows, V vocabulary, S tokens that may be drawn, N groups, G tokens in a group.
 """

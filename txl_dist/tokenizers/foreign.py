@@ -337,7 +337,7 @@ class _NeighbourDecoder:
 
     It keeps the ids of the previous piece of text, which was already returned, and of the current piece. `_num_shown`
     is the number of ids of the previous piece. A piece that ends in half a character is held back until the rest of the
-    character has come.
+    character is decoded.
     """
 
     def __init__(self, tokenizer: ForeignTokenizer, after: Sequence[int]) -> None:

@@ -107,7 +107,7 @@ def test_segment_terms_that_are_zero_are_left_out_and_written_as_zeros(tmp_path:
     ("config", "message"),
     [
         ({"model_type": "bert"}, "describes a model of type bert, not xlnet"),
-        ({"ff_activation": "gelu_new"}, "ff_activation is 'gelu_new', which txl_dist lacks"),
+        ({"ff_activation": "gelu_new"}, "ff_activation is 'gelu_new', but txl_dist imports only"),
         ({"n_layer": 4}, r"transformer\.layer\.3\.\S+ is missing"),
         ({"n_layer": 2}, r"transformer\.layer\.2\.\S+ .*surplus"),
         ({"d_inner": 50}, r"ff\.layer_1\.weight has shape \[48, 32\], expected \[50, 32\]"),
