@@ -96,8 +96,8 @@ def run_launch(words: Sequence[str], *, read_settings: Callable[[Sequence[str], 
     """Train under the `deepspeed` launcher, and return the exit code.
 
     `read_settings` is a function that returns the settings of the run. It gets the words that follow the launcher's
-    flags, and a flag. The flag is True if all ranks will run on this machine, because their paths can then be checked
-    here. Raises ConfigError.
+    flags, and True if all ranks will run on this machine. In that case it also checks the paths that the ranks will
+    use. Raises ConfigError.
     """
     verbose = "--verbose" in words
     words = [word for word in words if word != "--verbose"]

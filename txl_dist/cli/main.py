@@ -170,7 +170,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def sweep(argv: Sequence[str]) -> int:
-    """Train over a grid of settings, and name the best point of the grid, and its margin over the second-best point."""
+    """Train over a grid of settings, and name the best point and its margin over the second-best point."""
     return run_sweep(argv, read_settings=lambda words: _train_arguments(words, prog="txl sweep").settings)
 
 

@@ -74,7 +74,8 @@ def export(
     private: bool = False,
     plugins: tuple[str, ...] = (),
 ) -> None:
-    """Write a trained model as a bundle for inference, or in another program's format. Its losses are verified.
+    """Write a trained model as a bundle for inference, or in another program's format. The written model's losses are
+    verified.
 
     Args:
         source: Run directory (its newest checkpoint), checkpoint folder, bundle or hf://OWNER/NAME.

@@ -94,7 +94,8 @@ def local_source(path: str | Path) -> Path:
 
 
 def announce(what: str) -> None:
-    """Print to standard error what is starting. Call it before torch is imported, which takes seconds."""
+    """Print to standard error what is starting. Call this function before torch is imported, because the import takes
+    seconds."""
     echo(f"{what} ...", to=sys.stderr)
 
 

@@ -38,7 +38,7 @@ class PlanArguments:
     tokens: int = 0
     """Number of tokens to train on. 0 means the tokens of train.max_steps."""
     vocab_size: int = 0
-    """Size of the vocabulary, in ids. With 0 it is read from the corpus."""
+    """Size of the vocabulary, in ids. 0: the size is read from the corpus."""
     png: Path | None = None
     """Draw the scaling curves to this file."""
     json: Path | None = None

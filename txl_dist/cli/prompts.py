@@ -103,7 +103,7 @@ def generate_texts(
 
 
 def _open_output(path: Path, stack: ExitStack) -> TextIO:
-    """Open the file for the JSON lines, which `stack` closes. The path - means standard output."""
+    """Open the file for the JSON lines. The exit stack `stack` closes the file. The path - means standard output."""
     if path == STANDARD:
         return sys.stdout
     return stack.enter_context(path.open("w", encoding="utf-8"))

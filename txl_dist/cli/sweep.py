@@ -42,7 +42,7 @@ class SweepArguments:
 
 
 def run_sweep(argv: Sequence[str], *, read_settings: Callable[[Sequence[str]], Config]) -> int:
-    """Train over a grid of settings, and name the best point of the grid, and its margin over the second-best point."""
+    """Train over a grid of settings, and name the best point and its margin over the second-best point."""
     if argv and argv[0].startswith("-") and not {"-h", "--help"} & set(argv):
         raise ConfigError(
             "the configuration file must come first: txl sweep CONFIG --grid optim.lr=1e-3,2e-3 [--section.key value]."

@@ -188,7 +188,7 @@ def _check_name(name: str) -> None:
 
 
 def _forget(name: str) -> None:
-    """Remove the rows from the tables that a plugin added before it failed."""
+    """Remove from the tables the rows that a plugin added before its import failed."""
     for entry in [entry for entry in _added if entry[0] == name]:
         _, table, row = entry
         del table[row]

@@ -207,7 +207,8 @@ def new_flag_of_similar(name: str, known: Collection[str]) -> str:
 
 
 def rename_variables() -> None:
-    """Set each renamed environment variable from its old name, if only the old name is set. Prints a warning.
+    """Set each new environment variable to the value of the old variable, if only the old variable is set. Prints a
+    warning.
 
     Raises ConfigError if the old and the new variable have different values.
     """

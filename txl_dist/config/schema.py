@@ -1,9 +1,9 @@
 """The sections of a run's settings. Each field has a type, and below it a docstring with its meaning and unit.
 
 Sizes are global: they do not depend on the number of ranks. A field may have a `Resume` value next to its type. This
-value says what happens when a resumed run has another value than the run directory. A field without it is frozen, so a
-change is refused and the difference is shown. `load` loads, checks and compares the sections. This module imports no
-torch.
+value says what happens when a resumed run has another value than the run directory. A field without a `Resume` value is
+frozen, so a change is refused and the difference is shown. `load` loads, checks and compares the sections. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class ModelSection(Section):
     def takes_memory(self) -> bool:
         """True if a segment may attend to past segments.
 
-        The positional scheme uses distances, or absolute_with_memory allows it.
+        This is possible if the positional scheme uses distances, or if absolute_with_memory is true.
         """
         return self.scheme.uses_memory or self.absolute_with_memory
 
@@ -337,8 +337,8 @@ class OptimSection(Section):
     warmup_steps: Annotated[Count, WARNED] = 0
     """Steps of linear warm-up from 0."""
     min_lr: Annotated[float, Field(ge=0), WARNED] = 0.0
-    """Final learning rate of cosine, linear and wsd, reached one step after train.max_steps. For inverse_sqrt it is the
-    lower bound."""
+    """Final learning rate of cosine, linear and wsd, reached one step after train.max_steps. For inverse_sqrt, min_lr
+    is the lower bound of the learning rate."""
     ema_decay: Annotated[Probability, WARNED] = 0.0
     """Decay per step of an exponential moving average of the fp32 weights. The average starts with the weights after
     the first update, and checkpoints contain it. 0 disables the average. `eval.use_ema` and `txl export --ema` use
