@@ -92,7 +92,7 @@ def test_who_does_not_come_is_named_and_nobody_waits_for_ever(tmp_path: Path) ->
     assert (code, other_code, silent_code, silent) == (1, 1, 0, "")
     for text in (out, other):
         (line,) = [line for line in text.splitlines() if line.startswith("problem  all ")]
-        assert "rank 3 of 4 did not come in 6 s" in line
+        assert "rank 3 of 4 did not arrive within 6 s" in line
         assert "(ranks 0-2)" in line
 
 

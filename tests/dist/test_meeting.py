@@ -30,7 +30,7 @@ def test_training_names_the_ranks_that_never_came_and_the_hosts_of_those_that_di
         errors = (tmp_path / f"err-{rank}").read_text(encoding="utf-8")
         assert process.exitcode == 2, errors
         (line,) = [line for line in errors.splitlines() if "txl train: error:" in line]
-        assert f"rank 1 of 3 did not come in 5 s. Present are {os.uname().nodename} (ranks 0, 2). " in line
+        assert f"rank 1 of 3 did not arrive within 5 s. Only {os.uname().nodename} (ranks 0, 2) arrived. " in line
         assert "Traceback" not in errors
     assert not (tmp_path / "run").exists()
 

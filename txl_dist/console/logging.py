@@ -160,12 +160,16 @@ class _LogFile(logging.Handler):
         except OSError as error:
             self._num_lost += 1
             if self._num_lost == 1:  # a warning comes here too
-                logger.warning("%s cannot be written, and lacks lines until it can: %s", self._file.path, error)
+                logger.warning(
+                    "%s cannot be written, and lacks all lines until writing works again: %s", self._file.path, error
+                )
             return
         if self._num_lost:
             num_lost = self._num_lost
             self._num_lost = 0
-            logger.warning("%s is written again, but lacks %s", self._file.path, counted(num_lost, "line"))
+            logger.warning(
+                "%s is written again, but %s could not be written", self._file.path, counted(num_lost, "line")
+            )
 
     @override
     def close(self) -> None:

@@ -177,8 +177,8 @@ def verdict(here: dict[int, list[str]], missing: Sequence[int], *, timeout_s: in
             hosts.setdefault(host, []).append(rank)
         came = ", ".join(f"{host} ({format_ranks(ranks)})" for host, ranks in hosts.items())
         return (
-            f"{format_ranks(missing)} of {len(here) + len(missing)} did not come in {timeout_s} s. "
-            f"Present are {came}. On every node that is not in this list, check whether the program has started and "
+            f"{format_ranks(missing)} of {len(here) + len(missing)} did not arrive within {timeout_s} s. "
+            f"Only {came} arrived. On every node that is not in this list, check whether the program has started and "
             "can reach the node of rank 0."
         )
     problems = [f"{host}, rank {rank}: {problem}" for rank, (host, problem) in here.items() if problem]

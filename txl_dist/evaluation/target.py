@@ -36,7 +36,7 @@ class Target(NamedTuple):
             split_names = ", ".join(corpus.split_names)
             raise DataError(
                 f"{config.data.path} has no split {config.data.eval_split!r} to score. The corpus has {split_names}. "
-                "Name another split with --split. Or name a corpus with --data that has this split and was prepared "
+                "Name another split with --split. Or name with --data a corpus that has this split and was prepared "
                 f"with --tokenizer-file and the tokenizer.json of {self.path}."
             )
         return corpus.split(config.data.eval_split)

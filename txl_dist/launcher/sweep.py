@@ -368,7 +368,7 @@ def _score_of(point: str, values: tuple[Any, ...], outcomes: Sequence[Outcome], 
             continue
         loss = run.history.held_out.last(column)
         if loss is None:
-            problems.append("no validation loss is on record")
+            problems.append("no validation loss was recorded")
         else:
             losses.append(loss)
     if problems:

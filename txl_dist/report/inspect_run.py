@@ -109,7 +109,7 @@ def _corpus(question: InspectOptions, corpus: Corpus) -> Answer:
         lines += ["", *of_corpus.cluster_lines(facts["clusters"])]
     if question.num_clusters:
         lines.append(
-            "These cutoffs cost least work per token. Wider clusters, as in the papers' recipes, give a lower loss."
+            "These cutoffs need the least work per token. Wider clusters, as in the papers' recipes, give a lower loss."
         )
     return facts, lines
 

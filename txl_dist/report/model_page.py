@@ -135,7 +135,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}
     ranks = f"saved by {counted(state['world_size'], 'rank')}"
     run = RunRecords(folder, history_of([json.dumps(record).encode()]), settings, problem, state, ranks)
-    lead = "This checkpoint has no records of its training. `txl report` of its run shows the records."
+    lead = "This checkpoint has no records of its training. `txl report RUN` shows the records of its run."
     return {
         "title": printable(run.name),
         "lead": lead,

@@ -54,7 +54,7 @@ class StreamOptions(_Request):
 
     include_usage: bool = Field(False, description="Send one more chunk at the end, with the numbers of tokens used.")
     include_obfuscation: bool = Field(
-        False, description="Add random characters to each chunk, so that its size does not reveal its text."
+        False, description="Add random characters to each chunk, so that its size does not reveal the text."
     )
 
 
@@ -95,7 +95,7 @@ class CompletionRequest(_Request):
     prompt_cache_options: dict[str, Any] = Field({}, description="Accepted without effect.")
     prompt_cache_retention: str = Field("", description="Accepted without effect.")
     suffix: str = Field("", max_length=0, description="Not supported: text cannot be inserted before other text.")
-    best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported. The value of n is allowed.")
+    best_of: int | None = Field(None, ge=1, lt=2**31, description="Not supported. Only the value of n is accepted.")
     presence_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: use repetition_penalty instead.")
     frequency_penalty: float = Field(0.0, ge=0, le=0, description="Not supported: use repetition_penalty instead.")
     logit_bias: dict[str, float] = Field({}, max_length=0, description="Not supported: use allowed_token_ids instead.")

@@ -66,7 +66,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(
         title="txl serve",
         version=__version__,
-        description="A Transformer-XL behind OpenAI's completions, with memories.",
+        description="A Transformer-XL model with OpenAI's completions API and memories.",
         docs_url=None,  # FastAPI's pages load scripts from other sites
         redoc_url=None,
         redirect_slashes=False,

@@ -90,8 +90,10 @@ def test_a_file_that_cannot_be_written_is_named_once_and_goes_on_when_it_can(
     for number in range(5, 8):
         logger.info("line %d", number)
     shown = capsys.readouterr().err
-    assert shown.count(f"{path} cannot be written, and lacks lines until it can: [Errno 2]") == 1
-    assert shown.count(f"{path} is written again, but lacks 6 lines") == 1, "the warning itself is one of them"
+    assert shown.count(f"{path} cannot be written, and lacks all lines until writing works again: [Errno 2]") == 1
+    assert shown.count(f"{path} is written again, but 6 lines could not be written") == 1, (
+        "the warning itself is one of them"
+    )
     assert "Traceback" not in shown
     written = path.read_text().splitlines()
     assert [line[11:17] for line in written if " I " in line] == ["line 5", "line 6", "line 7"]

@@ -88,7 +88,7 @@ def test_computed_cutoffs_are_shown_like_given_ones(corpus: Corpus, capsys: pyte
     assert len(cutoffs) == 2
     *given, remark = out.splitlines()
     assert inspect(corpus, "--cutoffs", *cutoffs, capsys=capsys).splitlines() == given
-    assert "cost least work" in remark
+    assert "need the least work" in remark
 
 
 def test_cutoffs_that_do_not_fit_are_refused(corpus: Corpus, capsys: pytest.CaptureFixture[str]) -> None:
