@@ -187,7 +187,10 @@ def _why_nothing(path: Path, where: str, wanted: tuple[ArtifactKind, ...]) -> st
         return f"{where} is a file, and {_either(wanted)} is a folder. {makers}."
     preparation = path.with_name(f".{path.name}.prepare")
     if os.path.isdir(preparation) and ArtifactKind.CORPUS in wanted:
-        return f"{where} does not exist yet, because its preparation is not finished. Repeat the same `txl prepare` command."
+        return (
+            f"{where} does not exist yet, because its preparation is not finished. "
+            "Repeat the same `txl prepare` command."
+        )
     siblings = _subfolders_of_kind(path.parent, wanted)
     similar_names = nearest(path.name, [sibling.name for sibling in siblings])
     if similar_names:
