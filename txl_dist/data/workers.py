@@ -96,8 +96,8 @@ def _begin_worker(plugins: Sequence[str]) -> None:
 def _end_with_parent() -> None:
     """Wait until the parent process ends, and then end this worker.
 
-    Otherwise a worker would wait forever after its parent was killed, because it holds both ends of the queue that it
-    reads.
+    Without this function, a worker would wait forever after its parent was killed, because the worker itself holds both
+    ends of the queue that it reads.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

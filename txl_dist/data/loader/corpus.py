@@ -287,7 +287,7 @@ class Shards:
     def lengths(self, index: int) -> npt.NDArray[np.int64]:
         """Return the number of tokens of each document in shard `index`.
 
-        Raises DataError if the shard cannot be opened and may not be skipped.
+        Raises DataError if the shard cannot be opened and `damage` does not allow skipping it.
         """
         return self._opened(index).lengths
 

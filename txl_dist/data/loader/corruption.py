@@ -27,8 +27,8 @@ class CorruptionPolicy:
         """Count and log one damaged document. With `document` -1, count all `count` documents of a shard that cannot be
         opened.
 
-        Raises DataError if the document may not be skipped. Raises `error` unchanged if the file cannot be reached,
-        because an unreachable file is not damaged.
+        Raises DataError if skipping is not allowed, or if more than `max_skipped` documents would be skipped. Raises
+        `error` unchanged if the file cannot be reached, because an unreachable file is not damaged.
         """
         if not self._skip or isinstance(error, UnreachableError):
             raise error

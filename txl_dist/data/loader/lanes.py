@@ -313,7 +313,7 @@ class LanePlan:
     def rest_of_epoch(self, position: int, skips: Ranges = ()) -> tuple[int, Ranges]:
         """Return the token ranges of an epoch that no lane has read when all lanes are at `position` of this epoch.
 
-        `skips` are ranges of lane positions that no lane reads, and `position` is in none of them. Returns (epoch,
+        `skips` are ranges of lane positions that no lane reads. No such range contains `position`. Returns (epoch,
         ranges), where empty ranges mean the whole epoch. Skipped tokens of this epoch are left out of the ranges. Skips
         of later epochs are ignored.
         """

@@ -267,7 +267,7 @@ class _LaneReader:
         """Write the tokens at the lane positions `ranges` into one row of a segment. If `mark` is true, `documents` and
         `opens` of the segment are filled too.
 
-        Raises DataError for damage that may not be skipped.
+        Raises DataError for a damaged document if skipping is not allowed.
         """
         filled = 0
         for position, length, begin in ranges:

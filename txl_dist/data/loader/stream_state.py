@@ -42,7 +42,8 @@ class PositionRange(NamedTuple):
 
 @dataclass(frozen=True)
 class CorpusState:
-    """State of one corpus in the training stream: how it is divided among its lanes, and how far they have read.
+    """State of one corpus in the training stream: how the corpus is divided among its lanes, and how far the lanes have
+    read.
 
     A lane is a row of the batch with its own token stream.
     """
@@ -216,8 +217,8 @@ def continued(old: StreamState, wanted: StreamState, splits: Sequence[Split]) ->
     """Return the stream state with which the present settings continue the state `old` of a checkpoint.
 
     `wanted` is the state with which the present settings would begin a new run. A corpus that keeps its number of lanes
-    keeps its position. If that number changes, the corpus's unread tokens are divided among the new lanes. A corpus
-    that is new to the run begins at its start. Raises CheckpointError if the seed differs, or if a corpus of the
+    keeps its position. If the number of lanes changes, the corpus's unread tokens are divided among the new lanes. A
+    corpus that is new to the run begins at its start. Raises CheckpointError if the seed differs, or if a corpus of the
     checkpoint is missing, because its unread tokens would be lost.
     """
     if old.seed != wanted.seed:

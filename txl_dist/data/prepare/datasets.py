@@ -187,8 +187,8 @@ def _proven_members(name: str, corpus: NamedCorpus, origin: Path) -> Iterator[tu
 def _find(name: str, member: Member, folder: Path) -> Path:
     """Return the path of a member in a folder of unpacked files. Raises DataError if the file is absent.
 
-    The file can have the member's full path in the archive, only its last component, or the name of its split
-    (`train.txt`), to which the original scripts rename it.
+    The file can have the member's full path in the archive, or only the last part of this path. It can also have the
+    name of its split (`train.txt`), because the original scripts rename it.
     """
     name_in_archive = Path(member.name)
     candidates = [folder / name_in_archive, folder / name_in_archive.name]

@@ -25,8 +25,8 @@ from txl_dist.io.files import UTF8, text_encoding
 HEAD_BYTES = 1 << 12
 """Number of bytes at the beginning of an input that are examined."""
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
-"""Suffixes of files of JSON lines. A `.json` file is also read as JSON lines, but a folder of text does not give its
-`.json` files."""
+"""Suffixes of files of JSON lines. A `.json` file is also read as JSON lines if the file itself is an input, but
+`.json` files in an input folder are left out."""
 PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
 """Suffixes of files that are read as plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})

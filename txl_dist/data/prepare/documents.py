@@ -100,7 +100,8 @@ class Reading(NamedTuple):
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the train documents that is held out for each other split. A split with the share 0 is absent."""
+        """Share of the train documents that is held out for the validation split and for the test split, by the name of
+        the split. A split with the share 0 is absent."""
         shares = {VALID: self.valid_fraction, TEST: self.test_fraction}
         return {split: share for split, share in shares.items() if share}
 

@@ -108,8 +108,8 @@ class Preparation:
 
 
 def list_files(settings: PrepareSettings) -> tuple[Listing, list[str]]:
-    """Return (listing of all input files with the train files first, sentences for the user about the files whose names
-    chose their splits).
+    """Return (listing of all input files with the train files first, sentences for the user about files that were
+    assigned to splits by their names).
 
     Raises DataError if there are no files or no train files, or if a file is missing or given twice. Raises ConfigError
     if a fraction is set for a split that has its own files.

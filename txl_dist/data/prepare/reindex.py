@@ -76,7 +76,7 @@ class ReindexSummary:
     num_without_tokens: int
     """Number of tars that contain no tokens and are left out."""
     remarks: tuple[str, ...] = ()
-    """Sentences for the user about the tars whose names chose their splits."""
+    """Sentences for the user about tars that were assigned to splits by their names."""
 
     def lines(self) -> list[str]:
         """Return the lines of the summary for the user: the corpus, then the parts of the tars that were left out."""

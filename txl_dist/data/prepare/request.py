@@ -3,8 +3,8 @@ work.
 
 A finished corpus has a file prepared.json with three hashes: of its index, of the settings that change its content, and
 of its inputs. A command with the same settings and inputs is accepted: it makes the same corpus again, or repairs a
-damaged corpus. Inputs are compared by the sizes and both ends of their files, in order. The paths and times of the
-files are not compared.
+damaged corpus. Inputs are compared by the sizes of their files, and by the first and last 64 KiB of each local file, in
+order. The paths and times of the files are not compared.
 
 Limitations: a change in the middle of a file that does not change its size is noticed only at the end. If the corpus
 has no prepared.json, because an older version made it, any difference is noticed only at the end.
@@ -41,8 +41,8 @@ class RequestHashes(NamedTuple):
 def request_of(settings: PrepareSettings, files: Sequence[SourceFile]) -> RequestHashes:
     """Return the hashes of the settings and of the inputs.
 
-    The hash of the inputs includes the size and both ends of each file. For a named corpus it includes only the name.
-    Raises DataError if a file cannot be read.
+    The hash of the inputs includes the size, the first 64 KiB and the last 64 KiB of each local file. For a named
+    corpus it includes only the name. Raises DataError if a file cannot be read.
     """
     if any(file.is_stream for file in files):
         return RequestHashes(settings.content_hash(), "")

@@ -161,7 +161,7 @@ def prepare_corpus(output: str | Path, **settings: Any) -> PrepareSummary:
     The keyword arguments are the fields of `PrepareSettings`, of which only `inputs` is required. Raises ConfigError
     for settings that are impossible or would have no effect. Raises DataError if there is no text, or if a file is
     given twice or cannot be read. Also raises DataError if the output cannot be written, contains another corpus or
-    other files, or is being prepared by another process, or if a worker process dies.
+    other files, or is being prepared by another process. If a worker process dies, DataError is raised too.
     """
     job_settings = PrepareSettings(**settings).completed()
     if "://" in str(output):
