@@ -134,8 +134,8 @@ TOKENIZERS = {
 }
 """Name for people of each kind of tokenizer, as a card shows it."""
 TAKE_ANY_TEXT = ("byte", "bpe", "unigram", "huggingface")
-"""Kinds of tokenizers that encode any text, in txl_dist and in transformers. For other kinds the examples on a card
-give the prompt as ids."""
+"""Kinds of tokenizers that encode any text, in txl_dist and in transformers. For a tokenizer of another kind, the
+examples on a card give the prompt as ids."""
 PROMPT, PROMPT_IDS = "The ", [1, 2, 3]
 """Prompt in the example commands of a card, as text and as ids."""
 FACTS = ("fact", "value")

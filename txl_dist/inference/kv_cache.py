@@ -362,7 +362,7 @@ def _function_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 class _Parts(NamedTuple):
-    """Attention of a chunk, divided into parts whose scores stay in a CPU's cache."""
+    """Division of a chunk's attention into parts, each of which computes few enough scores for a CPU's cache."""
 
     slices: list[tuple[slice, slice, slice]]
     """Heads, rows and queries of each part. Rows are divided only if a single head has too many scores."""

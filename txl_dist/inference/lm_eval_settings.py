@@ -137,10 +137,8 @@ def _sampling(settings: dict[str, Any], unused: list[str]) -> dict[str, Any]:
 
 
 def _switch(settings: dict[str, Any], name: str, unused: list[str]) -> bool | None:
-    """Remove a setting that is true or false, and return its value. The value may be text or a number.
-
-    Returns None if the setting is missing or invalid.
-    """
+    """Remove a setting that is true or false, and return its value. A value that is written as text or as a number
+    counts too. Returns None if the setting is missing or invalid."""
     value = settings.pop(name, None)
     if value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null")):
         return None

@@ -64,8 +64,8 @@ def write_manifest(folder: Path, files: dict[str, dict[str, Any]]) -> None:
 def commit_folder(temporary: Path, final: Path) -> None:
     """Rename a finished temporary folder to its final name.
 
-    The caller makes sure that a folder that already has the final name is damaged. The damaged folder is renamed to
-    NAME.damaged-1, NAME.damaged-2 and so on.
+    If a folder already has the final name, this folder counts as damaged. It is renamed to NAME.damaged-1,
+    NAME.damaged-2 and so on.
     """
     if os.path.lexists(final):
         final.rename(unique_path(final, "damaged"))
