@@ -224,7 +224,7 @@ def _huggingface_name(name: str) -> str:
 def _huggingface_names(weights: Weights, model: ModelSection) -> Weights:
     """Return the weights of txl_dist under Hugging Face's names.
 
-    Each tensor is a copy, because the file format refuses tensors that share memory.
+    Each tensor is a copy, because the file format cannot store tensors that share memory.
     """
     original = to_original(weights, model)
     tied = partners(model)

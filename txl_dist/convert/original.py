@@ -65,7 +65,8 @@ class OriginalSettings(PeerSettings):
     sample_softmax: int = -1
     untie_r: bool | None = None
     ext_len: int = 0
-    """Overlap of segments in evaluation, which is ignored. In txl_dist it is the setting eval.overlap_len."""
+    """Number of tokens by which segments overlap in evaluation. The import ignores this setting, because evaluation in
+    txl_dist has the setting eval.overlap_len."""
     tgt_len: int | None = None
     mem_len: int | None = None
     dropout: float = 0.0

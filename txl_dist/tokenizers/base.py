@@ -86,8 +86,8 @@ class Tokenizer(ABC):
         """Return the ids of a text, without end-of-text."""
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a prompt. No line mark is added at the end of the prompt, because the model continues the
-        prompt's last line."""
+        """Return the ids of a prompt. No end-of-line symbol is added at the end of the prompt, because the model
+        continues the prompt's last line."""
         return self.encode(text)
 
     def joint(self, text: str) -> str:

@@ -74,11 +74,10 @@ class ForeignTokenizer(Tokenizer):
 
     @classmethod
     def in_foreign_order(cls, content: str) -> Self:
-        """Build a tokenizer that keeps the order of foreign ids.
+        """Build a tokenizer whose ids have the same order as in the other program.
 
-        The end-of-text is the file's own token for the end of a document. If there is none, it is added as the last id.
-
-        Raises ValueError if the content is not a file of this kind.
+        A missing end-of-text token is added as the last id. Raises ValueError if the content is not a file of this
+        kind.
         """
         foreign_symbols = cls._open(content)[1]
         ids = sorted(foreign_symbols)
@@ -119,7 +118,7 @@ class ForeignTokenizer(Tokenizer):
         return {"content": self.content, "foreign_ids": self.foreign_ids.tolist()}
 
     def _renumber(self, text: str, foreign_ids: Ids) -> Ids:
-        """Convert the foreign ids of a text to our ids. A text that spells a special token is encoded again.
+        """Convert the other program's ids of a text to our ids. A text that spells a special token is encoded again.
 
         Raises DataError if the new ids contain a special token too.
         """
@@ -136,7 +135,7 @@ class ForeignTokenizer(Tokenizer):
         return ids
 
     def _encode_without_special(self, text: str) -> Ids:
-        """Return the foreign ids of a text that is cut in the middle of each special token that it spells."""
+        """Return the other program's ids of a text, which is cut in the middle of each special token that it spells."""
         parts = []
         start = 0
         for match in self._special_pattern.finditer(text):
@@ -149,22 +148,23 @@ class ForeignTokenizer(Tokenizer):
     @staticmethod
     @abstractmethod
     def _open(content: str) -> tuple[Any, dict[int, str]]:
-        """Return (the library's tokenizer, symbol of each foreign id). Raises ValueError for a file of another kind."""
+        """Return (the library's tokenizer, symbol of each id of the other program). Raises ValueError for a file of
+        another kind."""
 
     @abstractmethod
     def _special(self) -> set[int]:
-        """Return the foreign ids of special tokens, which no text may be encoded to.
+        """Return the other program's ids of special tokens, which no text may be encoded to.
 
         The id of unknown symbols can be among them.
         """
 
     @abstractmethod
     def _unknown(self) -> int | None:
-        """Return the foreign id of unknown symbols, or None if there is no such id."""
+        """Return the other program's id of unknown symbols, or None if there is no such id."""
 
     @abstractmethod
     def _encode(self, text: str) -> Ids:
-        """Return the foreign ids of one text."""
+        """Return the other program's ids of one text."""
 
     @abstractmethod
     def _decode(self, ids: Sequence[int]) -> str:

@@ -21,8 +21,8 @@ _SENTENCEPIECE_START = b"\n"
 def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
     """Read an existing tokenizer: Hugging Face's tokenizer.json, sentencepiece's .model, or a tokenizer.json of ours.
 
-    The ids of a foreign tokenizer are numbered by their frequency in the texts, and equally frequent ids keep the
-    foreign order. If a foreign tokenizer has no token that ends a document, such as `<|endoftext|>` or XLNet's `<eod>`,
+    The ids of another program's tokenizer are numbered by their frequency in the texts, and equally frequent ids keep
+    their order. If that tokenizer has no token that ends a document, such as `<|endoftext|>` or XLNet's `<eod>`,
     an end-of-text is added. A tokenizer of ours is not changed. Raises DataError if the file is of another kind or
     damaged, if a package is missing, or if there is no text.
     """
@@ -41,7 +41,7 @@ def import_tokenizer(path: str | Path, texts: Texts) -> Tokenizer:
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """Read an existing tokenizer without texts. A foreign tokenizer keeps the order of its ids.
+    """Read an existing tokenizer without texts. The ids of another program's tokenizer keep their order.
 
     Raises DataError if the file is not a tokenizer or is damaged, or if a package is missing.
     """

@@ -63,7 +63,8 @@ class Learning:
         return getattr(self, new_name)
 
     def num_marks(self, kind: str) -> int:
-        """Return the number of ids that are not text: end-of-text, and for the kind word the line mark and `<unk>`."""
+        """Return the number of ids that are not text: the end-of-text token, and for the kind word the end-of-line
+        symbol and `<unk>`."""
         return self.end_of_text + (2 if kind == "word" else 0)
 
     def learning(self) -> dict[str, Any]:

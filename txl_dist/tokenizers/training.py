@@ -35,7 +35,7 @@ Texts = Callable[[], Iterable[str]]
 DEFAULT_SUBWORDS = 4096
 PLAIN_MARKS: dict[str, Any] = {"line_start": None, "line_end": END_OF_LINE, "unknown": UNKNOWN}
 SENTENCE_MARKS: dict[str, Any] = {"line_start": "<S>", "line_end": "<S>", "unknown": "<UNK>"}
-"""Line marks and unknown word of lm1b."""
+"""Symbols of the corpus lm1b: at the start of each line, at the end of each line, and for unknown words."""
 BATCH_LEN = 1 << 20
 """Number of characters that are encoded at once."""
 

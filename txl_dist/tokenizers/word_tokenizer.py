@@ -59,7 +59,7 @@ class WordTokenizer(SpelledTokenizer):
             )
 
     def encode(self, text: str) -> Ids:
-        """Return one id per word and line mark.
+        """Return one id per word, and one id per symbol at the start or the end of a line.
 
         Raises DataError for an unknown word, if the vocabulary has no symbol for unknown words.
         """
@@ -75,7 +75,8 @@ class WordTokenizer(SpelledTokenizer):
         return ids
 
     def encode_prompt(self, text: str) -> Ids:
-        """Return the ids of a prompt, without the line mark that `encode` adds if the last line has no newline."""
+        """Return the ids of a prompt, without the end-of-line symbol that `encode` adds if the last line has no
+        newline."""
         ids = self.encode(text)
         has_added_mark = self.line_end is not None and text != "" and not text.endswith("\n")
         if has_added_mark:
