@@ -18,7 +18,7 @@ from txl_dist.console.suggest import nearest
 from txl_dist.errors import ConfigError
 
 SETTINGS = "config.toml"
-"""Name of the file with the settings of a run. It is in the run directory and in each checkpoint."""
+"""Name of the file with the settings of a run. The file is in the run directory and in each checkpoint."""
 RECORDS, LOG, TENSORBOARD = "metrics.jsonl", "log.txt", "tensorboard"
 """Names in a run directory: the file of records, the log file, and the TensorBoard folder."""
 CHECKPOINTS, STACKS, PROFILE = "checkpoints", "stacks", "profile"

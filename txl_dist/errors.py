@@ -47,7 +47,7 @@ class TxlError(Exception):
     exit_code = 2
     """Exit code of a command that this error ends."""
     rank: int | None = None
-    """Rank that raised the error and prints it. It is None before the ranks have joined."""
+    """Rank that raised the error and prints the message. The value is None before the ranks have joined the job."""
 
     def __str__(self) -> str:
         """Return the message, one line per argument, with control characters escaped."""

@@ -1,9 +1,9 @@
 """Clusters of the adaptive embedding and softmax: choice of the cutoffs, and grouping of tokens by cluster.
 
 The host groups the tokens before the step runs, so that no operation waits for a `nonzero()` on the device. A cluster's
-rows are the positions of its tokens. They are padded to a multiple of a fixed number or to given sizes, and there is at
-least one row. So every rank computes every cluster in every step, because collectives under ZeRO need the same
-operations on all ranks. With the padding, the device also sees few different shapes.
+rows are the positions of its tokens. The rows are padded to a multiple of a fixed number or to given sizes, and a
+cluster has at least one row. So every rank computes every cluster in every step, because collectives under ZeRO need
+the same operations on all ranks. With the padding, the device also sees few different shapes.
 
     ids         7  0  3  9        edges (0, 2, 8, 10): clusters [0, 2), [2, 8), [8, 10)
     cluster 0   rows 1            ids 0
@@ -202,9 +202,9 @@ def best_cutoffs(
     matrices cost more per token. For the S = `step_len` tokens of a step on a device, a cluster computes at least
     r = `multiple` rows, even if it has fewer tokens (see `partition_by_cluster`).
 
-    The cost ignores memory, row look-ups, and the higher speed of wide matrix products. It also ignores the loss. With
-    div_value > 1 the result gives frequent words narrower embeddings than papers use. The optimum is flat, so round
-    numbers near the result cost nearly the same.
+    The cost ignores memory, row look-ups, and the higher speed of wide matrix products. The cost also ignores the
+    model's loss. With div_value > 1 the result gives frequent words narrower embeddings than papers use. The optimum is
+    flat, so round numbers near the result cost nearly the same.
 
     Dynamic programming finds the exact optimum among 512 ids in geometric progression, or among all ids of a smaller
     vocabulary. `counts` holds the number of tokens with each id. Raises ConfigError if there cannot be that many

@@ -146,7 +146,8 @@ def _width(stream: Any) -> int:
 
 
 class _LogFile(logging.Handler):
-    """Handler that appends lines to a file. It warns once when writing fails, and once when writing works again."""
+    """Handler that appends lines to a file. The handler warns once when writing fails, and once when writing works
+    again."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

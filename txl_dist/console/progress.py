@@ -16,7 +16,8 @@ _MB = 1e6
 
 
 class Progress:
-    """Display of the progress of a job in bytes or tokens. Use it as a context manager, and call `reach` often."""
+    """Display of the progress of a job in bytes or tokens. Use a `Progress` as a context manager, and call `reach`
+    often."""
 
     def __init__(
         self,

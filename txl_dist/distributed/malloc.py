@@ -1,4 +1,4 @@
-"""Set-up of glibc's memory allocator before torch is imported. It reduces the host memory of a CPU rank by a third.
+"""Set-up of glibc's memory allocator before torch is imported. This reduces the host memory of a CPU rank by a third.
 
 After a block of up to 32 MiB was freed, glibc takes further blocks of this size from the heap. Then weights, gradients
 and buckets of all sizes are mixed in the heap, and freed memory stays with the process. The resident set of a CPU rank

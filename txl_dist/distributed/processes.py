@@ -1,6 +1,6 @@
 """Identity of a process beyond its pid, because pids are reused and mean nothing on another host or in a container.
 
-A process is identified by its host, boot, pid namespace, pid and start time. If one of these cannot be known (on
+A process is identified by its host, boot, pid namespace, pid and start time. If one of these values cannot be known (on
 another host, or on a system without /proc), `ProcessId.lives` returns None instead of a guess.
 """
 

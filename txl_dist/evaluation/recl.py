@@ -21,9 +21,9 @@ The paper leaves some choices open. This module makes these choices:
 - If no gain of a model is below 0.01, the longest context and the words "or more" are reported as the model's RECL.
 - The targets are a sample of the split without replacement, the same for all models and contexts. Each target has at
   least as many tokens before it as the longest context. Borders of documents are ignored.
-- Each target's context is run alone, from an empty memory. It is cut into segments of the model's training length that
-  end at the target, so the first segment may be shorter. The memory is as long as in training by default. A model
-  without memory sees its last segment only.
+- Each target's context is run alone, from an empty memory. The context is cut into segments of the model's training
+  length. The last segment ends at the target, so the first segment can be shorter. The memory is as long as in training
+  by default. A model without memory sees its last segment only.
 
 A model's RECL depends on the other models of the group.
 """

@@ -223,7 +223,8 @@ def _end_group(group: int, *, grace_s: float) -> None:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return (time, inode) of a file, or None if there is no file. They change when the file is written again."""
+    """Return (time, inode) of a file, or None if there is no file. Time and inode change when the file is written
+    again."""
     try:
         status = path.stat()
     except OSError:

@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
 
     trial: Trial
     run: RunRecords | None
-    """Records of the run. It is None if the run is not done."""
+    """Records of the run, or None if the run is not done."""
     state: str
     """Either "done", or the reason why the run is not done."""
 

@@ -3,7 +3,7 @@
 With strong scaling the global batch is constant. With weak scaling the number of lanes (batch rows) per GPU is
 constant. Each point of a curve is `timing.step_time` of one rank. Efficiency is the number of tokens per second and
 GPU, divided by the tokens per second of one GPU. Each point names the part of the step that limits it: the part whose
-GPU-seconds per token have grown most compared with one GPU. `picture` draws both curves and a line at 50 %. It marks
+GPU-seconds per token have grown most compared with one GPU. `picture` draws both curves and a line at 50 %, and marks
 the first number of GPUs below the line.
 """
 

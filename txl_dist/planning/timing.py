@@ -208,8 +208,8 @@ class Product(NamedTuple):
     def seconds(self, gpu: Gpu, work: Work) -> float:
         """Return the predicted seconds of the product.
 
-        They are the sum of two times: computing the product at the GPU's rate, and reading and writing its operands at
-        the bandwidth of the GPU's memory.
+        The result is the sum of two times: computing the product at the GPU's rate, and reading and writing its
+        operands at the bandwidth of the GPU's memory.
         """
         operations = 2 * self.rows * self.inner * self.columns
         numbers = self.rows * self.inner + self.inner * self.columns + self.rows * self.columns

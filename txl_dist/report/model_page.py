@@ -129,7 +129,7 @@ def _num_bytes(folder: Path) -> int | None:
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint's page. It has the form of a run's page with a single record."""
+    """Return the content of a checkpoint's page. The page has the form of a run's page with a single record."""
     state = parse_object(read_bytes(folder / STATE))
     settings, problem = read_settings(folder)
     record = {"kind": "train", "step": state["step"], "tokens_seen": state["tokens_seen"]}

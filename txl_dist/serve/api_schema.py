@@ -242,7 +242,7 @@ class Detokenized(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """Facts about the tokenizer that evaluation harnesses request. No text is read as a special token."""
+    """Facts that evaluation harnesses request about the tokenizer. No text is read as a special token."""
 
     vocab_size: int
     eos_token: None

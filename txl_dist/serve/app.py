@@ -262,7 +262,7 @@ async def _detokenize(request: Request) -> Response:
     responses=responses(408, 413, 429, success=json_response(api_schema.TokenizerInfo)),
 )
 async def _tokenizer_info(request: Request) -> Response:
-    """Return the facts about the tokenizer that evaluation harnesses request."""
+    """Return the facts that evaluation harnesses request about the tokenizer."""
     tokenizer = _service_of(request).model.tokenizer
     return JSONResponse({"vocab_size": tokenizer.vocab_size, "eos_token": None, "eos_token_id": tokenizer.end_of_text})
 

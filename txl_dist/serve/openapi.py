@@ -1,6 +1,7 @@
 """Descriptions of the routes for /openapi.json: responses, request bodies, and the schemas of these bodies.
 
-Routes read their bodies themselves, so FastAPI does not know the types of requests. `describe_requests` adds them.
+Routes read their bodies themselves, so FastAPI does not know the types of requests. `describe_requests` adds these
+types.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def responses(*errors: int, success: dict[str, Any], status: int = 200) -> dict[
 
 
 def json_response(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the description of a JSON response. Its text is the docstring of `model`."""
+    """Return the description of a JSON response. The text of the description is the docstring of `model`."""
     return {"model": model, "description": model.__doc__}
 
 

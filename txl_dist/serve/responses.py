@@ -113,7 +113,7 @@ class _Choice:
     num_tokens: int = 0
 
     def payload(self) -> dict[str, Any]:
-        """Return the choice in OpenAI's form. It has the key `memory` only if a memory was stored."""
+        """Return the choice in OpenAI's form. The result has the key `memory` only if a memory was stored."""
         values = {"index": self.index, "text": self.text, "logprobs": self.logprobs}
         values["finish_reason"] = self.finish_reason
         if self.memory is not None:

@@ -39,7 +39,7 @@ class Report:
     findings: dict[str, list[Finding]]
     """Findings by node. Findings about several nodes have the key "all"."""
     all_reduce: list[Reduce]
-    """Times of all-reduces between the ranks, by size. It is empty if there is only one rank."""
+    """Times of all-reduces between the ranks, by size. The list is empty if there is only one rank."""
 
     def count(self, verdict: Verdict) -> int:
         """Return the number of findings with this verdict. If a finding has the verdict problem, a run on the checked
