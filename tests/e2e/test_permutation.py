@@ -88,3 +88,26 @@ def test_an_imported_model_is_trained_on_a_corpus_of_its_own_tokenizer(tmp_path:
     pieces = [[symbol for symbol, _ in content["model"]["vocab"]] for content in (before, after)]
     assert pieces[0] == pieces[1]
     assert before["post_processor"] == after["post_processor"]
+
+
+def test_txl_evaluate_finds_the_validation_loss_of_the_run_on_any_number_of_ranks(
+    tmp_path: Path, config_file: Path
+) -> None:
+    run = tmp_path / "run"
+    words = [str(config_file), *XLNET, "--eval.orders", "2", "--run.dir", str(run)]
+    train(*words, cwd=tmp_path, ranks=1)
+    (recorded,) = records(run, "eval")[-1:]
+    results = {}
+    for ranks in (1, 2):
+        out = tmp_path / f"{ranks}.json"
+        flags = ["--json", str(out), "--prediction", "random_order", "left_to_right", "pseudo_likelihood"]
+        with Job("evaluate", str(run), *flags, log=tmp_path / "evaluate.log", ranks=ranks, cwd=tmp_path) as job:
+            assert job.wait(limit_s=300) == [0] * ranks, job.text[-4000:]
+        results[ranks] = json.loads(out.read_text(encoding="utf-8"))
+    alone = results[1]
+    assert alone["random orders"]["tokens"] == recorded["tokens"]
+    assert alone["random orders"]["loss"] == pytest.approx(recorded["loss"], rel=1e-5)
+    assert set(alone) == {"random orders", "left to right", "pseudo-likelihood"} == set(results[2])
+    for name, result in alone.items():
+        assert results[2][name]["tokens"] == result["tokens"]
+        assert results[2][name]["loss"] == pytest.approx(result["loss"], rel=1e-5)

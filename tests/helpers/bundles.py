@@ -40,6 +40,7 @@ def make(
     vocab_size: int = 0,
     begins_documents: bool = True,
     memory_len: int = MEMORY_LEN,
+    reuse_len: int = 0,
     **settings: Any,
 ) -> Made:
     """The corpus and the bundle in a folder; `settings` are the model's."""
@@ -55,6 +56,7 @@ def make(
         weights=weights,
         tokenizer=tokenizer,
         segment_len=SEGMENT_LEN,
+        reuse_len=reuse_len,
         memory_len=memory_len,
         document_mask=document_mask,
         begins_documents=begins_documents,

@@ -17,6 +17,7 @@ from txl_dist.console.logging import start_logging
 from txl_dist.data.loader.bits_per_byte import TextUnits, text_units, word_count
 from txl_dist.data.loader.corpus import Split
 from txl_dist.distributed.collectives import get_rank
+from txl_dist.evaluation.any_order import check_options, rank_lines, score_any_order, units_of
 from txl_dist.evaluation.log_probs import write_log_probs
 from txl_dist.evaluation.options import AdaptationOptions, Outputs, Overrides
 from txl_dist.evaluation.scoring import MEMORY_OFF, Scores, rows_of, score_baselines, score_model
@@ -55,7 +56,11 @@ def evaluate_trained(
     overrides.check(path, is_bundle=detect_artifact(path) is ArtifactKind.BUNDLE, data=data)
     adaptation.check(overrides, outputs)
     outputs.check(overrides)
-    target = open_target(path, data=data)
+    target = open_target(path, data=data, needs_causal=False)
+    if target.bundle.section.any_order:
+        check_options(overrides, adaptation, outputs)
+        return _evaluate_any_order(target, overrides, outputs=outputs, baselines=baselines)
+    overrides.check_causal(path)
     rows = rows_of(target, overrides, adaptation)
     config = rows[0].config
     split = target.held_out(config)
@@ -82,6 +87,35 @@ def evaluate_trained(
     if adaptation.adapt != "off":
         settings = [f"{name} {value}" for name, value in adaptation.metadata().items() if value != ""]
         lines.append(f"adapted: {', '.join(settings)}")
+    return lines
+
+
+def _evaluate_any_order(target: Target, overrides: Overrides, *, outputs: Outputs, baselines: bool) -> list[str]:
+    """Score a model that predicts in any order (XLNet). Returns lines of text with the results, on rank 0 only."""
+    rows = rows_of(target, overrides, STATIC)
+    config = rows[0].config
+    split = target.held_out(config)
+    scores = score_any_order(target, split, rows, overrides, outputs)
+    if get_rank() > 0:
+        return []
+    units = units_of(split, overrides, config)
+    results = dict(scores.results)
+    if baselines:
+        results |= score_baselines(split, config, units=units)
+    _write_files(outputs, scores, results, split)
+    train = config.train
+    lines = [
+        f"{_where_line(target, split, config, overrides)}, predicting {train.num_predicted} of every "
+        f"{train.segment_len} tokens in random orders",
+        *table(results, units),
+    ]
+    for name, result in scores.results.items():
+        if len(scores.results) > 1:
+            indent = f"{name}: "
+        else:
+            indent = ""
+        if "by_rank" in result:
+            lines += [indent + line for line in rank_lines(result, train.halves())]
     return lines
 
 

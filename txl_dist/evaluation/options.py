@@ -23,6 +23,10 @@ _LengthOrTrained = Annotated[int, Field(ge=-1, le=_MOST)]
 _AS_TRAINED = f"0 to {_MOST:,} tokens. Without the flag, the value of training is used"
 
 
+Prediction = Literal["random_order", "left_to_right", "pseudo_likelihood"]
+"""Ways in which a model that predicts in any order (XLNet) is scored. See `evaluation.any_order`."""
+
+
 class Protocol(NamedTuple):
     """Evaluation protocol of another program, for comparisons with its published results.
 
@@ -77,6 +81,12 @@ class Overrides:
     protocol: Literal["ours", "original", "nvidia", "nanogpt"] = "ours"
     """Program whose way of cutting the text and averaging losses is used, to compare with its published results."""
 
+    prediction: tuple[Prediction, ...] = ("random_order",)
+    """How an XLNet model predicts. random_order: as in training. left_to_right: every token, which gives bits per byte.
+    pseudo_likelihood: one token in 64, each from all other tokens of its segment."""
+    orders: Annotated[_Length, Rule(f"0 to {_MOST:,} orders")] = 0
+    """Number of random orders of an XLNet model. 0: the run's eval.orders."""
+
     @property
     def peer(self) -> Protocol | None:
         """Protocol of the other program, or None for the protocol of txl_dist."""
@@ -100,9 +110,21 @@ class Overrides:
                 raise ConfigError(
                     f"{flag_of(name)} needs one or more values in tokens, each 0 or more, for instance {example}."
                 )
+        if not self.prediction:
+            raise ConfigError("--prediction needs one or more values, for instance random_order left_to_right.")
         check_bounds(self)
         if self.peer is not None:
             self._check_protocol(self.peer)
+
+    def check_causal(self, target: Path) -> None:
+        """Raise ConfigError if an option needs a model that predicts in any order. The model at `target` does not."""
+        given = {"--prediction": self.prediction != Overrides.prediction, "--orders": self.orders > 0}
+        wrong = [flag for flag, is_given in given.items() if is_given]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)} needs a model that predicts tokens in any order, but {target} predicts the next "
+                f"token (model.any_order=False). Remove {', '.join(wrong)}."
+            )
 
     def _check_protocol(self, peer: Protocol) -> None:
         is_crops = peer.cut == "crops"

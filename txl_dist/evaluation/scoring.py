@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from txl_dist.config.load import Config, check_config, config_from_dict
-from txl_dist.config.schema import memory_of_layers
+from txl_dist.config.schema import ModelSection, memory_of_layers
 from txl_dist.console.formatting import counted
 from txl_dist.console.logging import warn_for_all
 from txl_dist.console.progress import Progress
@@ -226,12 +226,14 @@ def score_model(
         for plan in distinct_plans.values():
             total += plan.num_passes(adaptation) * _pass_tokens(plan.cut, ranks)
 
-        model_opener = _ModelOpener(target)
+        model_opener = ModelOpener(target)
         log_probs: LogProbs | None = None
         results: dict[tuple[int, ...], Result] = {}
         with Progress("scoring", total=total, every_s=TELL_EVERY_S, unit="tokens") as progress:
             for lengths, plan in distinct_plans.items():
-                model = model_opener.open(plan).to(ranks.device).eval()
+                # Weights that follow the text are fp32: half precision would round their steps away.
+                dtype = "" if plan.train is None else "fp32"
+                model = model_opener.open(plan.config.model, dtype=dtype).to(ranks.device).eval()
                 if outputs.log_probs is not None:
                     assert isinstance(plan.cut, EvalStream)
                     log_probs = LogProbs(plan.cut)
@@ -331,22 +333,21 @@ def _warn_of_limits(rows: list[ScoredRow], plans: list[_Plan], overrides: Overri
         )
 
 
-class _ModelOpener:
-    """Opener of the scored model. It builds the model again only if the next plan needs other model settings."""
+class ModelOpener:
+    """Opener of the scored model. It builds the model again only if the next row needs other model settings."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._model = target.bundle.model
         self._dtype = target.bundle.dtype
 
-    def open(self, plan: _Plan) -> TransformerXL:
-        """Return the model for a plan. Layers cannot change their settings, so other settings need a new model."""
-        # Weights that follow the text are fp32: half precision would round their steps away.
-        if plan.train is not None:
-            dtype = "fp32"
-        else:
-            dtype = self._target.bundle.dtype
-        section = plan.config.model
+    def open(self, section: ModelSection, *, dtype: str = "") -> TransformerXL:
+        """Return the model with these settings. Layers cannot change their settings, so other settings need a new
+        model.
+
+        `dtype` is the number type of the weights. Empty means the type of the target's weights.
+        """
+        dtype = dtype or self._target.bundle.dtype
         if section != self._model.section or dtype != self._dtype:
             bundle = dataclasses.replace(self._target.bundle, section=section)
             self._model = bundle.open(dtype, where=self._target.where).model
@@ -458,8 +459,8 @@ def _score(
 def _result(evaluation: Evaluation, plan: _Plan, adaptation: AdaptationOptions) -> Result:
     """Return the numbers of an evaluation, the losses of parts of the text, and the lengths that were used."""
     result: Result = evaluation.numbers()
-    result["by_cluster"] = [_part_values(part) for part in evaluation.means.by_cluster]
-    result["by_position"] = [_part_values(part) for part in evaluation.means.by_position]
+    result["by_cluster"] = [part_values(part) for part in evaluation.means.by_cluster]
+    result["by_position"] = [part_values(part) for part in evaluation.means.by_position]
     lengths = {
         "memory_len": plan.memory_len,
         "segment_len": plan.cut.segment_len,
@@ -474,7 +475,7 @@ def _result(evaluation: Evaluation, plan: _Plan, adaptation: AdaptationOptions) 
     return result
 
 
-def _part_values(part: ScoredPart) -> Result:
+def part_values(part: ScoredPart) -> Result:
     """Return the numbers of a part of the text for JSON. The loss of a part without tokens is None."""
     values: Result = part._asdict()
     if not part.tokens:

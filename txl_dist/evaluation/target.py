@@ -68,16 +68,16 @@ class Target(NamedTuple):
         return corpus
 
 
-def open_target(path: Path, *, data: str | Path) -> Target:
+def open_target(path: Path, *, data: str | Path, needs_causal: bool = True) -> Target:
     """Read the model of a run, a checkpoint or a bundle at a path, to score it.
 
     `data` is the path of the corpus. If it is empty, the run's corpus is used. Raises CheckpointError or ConfigError if
-    the model cannot be read.
+    the model cannot be read. With `needs_causal`, a model that predicts in any order (XLNet) raises ConfigError.
     """
     if detect_artifact(path) is ArtifactKind.BUNDLE:
         bundle = load_bundle(path)
         where = str(path)
-        values = {
+        values: dict[str, Any] = {
             "data": {"path": str(data), "document_mask": bundle.document_mask},
             "model": bundle.section.model_dump(),
             "train": {
@@ -86,6 +86,8 @@ def open_target(path: Path, *, data: str | Path) -> Target:
                 "memory_lens": bundle.memory_lens,
             },
         }
+        if bundle.section.any_order:
+            values["train"] |= {"objective": "permutation", "reuse_len": bundle.reuse_len}
         config = config_from_dict(values, source=where)
         where += _origin(bundle.source)
     else:
@@ -94,7 +96,8 @@ def open_target(path: Path, *, data: str | Path) -> Target:
         bundle = trained.package.open(where=where)
         corpus_path = str(data) or require_corpus(trained.folder, trained.config)
         config = changed(trained.config, {"data.path": corpus_path})
-    require_causal(bundle.section, where=where)
+    if needs_causal:
+        require_causal(bundle.section, where=where)
     if bundle.document_mask and not bundle.begins_documents:
         warn_for_all(
             "this model was trained by an older version of txl_dist, which did not train on the first token of a "
