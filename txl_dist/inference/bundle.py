@@ -378,8 +378,8 @@ def require_causal(model: ModelSection, *, where: str) -> None:
     if model.any_order:
         raise ConfigError(
             f"{where} predicts tokens in any order (model.any_order), and this command needs a model that predicts the "
-            "next token. `txl evaluate` scores such a model. `txl export` writes such a model as a bundle, or for XLNet "
-            "of transformers."
+            "next token. `txl evaluate` scores such a model. `txl export` writes it as a bundle, or for XLNet of "
+            "transformers."
         )
 
 
