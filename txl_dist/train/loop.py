@@ -60,8 +60,8 @@ _PATIENCE_S = {"stopped": 15.0, "phase": 900.0, "done": 900.0}
 """Seconds for which a failed final checkpoint is retried, by the event that ends the loop. The time is short after a
 stop request, and long at the end of a phase or of the run."""
 _GROUP_GRACE_S = 30
-"""Seconds by which collectives time out later than the watchdog. So the watchdog, whose message names the rank at
-fault, reports a hang first."""
+"""Number of seconds between the watchdog's limit and the timeout of collectives. Collectives time out later, so the
+watchdog reports a hang first. Its message names the rank at fault."""
 
 
 class Start(NamedTuple):

@@ -26,9 +26,9 @@ from txl_dist.model.kernels.attention_launch import unsupported_reason, unsuppor
 from txl_dist.train.state import RunContext
 
 MANY_EPOCHS = 20
-"""A run warns if it reads a training split more times than this. In Muennighoff et al. 2023 ("Scaling Data-Constrained
-Language Models", arXiv 2305.16264), text that is read 4 times is nearly as good as new text. After about 15 epochs, the
-value of reading the text again has fallen to a third."""
+"""A run warns if it reads a training split more often than this number of times. In Muennighoff et al. 2023 ("Scaling
+Data-Constrained Language Models", arXiv 2305.16264), text that is read 4 times is nearly as good as new text. After
+about 15 epochs, the value of reading the text again has fallen to a third."""
 LARGE_SHARE = 0.1
 """A run warns if one step reads at least this share of a training split."""
 LARGE_MODEL = 10
@@ -177,7 +177,7 @@ def drivers_of_gpus() -> list[str]:
 
 
 def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
-    """Return a warning for each setting that has no effect, and for gradients that are summed in bf16."""
+    """Return a warning for each setting that has no effect, and a warning if gradients are summed in bf16."""
     model = config.model
     train = config.train
     warnings: list[str] = []

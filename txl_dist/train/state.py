@@ -27,9 +27,9 @@ class EvaluationPlan(NamedTuple):
     segment_len: int
     """Tokens per lane and forward pass."""
     overlap_len: int
-    """Tokens before each segment that are run again as context and not scored."""
+    """Number of tokens before each segment that are run again as context and not scored."""
     memory_len: int
-    """Tokens of memory (hidden states of earlier segments) per batch row."""
+    """Number of tokens of memory (hidden states of earlier segments) per batch row."""
     max_tokens: int
     """Largest number of tokens of a split that are scored. 0 means all tokens."""
     with_accuracy: bool

@@ -138,7 +138,8 @@ def prove_shared(run_dir: Path, *, nonce: str, ranks: RankInfo, seen_within_s: f
     """Check that all nodes share the run directory: each node can write there and sees the files of rank 0.
 
     All ranks call it together. `nonce` is the random word of rank 0's lock. The argument of other ranks is ignored.
-    Raises ConfigError on all ranks. The message names the host that has another folder.
+    Raises ConfigError on all ranks if a node has another folder, and the message names the
+    node's host.
     """
     nonce = broadcast_object(nonce)
     speaks_for_node = ranks.is_rank0 or ranks.local_rank == 0

@@ -30,7 +30,7 @@ class Watch(NamedTuple):
     def check_lock(self) -> None:
         """Raise CheckpointError if another job has taken over the run directory.
 
-        The lock's thread notices this within seconds.
+        The lock's thread notices a takeover within seconds.
         """
         if self.lock is not None and self.lock.is_lost:
             raise CheckpointError(

@@ -52,8 +52,8 @@ it."""
 NET_S = 4.0
 """Seconds between the limit and the moment at which the safety net in C ends the process."""
 GRACE_S = {"hang": 0.0, "lost": 2.0, "failed": 10.0}
-"""Seconds that the main thread has, after a verdict, to ask for the first cause and end by itself. The key is the kind
-of the verdict."""
+"""Seconds that the main thread has after a verdict, by the kind of the verdict. In this time it can ask for the first
+cause and end by itself."""
 WRITES_S = 2.0
 """Seconds that a frozen rank has to write its stacks."""
 ANSWER_S = 4.0

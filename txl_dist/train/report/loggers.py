@@ -112,8 +112,8 @@ class MetricReporter:
                 )
 
     def _measured(self, record: Record) -> Record:
-        """Return the metrics that plugins compute from a record. A metric that raises an error is left out, with one
-        warning per metric."""
+        """Return the metrics that plugins compute from a record. A metric that raises an error is left out, and
+        one warning per metric is logged."""
         numbers: Record = {}
         for metric in METRICS.values():
             if metric.measure is None or metric.name in record:

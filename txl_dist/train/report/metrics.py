@@ -147,8 +147,8 @@ class Clipping:
     """
 
     MOSTLY_PCT = 95.0
-    """Percentage of clipped steps above which the run warns. Above it, nearly all gradients are scaled to the same
-    norm."""
+    """Percentage of clipped steps above which the run warns. Above this percentage, nearly all gradients are scaled to
+    the same norm."""
     FEWEST_STEPS = 20
     """Smallest number of steps for which a percentage is reported."""
 
