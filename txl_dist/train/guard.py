@@ -96,7 +96,7 @@ class Guard:
                 TrainingError(
                     f"silent corruption found at step {step}: {deviation.sentence()}. The run stops before a "
                     f"checkpoint stores these values. Take the faulty machine out of service, and start "
-                    f"again from the last checkpoint."
+                    f"the same command again. The run then continues from its last checkpoint."
                 )
             )
         seconds = round(time.perf_counter() - start_s, 4)

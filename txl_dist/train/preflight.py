@@ -58,8 +58,9 @@ def check_text(corpora: Corpora, *, segment_len: int, sample_prompt: str | None)
     for split in corpora.eval:
         if split.tokens < 2:
             raise ConfigError(
-                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens, and an evaluation "
-                'needs at least two. Prepare more validation text, or switch evaluation off with --data.eval_split "".'
+                f"split {split.name!r} of {split.corpus.location} has fewer than two tokens, but an evaluation "
+                "needs at least two tokens. Prepare more validation text, or switch evaluation off with "
+                '--data.eval_split "".'
             )
 
 
@@ -136,7 +137,7 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
     if config.engine.precision == "fp16" and device.type == "cpu":
         raise ConfigError(
             "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
-            "Use --engine.precision fp32 (fast here) or bf16 (emulated on most CPUs, very slow)."
+            "Use --engine.precision fp32. It is faster on a CPU than bf16, which most CPUs only emulate."
         )
     if config.engine.precision == "tf32" and not _has_tf32(device):
         raise ConfigError(

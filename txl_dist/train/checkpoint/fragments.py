@@ -86,8 +86,9 @@ class FragmentFiles:
         while num_read < length:
             if index == len(self._opened) and not self._open_next():
                 raise CheckpointError(
-                    f"{self._folder} lacks {length - num_read} of {length} values of {parameter} ({kind}), from value "
-                    f"{start + num_read} on. The checkpoint belongs to another model. Use another checkpoint."
+                    f"{self._folder} lacks {length - num_read} of {length} values of the parameter {parameter} "
+                    f"({kind}). The first missing value has index {start + num_read}. The checkpoint belongs to "
+                    "another model. Use another checkpoint."
                 )
             copied = self._opened[index].copy_into(values[num_read:], kind, parameter, start=start + num_read)
             num_read = num_read + copied

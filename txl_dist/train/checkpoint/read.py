@@ -288,7 +288,8 @@ def consolidated_weights(folder: Path, *, use_ema: bool = False) -> dict[str, Ro
     kind = AVERAGE if use_ema else WEIGHT
     if kind not in files.kinds:
         raise CheckpointError(
-            f"{folder} holds no average of its weights, because it was trained with optim.ema_decay=0."
+            f"{folder} holds no average of its weights, because it was trained with optim.ema_decay=0. "
+            "Export it without --ema."
         )
 
     def rows_of(name: str, shape: torch.Size) -> Rows:

@@ -64,10 +64,10 @@ def test_missing_pieces_and_other_models_are_refused_by_the_name_of_the_paramete
     found = files(tmp_path / "engine", [fragment("a", 0, [0.0, 1.0])], [fragment("a", 4, [4.0])])
     with pytest.raises(
         CheckpointError,
-        match=r"lacks 3 of 5 values of a \(weight\), from value 2 on\. The checkpoint belongs to another",
+        match=r"lacks 3 of 5 values of the parameter a \(weight\)\. The first missing value has index 2\.",
     ):
         found.read(WEIGHT, "a", start=0, length=5)
-    with pytest.raises(CheckpointError, match=r"lacks 3 of 3 values of other \(weight\)"):
+    with pytest.raises(CheckpointError, match=r"lacks 3 of 3 values of the parameter other \(weight\)"):
         found.read(WEIGHT, "other", start=0, length=3)
     with pytest.raises(
         CheckpointError, match=r"does not contain the parameter other\. The checkpoint belongs to another model"
@@ -83,7 +83,7 @@ def test_missing_pieces_and_other_models_are_refused_by_the_name_of_the_paramete
 
 def test_a_piece_that_two_files_hold_hides_no_gap(tmp_path: Path) -> None:
     found = files(tmp_path / "engine", [fragment("a", 0, [0.0, 1.0, 2.0])], [fragment("a", 2, [2.0])])
-    with pytest.raises(CheckpointError, match=r"of 4 values of a \(weight\)"):
+    with pytest.raises(CheckpointError, match=r"of 4 values of the parameter a \(weight\)"):
         found.read(WEIGHT, "a", start=0, length=4)
 
 
