@@ -157,7 +157,8 @@ def register_tokenizer(
     *,
     settings: tuple[str, ...] = (),
 ) -> None:
-    """Add a tokenizer for `txl prepare --tokenizer`. The class's attribute `kind` is its name there.
+    """Add a tokenizer for `txl prepare --tokenizer`. The class's attribute `kind` is the value of this flag that
+    selects the tokenizer.
 
     `learn(texts, learning)` trains the tokenizer on the train split. `texts` can be read more than once. Ids must be in
     order of frequency, the most frequent first, because adaptive softmax cuts the vocabulary at ids.

@@ -49,7 +49,7 @@ class GrowingFile:
         self._descriptor = -1
 
     def append(self, piece: bytes) -> None:
-        """Append a piece to the file. If this raises OSError, no part of the piece is in the file."""
+        """Append a piece to the file. If the method raises OSError, no part of the piece is in the file."""
         try:
             if not self.is_continuous:
                 self.close()

@@ -215,6 +215,6 @@ def dynamic(
 
 
 def train_cut(train: Split, cut: EvaluationText) -> EvalStream:
-    """Cut a training split into as many lanes as `cut`, the validation split, has, and into segments of the same
-    length."""
+    """Cut a training split into as many lanes as the validation split `cut` has, and into segments of the same length
+    as in `cut`."""
     return EvalStream(train, num_lanes=len(cut.lanes), segment_len=cut.segment_len, overlap_len=cut.overlap_len)

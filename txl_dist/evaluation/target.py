@@ -30,7 +30,8 @@ class Target(NamedTuple):
     """Description of the checkpoint or bundle that was read, for people."""
 
     def held_out(self, config: Config) -> Split:
-        """Open the validation split that a config names. Raises DataError if it is missing or has another tokenizer."""
+        """Open the validation split that a config names. Raises DataError if the split is missing or has another
+        tokenizer than the model."""
         corpus = self._corpus(config.data.path, config)
         if config.data.eval_split not in corpus.split_names:
             split_names = ", ".join(corpus.split_names)

@@ -48,8 +48,8 @@ _LONGEST_LINE = 1 << 16
 
 
 def pattern_of_chatter(*, wants_hostfile: bool) -> re.Pattern[bytes]:
-    """Return a pattern that matches the useless lines, which are removed from the output. It matches a whole line
-    without its line break."""
+    """Return a pattern that matches the useless lines, which are removed from the output. The pattern matches a whole
+    line without its line break."""
     if wants_hostfile:
         patterns = _CHATTER
     else:

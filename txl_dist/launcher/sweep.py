@@ -212,7 +212,7 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
 
 
 def run_trials(trials: Sequence[Trial], *, jobs: int, devices: Sequence[str] = ()) -> tuple[dict[Path, str], bool]:
-    """Train the trials that are not done, `jobs` at a time. Call it in the main thread only.
+    """Train the trials that are not done, `jobs` at a time. Call this function in the main thread only.
 
     `devices` are GPUs by their names in CUDA_VISIBLE_DEVICES, which the jobs use in turn. Without `devices` that
     variable is not changed. Returns (problems, was_stopped). `problems` maps the directory of each run that is not done

@@ -1,10 +1,10 @@
 """Predicted memory and speed of a run on GPUs that this machine does not have: the facts of `txl plan`.
 
 Memory is computed by `train.footprint`, which runs a step on tensors without storage. Time is computed by `timing`. An
-option is a ZeRO stage with a micro-batch that is a power of two and divides a rank's lanes (batch rows). All options
-are tried. If an option does not fit into GPU memory, it is tried again with recomputed blocks. Among the options that
-fit and are at most 2 % slower than the fastest, the option with the least memory is chosen. All figures are predicted,
-not measured. The module `text` writes the facts as sentences.
+option is a ZeRO stage with a micro-batch size that divides the number of a rank's lanes (batch rows). The six largest
+sizes and the configured size are tried with every ZeRO stage. If an option does not fit into GPU memory, it is tried
+again with recomputed blocks. Among the options that fit and are at most 2 % slower than the fastest, the option with
+the least memory is chosen. All figures are predicted, not measured. The module `text` writes the facts as sentences.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def require_packages() -> None:
 
 
 def listen(serving: Serving) -> socket.socket:
-    """Return a socket that listens at the host and port of `serving`. Raises ConfigError if that is not possible."""
+    """Return a socket that listens at the host and port of `serving`. Raises ConfigError if this host or port cannot be
+    used."""
     try:
         addresses = socket.getaddrinfo(
             serving.host, serving.port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
