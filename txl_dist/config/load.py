@@ -152,8 +152,8 @@ def check_config(config: Config) -> None:
         ),
         (
             not optim.kind.needs_whole_tensors or engine.zero_stage == 0,
-            f"optim.name={optim.name!r} needs engine.zero_stage=0 (is {engine.zero_stage}), because it computes norms "
-            "of whole tensors, which ZeRO splits",
+            f"optim.name={optim.name!r} needs engine.zero_stage=0 (is {engine.zero_stage}), because this optimizer "
+            "computes norms of whole tensors, which ZeRO splits",
         ),
         (optim.min_lr <= optim.lr, f"optim.min_lr={optim.min_lr} must not exceed optim.lr={optim.lr}"),
     ]
@@ -239,7 +239,8 @@ def _order_rules(config: Config) -> list[tuple[bool, str]]:
         (
             is_permutation == model.any_order,
             f"train.objective={train.objective!r} does not go with model.any_order={model.any_order}: "
-            "set objective to 'permutation' and any_order to true, or neither",
+            "set objective to 'permutation' and any_order to true (XLNet), or objective to 'next' and any_order "
+            "to false",
         ),
         (
             not model.segment_terms or model.any_order,
@@ -266,7 +267,7 @@ def _order_rules(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             not model.value_residual,
-            "model.any_order=True does not support model.value_residual: set it to false",
+            "model.any_order=True does not support model.value_residual: set model.value_residual to false",
         ),
         (
             config.engine.attention != "triton",
@@ -287,21 +288,22 @@ def _permutation_rules(config: Config) -> list[tuple[bool, str]]:
         (not train.half_loss, "train.half_loss=True needs train.objective='next': set half_loss to false"),
         (
             config.metrics.sample_every_steps == 0,
-            "metrics.sample_every_steps needs a model that predicts the next token: set it to 0 "
-            "with train.objective='permutation'",
+            "metrics.sample_every_steps needs a model that predicts the next token: set metrics.sample_every_steps to "
+            "0 with train.objective='permutation'",
         ),
         (
             config.eval.overlap_len == 0,
-            "eval.overlap_len needs train.objective='next': set it to 0",
+            "eval.overlap_len needs train.objective='next': set eval.overlap_len to 0",
         ),
         (
             config.eval.segment_len in (0, segment_len),
             f"eval.segment_len={config.eval.segment_len} must be train.segment_len={segment_len} with "
-            "train.objective='permutation': set it to 0",
+            "train.objective='permutation': set eval.segment_len to 0",
         ),
         (
             config.engine.cuda_graph == "off",
-            f"engine.cuda_graph={config.engine.cuda_graph!r} needs train.objective='next': set it to 'off'",
+            f"engine.cuda_graph={config.engine.cuda_graph!r} needs train.objective='next': set engine.cuda_graph to "
+            "'off'",
         ),
     ]
     if train.reuse_len > segment_len:

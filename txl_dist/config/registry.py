@@ -206,7 +206,7 @@ def _why_not(name: str, error: BaseException) -> str:
         reason = str(error).rstrip(".")
     else:
         reason = in_one_line(error)
-    return f"the plugin {name} cannot be imported: {reason}{_place(error)}. Correct the plugin, or do not name it."
+    return f"the plugin {name} cannot be imported: {reason}{_place(error)}. Correct the plugin, or remove its name."
 
 
 def _place(error: BaseException) -> str:

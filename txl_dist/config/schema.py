@@ -132,7 +132,7 @@ class DataSection(Section):
     retries: Annotated[int, Field(ge=0, le=1000), FREE] = 5
     """How often a failed read of a URL is retried. The delay grows with each retry."""
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
-    """URL schemes to allow in addition to the default ones, for example pipe, which runs a shell command."""
+    """Additional URL schemes to allow, for example pipe, which runs a shell command."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -520,7 +520,7 @@ class EngineSection(Section):
     """Recompute blocks in the backward pass. Results are bit-identical, steps take longer, and a rank needs less
     memory."""
     recompute_every: Annotated[PositiveInt, FREE] = 1
-    """With activation_checkpointing: recompute only every n-th block, and keep the activations of all other blocks."""
+    """With activation_checkpointing: recompute only every n-th block, and keep the activations of other blocks."""
     check_memory: Annotated[bool, FREE] = True
     """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. False: start such
     a run."""
