@@ -26,7 +26,7 @@ HEAD_BYTES = 1 << 12
 """Number of bytes at the beginning of an input that are examined."""
 JSONL_SUFFIXES = frozenset({".jsonl", ".ndjson", ".jsonlines", ".jl"})
 """Suffixes of files of JSON lines. A `.json` file is also read as JSON lines if the file itself is an input, but
-`.json` files in an input folder are left out."""
+`.json` files in an input folder of text are left out."""
 PLAIN_SUFFIXES = frozenset({".txt", ".md", ".py", ".tokens"})
 """Suffixes of files that are read as plain text."""
 COMPRESSED_SUFFIXES = frozenset({".gz", ".gzip", ".bgz", ".bz2", ".bz", ".xz", ".lzma", ".zst", ".zstd"})
