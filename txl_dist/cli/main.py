@@ -69,7 +69,7 @@ class TrainArguments:
     dry_run: bool = False
     """Do not train, but print changed settings, batch, parameters, memory and operations."""
     all: bool = False
-    """With --dry-run: print every setting, not only the changed settings."""
+    """With --dry-run: print all settings."""
     ranks: int = 1
     """With --dry-run: number of ranks to assume. `txl launch` starts ranks."""
     init: str = ""

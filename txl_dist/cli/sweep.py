@@ -25,7 +25,7 @@ class SweepArguments:
     txl train.
 
     The same command continues a sweep and skips finished runs. Exit code 1 means that a run failed and the other runs
-    are done. Exit code 75 means stopped and saved.
+    are done.
     """
 
     config: Positional[Path]

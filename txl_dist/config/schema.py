@@ -177,8 +177,8 @@ class ModelSection(Section):
     code, Hugging Face). memory_and_self: memory_len + 1 keys (NVIDIA, TensorFlow). off: the whole memory, and the
     segment up to the query."""
     clamp_len: Count = 0
-    """Largest distance, in tokens, that has an encoding of its own. All larger distances share this encoding. 0 means
-    no limit."""
+    """Largest distance, in tokens, with its own encoding. All larger distances share this encoding. 0 means no
+    limit."""
     positions: Annotated[str, OneOf(SCHEMES)] = "relative"
     """relative: projected sinusoids of the distance (the paper, attn_type 0 of the original code). learned_relative: a
     learned vector and bias per distance, layer and head (Shaw, attn_type 1, labml). absolute: sinusoids of the position
@@ -503,7 +503,7 @@ class EngineSection(Section):
     """ZeRO stage. 0 replicates everything. 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     precision: Annotated[Literal["fp32", "tf32", "bf16", "fp16"], WARNED] = "fp32"
     """Number format of weights and activations in the step. fp16 and tf32 need a GPU. tf32 is fp32 with operands of
-    matrix products rounded to 10 mantissa bits (Ampere or later). Checkpoints of tf32 and fp32 have the same format."""
+    matrix products rounded to 10 mantissa bits (Ampere or later)."""
     offload_optimizer: Annotated[bool, WARNED] = False
     """Keep optimizer state in host memory. This needs ZeRO stage 1, 2 or 3."""
     offload_parameters: Annotated[bool, WARNED] = False
@@ -646,7 +646,7 @@ class MetricsSection(Section):
     """Id of the W&B run, to choose or resume it. Empty: an id computed from the path of the run directory. A resumed
     run keeps its id."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
-    """allow: resume the W&B run with this id, or start one. must: the W&B run must exist. never: the W&B run must not
+    """allow: resume the W&B run with this id, or start one. must: this run must exist. never: this run must not
     exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
     """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
