@@ -26,9 +26,12 @@ def recl(
 ) -> None:
     """Measure the context length up to which models improve (the paper's relative effective context length).
 
-    Args: targets: Run directories, checkpoint folders or bundles with the same tokenizer. settings: Settings of the
-    measurement. outputs: Files that are written. data: Folder or URL of a corpus. Default: the corpus of the first
-    model. plugins: Python modules to import first, which runs their code.
+    Args:
+        targets: Run directories, checkpoint folders or bundles with the same tokenizer.
+        settings: Settings of the measurement.
+        outputs: Files that are written.
+        data: Folder or URL of a corpus. Default: the corpus of the first model.
+        plugins: Python modules to import first, which runs their code.
     """
     load_plugins(plugins)
     if not targets:
