@@ -6,10 +6,11 @@ Such a model has no single loss, so `txl evaluate --prediction` names one or mor
                        its order, the more tokens it sees, and the lower its loss should be.
     left_to_right      Every token from the tokens before it. This loss covers the whole text, so it has bits per byte.
     pseudo_likelihood  One token at a time, from all other tokens of its segment (Salazar et al. 2020, Masked Language
-                       Model Scoring). One token in 64 is scored, because each needs a forward pass of its own.
+                       Model Scoring). One token in 64 is scored, because each of these tokens needs its own
+                       forward pass.
 
-All predictions use query rows. See `model.prediction_order` for query rows and levels. Shapes: B lanes, T segment,
-m targets.
+All predictions use query rows. See `model.prediction_order` for query rows and levels. In shapes, B is the
+number of lanes, T the segment length, and m the number of targets.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from txl_dist.train.report.evaluation_loss import Evaluation, LossSums
 from txl_dist.train.report.permutation_loss import OrderLosses, evaluate_orders, whole_segments
 
 TOKENS_PER_SCORED = 64
-"""Pseudo-likelihood scores one in this number of tokens."""
+"""Pseudo-likelihood scores one token out of this number of tokens."""
 _PRINTED_RANKS = 4
 """Largest number of parts of a half's order of prediction whose losses are printed."""
 _TITLES: dict[Prediction, str] = {
@@ -229,7 +230,7 @@ def _left_to_right(
     ranks: RankInfo,
     before_segment: Callable[[], None],
 ) -> Evaluation:
-    """Compute the mean loss of every token from the tokens before it. All ranks call it together.
+    """Compute the mean loss of every token from the tokens before it. All ranks call this function together.
 
     The targets are those of a model that predicts the next token: all tokens of each lane (batch row) but the first.
     With document masks the first token of a document is not scored, because it sees nothing.
@@ -305,8 +306,8 @@ def _pseudo_likelihood(
 ) -> Evaluation:
     """Compute the mean loss of a sample of tokens, each predicted from all other tokens of its segment.
 
-    All ranks call it together. The tokens are in the last half of the segment, which sees the first half too. Which
-    tokens are scored depends only on the lane (batch row) and the position. Only whole segments are scored.
+    All ranks call this function together. The tokens are in the last half of the segment, which sees the first half
+    too. Which tokens are scored depends only on the lane (batch row) and the position. Only whole segments are scored.
     """
     start_s = time.perf_counter()
     split = text.split
@@ -374,7 +375,7 @@ def single_token_targets(place_B: Int64s, halves: tuple[Half, ...]) -> TargetBat
 def _of_scored(nll_Bm: Tensor, batch: Batch) -> Tensor:
     """Return the losses with 0 for targets that are not scored.
 
-    Such a target may see no token at all, and attention over nothing is NaN. It changes no other row.
+    Such a target may see no token at all, and attention over nothing is NaN. Such a target changes no other row.
     """
     return torch.where(batch.scored_BT > 0, nll_Bm, 0.0)
 

@@ -50,7 +50,7 @@ PROTOCOLS = {
     "nanogpt": Protocol(64, "off", "crops", "karpathy/nanoGPT, estimate_loss of train.py"),
 }
 NUM_CROP_BATCHES, CROP_SEED = 200, 1337
-"""Number of batches and seed of the crops, as in nanoGPT. The random number generator is a different one."""
+"""Number of batches and seed of the crops, as in nanoGPT. The random number generator is not nanoGPT's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class Overrides:
     """How an XLNet model predicts. random_order: as in training. left_to_right: every token, which gives bits per byte.
     pseudo_likelihood: one token in 64, each from all other tokens of its segment."""
     orders: Annotated[_Length, Rule(f"0 to {_MOST:,} orders")] = 0
-    """Number of random orders of an XLNet model. 0: the run's eval.orders."""
+    """Number of random orders in which an XLNet model predicts. 0: the run's eval.orders."""
 
     @property
     def peer(self) -> Protocol | None:
@@ -117,7 +117,8 @@ class Overrides:
             self._check_protocol(self.peer)
 
     def check_causal(self, target: Path) -> None:
-        """Raise ConfigError if an option needs a model that predicts in any order. The model at `target` does not."""
+        """Raise ConfigError if an option needs a model that predicts in any order. The model at `target` predicts the
+        next token."""
         given = {"--prediction": self.prediction != Overrides.prediction, "--orders": self.orders > 0}
         wrong = [flag for flag, is_given in given.items() if is_given]
         if wrong:

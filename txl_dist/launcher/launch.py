@@ -53,9 +53,10 @@ def launch_ranks(
 ) -> int:
     """Run `deepspeed launcher_flags --module txl_dist train train_words` to its end. Returns the exit code.
 
-    Call this function in the main thread only. `grace_s` is the time in seconds in which ranks can save and exit after the
-    launcher has ended. `seen_within_s` is the longest delay in seconds after which a file of another node is visible
-    here. With `verbose` the launcher's output is not filtered. Raises ConfigError if there is no `deepspeed` program.
+    Call this function in the main thread only. `grace_s` is the time in seconds in which ranks can save and exit after
+    the launcher has ended. `seen_within_s` is the longest delay in seconds after which a file of another node is
+    visible here. With `verbose` the launcher's output is not filtered. Raises ConfigError if there is no `deepspeed`
+    program.
     """
     if shutil.which("deepspeed") is None:
         raise ConfigError("there is no program `deepspeed` on PATH. Install deepspeed, or activate its environment.")
