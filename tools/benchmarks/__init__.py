@@ -1,1 +1,1 @@
-"""Programs that measure time and memory, most of them beside other code, and what they share."""
+"""Programs that measure time and memory, most of them in comparison with other code, and the modules they share."""

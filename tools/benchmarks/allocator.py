@@ -1,15 +1,15 @@
-"""What giving memory back costs a step on a CPU.
+"""Measure the cost for a training step on a CPU when the C library returns freed memory to the system.
 
     python -m tools.benchmarks.allocator                         14 million parameters; --size 51 has more
     python -m tools.benchmarks.allocator --size 1 --rounds 1     the smallest size, under a minute
 
-`txl_dist/distributed/malloc.py` tells the C library, once per process, to map large blocks apart and to return them. So
-a variant needs a process of its own: one as training sets it up, one as the C library comes. Both build the same engine
-and wait; the parent lets them make a step in turn, so that a busy machine is busy for both. Times are CPU time, the
-system's for fresh pages included.
+`txl_dist/distributed/malloc.py` makes the C library map large blocks separately and return them when they are freed. It
+does this once per process, so each variant runs in its own process. One process uses this setting, and the other one
+uses the C library's default. Both build the same engine. The parent process lets them make steps in turn, so that other
+load on the machine slows both equally. Times are CPU time, including the system's time for new pages.
 
-    x by min, x by median   a step as the C library comes over a step as training sets it up
-    peak MiB                resident, the program included
+    x by min, x by median   time of a step with the C library's default / time with this setting
+    peak MiB                peak resident memory, including the program itself
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from statistics import median
 
 VARIANTS = ("as it comes", "given back")
 SHAPES = {1: (4, 128, 4096), 14: (4, 512, 4096), 51: (12, 512, 20_000)}
-"""(layers, width, vocabulary) by millions of parameters."""
+"""(layers, width, vocabulary) of each size. The key is the size in millions of parameters."""
 
 
 def main() -> None:
-    """Measure and print; a child makes steps when it is told to."""
+    """Measure both variants and print the table. With --only the process is a child that makes steps on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=int, choices=SHAPES, default=14, help="million parameters")
     parser.add_argument("--rounds", type=int, default=12, help="timed steps of each variant")
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--only", choices=VARIANTS, default=None, help="be the child of this variant")
+    parser.add_argument(
+        "--only", choices=VARIANTS, default=None, help="internal: run as the child process of this variant"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds} measures nothing: type 1 or more")
+        parser.error(f"--rounds {options.rounds} measures nothing: type --rounds 1 or more")
     if options.only is not None:
         return make_steps(options.only, size=options.size)
     times_ms, peaks = measure(size=options.size, rounds=options.rounds)
@@ -50,7 +52,7 @@ def main() -> None:
 
 
 def measure(*, size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """(milliseconds of each step, peak in MiB) of both variants."""
+    """Return the milliseconds of each step and the peak resident memory in MiB, by variant."""
     children = {
         name: subprocess.Popen(
             [sys.executable, "-m", "tools.benchmarks.allocator", "--only", name, "--size", str(size)],
@@ -78,11 +80,12 @@ def measure(*, size: int, rounds: int) -> tuple[dict[str, list[float]], dict[str
 
 
 def make_steps(variant: str, *, size: int) -> None:
-    """A step for each line on standard input; its milliseconds and the peak in MiB so far on standard output."""
+    """Make a training step for each line on standard input. After each step, print its milliseconds and the process's
+    peak resident memory in MiB."""
     from txl_dist.distributed.malloc import give_memory_back
 
     if variant == VARIANTS[1] and not give_memory_back():
-        sys.exit("the C library was not told: no huge pages, or it was set up by the environment")
+        sys.exit("the C library's setting was not changed: no huge pages, or the environment sets the allocator")
     import torch
 
     from txl_dist.config.load import Config, plan_batch
@@ -111,7 +114,7 @@ def make_steps(variant: str, *, size: int) -> None:
 
 
 def resident_peak_mib() -> float:
-    """Most resident memory so far."""
+    """Return the process's peak resident memory so far, in MiB."""
     lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("VmHWM:"))) / 1024
 

@@ -1,29 +1,31 @@
-"""Layers and attention beside their peers.
+"""Compare the time and memory of our layers and our attention with those of other codes.
 
     python -m tools.benchmarks.attention --peer-original DIR [--peer-nvidia DIR]
 
-Two stacks of layers, forward and backward, fp32 on one thread, with a full memory and without dropout; A is short and
-narrow, B long:
+Two stacks of layers run forward and backward, in fp32 on one thread, with a full memory and without dropout. Stack A is
+short and narrow, and stack B is long:
 
     A   4 layers, width 256, 4 heads of 64, feed-forward 1,024, segment = memory = 128, batch 8
     B   2 layers, width 512, 8 heads of 64, feed-forward 2,048, segment = memory = 512, batch 2
 
     original   the authors' RelPartialLearnableDecoderLayer
-    nvidia     NVIDIA's
+    nvidia     NVIDIA's layer of the same name
     plain      our `Block` with `engine.attention = "plain"`
     fused      our `Block` with `engine.attention = "fused"`
 
-All have the same weights and inputs. Each round makes the outputs and the gradients of the input, of all weights and of
-the biases u and v. Beside times and peaks: how far outputs and gradients are from the first variant's, relative to
-their norm, and the operations that torch counts, as a multiple of what `model/flops.py` says is needed. Then attention
-alone, in the shapes of a layer of the stack.
+All variants have the same weights and inputs. Each round computes the outputs and the gradients of the input, of all
+weights and of the biases u and v. The table shows times and peaks of memory. It also shows the distance of outputs and
+gradients from the first variant's, relative to their norm, and the operations that torch counts, as a multiple of the
+operations that `model/flops.py` computes. A second table shows attention alone, in the shapes of one layer of the
+stack.
 
-Two more tables are of the Triton kernels, for a micro-batch of each recipe in bf16. `--launches` runs nothing: what
-would be launched for a layer, forward and backward, how many times over the programs of each kernel fill the 132
-multiprocessors of an H100, and how many bytes of scores a token moves. `--buffers` needs a GPU: milliseconds of a layer
-by the size of the score buffer, replayed as CUDA graphs.
+Two more tables show the Triton kernels for a micro-batch of each recipe in bf16. `--launches` runs nothing. It counts
+the kernels that one layer would launch, forward and backward, how often the programs of each kernel fill the 132
+multiprocessors of an H100, and the bytes of scores that are moved per token. `--buffers` needs a GPU. It prints the
+milliseconds of a layer's attention for each size of the score buffer, replayed as CUDA graphs.
 
-`--peer-*` are the folders `pytorch` of the peers' code; without them our plain layers are the base line.
+Each option `--peer-*` names the folder `pytorch` of the other code. Without these options our plain layers are the
+baseline.
 """
 
 from __future__ import annotations
@@ -59,16 +61,18 @@ RECIPES = {
     "nvidia_wt103_base": None,
     "wt103_large": None,
 }
-"""With the lanes of a micro-batch, where those are not the recipe's."""
+"""Recipes that --launches and --buffers read, with the number of lanes (batch rows) of a micro-batch. None means the
+recipe's own number."""
 PASSES = 8
-"""Over what is seen of the scores: the forward writes and reads it; the backward writes, reads, and writes it, and
-reads it three times."""
+"""Number of passes over the visible attention scores in one step. The forward pass writes and reads the scores. The
+backward pass writes them, reads and writes them again, and then reads them three times."""
 TOLERANCE = 1e-5
-"""Of outputs and gradients, relative to their norm."""
+"""Largest allowed difference of outputs and gradients between variants, relative to their norm."""
 
 
 class Size(NamedTuple):
-    """Of a stack; T segment, M memory, B lanes."""
+    """Sizes of a stack of layers: the model's settings, segment length T, memory length M (tokens), and B lanes (batch
+    rows)."""
 
     model: ModelSection
     T: int
@@ -93,17 +97,18 @@ TINY = {"tiny": _size(1, 64, 8, 2)}
 
 
 class Given(NamedTuple):
-    """What all variants start from, batch first."""
+    """Inputs and weights from which all variants start. Tensors have the batch dimension first."""
 
     hidden_BTD: Tensor
     memory: Memory
     d_output_BTD: Tensor
     weights: dict[str, Tensor]
-    """By the original's names."""
+    """Weights by the names of the original code."""
 
 
 class PeerStack(nn.Module):
-    """A peer's layers, time-major; its state has the names of the peer's whole model."""
+    """Layers of another code, with the time dimension first. The names in its state are those of that code's whole
+    model."""
 
     def __init__(self, peer: peers.Peer, size: Size, *, mask_TK1: Tensor) -> None:
         super().__init__()
@@ -128,7 +133,7 @@ class PeerStack(nn.Module):
         self.mask_TK1 = mask_TK1
 
     def forward(self, hidden_TBD: Tensor, memory_LMBD: Tensor) -> Tensor:
-        """Output of the last layer, [T, B, D]."""
+        """Return the output of the last layer, [T, B, D]."""
         encoding = self.positions(torch.arange(self.mask_TK1.shape[1] - 1, -1, -1.0))
         for layer, memory_MBD in zip(self.layers, memory_LMBD, strict=True):
             hidden_TBD = layer(
@@ -138,7 +143,7 @@ class PeerStack(nn.Module):
 
 
 class OurStack(nn.Module):
-    """Our blocks, as `TransformerXL` runs them."""
+    """Our blocks, run as `TransformerXL` runs them."""
 
     def __init__(self, model: ModelSection, *, kernel: AttentionKernel) -> None:
         super().__init__()
@@ -146,7 +151,7 @@ class OurStack(nn.Module):
         self.blocks = nn.ModuleList(Block(model, biases=biases, kernel=kernel) for _ in range(model.num_layers))
 
     def forward(self, hidden_BTD: Tensor, memory: Memory) -> Tensor:
-        """Output of the last block, [B, T, D]."""
+        """Return the output of the last block, [B, T, D]."""
         visible = build_mask(memory, torch.zeros(hidden_BTD.shape[:2], dtype=torch.int64))
         D = hidden_BTD.shape[-1]
         encoding_KD = distance_encoding(visible.num_keys, width=D, clamp_len=0, like=hidden_BTD)
@@ -156,7 +161,8 @@ class OurStack(nn.Module):
 
 
 class Variant(NamedTuple):
-    """A stack, its inputs in its own layout, and how to read its results."""
+    """A stack of layers, its inputs in the layout that it expects, and functions that convert its results for
+    comparison."""
 
     module: nn.Module
     hidden: Tensor
@@ -164,10 +170,10 @@ class Variant(NamedTuple):
     d_output: Tensor
     batch_first: Callable[[Tensor], Tensor]
     named: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-    """From its own names to the original's."""
+    """Converts a dictionary of weights or gradients from the stack's names to the names of the original code."""
 
     def step(self) -> Tensor:
-        """The output; leaves gradients behind."""
+        """Run forward and backward, and return the output. The gradients stay in the stack's parameters."""
         self.module.zero_grad()
         self.hidden.grad = None
         output: Tensor = self.module(self.hidden, self.memory)
@@ -175,7 +181,7 @@ class Variant(NamedTuple):
         return output
 
     def results(self) -> dict[str, Tensor]:
-        """Output and all gradients, batch first, by the original's names."""
+        """Return the output and all gradients, batch first, by the names of the original code."""
         output = self.step()
         gradients = {name: cast(Tensor, weight.grad) for name, weight in self.module.named_parameters()}
         of_input = self.batch_first(cast(Tensor, self.hidden.grad))
@@ -183,7 +189,7 @@ class Variant(NamedTuple):
 
 
 def given(size: Size) -> Given:
-    """Drawn from a fixed seed, weights as large as a trained model's."""
+    """Return random inputs and weights from a fixed seed. The weights are as large as those of a trained model."""
     torch.manual_seed(0)
     (model, T, M, B), D = size, size.model.width
     ours = OurStack(model, kernel="plain")
@@ -195,7 +201,7 @@ def given(size: Size) -> Given:
 
 
 def build(name: str, size: Size, arguments: argparse.Namespace) -> Variant:
-    """A variant with the same weights and inputs as all others."""
+    """Build a variant. All variants have the same weights and inputs."""
     data = given(size)
     if name in ("plain", "fused"):
         module = OurStack(size.model, kernel=cast(AttentionKernel, name))
@@ -217,18 +223,19 @@ def build(name: str, size: Size, arguments: argparse.Namespace) -> Variant:
 
 
 def names(arguments: argparse.Namespace) -> list[str]:
-    """The variants that can be had, the base line first."""
+    """Return the names of the variants whose code is available, the baseline first."""
     theirs = [name for name in ("original", "nvidia") if getattr(arguments, f"peer_{name}") is not None]
     return [*theirs, "plain", "fused"]
 
 
 def off_by(results: dict[str, Tensor], base: dict[str, Tensor]) -> float:
-    """Of all outputs and gradients the one that is furthest from the base line's, relative to its norm."""
+    """Return the largest distance of an output or gradient from the baseline's, relative to the baseline's norm."""
     return max(float((results[name] - expected).norm() / expected.norm()) for name, expected in base.items())
 
 
 def counted_flops(action: Callable[[], object], size: Size) -> float:
-    """What torch counts, as a multiple of the formula's."""
+    """Return the operations that torch counts during `action`, as a multiple of the number that `model/flops.py`
+    computes."""
     parts = flops_by_part(
         size.model,
         vocab_size=1,
@@ -243,12 +250,13 @@ def counted_flops(action: Callable[[], object], size: Size) -> float:
 
 
 def _stack_flags(key: str) -> list[str]:
-    """How a child is told the stack; that it is tiny it knows by the flags of its parent."""
+    """Return the flags that name the stack to a child process. A tiny stack needs none, because the child also gets
+    --tiny."""
     return [] if key in TINY else ["--stack", key]
 
 
 def measure_stack(key: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """The table of a stack."""
+    """Measure all variants of a stack and return the rows of its table."""
     size = (SIZES | TINY)[key]
     variants = {name: build(name, size, arguments) for name in names(arguments)}
     base = next(iter(variants))
@@ -263,12 +271,12 @@ def measure_stack(key: str, arguments: argparse.Namespace) -> list[dict[str, obj
 
 
 def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """The table of attention alone, between the projections."""
+    """Measure attention alone, without the projections, and return the rows of its table."""
     model, T, M, B = (SIZES | TINY)[key]
     N, H = model.num_heads, model.head_width
     torch.manual_seed(0)
     query = torch.randn(B, T, N, H, requires_grad=True)
-    # Head-major in memory, as `Block` makes them.
+    # The memory layout is head-major, as in `Block`.
     key_, value = (torch.randn(N, B, M + T, H).permute(1, 2, 0, 3).requires_grad_() for _ in range(2))
     distance = torch.randn(M + T, N, H, requires_grad=True)
     u, v = (torch.randn(N, H, requires_grad=True) for _ in range(2))
@@ -288,7 +296,7 @@ def measure_attention(key: str, arguments: argparse.Namespace) -> list[dict[str,
 
 
 def recipe_sizes() -> dict[str, attention_launch.Sizes]:
-    """Of a micro-batch of each recipe."""
+    """Return the sizes of attention in a micro-batch of each recipe."""
     found = {}
     for recipe, lanes in RECIPES.items():
         config = load_config(CONFIGS / f"{recipe}.toml")
@@ -299,7 +307,8 @@ def recipe_sizes() -> dict[str, attention_launch.Sizes]:
 
 
 def launch_table(buffer_mib: float) -> list[dict[str, object]]:
-    """A row per recipe; of each kernel the fewest waves of any of its launches."""
+    """Return a row per recipe with the number of launches. For each kernel the row has the smallest number of waves of
+    its launches (a wave fills all multiprocessors once)."""
     attention_launch.SCORE_BUFFER_BYTES = int(buffer_mib * 2**20)
     table = []
     for recipe, sizes in recipe_sizes().items():
@@ -318,7 +327,8 @@ def launch_table(buffer_mib: float) -> list[dict[str, object]]:
 
 
 def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[dict[str, object]]:
-    """Milliseconds of a layer's attention with all gradients, by buffer; on a GPU."""
+    """Measure a layer's attention with all gradients on a GPU, and return a row for each size of the score buffer in
+    MiB."""
     B, T, K, N, H, *_ = sizes = recipe_sizes()[recipe]
     shapes = [(B, T, N, H), (B, K, 2, N, H), (K, N, H), (N, H), (N, H)]
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
@@ -337,7 +347,7 @@ def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[
         attention_launch.SCORE_BUFFER_BYTES = int(mib * 2**20)
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            step()  # compiles, and makes what a capture must find
+            step()  # compiles, and allocates the buffers that must exist before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -350,17 +360,23 @@ def buffer_table(recipe: str, buffers_mib: list[float], *, rounds: int) -> list[
 
 
 def main() -> None:
-    """See the module's docstring; ends with 1 if an output or a gradient is further off than the tolerance."""
+    """Measure and print the tables. Exit with code 1 if an output or a gradient differs by more than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, default=None, metavar="DIR")
     parser.add_argument("--peer-nvidia", type=Path, default=None, metavar="DIR")
     parser.add_argument("--stack", choices=("A", "B", "all"), default="all")
-    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny size that takes seconds, to try the program")
     measuring.add_measure_options(parser)
-    parser.add_argument("--launches", action="store_true", help="what the Triton kernels launch, counted")
+    parser.add_argument(
+        "--launches", action="store_true", help="count the launches of the Triton kernels, without a GPU"
+    )
     default = attention_launch.SCORE_BUFFER_BYTES / 2**20
-    parser.add_argument("--buffer-mib", type=float, default=default, help="score buffer that --launches counts with")
-    parser.add_argument("--buffers", type=float, nargs="+", metavar="MIB", help="score buffers to time on a GPU")
+    parser.add_argument(
+        "--buffer-mib", type=float, default=default, help="size of the score buffer for --launches, in MiB"
+    )
+    parser.add_argument(
+        "--buffers", type=float, nargs="+", metavar="MIB", help="sizes of the score buffer to measure on a GPU, in MiB"
+    )
     arguments = parser.parse_args()
     if arguments.launches or arguments.buffers:
         tables = (
@@ -393,7 +409,7 @@ def main() -> None:
     if arguments.json is not None:
         measuring.write_json(arguments.json, tables)
     if any(cast(float, row["off by"]) > TOLERANCE for table in tables.values() for row in table):
-        sys.exit(f"outputs or gradients are further apart than {TOLERANCE:g}.")
+        sys.exit(f"outputs or gradients of two variants differ by more than {TOLERANCE:g}.")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,21 @@
-"""What a checkpoint costs the training.
+"""Measure how long checkpoints stop a training run, and how fast they are written, verified and loaded.
 
     python -m tools.benchmarks.checkpoint [--ranks 2] [--rounds 5]       some minutes
     python -m tools.benchmarks.checkpoint --layers 1 --rounds 1          the smallest size, some seconds
 
-A model of about 45 million parameters (with both moments over 500 MB) is trained on a CPU with ZeRO-1 in fp32, and
-saved as the training loop saves it, asynchronously and synchronously in turn within one run. Per save:
+A model of about 45 million parameters (over 500 MB with both moments) is trained on a CPU with ZeRO-1 in fp32. It is
+saved as in the training loop, alternately asynchronously and synchronously in the same run. Each save gives these
+figures:
 
-    stall       the time that the loop spends in `Saving.begin` and `Saving.finish`: probe, copy, commit and pruning;
-                if synchronous the writing too
-    committed   from the beginning of the save to the rename; training goes on meanwhile where it is asynchronous
-    step        milliseconds of a training step, without a writer behind it and with one
+    stall       time that the loop spends in `CheckpointManager.begin` and `CheckpointManager.finish`: probe, copy,
+                commit and pruning; for a synchronous save also the writing
+    committed   time from the beginning of the save to the rename of the checkpoint; an asynchronous save lets the
+                training continue during this time
+    step        milliseconds of a training step, without a running writer and with a running writer
 
-then write + hash beside `dd bs=16M conv=fsync` of as many bytes into the same folder, verification and loading of a
-checkpoint from a warm page cache. Each rank is a process. The folder (`--folder`) should lie where runs will lie.
+The program then compares write + hash with `dd bs=16M conv=fsync` of as many bytes into the same folder. It also
+measures the verification and the loading of a checkpoint from a warm page cache. Each rank is a process. The folder
+(`--folder`) should be on the disk that the runs will use.
 """
 
 from __future__ import annotations
@@ -60,11 +63,12 @@ STEPS_BETWEEN = 3
 NEVER = 10**9
 
 Times = dict[str, list[float]]
-"""Seconds of each round, by what was measured."""
+"""Seconds of each round, by the name of the measured part."""
 
 
 def config_of(folder: Path, *, mode: str, layers: int, ranks: int) -> Config:
-    """3.4 million parameters a layer, and a byte vocabulary."""
+    """Return the settings of the run for a mode of saving. A layer has 3.4 million parameters, and the vocabulary is
+    the 256 bytes."""
     return Config.model_validate(
         {
             "run": {"dir": str(folder / mode)},
@@ -84,7 +88,7 @@ def config_of(folder: Path, *, mode: str, layers: int, ranks: int) -> Config:
 
 
 class Bench:
-    """One rank: an engine that is trained, and a `CheckpointManager` per mode."""
+    """One rank of the benchmark: an engine that is trained, and one `CheckpointManager` per mode."""
 
     def __init__(self, folder: Path, ranks: RankInfo, *, layers: int) -> None:
         configs = {mode: config_of(folder, mode=mode, layers=layers, ranks=ranks.world_size) for mode in MODES}
@@ -122,7 +126,7 @@ class Bench:
         self.written = False
 
     def new_engine(self) -> ZeroEngine:
-        """As at the start of a run."""
+        """Build an engine as at the start of a run."""
         return ZeroEngine(self.config, vocab_size=self.job.vocab_size, plan=self.job.plan, ranks=self.ranks)
 
     def _saving(self, job: RunContext) -> CheckpointManager:
@@ -135,7 +139,7 @@ class Bench:
         )
 
     def step(self, saving: CheckpointManager | None = None) -> float:
-        """One training step; returns its seconds."""
+        """Make one training step and return its seconds."""
         began = time.perf_counter()
         self.clock.begin()
         given = next(self.inputs)
@@ -151,12 +155,12 @@ class Bench:
         return time.perf_counter() - began
 
     def probe(self) -> None:
-        """What a save begins with."""
+        """Compute the checkpoint's probe (losses of fixed tokens). Each save begins with this computation."""
         lens = self.config.train.memory_per_layer(self.config.model.num_layers)
         make_probe(self.engine, self.maker, memory_lens=lens)
 
     def save(self, mode: str, times: Times) -> None:
-        """Save once, training on until it is committed."""
+        """Save once, and train until the checkpoint is committed. Append the measured seconds to `times`."""
         saving = self.savings[mode]
         times["step alone"] += [self.step() for _ in range(STEPS_BETWEEN)]
         times["probe"].append(seconds(self.probe))
@@ -174,19 +178,19 @@ class Bench:
         times[f"{mode}: committed"].append(time.perf_counter() - began)
 
     def load(self, folder: Path) -> None:
-        """What a start reads once the engine is built."""
+        """Load a checkpoint into the engine, as at the start of a resumed run."""
         load_checkpoint(read_state(folder), self.engine, self.job, stream=self.state.stream)
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Run `action` and return its seconds."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
 
 
 def dd(folder: Path, *, num_bytes: int) -> float:
-    """Seconds of a plain copy of zeros to the disk."""
+    """Write `num_bytes` zeros to the disk with `dd`, and return the seconds."""
     path = folder / "dd"
     block = 16 << 20
     command = ["dd", "if=/dev/zero", f"of={path}", f"bs={block}", f"count={-(-num_bytes // block)}", "conv=fsync"]
@@ -196,7 +200,7 @@ def dd(folder: Path, *, num_bytes: int) -> float:
 
 
 def work(rank: int, folder: Path, port: int, arguments: argparse.Namespace) -> None:
-    """One rank."""
+    """Run one rank: set its environment, join the other ranks and measure."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": arguments.ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in here.items()} | {"MASTER_ADDR": "127.0.0.1"}
     with distributed_context(timeout_s=600) as ranks:
@@ -206,10 +210,10 @@ def work(rank: int, folder: Path, port: int, arguments: argparse.Namespace) -> N
 
 
 def measure(folder: Path, ranks: RankInfo, *, layers: int, rounds: int) -> None:
-    """All figures; rank 0 prints them."""
+    """Measure all figures. Rank 0 prints them."""
     say: Callable[..., object] = print if ranks.is_rank0 else lambda *_, **__: None
     bench = Bench(folder, ranks, layers=layers)
-    bench.save("asynchronous", first := new_times())  # makes the host memory
+    bench.save("asynchronous", first := new_times())  # allocates the copy in host memory
     bench.save("synchronous", new_times())
     checkpoint = checkpoint_folder(folder / "synchronous", bench.state.step)
     num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*.safetensors"))
@@ -242,7 +246,7 @@ def measure(folder: Path, ranks: RankInfo, *, layers: int, rounds: int) -> None:
 
 
 def print_saves(times: Times, gib: float) -> None:
-    """What saves cost."""
+    """Print the costs of the saves. `gib` is the size of a checkpoint in GiB."""
     for name in ("probe", "commit", "asynchronous: stall", "synchronous: stall", "asynchronous: committed", "dd"):
         print(line(name, times[name]))
     shares = [a / s for a, s in zip(times["asynchronous: stall"], times["synchronous: stall"], strict=True)]
@@ -255,35 +259,37 @@ def print_saves(times: Times, gib: float) -> None:
 
 
 def new_times() -> Times:
-    """Nothing measured yet."""
+    """Return an empty list for each measured part."""
     names = ["probe", "commit", "step alone", "step with a writer", "dd"]
     return {name: [] for name in (*names, *(f"{mode}: {what}" for mode in MODES for what in ("stall", "committed")))}
 
 
 def newest_step(run_dir: Path) -> int:
-    """Step of its last checkpoint."""
+    """Return the step of the run's last checkpoint."""
     return max(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").iterdir())
 
 
 def line(name: str, values: Iterable[float], *, unit: str = "s") -> str:
-    """Minimum and median."""
+    """Return a line with the name, and the minimum and the median of the values."""
     values = list(values)
     return f"{name:<34} min {min(values):8.3f}  median {statistics.median(values):8.3f} {unit}"
 
 
 def rate(name: str, values: Iterable[float], gib: float) -> str:
-    """The best and the median, in GiB/s."""
+    """Return a text with the best and the median rate in GiB/s, for values in seconds."""
     values = list(values)
     return f"{name}: {gib / min(values):.2f} GiB/s (median {gib / statistics.median(values):.2f})"
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Prepare a corpus in a temporary folder, start the ranks and print what they measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=positive, default=1, help="processes that train together")
-    parser.add_argument("--layers", type=positive, default=13, help="of the model, 3.4 million parameters each")
+    parser.add_argument(
+        "--layers", type=positive, default=13, help="layers of the model, with 3.4 million parameters each"
+    )
     parser.add_argument("--rounds", type=positive, default=5, help="timed saves of each mode")
-    parser.add_argument("--folder", type=Path, default=None, help="for corpus and checkpoints")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the corpus and the checkpoints")
     arguments = parser.parse_args()
     os.environ["DS_ACCELERATOR"] = "cpu"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:

@@ -1,17 +1,19 @@
-"""How many shapes, each a CUDA graph, the micro-batches of the recipes have on a GPU, and how many rows are padding.
+"""Count the different shapes of micro-batches of the recipes on a GPU, and their padded rows. It needs no GPU.
 
     python -m tools.benchmarks.count_graphs [--text FILE] [--steps 5000] [--multiple 128]
     python -m tools.benchmarks.count_graphs --steps 2                      the smallest size, some seconds
 
-Makes the batches of one rank as training does (`BatchMaker`) from three kinds of ids, and prints a table:
+Each shape of a micro-batch needs its own CUDA graph. The program makes the batches of one rank as in training
+(`BatchMaker`) from three kinds of token ids, and prints a table:
 
-    zipf    words drawn independently, the frequency of one falling with the power -1.2 of its rank
-    text    the words of FILE in order, lanes beginning at equal distances, each by its rank in FILE
-    spread  the same, each word where its share of FILE lies in the recipe's whole vocabulary
+    zipf    independent random words; the frequency of a word is proportional to its rank to the power -1.2
+    text    the words of FILE in order; the lanes (batch rows) begin at equal distances; an id is a word's rank
+    spread  the same as text, but each id is moved to the rank in the recipe's vocabulary that has the same cumulative
+            share of tokens
 
-Padded rows are counted beside those of tokens, of all clusters, and with what they add to the softmax's operations. A
-spread text has as many rare words as the zipf, in clumps as texts have them. `--multiple` pads each cluster to a
-multiple of that in place of a rung of the ladder. Needs no GPU.
+Padded rows are given as a share of the rows of tokens, over all clusters, and as the share of operations that they add
+to the softmax. The ids of spread contain as many rare words as those of zipf, but in clumps as in real text. By default
+the rows of a cluster are padded to a fixed ladder of sizes. `--multiple` pads them to a multiple of a number instead.
 """
 
 from __future__ import annotations
@@ -41,46 +43,46 @@ RECIPES = {
     "nvidia_wt103_base": 267_735,
     "wt103_large": 267_735,
 }
-"""With their vocabularies."""
+"""Recipes with the size of their vocabularies in tokens."""
 
 Ids = npt.NDArray[np.int64]
 
 
 class Found(NamedTuple):
-    """What the micro-batches of a rank had."""
+    """Results for the micro-batches of one rank."""
 
     num_shapes: int
     padded_rows: float
-    """Beside rows of tokens; of embedding and softmax, where both are cut."""
+    """Padded rows as a share of the rows of tokens, over the embedding and the softmax where they have clusters."""
     padded_softmax: float
-    """Beside the operations of the softmax for tokens."""
+    """Operations of the softmax for padded rows, as a share of its operations for tokens."""
     most_frequent: tuple[int, ...]
-    """Rows of the softmax's clusters, the first of which it does not use."""
+    """Rows of each cluster in the most frequent shape of the softmax. The softmax does not use the first number."""
 
 
 def word_ids(file: Path) -> Ids:
-    """Of a text's words and ends of lines, by their rank in it."""
+    """Return the ids of a text's words and line ends. An id is the rank of the word by its frequency in the text."""
     words = file.read_text(encoding="utf-8").replace("\n", " <eos> ").split()
     ranks = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common())}
     return np.array([ranks[word] for word in words])
 
 
 def shares_below(vocab_size: int) -> npt.NDArray[np.float64]:
-    """[V + 1]: share of the words with a smaller rank."""
+    """Return for each rank of the vocabulary the share of tokens with a smaller rank, [V + 1]."""
     below = (np.arange(vocab_size + 1) + 0.5) ** (1 - ZIPF_EXPONENT)
     shares: npt.NDArray[np.float64] = (below[0] - below) / (below[0] - below[-1])
     return shares
 
 
 def spread(ids: Ids, *, vocab_size: int) -> Ids:
-    """Each rank becomes that of the word which has as many tokens before it in the whole vocabulary."""
+    """Move each id to the rank in the whole vocabulary that has the same share of tokens before it."""
     counts = np.bincount(ids)
     middle = (np.cumsum(counts) - counts / 2) / len(ids)
     return (np.searchsorted(shares_below(vocab_size), middle) - 1).clip(0)[ids]
 
 
 def microbatches(source: Ids | None, config: Config, *, vocab_size: int, num_steps: int) -> Iterator[Ids]:
-    """[lanes, T + 1] for each step; drawn, where there is no text."""
+    """Yield the ids of each step, [lanes, T + 1]. Without a source the ids are random."""
     train, rng, below = config.train, np.random.default_rng(1), shares_below(vocab_size)
     lanes, length = train.microbatch_lanes, train.segment_len
     begins = np.arange(lanes) * (0 if source is None else len(source) // lanes)
@@ -93,7 +95,7 @@ def microbatches(source: Ids | None, config: Config, *, vocab_size: int, num_ste
 
 
 def count(batches: Iterator[Ids], config: Config, *, vocab_size: int, multiple: int = 0) -> Found:
-    """Make the batches and look at their shapes."""
+    """Make the batches and count their shapes and padded rows."""
     model = config.model
     edges, whole = cluster_edges(model.cutoffs, vocab_size=vocab_size), (0, vocab_size)
     maker = BatchMaker(edges if model.div_value > 1 else whole, edges, mask_documents=False, rows_multiple=multiple)
@@ -116,11 +118,16 @@ def count(batches: Iterator[Ids], config: Config, *, vocab_size: int, multiple: 
 
 
 def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description="Count shapes and padded rows of the recipes on a GPU.")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="count the micro-batches of this text too")
+    """Count for each recipe and print the table."""
+    parser = argparse.ArgumentParser(description="Count shapes and padded rows of the recipes' micro-batches on a GPU.")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="also count the micro-batches of this text")
     parser.add_argument("--steps", type=positive, default=5000, help="micro-batches of each recipe")
-    parser.add_argument("--multiple", type=int, default=0, help="pad to a multiple of this; 0 means the ladder")
+    parser.add_argument(
+        "--multiple",
+        type=int,
+        default=0,
+        help="pad the rows of each cluster to a multiple of this number; 0 means the fixed ladder of sizes",
+    )
     arguments = parser.parse_args()
     ranks = word_ids(arguments.text) if arguments.text else None
     table = [["recipe", "ids", "graphs", "padded rows", "added to softmax", "most frequent"]]

@@ -1,30 +1,32 @@
-"""What a training step asks of a GPU, counted without one.
+"""Count the launches and the moved bytes of a training step on a GPU, without a GPU.
 
     python -m tools.benchmarks.count_launches --json FILE --before FILE
 
-The engine runs two steps of each recipe, at its real sizes, on a device that computes nothing (fake_gpu.py); the second
-is counted. A row per quantity:
+The engine runs two steps of each recipe at its real sizes on a device that computes nothing (fake_gpu.py), and the
+second step is counted. The table has a row per quantity:
 
-    launches, micro-step    forward and backward of one micro-batch. An operation that torch dispatches is one launch,
-                            if it is not a view and makes no empty tensor; padding, and the backward of slices and of
-                            layer norm, are two; one over a list of tensors (`_foreach_*`, fused Adam) is as many as
-                            CUDA's 320 blocks of 65,536 values need.
-    Triton                  of these, kernels of ours. `attention` has its kernels alone
-    a layer                 the difference between the recipe and the same with one layer less
-    update                  norm, decision, clipping and optimizer, without the exchange, of which one GPU has none
-    bytes per parameter     moved by the update: each operand read once, what is written in place twice
-    bytes per logit         moved in the softmax's forward and gradient by operands that are logits
-    MB a layer              of attention: each operand once for each kernel and call, and the score buffer, which stays
-                            in the L2 cache where it is small, at each launch (`of these scores`)
-    waves                   smallest number of programs of a kernel over what 132 multiprocessors of an H100 hold at
-                            once, by the registers and shared memory of its machine code (sm_90), compiled here
-    graphs                  different shapes of micro-batches in so many steps of independent words by Zipf's law, and
-                            with --text of a text's words in order: each is a CUDA graph of its own; `padded` are rows
-                            that only fill up
+    launches, micro-step    launches in forward and backward of one micro-batch. An operation that torch dispatches
+                            counts as one launch, unless it is a view or makes an empty tensor. Padding and the
+                            backward of slices and of layer norm count as two. An operation over a list of tensors
+                            (`_foreach_*`, fused Adam) counts as many launches as CUDA needs, with at most 320 blocks
+                            of 65,536 values in one launch.
+    Triton                  those of the launches that are our kernels; `attention` counts only attention's kernels
+    a layer                 difference between the recipe and the recipe with one layer less
+    update                  gradient norm, decision, clipping and optimizer; one GPU exchanges nothing
+    bytes per parameter     bytes that the update moves; an operand counts once, or twice if it is changed in place
+    bytes per logit         bytes of logits that the softmax moves in forward and gradient
+    MB a layer              bytes that attention moves: each operand once per kernel and call, and the score buffer at
+                            each launch (`of these scores`); a small score buffer stays in the L2 cache
+    waves                   smallest number of programs of a kernel, divided by the number that the 132
+                            multiprocessors of an H100 hold at once. This number follows from the registers and the
+                            shared memory of the kernel's machine code (sm_90), which is compiled here.
+    graphs                  number of different shapes of micro-batches in --steps steps of random words by Zipf's
+                            law, and with --text also of a text's words in order. Each shape needs its own CUDA graph.
+                            `padded` is the share of rows that are padding.
 
-Limitations: it measures no times. What a kernel reads twice counts once (but for the score buffer). Libraries may
-launch more than one kernel for an operation (splitting a product, sorting ids). In bf16, at the recipe's stage, on one
-GPU.
+Limitations: The program measures no times. An operand that a kernel reads twice counts once, except for the score
+buffer. Libraries can launch more than one kernel for an operation (to split a product or to sort ids). The counts are
+for bf16, the recipe's ZeRO stage and one GPU.
 """
 
 from __future__ import annotations
@@ -68,42 +70,44 @@ RECIPES = {
     "nvidia_wt103_base": (267_735, 32),
     "wt103_large": (267_735, 16),
 }
-"""Vocabulary and lanes of a micro-batch on one GPU."""
+"""Vocabulary size in tokens, and number of lanes (batch rows) of a micro-batch on one GPU, of each recipe."""
 
 WRITTEN_BESIDES_READ = {
     ("key_value_gradients", "SCORES"),
     ("distance_query_gradients", "D_QUERY"),
     ("distance_gradients", "D_DISTANCE"),
 }
-"""Operands that a Triton kernel of attention both reads and writes: two passes over them."""
+"""Operands that a Triton kernel of attention both reads and writes. They count as two passes."""
 ATTENTION = {*FORWARD, *BACKWARD, SUM, "set_width"}
-"""Its kernels."""
+"""Names of the Triton kernels of attention."""
 SELECTING = ("embedding", "index_select", "index", "gather", "scatter", "index_add", "index_put", "index_copy")
-"""Operations that touch of their largest operand only as much as there is of the others."""
+"""Operations that read or write only a part of their largest operand. The part is as large as the largest of the other
+operands."""
 IN_TWO = ("native_layer_norm_backward", "constant_pad_nd", "slice_backward", "select_backward")
-"""Operations that ATen makes of two kernels: gradients of inputs and of weights; zeros, then a copy into them."""
+"""Operations for which ATen launches two kernels: gradients of inputs and of weights, or zeros and a copy into them."""
 BLOCKS, BLOCK_LEN, MOST_TENSORS = 320, 65_536, (110, 64, 48, 36, 30)
-"""Of ATen's MultiTensorApply.cuh: in one launch, and the tensors of a list by the number of lists."""
+"""Limits of ATen's MultiTensorApply.cuh for one launch: blocks, values in a block, and tensors by number of lists."""
 
 
 class Event(NamedTuple):
-    """Something that the device does."""
+    """One operation or Triton kernel that ran on the device."""
 
     phase: str
-    """micro-step or update"""
+    """`micro-step` or `update`."""
     region: str
-    """softmax, or nothing"""
+    """`softmax` during the softmax's forward pass, otherwise empty."""
     name: str
     launches: int
     num_bytes: int
     num_logit_bytes: int
     programs: int
-    """Of a Triton kernel, else 0."""
+    """Number of programs of a Triton kernel. It is 0 for an operation of torch."""
     scores_bytes: int = 0
 
 
 class Counter:
-    """The `Recorder`: events of the phases that are to be counted, and of each Triton kernel how it is compiled."""
+    """The `Recorder` of this program. It collects the events of the counted phases, and for each Triton kernel the
+    arguments with which it is compiled."""
 
     def __init__(self) -> None:
         self.phase = self.region = ""
@@ -116,7 +120,7 @@ class Counter:
         self._logit_lens: set[int] = set()
 
     def operation(self, function: Any, arguments: tuple[Any, ...], settings: dict[str, Any], result: Any) -> None:
-        """See `Recorder`."""
+        """Record an operation of torch. See `Recorder`."""
         if not self.phase or not (launches := launches_of(function, arguments)):
             return
         name = function._schema.name.removeprefix("aten::")
@@ -128,7 +132,7 @@ class Counter:
         self.events.append(Event(self.phase, self.region, name, launches, moved, logits, 0))
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        """See `Recorder`."""
+        """Record a launch of a Triton kernel. See `Recorder`."""
         if not self.phase:
             return
         name = kernel.fn.__name__
@@ -139,7 +143,7 @@ class Counter:
         operands = {n: found for n, found in tensors.items() if found}
         twice = {n for n in operands if (name, n) in WRITTEN_BESIDES_READ}
         sizes = {n: sum(map(span, found)) * (2 if n in twice else 1) for n, found in operands.items()}
-        # A kernel of the softmax makes gradients where the logits were.
+        # A kernel of the softmax writes the gradients over the logits.
         logits = sum(2 * span(x) for found in operands.values() for x in found if self._is_of_logits(x))
         programs, scores = math.prod(grid), sizes.get("SCORES", 0)
         moved = sum(sizes.values())
@@ -149,7 +153,7 @@ class Counter:
         self.kernels[key] = (kernel, arguments, settings)
 
     def _note_logits(self, result: Any) -> None:
-        """A product with as many columns as a cluster has words makes logits."""
+        """Remember the result of a product as logits if it has as many columns as a cluster has words."""
         if isinstance(result, Tensor) and result.shape[-1] in self.logit_columns:
             self.num_logits += result.numel()
             self._logit_storages.add(result.untyped_storage()._cdata)
@@ -163,7 +167,7 @@ class Counter:
 
 
 def launches_of(function: Any, arguments: tuple[Any, ...]) -> int:
-    """How many kernels an operation of torch is, at least; 0 for views and empty tensors."""
+    """Return the smallest number of kernels that an operation of torch launches. Views and empty tensors need 0."""
     schema: Any = function._schema
     name: str = schema.name.partition("::")[2]
     if not schema.name.startswith(("aten::", "c10d::")) or "empty" in name or name == "_unsafe_view":
@@ -172,14 +176,15 @@ def launches_of(function: Any, arguments: tuple[Any, ...]) -> int:
         return 0  # a view
     lists = [x for x in arguments if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
     if name.startswith(("_foreach", "_fused")):
-        # The steps that fused Adam counts are no list of their own.
+        # Fused Adam's list of step counters does not count as a list.
         lists = [x for x in lists if x[0].dim() or name.startswith("_foreach")]
         return multi_tensor_launches(lists) + (name == "_foreach_norm")
     return 2 if name in IN_TWO else 1
 
 
 def multi_tensor_launches(lists: list[Any]) -> int:
-    """As ATen's `multi_tensor_apply` splits lists of tensors of the same sizes."""
+    """Return the number of launches into which ATen's `multi_tensor_apply` splits lists of tensors of the same
+    sizes."""
     most, launches, blocks, tensors = MOST_TENSORS[min(len(lists), 5) - 1], 0, 0, 0
     for tensor in lists[0]:
         chunks, tensors = math.ceil(tensor.numel() / BLOCK_LEN), tensors + 1
@@ -194,13 +199,13 @@ def multi_tensor_launches(lists: list[Any]) -> int:
 def operands_of(
     function: Any, arguments: tuple[Any, ...], settings: dict[str, Any], result: Any
 ) -> Iterator[tuple[Tensor, int]]:
-    """(operand, bytes moved of it)."""
+    """Yield each operand of an operation, with the bytes of it that are moved."""
     schema: Any = function._schema
     name: str = schema.name.partition("::")[2]
     made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
     given = dict(zip((one.name for one in schema.arguments), arguments, strict=False)) | settings
     only_written = name in ("copy_", "fill_", "zero_", "_foreach_copy_", "bernoulli_", "random_")
-    # Fused Adam writes gradients only where it has unscaled them.
+    # Fused Adam writes gradients only if it unscales them.
     keeps_gradients = name.startswith("_fused") and given.get("grad_scale") is None
     seen: set[int] = set()
     sides: list[tuple[Tensor, int]] = []
@@ -221,20 +226,21 @@ def operands_of(
 
 
 def span(tensor: Tensor) -> int:
-    """Bytes of the different values; a tensor that is expanded has fewer than numbers."""
+    """Return the bytes of a tensor's distinct values. An expanded tensor stores fewer values than it has elements."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return math.prod(sizes) * tensor.element_size()
 
 
 def described(value: Any) -> Any:
-    """What of an argument decides how a kernel is compiled, and a little more."""
+    """Return the properties of an argument that determine how a kernel is compiled: the type of a tensor, or the value
+    itself."""
     if isinstance(value, tuple):
         return tuple(map(described, value))
     return value.dtype if isinstance(value, Tensor) else value
 
 
 class Counted(NamedTuple):
-    """Of one step."""
+    """Results of counting one step."""
 
     counter: Counter
     maker: BatchMaker
@@ -242,7 +248,8 @@ class Counted(NamedTuple):
 
 
 def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
-    """Run two steps on the fake device; count the second. Works once in a process: DeepSpeed is initialised."""
+    """Run two steps on the fake device and count the second. It works once per process, because DeepSpeed is
+    initialized."""
     counter, train = Counter(), config.train
     engine_room = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ |= engine_room | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -272,7 +279,7 @@ def count(config: Config, *, vocab_size: int, lanes: int) -> Counted:
 
 @contextmanager
 def fake_ranks(device: torch.device) -> Iterator[RankInfo]:
-    """One rank in a process group that exchanges nothing, with DeepSpeed on the device."""
+    """Yield one rank in a process group that exchanges nothing. DeepSpeed uses the given device."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import_deepspeed()
@@ -291,7 +298,8 @@ def fake_ranks(device: torch.device) -> Iterator[RankInfo]:
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """To the device; `train.batch` would pin it first."""
+    """Return the batch on the device. The function of `train.batch` cannot be used, because it would pin the batch
+    first."""
 
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -304,14 +312,15 @@ def moved(batch: Batch, device: torch.device) -> Batch:
 
 
 def columns_of(edges: Iterable[int], *, num_tails: int) -> set[int]:
-    """How many columns logits may have: of each cluster, and of the head with those that stand for the tails."""
+    """Return the possible numbers of columns of logits: those of each cluster, and those of the head with one column
+    per tail cluster."""
     edges = list(edges)
     sizes = {high - low for low, high in itertools.pairwise(edges)}
     return sizes | {edges[1] + num_tails} | {-(-size // 16) * 16 for size in (*sizes, edges[1] + num_tails)}
 
 
 def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[str, Any]:
-    """What is counted of one step of a recipe."""
+    """Count one step of a recipe and return its quantities."""
     counter, maker, num_parameters = count(config, vocab_size=vocab_size, lanes=lanes)
     step = [event for event in counter.events if event.phase == "micro-step"]
     update = [event for event in counter.events if event.phase == "update"]
@@ -338,7 +347,7 @@ def row_of(config: Config, *, vocab_size: int, lanes: int, waves: bool) -> dict[
 
 
 def operations_of(events: list[Event], phase: str) -> list[dict[str, Any]]:
-    """A row per kind of operation or kernel, those that move most first."""
+    """Return a row per kind of operation or kernel, in the order of moved bytes, the most first."""
     launches, moved = dict[str, int](), dict[str, int]()
     for event in events:
         name = f"{event.name} (softmax)" if event.region else event.name
@@ -351,7 +360,8 @@ def operations_of(events: list[Event], phase: str) -> list[dict[str, Any]]:
 
 
 def operands_once(attention: list[Event]) -> int:
-    """Bytes of all operands but scores, of each kernel in one layer once: its launches share them."""
+    """Return the bytes of all operands except scores. Each kernel counts once, because its launches in a layer share
+    the operands."""
     by_kernel: dict[str, int] = {}
     for event in attention:
         by_kernel[event.name] = max(by_kernel.get(event.name, 0), event.num_bytes - event.scores_bytes)
@@ -359,7 +369,8 @@ def operands_once(attention: list[Event]) -> int:
 
 
 def waves_of(counter: Counter) -> dict[str, float]:
-    """Smallest number of programs by what all multiprocessors hold at once, for each kernel."""
+    """Return for each kernel its smallest number of waves. A wave is the number of programs that all multiprocessors
+    hold at once."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         for key, (kernel, arguments, settings) in counter.kernels.items():
@@ -370,14 +381,15 @@ def waves_of(counter: Counter) -> dict[str, float]:
 
 
 def machine_of(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any], folder: Path) -> tuple[int, int, int]:
-    """(registers of a thread, bytes of shared memory, warps) of a program, compiled for sm_90."""
+    """Compile a kernel for sm_90. Return the registers per thread, the bytes of shared memory and the warps of a
+    program."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import MockTensor
 
     class Hopper:
-        """As much of a driver as compilation asks for."""
+        """The part of a Triton driver that compilation needs."""
 
         def get_current_target(self) -> GPUTarget:
             return GPUTarget("cuda", 90, 32)
@@ -400,7 +412,8 @@ def machine_of(kernel: Any, arguments: tuple[Any, ...], settings: dict[str, Any]
 
 
 def resident_programs(registers: int, shared_bytes: int, warps: int) -> int:
-    """Programs that one multiprocessor of compute capability 9.0 holds at once (CUDA's programming guide)."""
+    """Return how many programs one multiprocessor of compute capability 9.0 holds at once (from CUDA's programming
+    guide)."""
     by_registers = 4 * (16_384 // (math.ceil(registers * 32 / 256) * 256)) // warps
     by_memory = 233_472 // (shared_bytes + 1024)
     return max(1, min(by_registers, by_memory, 64 // warps, 32))
@@ -409,7 +422,7 @@ def resident_programs(registers: int, shared_bytes: int, warps: int) -> int:
 def graphs_of(
     maker: BatchMaker, sizes: Sizes, segments: Iterator[np.ndarray], *, steps: int, where: str
 ) -> dict[str, Any]:
-    """Different shapes of a step's batch, and rows that are padding."""
+    """Return the number of different shapes of a step's batch, and the percentage of padded rows."""
     graphs, padded = f"graphs, {where}", f"padded rows, {where}, %"
     if len(maker.embedding_edges) == len(maker.softmax_edges) == 2:
         return {graphs: 1, padded: 0.0}
@@ -424,8 +437,8 @@ def graphs_of(
 
 
 def text_segments(path: Path, sizes: Sizes) -> Iterator[np.ndarray]:
-    """Endless ids [lanes, T + 1] of a text's words in order, the most frequent word being 0; each lane reads a piece of
-    its own, again and again."""
+    """Yield ids [lanes, T + 1] of a text's words in order, without end. The most frequent word has id 0. Each lane
+    (batch row) reads its own part of the text again and again."""
     lines = path.read_text(encoding="utf-8").splitlines()
     words, inverse, counts = np.unique(
         [word for line in lines for word in (*line.split(), "<eos>")], return_inverse=True, return_counts=True
@@ -439,12 +452,12 @@ def text_segments(path: Path, sizes: Sizes) -> Iterator[np.ndarray]:
 
 
 def shapes_sum(partition: Any) -> int:
-    """Rows of all clusters."""
+    """Return the number of rows of all clusters."""
     return sum(len(cluster.ids) for cluster in partition)
 
 
 def recipe_of(name: str, *, layers_less: int = 0) -> Config:
-    """A recipe on one GPU, in one micro-batch of `RECIPES`' lanes."""
+    """Return a recipe on one GPU with one micro-batch per step. Its number of lanes is from `RECIPES`."""
     config = load_config(CONFIGS / f"{name}.toml").model_dump(mode="json")
     lanes = RECIPES[name][1]
     config["train"] |= {"num_lanes": lanes, "microbatch_lanes": lanes}
@@ -454,7 +467,7 @@ def recipe_of(name: str, *, layers_less: int = 0) -> Config:
 
 
 def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[str, Any]:
-    """All quantities of a recipe: counted in processes of their own."""
+    """Return all quantities of a recipe. Steps are counted in separate processes."""
     whole, less = (in_fresh_process(name, layers_less=n, waves=waves and not n) for n in (0, 1))
     layer = {
         "launches, a layer": whole["launches, micro-step"] - less["launches, micro-step"],
@@ -476,7 +489,8 @@ def measured(name: str, *, steps: int, waves: bool, text: Path | None) -> dict[s
 
 
 def in_fresh_process(name: str, *, layers_less: int, waves: bool) -> dict[str, Any]:
-    """What `row_of` finds. Raises RuntimeError with the child's last words."""
+    """Return the result of `row_of` from a new process. Raises RuntimeError with the end of the child's error
+    output."""
     words = ["--child", name, "--layers-less", str(layers_less), *([] if waves else ["--no-waves"])]
     command = [sys.executable, "-m", "tools.benchmarks.count_launches", *words]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
@@ -488,7 +502,7 @@ def in_fresh_process(name: str, *, layers_less: int, waves: bool) -> dict[str, A
 
 
 def compared(now: dict[str, Any], before: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row per quantity; with what was before, and the ratio, where that is known."""
+    """Return a row per quantity. If earlier figures are given, the row also has the earlier value and the ratio."""
     rows = []
     for name in dict.fromkeys((*now, *before)):
         row: dict[str, Any] = {"quantity": name}
@@ -503,15 +517,17 @@ def compared(now: dict[str, Any], before: dict[str, Any]) -> list[dict[str, Any]
 
 
 def main() -> int:
-    """See the module's docstring."""
+    """Count each recipe, print its tables and write the figures to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--steps", type=int, default=5000, help="in which graphs are counted")
-    parser.add_argument("--no-waves", dest="waves", action="store_false", help="compile no kernels")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="count graphs of its words in order, too")
-    parser.add_argument("--operations", action="store_true", help="also a table of all operations and kernels")
+    parser.add_argument("--steps", type=int, default=5000, help="steps in which graphs are counted")
+    parser.add_argument("--no-waves", dest="waves", action="store_false", help="compile no kernels, and print no waves")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="also count the graphs of this text's words in order")
+    parser.add_argument("--operations", action="store_true", help="also print a table of all operations and kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
-    parser.add_argument("--before", type=Path, metavar="FILE", help="such a file of an earlier commit")
+    parser.add_argument(
+        "--before", type=Path, metavar="FILE", help="file that --json wrote on an earlier commit, for comparison"
+    )
     parser.add_argument("--child", choices=RECIPES, help=argparse.SUPPRESS)
     parser.add_argument("--layers-less", type=int, default=0, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,17 +1,20 @@
-"""Time per generated token, beside another commit of this project, and beside Hugging Face's TransfoXL.
+"""Measure the time per generated token, and compare it with another commit of this project or with Hugging Face's
+TransfoXL.
 
     python -m tools.benchmarks.decode [--against COMMIT_OR_FOLDER] [--huggingface PYTHON]
 
-The quickstart's model with random weights, a vocabulary of 4,096, fp32, one thread; the past is read in segments of 64,
-and tokens are drawn as `txl generate` draws them. Every variant runs in a process of its own that keeps its texts, and
-they take turns: in each round each makes some more tokens.
+The model has the sizes of the quickstart, random weights and a vocabulary of 4,096. It runs in fp32 on one thread,
+reads the text before the first token in segments of 64 tokens, and samples tokens as `txl generate` does. Every variant
+runs in its own process, which keeps the state of its texts. The variants take turns: in each round each of them
+generates some more tokens.
 
     --against      a commit, which is unpacked into a temporary folder, or a folder with another checkout
-    --huggingface  the Python of an environment with transformers 4.46.3 (check_huggingface.sh makes one): its own
-                   forward with mems, over exported weights, without the last norm, which it does not know; both take
-                   the likeliest token, and must take the same ones
+    --huggingface  the Python of an environment with transformers 4.46.3 (check_huggingface.sh makes it).
+                   transformers runs its own forward pass with mems over the exported weights. The model then has no
+                   final norm, because TransfoXL has none. Both programs take the most likely token, and the tokens
+                   must be equal.
 
-    x by min, x by median   how many times as many tokens per second as the base line: the first row of the table
+    x by min, x by median   tokens per second, as a multiple of those of the baseline (the first row of the table)
 """
 
 from __future__ import annotations
@@ -49,11 +52,12 @@ TINY_CASES = {
     "2 rows, memory 8": {"rows": 2, "memory": 8, "past": 12},
 }
 NUM_CHECKED = 16
-"""Tokens that ours and Hugging Face's must both take."""
+"""Number of generated tokens that must be equal in our program and in Hugging Face's."""
 
 
 class Worker:
-    """A process that generates: `tools/benchmarks/decode_worker.py`, with a Python and the folder of a package."""
+    """A process that generates tokens with `tools/benchmarks/decode_worker.py`, a given Python and the folder of a
+    package."""
 
     def __init__(self, job: dict[str, Any], folder: Path, *, python: str, package: Path) -> None:
         self.cases = job["cases"]
@@ -70,13 +74,13 @@ class Worker:
         self._line()
 
     def __call__(self, case: str, num_tokens: int) -> int:
-        """Make so many tokens of each row; the id of the last one of the first row."""
+        """Generate `num_tokens` tokens of each row of a case. Return the id of the last token of the first row."""
         assert self.process.stdin is not None
         print(case, num_tokens, file=self.process.stdin, flush=True)
         return int(self._line())
 
     def close(self) -> None:
-        """End it."""
+        """End the process and wait for its end."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
@@ -85,12 +89,13 @@ class Worker:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{' '.join(self.command)} ended; its message stands above")
+            raise RuntimeError(f"{' '.join(self.command)} ended. Read its message above.")
         return line
 
 
 def unpacked(commit: str, folder: Path, *, parts: tuple[str, ...] = ("txl_dist",)) -> Path:
-    """Parts of the repository as they were at a commit, or the folder itself that is named."""
+    """Unpack parts of the repository at a commit into `folder`, and return it. If `commit` names a folder, return that
+    folder."""
     if Path(commit).is_dir():
         return Path(commit)
     archive = subprocess.run(["git", "archive", commit, *parts], cwd=ROOT, capture_output=True, check=False)
@@ -101,7 +106,7 @@ def unpacked(commit: str, folder: Path, *, parts: tuple[str, ...] = ("txl_dist",
 
 
 def exported(section: ModelSection, *, vocab_size: int, segment_len: int, out: Path) -> None:
-    """The weights that the worker draws too, as Hugging Face's."""
+    """Write the random weights that the worker also uses, in the format of Hugging Face."""
     torch.manual_seed(0)
     package = Package(
         section=section,
@@ -116,14 +121,15 @@ def exported(section: ModelSection, *, vocab_size: int, segment_len: int, out: P
 
 
 def check_agreement(workers: dict[str, Worker]) -> None:
-    """Whether all take the same tokens."""
+    """Raise AssertionError if the workers do not generate the same tokens."""
     for case in next(iter(workers.values())).cases:
         taken = [[worker(case, 1) for _ in range(NUM_CHECKED)] for worker in workers.values()]
         assert taken[0] == taken[1], f"{case}: {taken}"
 
 
 def table_of(timings: dict[str, Timing], *, num_rows: dict[str, int], num_tokens: int) -> list[dict[str, object]]:
-    """A row per case and variant: times of a token of all its rows, tokens per second, times the base's."""
+    """Return a row per case and variant: time for one token of every row, tokens per second, and the multiple of the
+    baseline."""
     base, table = next(iter(timings)), []
     for name, timing in timings.items():
         more = num_rows[name] / num_rows[base]
@@ -136,12 +142,12 @@ def table_of(timings: dict[str, Timing], *, num_rows: dict[str, int], num_tokens
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Start the workers, measure all cases and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", metavar="COMMIT_OR_FOLDER")
     parser.add_argument("--huggingface", metavar="PYTHON")
-    parser.add_argument("--tokens", type=int, default=32, help="tokens of each row in a round")
-    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens that each row generates in a round")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny size that takes seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()
     section = ModelSection(

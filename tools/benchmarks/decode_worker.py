@@ -1,9 +1,10 @@
-"""Generates tokens when told to, for tools/benchmarks/decode.py: by any version of this project, or by transformers.
+"""Generate tokens on request for tools/benchmarks/decode.py, with any version of this project or with transformers.
 
-    decode_worker.py JOB.json     reads from a pipe lines "CASE TOKENS", and answers each when so many tokens are made
+    decode_worker.py JOB.json     reads lines "CASE TOKENS" from standard input; answers after the tokens are generated
 
-JOB has the model's settings, the folder of its weights where it is Hugging Face's, and the cases: rows, memory, and how
-much was read before the first token. The first line asks for the log-probability of some tokens, which all must share.
+JOB.json contains the model's settings, for Hugging Face the folder of the weights, and the cases. A case has the number
+of rows, the memory length and the number of tokens that are read before the first generated token. The worker prints
+`ready` first. Each answer is the id of the last token of the first row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 
 def main() -> None:
-    """Answer until the pipe is closed."""
+    """Answer requests until standard input is closed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("job", type=Path, metavar="JOB.json", help="written by decode.py")
     torch.set_num_threads(1)
@@ -34,7 +35,7 @@ def main() -> None:
 
 
 def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callable[[], object]:
-    """What makes one more token of each row, of which the first has the id that it returns."""
+    """Return a function that generates one more token of each row and returns the id of the first row's token."""
     torch.manual_seed(1)
     ids = torch.randint(job["vocab_size"], (past,)).tolist()
     if "huggingface" in job:
@@ -43,11 +44,11 @@ def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callab
     from txl_dist.inference import generate
     from txl_dist.model.transformer_xl import TransformerXL
 
-    module: Any = generate  # of any version
+    module: Any = generate  # the module of any version of this project
     torch.manual_seed(0)
     model = TransformerXL(ModelSection.model_validate(job["section"]), vocab_size=job["vocab_size"]).eval()
     lengths = {"memory_len": memory, "segment_len": job["segment_len"]}
-    if not hasattr(module, "Decoder"):  # before there was one, a text was generated alone
+    if not hasattr(module, "Decoder"):  # older versions have no Decoder and generate one text at a time
         assert rows == 1
         tokens = module.generate(model, ids, max_tokens=10**9, **lengths, **job["sampling"])
         return lambda: next(tokens)
@@ -61,7 +62,7 @@ def stepper(job: dict[str, Any], *, rows: int, memory: int, past: int) -> Callab
 
 @torch.no_grad()
 def huggingface(folder: str, ids: Sequence[int], *, memory: int, segment_len: int) -> Callable[[], int]:
-    """Their own forward with its mems, a token at a time; the likeliest is taken."""
+    """Return a function that generates the most likely next token with transformers' forward pass and its mems."""
     import transformers
     from transformers.models.deprecated.transfo_xl import TransfoXLLMHeadModel
 

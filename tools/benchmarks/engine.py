@@ -1,16 +1,17 @@
-"""What the engine costs the host.
+"""Measure the host time that the engine adds to a training step.
 
     python -m tools.benchmarks.engine                            all ZeRO stages, some minutes
     python -m tools.benchmarks.engine --stages 1 --rounds 1      the smallest size, some seconds
 
-Twelve layers so small that arithmetic takes no time (width 16, feed-forward 32, 4 lanes of 8 tokens): what is left is
-Python and dispatch. A step is forward, loss, backward, norm, decision, clipping and update, fp32, one process and one
-thread. Base line: the same module with torch's fused AdamW and clipping, nothing else. At real sizes this time is
-hidden as long as the GPU has more work queued; under strong scaling it is what remains.
+Twelve layers are so small that arithmetic takes almost no time (width 16, feed-forward 32, 4 lanes of 8 tokens). The
+measured time is that of Python and of dispatch. A step is forward, loss, backward, norm, decision, clipping and update,
+in fp32, in one process with one thread. The baseline is the same module with torch's fused AdamW and clipping, and
+nothing else. At real sizes this time is hidden as long as the GPU has work queued. In strong scaling (ever smaller
+batches per GPU) it limits the speed.
 
-    x by min, x by median   the base line's time over this one's; `cost` is the inverse, of minima
-    tensors                 parameters that the engine sees
-    loss error              largest relative distance from the base line's loss over the first 8 steps
+    x by min, x by median   the baseline's time / the time of this row; `cost` is the inverse of the ratio of minima
+    tensors                 parameters that the engine stores
+    loss error              largest relative difference from the baseline's loss in the first 8 steps
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LR, AGREEING_STEPS = 1e-3, 8
 
 
 def config_of(*, stage: int, precision: str) -> Config:
-    """The model of the benchmark at a ZeRO stage."""
+    """Return the benchmark's settings for a ZeRO stage and a precision."""
     model = {"num_layers": 12, "width": 16, "num_heads": 2, "head_width": 8, "ff_width": 32, "dropout": 0.0}
     train = {"num_lanes": LANES, "microbatch_lanes": LANES, "segment_len": LENGTH, "memory_len": LENGTH}
     engine = {"zero_stage": stage, "precision": precision}
@@ -44,13 +45,14 @@ def config_of(*, stage: int, precision: str) -> Config:
 
 
 def batch_of() -> Batch:
-    """Always the same tokens: the loss falls, so that agreement means something."""
+    """Return a batch that always has the same tokens. The loss then falls, so that equal losses are a meaningful
+    check."""
     ids = torch.randint(0, VOCAB_SIZE, (LANES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), torch.ones(LANES, LENGTH), None)
 
 
 class PlainStep:
-    """The module with torch alone."""
+    """A training step of the module with torch alone."""
 
     def __init__(self, config: Config) -> None:
         torch.manual_seed(derive_seed(config.run.seed, "init"))
@@ -65,7 +67,7 @@ class PlainStep:
         self.num_tensors = len(list(self.module.parameters()))
 
     def __call__(self) -> Tensor:
-        """One step; its loss."""
+        """Make one step and return its loss."""
         loss: Tensor
         loss, self.memory = self.module(self.batch, self.memory, float(LANES * LENGTH))
         loss.backward()
@@ -76,7 +78,7 @@ class PlainStep:
 
 
 class EngineStep:
-    """The module in our engine."""
+    """A training step of the module in our engine."""
 
     def __init__(self, config: Config, ranks: RankInfo) -> None:
         plan = plan_batch(config.train, world_size=1)
@@ -85,16 +87,18 @@ class EngineStep:
         self.num_tensors = len(self.engine.stored)
 
     def __call__(self) -> Tensor:
-        """One step as `train.step` makes it; its loss."""
+        """Make one step as the training loop does, and return its loss."""
         normalizer = float(LANES * LENGTH)
         loss, self.memory, _ = engine_step(self.engine, self.batch, self.memory, normalizer=normalizer, lr=LR)
         return loss
 
 
 def main() -> None:
-    """Measure all stages in one run, and print a table."""
+    """Measure all stages in one run and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, nargs="*", default=[0, 1, 2, 3], choices=range(4), help="of ZeRO")
+    parser.add_argument(
+        "--stages", type=int, nargs="*", default=[0, 1, 2, 3], choices=range(4), help="ZeRO stages to measure"
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     add_measure_options(parser)
     parser.set_defaults(rounds=20)

@@ -1,24 +1,29 @@
-"""Time per evaluated token: the paper's table 9 on a CPU, and cached evaluation beside the original's code.
+"""Measure the time per evaluated token: the paper's table 9 on a CPU, and our cached evaluation against the original
+code.
 
     python -m tools.benchmarks.evaluation [--peer-original DIR] [--only paper | original]
 
-**paper** (enwik8_base: 12 layers of 512, 256 bytes, random weights). One row of text. Each token whose loss is computed
-sees as many tokens as the attention length says, itself included: `same_length`, as the original evaluates.
+**paper** uses the model of enwik8_base (12 layers of width 512, a vocabulary of 256 bytes, random weights) and one row
+of text. Each token whose loss is computed attends to as many tokens as the attention length says, including itself.
+This is `same_length`, with which the original code evaluates.
 
-    vanilla, fused   a Transformer without memory, whose window of that many tokens is moved by one for each token: all
-                     layers for all of them, logits for the last. Attention is torch's fused one, is_causal
+    vanilla, fused   a Transformer without memory, whose window of this many tokens moves by one for each token: all
+                     layers for all tokens of the window, logits for the last token. Attention is torch's fused one
+                     with is_causal.
     vanilla, plain   the same with a matrix of scores: product, mask, softmax, product
-    recurrence       as the original evaluates: hidden states of the past are joined with a segment, and keys, values
-                     and distances of all are projected anew. With --peer-original their own code, with our weights;
-                     without it our plain model, which does the same with fewer copies
-    cached           ours: `infer.cached`
+    recurrence       evaluation as in the original code: hidden states of the past are joined with a segment, and the
+                     keys, values and distances of all tokens are projected again. With --peer-original it runs the
+                     authors' code with our weights. Without it our plain model runs, which does the same with fewer
+                     copies.
+    cached           our evaluation with a cache of keys and values (`inference.kv_cache`)
 
-The last two run segments of --tokens over a memory of that length; their losses of the same text must agree to 1e-4.
+The last two variants run segments of --tokens tokens over a memory of the attention length. Their losses of the same
+text must agree to 1e-4.
 
-**original** (needs --peer-original): 4 layers of 256, fp32, losses of all tokens, the memory full. Their losses and
-ours must agree to 1e-4.
+**original** (needs --peer-original) uses 4 layers of width 256 in fp32. It computes the losses of all tokens with a
+full memory. The losses of the original code and of ours must agree to 1e-4.
 
-    x by min, x by median   how many times less time per token than the first row
+    x by min, x by median   time per token of the first row / time per token of this row
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ from txl_dist.model.positions import distance_encoding
 from txl_dist.model.transformer_xl import TransformerXL
 
 TOLERANCE = 1e-4
-"""Of losses in nats, between recurrence and cached."""
+"""Largest allowed difference, in nats, between the losses of the variants recurrence and cached."""
 BASE = ModelSection(
     num_layers=12, width=512, num_heads=8, head_width=64, ff_width=2048, dropout=0.0, same_length="memory"
 )
@@ -61,32 +66,32 @@ WORDS = SMALL.model_copy(update={"cutoffs": (10_000, 20_000, 40_000)})
 TINY = ModelSection(num_layers=2, width=32, num_heads=2, head_width=16, ff_width=64, dropout=0.0, same_length="memory")
 
 Run = Callable[[Tensor, Tensor], Tensor]
-"""Losses nll_BT of the next tokens and their targets, behind those that were run before."""
+"""A function that returns the losses nll_BT of the target tokens. It continues the text of its earlier calls."""
 
 
 class Variant(NamedTuple):
-    """What is timed."""
+    """A variant of evaluation that is timed."""
 
     run: Callable[[], object]
     num_tokens: int
-    """That it evaluates."""
+    """Number of tokens that one call of `run` evaluates."""
 
 
 def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, by a matrix of scores."""
+    """Compute causal attention with a matrix of scores."""
     scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
     future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return cast(Tensor, scores.masked_fill_(future, float("-inf")).softmax(-1) @ value)
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal, by torch."""
+    """Compute causal attention with torch's fused function."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 @torch.inference_mode()
 def vanilla(model: TransformerXL, tokens_BT: Tensor, *, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-    """log p_BV of the token behind a window, by a model with absolute positions."""
+    """Return log p_BV of the token after a window, from a model with absolute positions."""
     section = model.section
     hidden = model.embedding(tokens_BT)
     hidden = hidden + distance_encoding(tokens_BT.shape[1], width=section.width, clamp_len=0, like=hidden)
@@ -99,7 +104,7 @@ def vanilla(model: TransformerXL, tokens_BT: Tensor, *, attend: Callable[[Tensor
 
 
 def recurrence(model: TransformerXL, *, num_rows: int, memory_len: int) -> Run:
-    """Our plain model over a memory of hidden states."""
+    """Return a `Run` of our plain model over a memory of hidden states."""
     memory = [model.empty_memory(num_lanes=num_rows, memory_len=memory_len)]
 
     @torch.inference_mode()
@@ -111,10 +116,10 @@ def recurrence(model: TransformerXL, *, num_rows: int, memory_len: int) -> Run:
 
 
 def theirs(peer: PeerTrainer, *, segment_len: int, memory_len: int) -> Run:
-    """The original's code as its eval.py runs it."""
+    """Return a `Run` of the original code, called as its eval.py calls it."""
     network, memory = peer.model.eval(), [()]
     network.reset_length(segment_len, 0, memory_len)
-    network.crit.keep_order = True  # else it gives the losses cluster by cluster
+    network.crit.keep_order = True  # otherwise it returns the losses cluster by cluster
 
     @torch.no_grad()
     def run(tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -125,13 +130,14 @@ def theirs(peer: PeerTrainer, *, segment_len: int, memory_len: int) -> Run:
 
 
 def cached(frozen: FrozenModel, *, num_rows: int, segment_len: int, memory_len: int) -> Run:
-    """Ours."""
+    """Return a `Run` of our evaluation with a cache of keys and values."""
     ring = frozen.ring(num_rows=num_rows, memory_len=memory_len, chunk_len=segment_len)
     return lambda tokens_BT, targets_BT: frozen.losses(frozen.run(tokens_BT, ring), targets_BT)
 
 
 def filled(runs: Sequence[Run], *, vocab_size: int, num_rows: int, segment_len: int, memory_len: int) -> float:
-    """Run text over all until their memories are full and a segment more; the largest difference of its losses."""
+    """Run text through all variants until their memories are full, and one segment more. Return the largest difference
+    of the losses."""
     generator, num_segments = torch.Generator().manual_seed(0), -(-memory_len // segment_len) + 1
     ids_BS = torch.randint(vocab_size, (num_rows, num_segments * segment_len + 1), generator=generator)
     for start in range(0, num_segments * segment_len, segment_len):
@@ -145,7 +151,7 @@ def filled(runs: Sequence[Run], *, vocab_size: int, num_rows: int, segment_len: 
 def models(
     section: ModelSection, vocab_size: int, peer_original: Path | None
 ) -> tuple[TransformerXL, PeerTrainer | None]:
-    """Ours, with the weights of the original's, where it is given."""
+    """Return our model and, if its folder is given, the original code's model. Both have the same weights."""
     torch.manual_seed(0)
     model, peer = TransformerXL(section, vocab_size=vocab_size).eval(), None
     if peer_original is not None:
@@ -156,7 +162,7 @@ def models(
 
 
 def table_of(variants: dict[str, Variant], *, rounds: int, facts: dict[str, object]) -> list[dict[str, object]]:
-    """A row per variant."""
+    """Time the variants and return a row per variant."""
     timings = interleaved({name: variant.run for name, variant in variants.items()}, rounds=rounds)
     per_token = {name: Timing(*(ms / variants[name].num_tokens for ms in timing)) for name, timing in timings.items()}
     base, table = next(iter(variants)), []
@@ -168,7 +174,7 @@ def table_of(variants: dict[str, Variant], *, rounds: int, facts: dict[str, obje
 
 
 def papers_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """See the module's docstring."""
+    """Measure the table `paper`. See the module's docstring."""
     section, vocab_size, segment_len = (TINY if arguments.tiny else BASE), 256, arguments.tokens
     model, peer = models(section, vocab_size, arguments.peer_original)
     torch.manual_seed(0)
@@ -195,7 +201,7 @@ def papers_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def originals_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
-    """See the module's docstring."""
+    """Measure the table `original`. See the module's docstring."""
     table = []
     cases = [(TINY, 256, 2, 16, 32)] if arguments.tiny else [(SMALL, 256, 4, 64, 640), (SMALL, 256, 2, 64, 2048)]
     cases += [] if arguments.tiny else [(WORDS, 60_000, 4, 64, 640)]
@@ -216,13 +222,15 @@ def originals_table(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Measure the chosen tables and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--lengths", type=int, nargs="+", default=[800, 1800, 2800, 3800], help="attention lengths")
-    parser.add_argument("--tokens", type=int, default=512, help="of a segment, of recurrence and cached")
-    parser.add_argument("--skip-plain", action="store_true", help="leave vanilla, plain out: it takes longest")
-    parser.add_argument("--tiny", action="store_true", help="a size that is over in seconds, to try the program")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of a segment, for recurrence and cached")
+    parser.add_argument(
+        "--skip-plain", action="store_true", help="do not measure 'vanilla, plain', which takes longest"
+    )
+    parser.add_argument("--tiny", action="store_true", help="use a tiny size that takes seconds, to try the program")
     add_measure_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)

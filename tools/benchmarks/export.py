@@ -1,8 +1,9 @@
-"""Memory that an export needs: `python -m tools.benchmarks.export SOURCE... [--dtypes fp32 bf16 fp16 int8]`.
+"""Measure the memory of an export: `python -m tools.benchmarks.export SOURCE... [--dtypes fp32 bf16 fp16 int8]`.
 
-Each source (a run, a checkpoint or a bundle) is exported in each type, in a fresh process. The figure is the peak of
-its resident memory (VmHWM of Linux: pages of its own and of mapped files together) less what is resident when the
-program has been imported, as a share of the weights in the type of export. Probe, hashes and tokenizer are in it.
+Each source (a run, a checkpoint or a bundle) is exported in each type, in a new process. The figure is the process's
+peak of resident memory (VmHWM of Linux: its own pages and those of mapped files) less the resident memory after the
+program's imports. It is given as a share of the weights in the exported type. The figure includes the probe, the hashes
+and the tokenizer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MIB = 1 << 20
 
 
 def measured(source: Path, dtype: str) -> dict[str, Any]:
-    """Export in a fresh process: bytes of the weights, the peak above the imports, seconds, the error in nats."""
+    """Export in a new process. Return bytes of the weights, peak above the imports, seconds and the probe's error in
+    nats."""
     command = [sys.executable, "-m", "tools.benchmarks.export", str(source), "--dtypes", dtype, "--once"]
     found = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     facts: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
@@ -29,11 +31,11 @@ def measured(source: Path, dtype: str) -> dict[str, Any]:
 
 
 def measure(source: Path, dtype: str) -> dict[str, Any]:
-    """The same, in this process."""
+    """Export in this process and return the figures that `measured` describes."""
     from txl_dist.convert.export import export_bundle
 
     imported = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         made = export_bundle(source, Path(folder) / "bundle", dtype=dtype)
@@ -49,17 +51,19 @@ def measure(source: Path, dtype: str) -> dict[str, Any]:
 
 
 def resident(field: str) -> int:
-    """Bytes, of /proc/self/status."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{field}:"))
 
 
 def main() -> None:
-    """The command line."""
+    """Read the command line, export each source in each type, and print a line for each export."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sources", type=Path, nargs="+")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--once", action="store_true", help="in this process; the last line is JSON")
+    parser.add_argument(
+        "--once", action="store_true", help="export in this process; the last line of the output is JSON"
+    )
     given = parser.parse_args()
     if given.once:
         print(json.dumps(measure(given.sources[0], given.dtypes[0])))

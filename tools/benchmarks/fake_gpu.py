@@ -1,16 +1,15 @@
-"""A GPU that is not there: inside `with fake_gpu(recorder) as device:` all runs that CUDA runs, without values.
+"""A fake GPU: inside `with fake_gpu(recorder) as device:` all code for CUDA runs, but no values are computed.
 
-Tensors are torch's fake ones: they have shapes, types and a device, and no values. All of Python runs as it would on an
-H100: which kernel is taken, in which chunks, what the engine does with the gradients. On the way each operation that
-torch dispatches passes a `Recorder`, and each Triton kernel with its grid.
+Tensors are torch's fake tensors: they have shapes, types and a device, but no values. All Python code runs as on an
+H100, including the choice of kernels and chunks and the engine's work on the gradients. Each operation that torch
+dispatches is passed to a `Recorder`, and so is each Triton kernel with its grid.
 
-A build of torch without CUDA knows no guard for its devices, and autograd asks for one. So C++ is told that the
-tensors lie on the meta device, which every build has, and Python that they lie on `cuda`.
+A build of torch without CUDA has no device guard for CUDA, but autograd needs a guard. So C++ sees the tensors on the
+meta device, which every build has, and Python sees them on `cuda`.
 
-Limitations: no values, so nothing that depends on them (`.item()` gives 1), and no ZeRO-3, which compares numbers of
-ranks.
-What C++ decides by the device goes the way of the meta device; of what is used here that is dropout alone, which is
-replaced by what CUDA takes (`native_dropout`).
+Limitations: Code that depends on values does not work (`.item()` returns 1). ZeRO-3 does not work, because it compares
+numbers between ranks. C++ code that chooses by device takes the path of the meta device. Of the operations used here
+only dropout does so, and it is replaced by the operation that CUDA uses (`native_dropout`).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ _CUDA, _META = torch.device("cuda", 0), torch.device("meta")
 
 
 class Recorder(Protocol):
-    """Is told of everything that happens on the device."""
+    """Interface of an object that gets every operation and every kernel of the fake device."""
 
     def operation(self, function: Any, arguments: tuple[Any, ...], settings: dict[str, Any], result: Any) -> None:
-        """torch dispatched this one."""
+        """Called after torch has dispatched an operation."""
 
     def kernel(self, kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], settings: dict[str, Any]) -> None:
-        """A Triton kernel was launched; `kernel` is the JITFunction."""
+        """Called for each launch of a Triton kernel. `kernel` is Triton's JITFunction."""
 
 
 @contextmanager
 def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
-    """The device, on which everything is to be made that is used inside."""
+    """Yield the fake device. All tensors used inside must be made on this device."""
     from triton.runtime.jit import JITFunction
 
     handlers, device_of = fake_tensor._DISPATCH_META_HANDLERS, torch.ops.prim.device.default
@@ -85,7 +84,7 @@ def fake_gpu(recorder: Recorder) -> Iterator[torch.device]:
 
 
 class _Recording(TorchDispatchMode):
-    """Passes every operation on to the fake device, and then to the recorder."""
+    """Dispatch mode that runs every operation on the fake device and then passes it to the recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -95,11 +94,11 @@ class _Recording(TorchDispatchMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), settings: dict[str, Any] | None = None
     ) -> Any:
         settings = dict(settings or {})
-        if settings.get("device") == _META:  # C++ took the device of a tensor for a new one
+        if settings.get("device") == _META:  # C++ used the device of another tensor for a new tensor
             settings["device"] = _CUDA
         if function is torch.ops.aten._local_scalar_dense.default:
             result: Any = 1.0 if arguments[0].is_floating_point() else 1
-        elif function is torch.ops.aten.native_dropout.default:  # nobody has told fake tensors about it
+        elif function is torch.ops.aten.native_dropout.default:  # fake tensors do not implement this operation
             result = torch.empty_like(arguments[0]), torch.empty_like(arguments[0], dtype=torch.bool)
         elif function is torch.ops.aten.native_dropout_backward.default:
             result = torch.empty_like(arguments[0])
@@ -128,7 +127,7 @@ def _new(cls: type, mode: Any, element: Tensor, device: torch.device, *more: Any
 
 
 def _to(tensor: FakeTensor, *arguments: Any, **settings: Any) -> Any:
-    """`Tensor.to`, whose own code wants CUDA to be there."""
+    """Replacement of `Tensor.to`, because torch's own code needs CUDA."""
     copy = settings.pop("copy", False)
     if arguments and isinstance(arguments[0], Tensor):
         device, dtype = arguments[0].device, arguments[0].dtype
@@ -141,7 +140,8 @@ def _to(tensor: FakeTensor, *arguments: Any, **settings: Any) -> Any:
 
 
 def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which cannot exchange fake parameters that are tied; here, too, they stay the same objects."""
+    """Replacement of `Module._apply`, which cannot exchange fake parameters that are tied. Parameters stay the same
+    objects."""
     for part in module.modules():
         for parameter in part._parameters.values():
             if parameter is None:
@@ -157,5 +157,5 @@ def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: boo
 
 
 def _dropout(values: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` as CUDA computes it: one kernel."""
+    """Compute `F.dropout` as CUDA does, in one kernel."""
     return torch.native_dropout(values, p, True)[0] if training and p else values

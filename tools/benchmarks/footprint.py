@@ -1,16 +1,18 @@
-"""Predicted bytes of a rank beside measured ones.
+"""Compare the predicted memory of a rank with the measured memory.
 
     python -m tools.benchmarks.footprint --sizes 50 100 --stages 0 1 2 3
 
-Every case is a run as a person starts it, `deepspeed --num_accelerators N --module txl_dist train CONFIG`, with nothing
-set for the allocator: a few steps on a CPU in fp32, a checkpoint after the second, one more step beside its copy. From
-outside every rank's RssAnon is read every few milliseconds; what was measured is the peak of the fullest rank less that
-of a process which has imported the same and done nothing. What was predicted is the sum of `bytes_per_rank`, with the
-shares of the clusters that the text really has.
+Every case is a run as a user starts it: `deepspeed --num_accelerators N --module txl_dist train CONFIG`. It makes a few
+steps on a CPU in fp32, saves a checkpoint after the second step, and makes one more step while the checkpoint's copy
+exists. No environment variable for the allocator is set. The program reads RssAnon of every rank every few
+milliseconds. The measured memory is the peak of the rank that uses most, less the memory of a process that has only
+imported the same modules. The predicted memory is the sum of `bytes_per_rank`, with the cluster shares of the actual
+text.
 
-A case is a size (about so many million parameters), a ZeRO stage, ranks, micro-batches per step, a softmax, whether
-blocks are recomputed, and a recipe (the paper's; or Muon, an average of the weights and the modern block); all
-combinations of the flags are run, one after the other. The last line is the worst ratio.
+A case is a size (about that many million parameters), a ZeRO stage, a number of ranks, micro-batches per step, a
+softmax, recomputation of blocks on or off, and a recipe. The recipe is either the paper's, or Muon with an average of
+the weights and the modern block. All combinations of the flags run one after the other. The last line of the output is
+the worst ratio.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ VOCAB_SIZE, NUM_WORDS = 20_000, 400_000
 CUTOFFS = {"plain": [], "adaptive": [2000, 8000]}
 HEAD_WIDTH = 64
 SHAPES = {5: (4, 128), 30: (6, 512), 50: (12, 512), 100: (11, 768), 200: (13, 1024)}
-"""(layers, width) of about so many million parameters with the vocabulary above."""
+"""(layers, width) by size in millions of parameters, with the vocabulary above."""
 SAMPLE_S = 0.004
 
 
 class Case(NamedTuple):
-    """What is run."""
+    """One combination of the flags. `size` is in millions of parameters."""
 
     size: int
     stage: int
@@ -68,11 +70,11 @@ RECIPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"name": "muon", "ema_decay": 0.98},
     ),
 }
-"""Settings of model and optimizer."""
+"""Settings of the sections [model] and [optim], by recipe."""
 
 
 def main() -> None:
-    """Measure what the flags ask for."""
+    """Measure all combinations of the flags and print the table."""
     options = _options()
     names = ("sizes", "stages", "ranks", "micro_batches", "softmax", "recompute", "recipes")
     factors = [getattr(options, name) for name in names]
@@ -83,7 +85,7 @@ def main() -> None:
         for case in announced(list(itertools.starmap(Case, itertools.product(*factors))), what="case"):
             rows.append(_row(case, corpus, options, folder=folder, baseline=baseline))
             print(rows[-1], file=sys.stderr, flush=True)
-    print_table(f"besides {baseline / 2**20:,.0f} MiB of a program that has only imported", rows)
+    print_table(f"memory above the {baseline / 2**20:,.0f} MiB of a process that has only imported the modules", rows)
     worst = max((row["ratio"] for row in rows), key=lambda ratio: max(ratio, 1 / ratio))
     print(f"worst predicted / measured: {worst:.3f}")
     if options.json is not None:
@@ -99,11 +101,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--softmax", nargs="+", default=["adaptive"], choices=CUTOFFS)
     parser.add_argument("--recompute", nargs="+", default=["off"], choices=("off", "on"))
     parser.add_argument("--recipes", nargs="+", default=["paper"], choices=RECIPES)
-    parser.add_argument("--lanes", type=int, default=4, help="of a micro-batch")
+    parser.add_argument("--lanes", type=int, default=4, help="lanes (batch rows) of a micro-batch")
     parser.add_argument("--segment-len", type=int, default=64)
     parser.add_argument("--memory-len", type=int, default=64)
-    parser.add_argument("--synchronous", action="store_true", help="checkpoints without a copy in memory")
-    parser.add_argument("--folder", type=Path, default=None, help="for corpus and checkpoints (several GB)")
+    parser.add_argument(
+        "--synchronous", action="store_true", help="write checkpoints synchronously, without a copy in memory"
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="folder for the corpus and the checkpoints (several GB)"
+    )
     parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="also write the figures there")
     return parser.parse_args()
 
@@ -162,7 +168,8 @@ def _config(case: Case, options: argparse.Namespace, *, folder: Path) -> Config:
 
 
 def _make_corpus(folder: Path) -> Corpus:
-    """Words whose frequency falls with the power -1.2 of their rank, each at least once."""
+    """Write and prepare a corpus of words. The frequency of a word is proportional to its rank to the power -1.2, and
+    each word occurs at least once."""
     weights = np.arange(1, VOCAB_SIZE + 1) ** -1.2
     drawn = np.random.default_rng(0).choice(VOCAB_SIZE, NUM_WORDS, p=weights / weights.sum())
     words = [f"w{number}" for number in (*range(VOCAB_SIZE), *drawn)]
@@ -174,7 +181,7 @@ def _make_corpus(folder: Path) -> Corpus:
 
 
 def _baseline_bytes() -> float:
-    """Of a process that has imported what a rank imports."""
+    """Return the anonymous memory, in bytes, of a process that has only imported the modules of a rank."""
     program = (
         "import txl_dist.train.start; from txl_dist.train.engine.zero import import_deepspeed; import_deepspeed(); "
         "print(open('/proc/self/status').read())"
@@ -186,7 +193,7 @@ def _baseline_bytes() -> float:
 
 
 def _measured_bytes(ranks: int, *, folder: Path) -> float:
-    """The peak of the fullest rank of a run."""
+    """Run the case and return the peak of anonymous memory, in bytes, of the rank that uses most."""
     command = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks)]
     command += ["--master_port", str(free_port()), "--module", "txl_dist", "train", str(folder / "config.toml")]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
@@ -199,7 +206,7 @@ def _measured_bytes(ranks: int, *, folder: Path) -> float:
             for pid in pids:
                 try:
                     peak = max(peak, _anonymous_bytes(Path(f"/proc/{pid}/status").read_text(encoding="utf-8")))
-                except (OSError, ValueError):  # it has ended
+                except (OSError, ValueError):  # the rank has ended
                     continue
             time.sleep(SAMPLE_S)
     if launcher.returncode != 0:
@@ -208,7 +215,7 @@ def _measured_bytes(ranks: int, *, folder: Path) -> float:
 
 
 def _rank_pids(launcher: int) -> Iterator[int]:
-    """Descendants of the launcher that are ranks."""
+    """Yield the process ids of the launcher's descendants that are ranks."""
     pids = [launcher]
     while pids:
         pid = pids.pop()
@@ -230,7 +237,7 @@ def _anonymous_bytes(status: str) -> float:
 
 
 def _environment() -> dict[str, str]:
-    """As it is, but for the CPU, and for what belongs to another job or tells the allocator."""
+    """Return this process's environment for a run on the CPU, without variables of another job and of the allocator."""
     strange = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in strange and not key.startswith("MALLOC_")}
     return kept | {

@@ -1,25 +1,25 @@
-"""Everything to be known of one GPU, ten minutes at a time: `python -m tools.benchmarks.gpu --json FILE`.
+"""Measure everything about one GPU, in runs of ten minutes: `python -m tools.benchmarks.gpu --json FILE`.
 
-    --run 1    is it right and how fast     device   ceilings of the device, what a launch costs
-               (560 s)                      tests    tests/gpu: the Triton kernels beside their twin
-                                            twins    attention, softmax, embedding, whole model beside fp64 on the CPU
+    --run 1    correctness and speed        device   limits of the device, cost of a launch
+               (560 s)                      tests    tests/gpu: the Triton kernels against the same code on the CPU
+                                            twins    attention, softmax, embedding, whole model against fp64 on the CPU
                                             engine   ZeroEngine on enwik8_base: stages, types, graphs; losses and norms
-                                            profile  where a step's time goes, eager and graphed
+                                            profile  time of a step by kernel, without and with CUDA graphs
                                             sweep    score buffers and tiles of attention
-                                            codes    the original (TF32), NVIDIA's code and ours, whole steps
-    --run 2    how it compares              kernels  attention: ours, SDPA, FlexAttention with the term as score_mod
-               (570 s)                      recipes  steps of the WikiText-103 recipes, ours and the peers'
-    --run 3    does it train                curve    3,000 steps on real text beside the CPU's
-               (570 s)                      resume   save and continue, bit for bit
+                                            codes    whole steps of the original (TF32), of NVIDIA's code and of ours
+    --run 2    comparison                   kernels  attention: ours, SDPA, FlexAttention with the term as score_mod
+               (570 s)                      recipes  steps of the WikiText-103 recipes, ours and the other codes'
+    --run 3    training                     curve    3,000 steps on real text, compared with the CPU
+               (570 s)                      resume   save and resume, equal bit for bit
                                             memcheck one kernel under compute-sanitizer
 
-A section is a process of its own with a limit, and a list of jobs. Each row is on the disk the moment it is known. A
-job that raises leaves a row that says so; one that kills the process, or takes too long, leaves such a row too, and the
-section goes on behind it in a fresh process. Seconds that a section leaves are the next one's.
-tools/experiments/notebook/gpu.md says what the rows mean and what to do with them.
+A section is a separate process with a time limit and a list of jobs. Each row is written to the disk as soon as it is
+measured. A job that raises an error leaves a row with the error. A job that kills the process or exceeds its limit
+leaves such a row too, and the section continues with the next job in a new process. A later section can use the seconds
+that a section did not use. tools/experiments/notebook/gpu.md explains the rows and what to do with them.
 
-`--only SECTION` (more than one may be given) measures a part; `--rehearse` runs everything tiny on a CPU, and
-`--break SECTION=kill|raise|hang` shows what a job leaves that goes wrong: the first of that section does.
+`--only SECTION` (can be repeated) measures a part. `--rehearse` runs everything with tiny sizes on a CPU. `--break
+SECTION=kill|raise|hang` makes the first job of that section fail in this way, to show what a failed job leaves.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from tools.benchmarks.gpu_rows import Journal, entries, print_rows, rows
 FAULTS = ("kill", "raise", "hang")
 PROGRAM = (sys.executable, "-m", "tools.benchmarks.gpu")
 SPOILED = 3
-"""A child's exit status: its device context is of no use after an error; the jobs that are left want a fresh one."""
+"""Exit status of a child whose device context is unusable after an error. The remaining jobs need a new process."""
 
 
 class Section(NamedTuple):
-    """A process and its limits, in seconds."""
+    """A section of a run with its time limits in seconds."""
 
     name: str
     limit_s: float
     job_s: float
-    """Of one of its jobs: when that hangs, the others have the rest."""
+    """Time limit of one job of the section. If a job hangs, the other jobs have the rest of the section's time."""
 
 
 RUNS = {
@@ -65,20 +65,28 @@ RUNS = {
     3: (Section("curve", 330, 325), Section("resume", 190, 90), Section("memcheck", 50, 45)),
 }
 CLOSING_S = 1.0
-"""Of the time of a run: for the last row and the tables."""
+"""Seconds of a run that are reserved for the last row and the tables."""
 
 
 def main() -> int:
-    """See the module's docstring. A section without a GPU is a row that says so."""
+    """Measure the chosen run or its sections. A section without a GPU leaves a row that says so."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=int, choices=RUNS, default=1)
     parser.add_argument("--peer-original", type=Path, metavar="DIR", help="folder `pytorch` of the authors' code")
     parser.add_argument("--peer-nvidia", type=Path, metavar="DIR", help="folder `pytorch` of NVIDIA's code")
-    parser.add_argument("--only", action="append", default=[], metavar="SECTION", help="may be given more than once")
-    parser.add_argument("--seconds", type=float, default=575.0, help="what has not begun by then is left out")
-    parser.add_argument("--job-seconds", type=float, default=0.0, help="limit of each job, in place of its section's")
-    parser.add_argument("--json", type=Path, default=Path("gpu.jsonl"), metavar="FILE", help="rows are added to it")
-    parser.add_argument("--rehearse", action="store_true", help="tiny and on a CPU, to try the program")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="SECTION", help="measure only this section; can be repeated"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=575.0, help="jobs that have not begun after this many seconds are skipped"
+    )
+    parser.add_argument(
+        "--job-seconds", type=float, default=0.0, help="time limit of each job; 0 means the limit of its section"
+    )
+    parser.add_argument(
+        "--json", type=Path, default=Path("gpu.jsonl"), metavar="FILE", help="file to which rows are appended"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="run with tiny sizes on a CPU, to try the program")
     parser.add_argument("--break", dest="faults", action="append", default=[], metavar="SECTION=FAULT")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--began", type=float, default=0.0, help=argparse.SUPPRESS)
@@ -89,15 +97,15 @@ def main() -> int:
         known = ", ".join(section.name for section in sections)
         parser.error(f"--only {' '.join(sorted(unknown))}: run {arguments.run} has the sections {known}")
     if any(fault.partition("=")[2] not in FAULTS for fault in arguments.faults):
-        parser.error(f"--break wants SECTION=FAULT, the faults are {', '.join(FAULTS)}")
+        parser.error(f"--break must be SECTION=FAULT; the faults are {', '.join(FAULTS)}")
     if arguments.child:
         return child(arguments)
     return measure(arguments, [one for one in sections if not arguments.only or one.name in arguments.only])
 
 
 def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
-    """All sections, as far as the time goes; then the tables."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends it; the child is killed on the way out
+    """Run all sections until the time is used up, then print the tables."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `timeout` sends SIGTERM; the child is killed at exit
     began, due_s = time.time(), 0.0
     facts = {"command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S")}
     Journal(arguments.json, section="", began=began).opens(facts)
@@ -114,7 +122,8 @@ def measure(arguments: argparse.Namespace, sections: list[Section]) -> int:
 
 
 def run_section(section: Section, journal: Journal, *, ends: float, job_s: float) -> None:
-    """In processes that each go on where the one before was lost. What was lost becomes a row."""
+    """Run a section's jobs. If a process is lost, a new process continues with the next job, and the lost job gets a
+    row with the error."""
     path, begun = journal.path, list[str]()
     while True:
         if ends - time.time() < 3 and begun:
@@ -129,7 +138,7 @@ def run_section(section: Section, journal: Journal, *, ends: float, job_s: float
                 journal.row(job, {"error": words or "its process ended"})
                 journal.ends(job)
         if words and not (set(began_now) - set(begun)):
-            journal.row("start", {"error": words})  # no job was reached: another try would not reach one either
+            journal.row("start", {"error": words})  # no job began, so another process would not begin one either
             return
         begun = began_now
         if not words or set(begun) >= set(planned):
@@ -140,7 +149,7 @@ def run_section(section: Section, journal: Journal, *, ends: float, job_s: float
 
 
 def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_s: float) -> str:
-    """One process. Returns why it did not reach the end of its jobs; empty if it did."""
+    """Run one process of a section. Return why it did not finish its jobs, or an empty text if it did."""
     marks = [word for job in skip for word in ("--skip", job)]
     command = [*PROGRAM, *sys.argv[1:], "--child", name, "--began", repr(journal.began), *marks]
     with tempfile.TemporaryFile() as said:
@@ -157,7 +166,7 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
                 elif time.time() - since > job_s:
                     why = f"took longer than {job_s:.0f} s"
         finally:
-            kill_group(process)  # also what it has started and left behind, or if this process is to end
+            kill_group(process)  # also kills processes that it started, and runs when this process ends
         if why:
             return why
         if process.returncode == 0:
@@ -170,7 +179,8 @@ def run_child(name: str, journal: Journal, skip: list[str], *, ends: float, job_
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """The process and what it started. One that hangs in the driver may not die: it is not waited for."""
+    """Kill the process and all processes that it started. A process that hangs in the driver is waited for at most 5
+    s."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=5)
@@ -179,7 +189,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def child(arguments: argparse.Namespace) -> int:
-    """The jobs of a section that are left, in this process."""
+    """Run the remaining jobs of a section in this process, and return the exit status."""
     journal = Journal(arguments.json, section=arguments.child, began=arguments.began, skip=arguments.skip)
     fault = dict(fault.split("=") for fault in arguments.faults).get(arguments.child, "")
     if arguments.rehearse:
@@ -196,7 +206,7 @@ def child(arguments: argparse.Namespace) -> int:
     if arguments.rehearse:
         torch.set_num_threads(1)
     elif not torch.cuda.is_available():
-        print("gpu: torch finds no GPU here; --rehearse tries the program on a CPU", file=sys.stderr)
+        print("gpu: torch finds no GPU on this machine. Type --rehearse to try the program on a CPU.", file=sys.stderr)
         return 1
     peers = {"original": arguments.peer_original, "nvidia": arguments.peer_nvidia}
     setting = Setting("cpu" if arguments.rehearse else "cuda", arguments.rehearse, peers, fault)

@@ -1,10 +1,10 @@
-"""`ZeroEngine` itself on enwik8_base: first losses and norms beside a CPU's, the time of a step, where it goes.
+"""Measure `ZeroEngine` on enwik8_base: first losses and norms against a CPU's, time of a step, and time by kernel.
 
     python -m tools.benchmarks.gpu_engine                       half a minute on one core
-    python -m tools.benchmarks.gpu_engine --tiny --json FILE    tries the same with a tiny model, in some seconds
+    python -m tools.benchmarks.gpu_engine --tiny --json FILE    the same with a tiny model, in some seconds
 
-It makes the part of the CPU anew, gpu_reference.json: fp32, stage 1, no dropout, 2 lanes, always the same ids. A change
-that means to change losses says so and makes it.
+The program itself writes the CPU's figures again, to gpu_reference.json: fp32, ZeRO stage 1, no dropout, 2 lanes (batch
+rows), always the same ids. A change that changes losses intentionally says so and writes this file again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TINY = {"num_layers": 2, "width": 32, "num_heads": 2, "head_width": 16, "ff_widt
 def recipe(
     *, stage: int, precision: str, graphed: bool = False, dropout: bool = True, lanes: int = LANES, tiny: bool = False
 ) -> Config:
-    """enwik8_base on one device in one micro-batch."""
+    """Return the settings of enwik8_base on one device with one micro-batch per step."""
     values = load_config(RECIPE).model_dump(mode="json")
     values["train"] |= {"num_lanes": lanes, "microbatch_lanes": lanes}
     values["engine"] |= {"zero_stage": stage, "precision": precision, "cuda_graph": graphed}
@@ -58,7 +58,7 @@ def recipe(
 
 
 class Training:
-    """Steps of an engine on ids that are always the same, as `train.step` makes them."""
+    """Training steps of an engine on ids that are always the same, made as in the training loop."""
 
     def __init__(self, config: Config, ranks: RankInfo, *, lanes: int) -> None:
         self.config, self.ranks, self.lanes = config, ranks, lanes
@@ -71,11 +71,11 @@ class Training:
         self.segments, self.number = zipf_segments(self.sizes), 0
 
     def batch(self) -> Batch:
-        """The next one, as the reader thread has it."""
+        """Return the next batch in pinned memory, as the reader thread provides it."""
         return pinned(self.maker.batch(plain_segment(next(self.segments))), self.ranks.device)
 
     def step(self, batch: Batch) -> tuple[float, float]:
-        """(loss, norm before clipping) of one step; the device is waited for once."""
+        """Make one step and return (loss, norm before clipping). The host waits for the device once."""
         batch = to_device(batch, self.ranks.device)
         torch.manual_seed(derive_seed(1, "dropout", self.number, 0))
         self.number += 1
@@ -85,14 +85,14 @@ class Training:
 
 
 def first_steps(config: Config, ranks: RankInfo) -> dict[str, list[float]]:
-    """Losses and norms of the first steps without dropout, on the lanes of the reference."""
+    """Return losses and norms of the first steps without dropout, on as many lanes as the reference has."""
     training = Training(config, ranks, lanes=REFERENCE_LANES)
     told = [training.step(training.batch()) for _ in range(REFERENCE_STEPS)]
     return {"losses": [loss for loss, _ in told], "norms": [norm for _, norm in told]}
 
 
 def reference(setting: Setting, ranks: RankInfo) -> dict[str, list[float]]:
-    """The CPU's, kept in a file; those of a rehearsal are made on the spot."""
+    """Return the CPU's losses and norms from the reference file. In a rehearsal they are computed here."""
     if setting.rehearse:
         config = recipe(stage=1, precision="fp32", dropout=False, lanes=REFERENCE_LANES, tiny=True)
         return first_steps(config, ranks)
@@ -103,7 +103,7 @@ def reference(setting: Setting, ranks: RankInfo) -> dict[str, list[float]]:
 def measured(
     setting: Setting, ranks: RankInfo, *, stage: int, precision: str, graphed: bool, wanted: dict[str, list[float]]
 ) -> Iterator[Row]:
-    """Two rows: the first steps beside the CPU's; the time of a step with the recipe's dropout."""
+    """Yield two rows: the first steps compared with the CPU's, and the time of a step with the recipe's dropout."""
     tiny = setting.rehearse
     lanes = 2 if tiny else LANES
     given: dict[str, Any] = {"stage": stage, "precision": precision, "graphed": graphed, "tiny": tiny}
@@ -112,13 +112,13 @@ def measured(
         f"{name} off by": max(abs(a - b) / abs(b) for a, b in zip(told[name], wanted[name], strict=True))
         for name in ("losses", "norms")
     }
-    gc.collect()  # engines hold themselves in circles, and the next one's peak is to be its own
+    gc.collect()  # engines contain reference cycles; collect them before the next peak is measured
     yield {**told, "CPU losses": wanted["losses"], "CPU norms": wanted["norms"], **off}
     yield timed(Training(recipe(**given, lanes=lanes), ranks, lanes=lanes), precision=precision, tiny=tiny)
 
 
 def timed(training: Training, *, precision: str, tiny: bool) -> Row:
-    """Median of 20 steps behind 5."""
+    """Return a row with the median time of 20 steps after 5 warm-up steps."""
     cuda = training.ranks.device.type == "cuda"
     given = [training.batch() for _ in range(8)]
     if cuda:
@@ -151,7 +151,7 @@ def timed(training: Training, *, precision: str, tiny: bool) -> Row:
 
 
 def profiled(training: Training, *, steps: int, rows: int) -> Iterator[Row]:
-    """A row for the whole step, then its kernels, the longest first."""
+    """Yield a row for the whole step, then a row for each of its kernels, the longest first."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = training.ranks.device.type == "cuda"
@@ -185,7 +185,7 @@ def profiled(training: Training, *, steps: int, rows: int) -> Iterator[Row]:
 
 
 def graphs_by_running_again() -> None:
-    """On a CPU the function itself stands in for its recording."""
+    """Replace the recording of CUDA graphs by running the function again, for a CPU."""
     from txl_dist.train.engine import cuda_graph as graph
 
     def again(run: Any, *, pool: Any = None) -> Any:
@@ -196,13 +196,15 @@ def graphs_by_running_again() -> None:
 
 
 def main() -> None:
-    """Make the reference."""
+    """Compute the reference and write it to the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=REFERENCE, metavar="FILE", help="where the reference is written")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model; needs --json, for it is not a reference")
+    parser.add_argument(
+        "--tiny", action="store_true", help="use a tiny model; needs --json, because its figures are not the reference"
+    )
     arguments = parser.parse_args()
     if arguments.tiny and arguments.json == REFERENCE:
-        parser.error("--tiny makes no reference: name a file for its numbers by --json")
+        parser.error("--tiny does not make the reference: name another file with --json FILE")
     config = recipe(stage=1, precision="fp32", dropout=False, lanes=REFERENCE_LANES, tiny=arguments.tiny)
     with distributed_context(timeout_s=600) as ranks:
         found = first_steps(config, ranks)

@@ -1,6 +1,6 @@
-"""How a section of `gpu.py` goes through its jobs: what they find is noted row by row, what they raise is a row.
+"""Run the jobs of a section of `gpu.py`: each result is written as a row at once, and an error becomes a row.
 
-A section is a function from a `Setting` to its jobs by name, in the order in which they are most worth having.
+A section is a function from a `Setting` to its jobs by name. The most useful jobs come first.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from tools.benchmarks.gpu_rows import Journal
 
 
 class Setting(NamedTuple):
-    """What the sections are told."""
+    """Options that `gpu.py` passes to each section."""
 
     device: str
-    """cuda, or in a rehearsal cpu"""
+    """`cuda`, or `cpu` in a rehearsal."""
     rehearse: bool
-    """Everything tiny; fp32; Triton's interpreter."""
+    """Whether to use tiny sizes, fp32 and Triton's interpreter."""
     peers: Mapping[str, Path | None]
-    """`original` and `nvidia`: the folders with their code, where given."""
+    """Folders of the other codes, by the names `original` and `nvidia`. None where no folder was given."""
     fault: str = ""
-    """kill, raise or hang: what the first job is to do, to see what is left then."""
+    """`kill`, `raise` or `hang`: how the first job fails on purpose, to show what is left then. Empty for no fault."""
 
 
 Job = Callable[[], Iterable[Mapping[str, object]]]
 Section = Callable[[Setting], dict[str, Job]]
 
 
-class Skipped(Exception):  # noqa: N818  it is none
-    """A job that cannot be done here, and why; no error."""
+class Skipped(Exception):  # noqa: N818  it is not an error
+    """Raised by a job that cannot run on this machine, with the reason. It is not an error of the job."""
 
 
 def work(section: Section, setting: Setting, journal: Journal) -> bool:
-    """Go through the jobs that are left. False: one has left the device in a state in which others would fail."""
+    """Run the remaining jobs. Return False if a job has left the device in a state in which other jobs would fail."""
     jobs = section(setting)
     for name in journal.plans(jobs):
         journal.begins(name)
@@ -51,7 +51,7 @@ def work(section: Section, setting: Setting, journal: Journal) -> bool:
                 journal.row(name, row)
         except Skipped as reason:
             journal.row(name, {"skipped": str(reason)})
-        except Exception as error:  # noqa: BLE001  of whatever kind, the others are to be done
+        except Exception as error:  # noqa: BLE001  the other jobs must run after any error
             journal.row(name, {"error": first_line(error)})
             if is_spoiled(error):
                 journal.ends(name)
@@ -64,7 +64,7 @@ def work(section: Section, setting: Setting, journal: Journal) -> bool:
 
 
 def break_down(fault: str) -> None:
-    """Be killed, raise or hang."""
+    """Fail on purpose: be killed, raise an error or hang."""
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "hang":
@@ -75,12 +75,12 @@ def break_down(fault: str) -> None:
 
 
 def is_spoiled(error: BaseException) -> bool:
-    """Whether the device's context is lost: after an illegal access every later call fails."""
+    """Return whether the device's context is lost. After an illegal access every later call fails."""
     words = str(error)
     return not isinstance(error, torch.OutOfMemoryError) and ("CUDA error" in words or "CUDNN_STATUS" in words)
 
 
 def first_line(error: BaseException) -> str:
-    """Kind and message, short."""
+    """Return the type of the error and the first line of its message, at most 200 characters."""
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

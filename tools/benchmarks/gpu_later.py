@@ -1,10 +1,9 @@
-"""The sections of `gpu.py --run 2` and `--run 3`: how our attention and steps compare, and whether it trains.
+"""The sections of `gpu.py --run 2` and `--run 3`: comparison of our attention and steps with other codes, and training.
 
-kernels   relative attention alone by everything that can compute it
-recipes   whole steps of the WikiText-103 recipes, ours and the peers'
-curve     3,000 steps of `txl train` on the source text of Python's library, on the CPU and on the GPU
-resume    a run that is continued from its middle, beside the one that was not stopped
-memcheck  attention once, forward and backward, under NVIDIA's compute-sanitizer
+kernels   relative attention alone, with every implementation that can compute it recipes   whole steps of the
+WikiText-103 recipes, of our code and of the other codes curve     3,000 steps of `txl train` on the source text of
+Python's library, on the CPU and on the GPU resume    a run that is resumed from its middle, compared with the
+uninterrupted run memcheck  attention once, forward and backward, under NVIDIA's compute-sanitizer
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from txl_dist.model.relative_attention import Terms, relative_attention
 
 
 def kernels(setting: Setting) -> dict[str, Job]:
-    """A job per shape and variant; ours first."""
+    """Return a job per shape and variant, ours first."""
     shapes = TINY_SHAPES[:1] if setting.rehearse else SHAPES
     names = list(attentions(setting))
     jobs: dict[str, Job] = {}
@@ -60,7 +59,7 @@ def _timed_kernel(setting: Setting, shape: Shape, name: str) -> Found:
 
 
 def attentions(setting: Setting) -> dict[str, Callable[[], Callable[..., Tensor]]]:
-    """Everything that can compute relative attention, with the signature of the plain equation."""
+    """Return all implementations of relative attention by name. They have the signature of the plain equation."""
     found: dict[str, Callable[[], Callable[..., Tensor]]] = {
         "triton": lambda: triton_relative_attention,
         "sdpa": lambda: _sdpa,
@@ -69,12 +68,13 @@ def attentions(setting: Setting) -> dict[str, Callable[[], Callable[..., Tensor]
         "plain": lambda: relative_attention,
     }
     if setting.rehearse:
-        del found["flex"]  # it knows no backward pass on a CPU
+        del found["flex"]  # it has no backward pass on a CPU
     return found
 
 
 def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
-    """Terms (b)+(d) by distance, [N, B, T, K+1] with the zero column in front; by key, a view of it, [N, B, T, K]."""
+    """Return the terms (b)+(d) by distance, [N, B, T, K+1] with a column of zeros in front, and a view of them by key,
+    [N, B, T, K]."""
     query, _, _, distance, _, position_bias, _ = terms
     assert distance is not None
     assert position_bias is not None
@@ -85,7 +85,8 @@ def _shifted_terms(terms: Terms) -> tuple[Tensor, Tensor]:
 
 
 def _sdpa(terms: Terms, *, visible: AttentionMask) -> Tensor:
-    """torch's memory-efficient kernel with the shifted view as bias; its other backends are wrong or refuse."""
+    """Compute attention with torch's memory-efficient kernel and the shifted view as bias. The other backends fail or
+    give wrong results."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     (query, key, value), (_, shifted) = terms[:3], _shifted_terms(terms)
@@ -103,7 +104,7 @@ def _sdpa(terms: Terms, *, visible: AttentionMask) -> Tensor:
 
 
 class _Flex:
-    """FlexAttention, compiled, reading the terms (b)+(d) inside its score function."""
+    """FlexAttention, compiled. Its score function reads the terms (b)+(d)."""
 
     def __init__(self) -> None:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -130,7 +131,7 @@ class _Flex:
 
 
 def recipes(setting: Setting) -> dict[str, Job]:
-    """The recipes of WikiText-103 by every code, ours first."""
+    """Return a job per WikiText-103 recipe and code, ours first."""
     names = ("wt103_base", "nvidia_wt103_base", "wt103_large")
     codes = ("ours graphed", "nvidia fp16", "original TF32", "ours")
     return {
@@ -147,18 +148,21 @@ KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
 }
 SCRATCH = tempfile.TemporaryDirectory()
-"""Of this process."""
+"""Temporary folder of this process."""
 
 
 def curve(setting: Setting) -> dict[str, Job]:
-    """One job, since all runs share the corpus and the CPU's goes on meanwhile."""
+    """Return one job. It contains all runs, because they share the corpus and the CPU's run continues in the
+    background."""
     return {"curves": functools.partial(_curves, setting)}
 
 
 def _curves(setting: Setting) -> Found:
-    """A row per run: mean losses of twelve parts of it, and how far from the CPU's they are at most.
+    """Yield a row per run with the mean losses of twelve parts of the run, and the largest difference from the CPU's
+    losses.
 
-    The model and the rate are the quickstart's, on 8 lanes and without dropout: what differs is the arithmetic.
+    The model and the learning rate are those of the quickstart, with 8 lanes (batch rows) and without dropout, so that
+    only the arithmetic differs.
     """
     steps = 24 if setting.rehearse else 3000
     with tempfile.TemporaryDirectory() as folder:
@@ -184,13 +188,13 @@ def _curves(setting: Setting) -> Found:
 
 
 def resume(setting: Setting) -> dict[str, Job]:
-    """A job per kind of arithmetic."""
+    """Return a job per kind of arithmetic."""
     kinds = {"fp32": KINDS["fp32"]} if setting.rehearse else KINDS
     return {name: functools.partial(_resumed, setting, engine) for name, engine in kinds.items()}
 
 
 def _resumed(setting: Setting, engine: dict[str, Any]) -> Found:
-    """Train, continue a copy from its middle, and compare losses and weights bit by bit."""
+    """Train, resume a copy of the run from its middle, and compare losses and weights bit by bit."""
     half = 4 if setting.rehearse else 30
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepared(tiny=setting.rehearse)
@@ -213,7 +217,8 @@ def _resumed(setting: Setting, engine: dict[str, Any]) -> Found:
 
 @functools.cache
 def prepared(*, tiny: bool) -> Path:
-    """A corpus of real text, made once: the source of Python's library; in a rehearsal this project's docs."""
+    """Prepare a corpus of real text once and return its folder. The text is the source of Python's library, or this
+    project's docs in a rehearsal."""
     corpus = Path(SCRATCH.name, "corpus")
     inputs = [*map(str, sorted((ROOT / "docs").glob("*.md")))] if tiny else ["stdlib"]
     size = "2500" if tiny else "4096"
@@ -258,14 +263,14 @@ def _txl(*words: str, cpu: bool = False) -> subprocess.Popen[str]:
 
 
 def _finish(process: subprocess.Popen[str]) -> None:
-    """Raises RuntimeError with its last words."""
+    """Wait for the process. Raises RuntimeError with the last line of its error output if it failed."""
     _, said = process.communicate()
     if process.returncode != 0:
         raise RuntimeError((said.strip().splitlines() or [f"exit status {process.returncode}"])[-1])
 
 
 def _losses(run: Path) -> list[float]:
-    """Of every step."""
+    """Return the loss of every step of a run."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     by_step = {row["step"]: row["loss"] for row in map(json.loads, lines) if "loss" in row}
     return [by_step[number] for number in sorted(by_step)]
@@ -277,7 +282,7 @@ def _parts(losses: list[float], *, count: int = 12) -> list[float]:
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
-    """Of the tensor files."""
+    """Return the hashes of a checkpoint's tensor files."""
     return {
         str(path.relative_to(checkpoint)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(checkpoint.rglob("*.safetensors"))
@@ -285,12 +290,13 @@ def _hashes(checkpoint: Path) -> dict[str, str]:
 
 
 def memcheck(setting: Setting) -> dict[str, Job]:
-    """One job."""
+    """Return one job that runs attention under compute-sanitizer."""
     return {"attention": functools.partial(_checked, setting)}
 
 
 def _checked(setting: Setting) -> Found:
-    """Where compute-sanitizer is not installed, the job is skipped."""
+    """Run attention under compute-sanitizer and yield its result. Raises Skipped if compute-sanitizer is not
+    installed."""
     found = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
     if found is None:
         raise Skipped("compute-sanitizer is not installed")
@@ -304,7 +310,7 @@ def _checked(setting: Setting) -> Found:
 
 
 def once() -> None:
-    """Attention at an odd shape with dropout, forward and backward: what memcheck looks at."""
+    """Run attention at an odd shape with dropout, forward and backward, for compute-sanitizer to check."""
     from tools.benchmarks.gpu_sections import leaves_of, visibility
 
     shape = Shape("odd", 2, 37, 23, 3, 40)
@@ -325,7 +331,7 @@ SECTIONS: dict[str, Section] = {
 
 
 def main() -> None:
-    """What memcheck starts, without words: attention once."""
+    """Run attention once. Compute-sanitizer starts this program without arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     if not torch.cuda.is_available():

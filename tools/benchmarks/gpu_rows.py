@@ -1,14 +1,14 @@
-"""The file that `gpu.py` writes: a JSON object a line, on the disk before anything else happens.
+"""The file that `gpu.py` writes: one JSON object per line, flushed to the disk before the program continues.
 
     {"began": .., "section": "", "state": "opens", "command": ..}      a run of the program
-    {"began": .., "section": .., "state": "plans", "jobs": [..]}       what a section is about to do
+    {"began": .., "section": .., "state": "plans", "jobs": [..]}       jobs that a section will run
     {"began": .., "section": .., "job": .., "state": "begins"}
-    {"began": .., "section": .., "job": .., .. what was found ..}      any number of rows
+    {"began": .., "section": .., "job": .., .. results ..}             any number of rows
     {"began": .., "section": .., "job": .., "state": "ends"}
 
-`began` tells runs of the program apart that share a file; `at_s` are seconds since. A job that begins and does not end
-was killed, hung or ran out of time: the parent adds a row that says which. All that a file
-holds is printed as tables by `python -m tools.benchmarks.gpu_rows FILE`.
+`began` is the start time of a run of the program and separates runs that share a file. `at_s` is in seconds since then.
+A job that begins but does not end was killed, hung or ran out of time. The parent process adds a row with the reason.
+`python -m tools.benchmarks.gpu_rows FILE` prints the contents of a file as tables.
 """
 
 from __future__ import annotations
@@ -27,32 +27,33 @@ Row = dict[str, object]
 
 
 class Journal:
-    """Appends to the file; what is appended outlives the process, and the machine."""
+    """Appends entries to the file. An entry is flushed to the disk, so it survives a crash of the process or the
+    machine."""
 
     def __init__(self, path: Path, *, section: str, began: float, skip: Iterable[str] = ()) -> None:
-        """`skip` are jobs that an earlier process of this section has begun."""
+        """Set the section of all entries. `skip` are jobs that an earlier process of this section has begun."""
         self.path, self.section, self.began, self.skip = path, section, began, frozenset(skip)
 
     def opens(self, facts: Mapping[str, object]) -> None:
-        """Note what the run is, and that the file can be written. Raises OSError."""
+        """Append facts about the run. Raises OSError if the file cannot be written."""
         self._append({"state": "opens", **facts})
 
     def plans(self, jobs: Iterable[str]) -> list[str]:
-        """Note all jobs of the section; those that are left are returned."""
+        """Append the names of all jobs of the section. Return the jobs that are not yet begun."""
         jobs = list(jobs)
         self._append({"state": "plans", "jobs": jobs})
         return [job for job in jobs if job not in self.skip]
 
     def begins(self, job: str) -> None:
-        """From here on the job's own limit counts."""
+        """Append that the job begins. The job's time limit counts from here."""
         self._append({"job": job, "state": "begins"})
 
     def row(self, job: str, found: Mapping[str, object]) -> None:
-        """Something was found."""
+        """Append a result of the job."""
         self._append({"job": job, **found})
 
     def ends(self, job: str) -> None:
-        """All of its rows are there."""
+        """Append that the job has ended and all of its rows are written."""
         self._append({"job": job, "state": "ends"})
 
     def _append(self, entry: Mapping[str, object]) -> None:
@@ -67,7 +68,7 @@ class Journal:
 
 
 def all_entries(path: Path) -> Iterator[dict[str, Any]]:
-    """Of every run that the file knows; half a line is passed over."""
+    """Yield the entries of every run in the file. An incomplete line is skipped."""
     if not path.exists():
         return
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -78,14 +79,14 @@ def all_entries(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def entries(path: Path, *, began: float, section: str = "") -> Iterator[dict[str, Any]]:
-    """What one run of the program wrote, of all sections or of one."""
+    """Yield the entries of one run of the program, of all sections or of one section."""
     for entry in all_entries(path):
         if entry["began"] == began and section in ("", entry["section"]):
             yield entry
 
 
 def rows(path: Path, *, began: float) -> dict[str, list[Row]]:
-    """What was found, by section, in order."""
+    """Return the results of a run by section, in the order of the file."""
     found: dict[str, list[Row]] = {}
     for entry in entries(path, began=began):
         if "state" not in entry:
@@ -95,7 +96,7 @@ def rows(path: Path, *, began: float) -> dict[str, list[Row]]:
 
 
 def print_rows(path: Path, *, began: float) -> None:
-    """A table per section, with the same columns in every row, lists as text."""
+    """Print a table per section. All rows have the same columns, and a list is printed as text."""
     for section, found in rows(path, began=began).items():
         columns = list(dict.fromkeys(column for row in found for column in row))
         print_table(section, [{column: _short(row.get(column, "")) for column in columns} for row in found])
@@ -108,7 +109,7 @@ def _short(value: object) -> object:
 
 
 def main() -> None:
-    """Print every run of a file."""
+    """Print the tables of every run in a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, metavar="FILE", help="rows that gpu.py wrote")
     path = parser.parse_args().file

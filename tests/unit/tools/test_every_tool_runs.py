@@ -189,10 +189,10 @@ def test_a_program_runs_to_its_end_at_a_small_size(name: str, checkout: Path, tm
         ("benchmarks/prepare", ["texts.jsonl", "--rounds", "0"], "--rounds: 0 is not a whole number of 1 or more"),
         ("benchmarks/engine", ["--rounds", "one"], "--rounds: one is not a whole number of 1 or more"),
         ("benchmarks/engine", ["--stages", "4"], "--stages: invalid choice: 4"),
-        ("benchmarks/allocator", ["--rounds", "0"], "--rounds 0 measures nothing: type 1 or more"),
+        ("benchmarks/allocator", ["--rounds", "0"], "--rounds 0 measures nothing: type --rounds 1 or more"),
         ("benchmarks/checkpoint", ["--layers", "0"], "--layers: 0 is not a whole number of 1 or more"),
         ("benchmarks/count_graphs", ["--steps", "-2"], "--steps: -2 is not a whole number of 1 or more"),
-        ("benchmarks/gpu_engine", ["--tiny"], "--tiny makes no reference: name a file for its numbers by --json"),
+        ("benchmarks/gpu_engine", ["--tiny"], "--tiny does not make the reference: name another file with --json FILE"),
         ("benchmarks/measure_ends", ["--cases", "fire"], "--cases: invalid choice: 'fire'"),
     ],
 )
