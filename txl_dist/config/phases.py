@@ -30,6 +30,8 @@ from txl_dist.console.suggest import did_you_mean
 from txl_dist.errors import ConfigError
 
 _LENGTHS = ("num_lanes", "segment_len", "memory_len", "microbatch_lanes")
+_SHARES = ("reuse_len", "predicted_len", "order_len")
+"""Lengths of XLNet's objective, which are the same shares of a segment in all phases."""
 _FORM = 'until=SHARE num_lanes=N segment_len=T memory_len=M", for instance "until=0.5 num_lanes=128 segment_len=16'
 
 
@@ -42,9 +44,14 @@ class Phase(NamedTuple):
     segment_len: int
     memory_len: int
     microbatch_lanes: int
+    reuse_len: int = 0
+    predicted_len: int = 0
+    order_len: int = 0
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value:g}" for name, value in self._asdict().items())
+        """Return the text of the phase for the setting. It contains lengths of XLNet's objective that are not 0."""
+        values = self._asdict().items()
+        return " ".join(f"{name}={value:g}" for name, value in values if value or name not in _SHARES)
 
 
 class SavedSettings(NamedTuple):
@@ -153,13 +160,7 @@ def _check_order(phases: list[Phase], given: Config) -> None:
 def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
     """Refuse a phase that contradicts other settings, or whose steps have more or fewer tokens than the steps of
     [train]."""
-    if given.train.is_permutation and phase.segment_len != last.segment_len:
-        raise ConfigError(
-            f'train.phases: "{text}" has segments of {phase.segment_len} tokens, but [train] has segments of '
-            f"{last.segment_len} tokens. With train.objective='permutation' the segments of all phases must be equally "
-            "long, because train.reuse_len and train.predicted_len apply to all phases. Remove segment_len from this "
-            "phase."
-        )
+    _check_shares(text, phase, last)
     tokens = phase.num_lanes * phase.segment_len
     tokens_of_last = last.num_lanes * last.segment_len
     if tokens != tokens_of_last:
@@ -179,9 +180,21 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
         raise ConfigError(f'train.phases: in "{text}": {error}') from error
 
 
+def _check_shares(text: str, phase: Phase, last: Phase) -> None:
+    """Refuse a phase in which XLNet's objective reuses or predicts another share of a segment than in [train]."""
+    for name in _SHARES:
+        length = getattr(last, name)
+        if getattr(phase, name) * last.segment_len != length * phase.segment_len:
+            raise ConfigError(
+                f'train.phases: "{text}" has segments of {phase.segment_len} tokens, and train.{name}={length} of '
+                f"train.segment_len={last.segment_len} would be {length * phase.segment_len / last.segment_len:g} "
+                f"tokens of them. Choose segments of which train.{name} is the same share, in whole tokens."
+            )
+
+
 def _phases(train: TrainSection) -> list[Phase]:
     """Parse all phases. The last phase ends at the end of the run, and has the values of [train] itself."""
-    last = Phase(1.0, train.num_lanes, train.segment_len, train.memory_len, train.microbatch_lanes)
+    last = Phase(1.0, *(getattr(train, name) for name in (*_LENGTHS, *_SHARES)))
     texts = list(train.phases)
     if texts and _parsed(texts[-1], last).until == 1:  # the config of an earlier phase keeps the last one there
         last = _parsed(texts.pop(), last)
@@ -191,7 +204,8 @@ def _phases(train: TrainSection) -> list[Phase]:
 def _parsed(text: str, last: Phase) -> Phase:
     """Parse one phase. Values that the text does not give are the values of the last phase.
 
-    Micro-batches have the same number of tokens in all phases, unless the text gives microbatch_lanes.
+    Micro-batches have the same number of tokens in all phases, unless the text gives microbatch_lanes. Lengths of
+    XLNet's objective are the same share of a segment in all phases, rounded to whole tokens.
     """
     values: dict[str, Any] = {}
     for word in text.split():
@@ -228,7 +242,9 @@ def _parsed(text: str, last: Phase) -> Phase:
                 "of this phase's lanes is not a whole number. Add microbatch_lanes=N to this phase."
             )
         values["microbatch_lanes"] = lanes // last.num_lanes
-    phase = last._replace(**values)
+    segment_len = int(values.get("segment_len", last.segment_len))
+    shares = {name: round(getattr(last, name) * segment_len / last.segment_len) for name in _SHARES}
+    phase = last._replace(**(shares | values))
     if min(phase.num_lanes, phase.segment_len, phase.microbatch_lanes) < 1 or not 0 <= phase.memory_len <= LONGEST:
         raise ConfigError(
             f'train.phases: "{text}": lengths and lanes must be 1 or more, and a memory must be 0 to {LONGEST:,}.'
@@ -237,7 +253,7 @@ def _parsed(text: str, last: Phase) -> Phase:
 
 
 def _values(phase: Phase) -> dict[str, Any]:
-    return {f"train.{name}": getattr(phase, name) for name in _LENGTHS}
+    return {f"train.{name}": getattr(phase, name) for name in (*_LENGTHS, *_SHARES)}
 
 
 def _end(phase: Phase, config: Config) -> int:

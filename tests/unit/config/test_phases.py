@@ -93,3 +93,56 @@ def test_layers_with_memories_of_their_own_keep_them_in_every_stage() -> None:
     for wrong, words in (((48,), "has 1 entry"), ((48, 96), "the largest entry must equal train.memory_len")):
         with pytest.raises(ConfigError, match=words):
             check_phases(changed(config, {"train.memory_lens": wrong}))
+
+
+XLNET = {"objective": "permutation", "reuse_len": 32, "predicted_len": 12, "order_len": 16}
+
+
+def permutation_config(*phases: str, **train: Any) -> Config:
+    values = {"train": TRAIN | XLNET | {"phases": list(phases)} | train, "model": {"any_order": True}}
+    return config_from_dict(values, source="a test")
+
+
+def test_the_lengths_of_xlnets_objective_are_the_same_share_of_a_segment_in_all_phases() -> None:
+    config = permutation_config(*TWO)
+    check_phases(config)
+    names = ("segment_len", "reuse_len", "predicted_len", "order_len")
+    found = [tuple(getattr(phase.train, name) for name in names) for _, phase in each_phase(config)]
+    assert found == [(16, 8, 3, 4), (32, 16, 6, 8), (64, 32, 12, 16)]
+    for step in (0, 30, 60, 10):
+        config = at_step(config, step)
+        assert whole(config) == permutation_config(*TWO)
+    automatic = permutation_config(*TWO, reuse_len=0, predicted_len=0, order_len=0)
+    check_phases(automatic)
+    assert [phase.train.num_predicted for _, phase in each_phase(automatic)] == [2, 5, 10]
+    assert [phase.train.step_len for _, phase in each_phase(automatic)] == [16, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("phase", "train", "message"),
+    [
+        (
+            "until=0.5 num_lanes=64 segment_len=32",
+            {"predicted_len": 11},
+            "train.predicted_len=11 of train.segment_len=64 would be 5.5 tokens of them. Choose segments",
+        ),
+        (
+            "until=0.5 num_lanes=512 segment_len=4",
+            {"predicted_len": 16, "order_len": 8},
+            "train.order_len=8 of train.segment_len=64 would be 0.5 tokens of them. Choose segments",
+        ),
+        (
+            "until=0.5 num_lanes=64 segment_len=32 reuse_len=8",
+            {},
+            "train.reuse_len=32 of train.segment_len=64 would be 16 tokens of them. Choose segments",
+        ),
+    ],
+)
+def test_a_phase_with_another_share_of_reused_or_predicted_tokens_is_refused(
+    phase: str, train: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=r"train\.phases") as refusal:
+        check_phases(permutation_config(phase, **train))
+    assert f'"{phase}" has segments of' in str(refusal.value)
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
