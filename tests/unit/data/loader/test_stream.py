@@ -349,6 +349,23 @@ def test_another_number_of_lanes_goes_on_without_reading_a_token_twice_or_leavin
     assert (rest_of_epoch.corpora[0].epoch, rest_of_epoch.corpora[0].unread) == (1, ()), "then the next epoch begins"
 
 
+def test_segments_with_a_look_ahead_advance_over_each_token_once_on_another_number_of_lanes(corpus: Corpus) -> None:
+    """The rest of a segment is read again by the next one. Only the first tokens count as read."""
+    split = corpus.split("train")
+    state, read = first(corpus, num_lanes=4), Counter[int]()
+    for num_lanes, reuse_len, steps in ((4, 6, 9), (8, 3, 7), (6, 4, 11), (3, 1, None)):
+        state = continued(state, first(corpus, num_lanes=num_lanes), [split])
+        unread = sum(end - begin for begin, end in state.corpora[0].unread) or split.tokens
+        assert unread == split.tokens - read.total()
+        source = stream(corpus, state=state, segment_len=13, step_len=reuse_len, lanes=range(num_lanes))
+        for tokens, _, after in take(source, steps or unread // num_lanes // reuse_len):
+            read.update(tokens[:, :reuse_len].reshape(-1).tolist())
+            state = after
+    everything = Counter(split.read_all().tolist())
+    assert not read - everything, "no token twice"
+    assert (everything - read).total() < 3, "fewer left out than there are lanes"
+
+
 def test_a_resume_behind_a_new_cut_equals_never_having_stopped(corpus: Corpus) -> None:
     split = corpus.split("train")
     state = continued(take(stream(corpus), 11)[-1][2], first(corpus, num_lanes=6), [split])
