@@ -207,6 +207,8 @@ def _tokenizer_in(folder: Path, *, vocab_size: int) -> Tokenizer | None:
 def export_xlnet(out: Path, package: Package, *, dtype: str = "fp32") -> None:
     """Write a folder that transformers loads as XLNetLMHeadModel, or as an XLNet model for classification.
 
+    A model that predicts the next token is written with `attn_type` "uni".
+
     The folder is read back and compared bit for bit. Raises CheckpointError if XLNet cannot express the model, or if
     `out` cannot be written or contains other files than such an export.
     """
@@ -234,13 +236,13 @@ def inexpressible(model: ModelSection) -> list[str]:
     """Return descriptions of a model's settings that XLNet lacks. The result is empty if XLNet has all of the model's
     settings."""
     required = {
-        "any_order": True,
         "share_biases": False,
         "scale_embedding": False,
         "tie_weights": True,
         "cutoffs": (),
         "div_value": 1,
         "positions": "relative",
+        "same_length": "off",
         "norm": "layer",
         "pre_norm": False,
         "final_norm": False,
@@ -281,12 +283,12 @@ def _config(package: Package, *, dtype: str) -> dict[str, Any]:
         "d_model": model.width,
         "d_inner": model.ff_width,
         "ff_activation": activations[model.activation],
-        "attn_type": "bi",
+        "attn_type": "bi" if model.any_order else "uni",
         "bi_data": False,
         "same_length": False,
         "clamp_len": model.clamp_len or -1,
         "mem_len": package.memory_len or None,
-        "reuse_len": package.reuse_len or package.segment_len,
+        "reuse_len": (package.reuse_len or package.segment_len) if model.any_order else None,
         "seq_len": package.segment_len,
         "use_mems_eval": False,
         "use_mems_train": False,
@@ -376,12 +378,18 @@ def from_xlnet(peer_weights: Weights, model: ModelSection) -> Weights:
 def to_xlnet(weights: Weights, model: ModelSection) -> Weights:
     """Return this package's weights under XLNet's names. It is the inverse of `from_xlnet`.
 
-    A model without segment terms gets zeros for the segment terms, which change no score.
+    A model without segment terms gets zeros for the segment terms, which change no score. A model that predicts the
+    next token gets zeros for the row of the targets, which transformers then reads only if targets are named.
     """
     heads = (model.width, model.num_heads, model.head_width)
+    embedding = weights["embedding.weight_0"]
+    if model.any_order:
+        target_row = weights["target_row"]
+    else:
+        target_row = torch.zeros_like(embedding[0])
     peer_weights: Weights = {
-        f"{PREFIX}word_embedding.weight": weights["embedding.weight_0"],
-        f"{PREFIX}mask_emb": weights["target_row"][None, None],
+        f"{PREFIX}word_embedding.weight": embedding,
+        f"{PREFIX}mask_emb": target_row[None, None],
         "lm_loss.bias": weights["softmax.bias_0"],
     }
     for layer in range(model.num_layers):
