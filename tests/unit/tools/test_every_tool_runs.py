@@ -68,6 +68,7 @@ SMOKE: dict[str, list[str]] = {
     "checks/simulate_lanes": ["--lanes", "16", "--ranks", "4", "--shards", "20", "--steps", "50", "--segment-len", "8"],
     "experiments/speedrun": ["--table"],
     "experiments/studies": ["--table"],
+    "experiments/xlnet_probe": ["XLNET_BOOKS", "--work", "work", "--seeds", "1", "--tiny"],
 }
 """Smallest documented size by program. Words in capitals are files and folders that `make_places` makes."""
 ELSEWHERE: dict[str, str] = {
@@ -129,7 +130,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
     """Make the input of a program, and return the paths by their words in SMOKE."""
-    places = {word: str(folder / word.lower()) for word in ("BOOKS", "FOLDER", "NO_MOVES", "ROWS", "RUN", "TEXT")}
+    places = {
+        word: str(folder / word.lower())
+        for word in ("BOOKS", "FOLDER", "NO_MOVES", "ROWS", "RUN", "TEXT", "XLNET_BOOKS")
+    }
     places["CHECKOUT"] = str(ROOT)
     if "BUNDLE" in wanted:
         places["BUNDLE"] = str(make(folder / "made").bundle)
@@ -138,6 +142,14 @@ def make_places(folder: Path, *, wanted: Collection[str]) -> dict[str, str]:
             book = folder / f"books/author/title {number:03d}.md"
             book.parent.mkdir(parents=True, exist_ok=True)
             book.write_text("word " * (40_000 if number < 24 else 2))
+    if "XLNET_BOOKS" in wanted:
+        (folder / "xlnet_books").mkdir()
+        books = [
+            {"id": f"{author}/{title}", "text": f"{author} writes {title}. " * 300}
+            for author in "ab"
+            for title in "cde"
+        ]
+        (folder / "xlnet_books/books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
     if "NO_MOVES" in wanted:
         (folder / "no_moves").write_text("# nothing has moved\n")
     if "ROWS" in wanted:
