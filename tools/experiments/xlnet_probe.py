@@ -38,7 +38,8 @@ from torch import Tensor
 
 from tools.experiments.trainings import ENVIRONMENT, run_txl
 from txl_dist.errors import DataError, TxlError
-from txl_dist.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from txl_dist.tokenizers.base import Tokenizer
+from txl_dist.tokenizers.tokenizer import load_tokenizer
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,;:'\"!?-"
 """The characters that remain of a text, 36 kinds."""
@@ -230,8 +231,11 @@ def _cpu_seconds(pid: int) -> float:
     """Return the CPU seconds of a process and its children. 0 if it has ended."""
     try:
         process = psutil.Process(pid)
-        processes = [process, *process.children(recursive=True)]
-        return sum(times.user + times.system for times in (one.cpu_times() for one in processes))
+        total_s = 0.0
+        for member in (process, *process.children(recursive=True)):
+            times = member.cpu_times()
+            total_s += times.user + times.system
+        return total_s
     except psutil.Error:
         return 0.0
 
