@@ -10,10 +10,10 @@
       valid-000000.tar ...       the files of the other splits
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids on.
-  Each document ends with end-of-text. A sample is one such array. KEY is the index in the split of the sample's first
-  document, in 9 digits.
-- Documents below 4,096 tokens share a sample. The member `KEY.docs.npy` lists where each document begins in the array
-  (uint32). In a sample of its own, a short document would take more bytes for headers than for tokens.
+  Each document ends with end-of-text. A sample is one such array. KEY is the number of the sample's first document,
+  counted over the split from 0, in 9 digits.
+- Documents below 4,096 tokens share a sample, because a short document in a sample of its own would take more bytes for
+  headers than for tokens. The member `KEY.docs.npy` lists where each document begins in the array (uint32).
 - A record says where a document's tokens are in the tar. So a reader maps the tar into memory and never parses it.
 - Equal input gives equal bytes: fixed times and owners in the tar, canonical JSON.
 - The corpus is written into the folder `.NAME.prepare`, which is renamed to NAME at the end. If `txl prepare` is

@@ -214,8 +214,8 @@ def warnings_on_settings(config: Config, *, plan: BatchPlan) -> list[str]:
 def warnings_on_repetition(splits: Sequence[Split], end: StreamState, *, step_len: int, last_step: int) -> list[str]:
     """Return a warning for each training split that a phase of a run repeats too often.
 
-    This means more than `MANY_EPOCHS` epochs by step `last_step`, the end of the phase, or at least `LARGE_SHARE` of
-    the split in one step. `end` is the position of the lanes at that step.
+    A split is repeated too often if it is read more than `MANY_EPOCHS` times by step `last_step`, the end of the phase,
+    or if one step reads at least `LARGE_SHARE` of it. `end` is the position of the lanes at that step.
     """
     warnings: list[str] = []
     for split, state in zip(splits, end.corpora, strict=True):

@@ -351,6 +351,6 @@ def _leave(plan: RunPlan, state: TrainState, watch: Watch, result: RunResult) ->
 
 
 def _remove_if_empty(run_dir: Path) -> None:
-    """Remove the folder of a run if the folder is empty, because the run was refused."""
+    """Remove the folder of a run that was refused, if the folder is empty."""
     with suppress(OSError):
         run_dir.rmdir()

@@ -34,8 +34,9 @@ class TextUnits(NamedTuple):
         is set.
 
         For the loss of a whole split the values are exact, because its tokens, end-of-text included, spell all of the
-        text. The first token of the split has no prediction, so the mean loss is counted for it. A training loss covers
-        only a part of the split, so its values are estimates: that part can have more or fewer bytes per token.
+        text. The first token of the split has no prediction and no loss, so its loss is assumed to be the mean loss. A
+        training loss covers only a part of the split, so its values are estimates: that part can have more or fewer
+        bytes per token.
         """
         if self.problem:
             return {}

@@ -1,6 +1,7 @@
 """Reads a prepared corpus: the index, the splits, and shards whose documents are found without parsing the tar.
 
-Damage raises an error that names the file, the document and the remedy. Each check runs as early as it is cheap:
+Damage raises an error that names the file, the document and the remedy. Each check runs at the earliest of these times
+at which it is cheap:
 
     opening a corpus     index.json: version, its own hash
     opening a shard      size of the tar (other readers do not notice a cut between two members), hash of its .idx

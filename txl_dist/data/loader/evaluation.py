@@ -146,7 +146,7 @@ class EvalStream:
         return Segment(tokens=tokens, documents=documents, opens=opens, scored=scored)
 
     def _copy(self, lane: int, position: int, tokens: Int64s, documents: Int64s) -> tuple[int, bool]:
-        """Fill the start of `tokens` and `documents` with tokens of one document, from `position` of the lane on.
+        """Fill the start of `tokens` and `documents` with tokens of one document, beginning at `position` of the lane.
 
         Returns (number of tokens written, whether the first written token is the first token of the document).
         """

@@ -98,7 +98,8 @@ class LanePartition:
 
 
 def hash64(*keys: Any) -> npt.NDArray[np.uint64]:
-    """Return the splitmix64 hash of a tuple of integers. If the last integer is an array, return an array of hashes.
+    """Return the splitmix64 hash of a tuple of integers. The last item may be an array of integers. The result is then
+    an array of hashes.
 
     The function must never change, because the order of documents, and with it every resumed run, depends on the
     hashes. numpy's generators are not used, because they can give other numbers in another version of numpy (NEP 19).

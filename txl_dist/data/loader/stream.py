@@ -95,8 +95,8 @@ class LaneStream:
         0. With `num_buffers` above 0, segments are views of reused buffers: a segment is valid until `num_buffers`
         further segments were taken from the iterator. With 0 every segment stays valid. `damage` decides whether
         damaged documents may be skipped. A step moves each lane on by `step_len` tokens. If `step_len` is 0, a step
-        moves each lane on by the whole segment. With a smaller `step_len` the next segment begins inside this one.
-        Raises DataError if a split has fewer tokens than lanes.
+        moves each lane on by the whole segment. With a smaller `step_len` each segment begins inside the segment before
+        it. Raises DataError if a split has fewer tokens than lanes.
         """
         self.segment_len = segment_len
         self.step_len = step_len or segment_len
@@ -142,7 +142,8 @@ class LaneStream:
                 yield _steps_of(block, step * self.step_len, self.segment_len), state
 
     def _read_steps(self, state: StreamState, block: Segment, steps: int) -> int:
-        """Fill a block of `steps` training steps, and return the number of steps that were read.
+        """Fill `block`, a segment with room for the tokens of `steps` training steps. Returns the number of steps that
+        were read.
 
         If a document of the block is damaged, only the first step is read. Raises DataError if the first step is
         damaged.
@@ -206,7 +207,7 @@ class LaneStream:
 
 
 def _steps_of(block: Segment, first: int, count: int) -> Segment:
-    """Return the part of a block with `count` inputs from index `first` on and their targets, as a view."""
+    """Return a part of a segment as a view: `count` inputs, beginning at index `first`, and their targets."""
     end = first + count
     return Segment(
         tokens=block.tokens[:, first : end + 1],

@@ -1,7 +1,8 @@
 """Choice of the tokens that XLNet predicts in a segment, and of the order in which it predicts them.
 
-`draw_targets` is a pure function of the settings, the seed, the lane (batch row) and the lane's position. So a resumed
-run, other ranks and other micro-batches draw the same targets, and nothing has to be stored.
+`draw_targets` is a pure function of the settings, the seed, the lane (batch row) and the lane's position. So the
+targets do not change if a run resumes, or if the number of ranks or the size of the micro-batches changes. No targets
+have to be stored.
 
 A segment of T tokens has two halves. The first half has R tokens, whose hidden states the model's memory then stores.
 The second half has T - R tokens. The next segment begins after the first half, so it reads the second half again. Each
@@ -41,8 +42,8 @@ class TargetSettings(NamedTuple):
     halves: tuple[Half, ...]
     """The two halves of a segment, which together have T tokens and m targets."""
     order_len: int = 0
-    """Number of tokens in a block. A block is predicted before the next block, and all blocks have the same random
-    permutation of their tokens. 0 means that each half is one block."""
+    """Number of tokens in a block. Blocks are predicted one after the other, in the order of the text. Inside every
+    block of a half the tokens have the same random order. 0 means that each half is one block."""
     longest_span: int = 5
     """Largest number of words in a span."""
     span_context: int = 6
@@ -76,10 +77,11 @@ class DrawnTargets(NamedTuple):
     place_m: Int64s
     """Positions of the targets. A target that could not be drawn has position 0."""
     is_drawn_m: Bools
-    """True for each target that was drawn. False for the missing targets of a half with too few tokens that may be
-    targets."""
+    """True for each target that was drawn. If too few tokens of a half may be targets, the value is False for each
+    missing target."""
     query_level_T: Int64s
-    """Position i sees position j if the key level of j is below the query level of i. See `model.prediction_order`."""
+    """Level of each position as a query. Position i sees position j if `key_level_T[j]` is below `query_level_T[i]`.
+    See `model.prediction_order`."""
     key_level_T: Int64s
 
 
@@ -89,7 +91,7 @@ def draw_targets(
     """Draw the targets of the segment that a lane reads at a position, and their order.
 
     `begins_word_T` marks tokens that begin a word. `may_be_target_T` marks tokens that may be predicted. The first
-    token of the segment is never predicted.
+    token of the segment is never predicted, whatever `may_be_target_T` says.
     """
     key = derive_seed(seed, "targets", lane, position)
     rng = np.random.Generator(np.random.Philox(key=key))

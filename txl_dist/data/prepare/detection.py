@@ -60,7 +60,7 @@ class Content(NamedTuple):
     """Name of the format in an error message. Empty if the format can be read."""
     remedy: str = ""
     """Advice to the user, with placeholders. {stored}: the file as it is stored. {file}: the file after decompression,
-    if it is compressed. {out}: a new file with the same suffix."""
+    if it is compressed. {out}: a new file with the suffix of the input, for the output of a command."""
 
 
 class _Signature(NamedTuple):
@@ -194,8 +194,8 @@ _WHOLE_FILES = (
         ),
     ),
 )
-"""(pattern, content) of small texts that replace a file stored elsewhere, such as git-lfs pointers. A pattern must
-match the whole file."""
+"""(pattern, content) of small texts, such as git-lfs pointers, that are in the place of a file that is stored
+elsewhere. A pattern must match the whole file."""
 _PAGE = Content(
     "refused",
     "a web page (HTML), not a file of the format that its name says",

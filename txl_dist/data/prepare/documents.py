@@ -35,8 +35,8 @@ refused when its document is read."""
 
 TRAIN, VALID, TEST = SPLITS = ("train", "valid", "test")
 LONGEST_RECORD = 1 << 31
-"""A document of this size in bytes or more is refused as too long. For a document of token ids, the size of the ids'
-names is counted."""
+"""A document of this size in bytes or more is refused as too long. A document of token ids is first converted to the
+names of its ids, and the size of these names in bytes is counted."""
 _MARK = "\ufeff"
 """Byte order mark, decoded."""
 _SKIP_INVALID = "Correct or remove the record, or leave out such records with --skip-invalid."

@@ -173,7 +173,7 @@ def find_tars(folder: Path, inputs: Sequence[str | Path] = ()) -> list[Path]:
 
 
 def _is_named_tar(path: Path) -> bool:
-    """Return whether a file that is not hidden has the name of a tar, compressed or not."""
+    """Return whether a file is not hidden and has the name of a tar. The tar may be compressed."""
     if path.name.startswith("."):
         return False
     has_tar_name = re.search(r"\.(tar|tgz)", path.name, re.IGNORECASE) is not None

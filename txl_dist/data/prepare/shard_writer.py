@@ -33,7 +33,8 @@ class WrittenShard(NamedTuple):
 def write_shard(
     folder: Path, name: str, documents: Sequence[Tokens], *, first_document: int, dtype: np.dtype[Any], vocab_size: int
 ) -> WrittenShard:
-    """Write documents as the tar `name` and its file of records `name`.idx, each in one rename.
+    """Write documents as the tar `name` and its file of records `name`.idx. Each of the two files appears at once when
+    it is complete, by a rename.
 
     The documents already contain end-of-text. `first_document` is the number of the first document in its split.
     Samples are named by the number of their first document, so that shards can be written independently of each other.

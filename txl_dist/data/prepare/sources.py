@@ -103,8 +103,8 @@ class SourceFile(NamedTuple):
     """Local path, URL, `-`, `pipe:COMMAND`, or `NAME:REST` of a plugin's source."""
     split: str
     form: Form
-    """Form in which to read the file, by the file's name and the settings. The content can change the form when the
-    file is opened."""
+    """Form in which to read the file. The file's name and the settings decide the form. The content can change the form
+    when the file is opened."""
     size: int | None
     """Size of the stored file in bytes. None if unknown."""
     identity: str

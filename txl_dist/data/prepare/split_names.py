@@ -16,10 +16,10 @@ file or folder named train.
     evaluation.py  testing.py  validation.py                          train      train        train
     latest.txt  contest.txt  developer.txt                            train      train        train
 
-The counterpart of `test_clean.txt` is `train_clean.txt` in the same folder. Words such as set and data, numbers,
-versions and hashes make no difference. The name of an input itself is doubtful, because the user gave this input for
-training. The folders in which several inputs differ (`data/train/a.txt data/test/a.txt`) are doubtful too. A doubtful
-file is trained on, and the summary names this file. The summary also names every file that is held out.
+The counterpart of `test_clean.txt` is `train_clean.txt` in the same folder. Numbers, versions, hashes and words such as
+`set` and `data` are ignored in both names. The name of an input itself is doubtful, because the user gave this input
+for training. The folders in which several inputs differ (`data/train/a.txt data/test/a.txt`) are doubtful too. A
+doubtful file is trained on, and the summary names this file. The summary also names every file that is held out.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def split_by_name(inputs: Sequence[tuple[str, Sequence[SourceFile]]], *, given: 
     """Assign the train files to the splits that their names say. `inputs` are pairs (input for train, its files).
 
     `given` are the real paths of files that the user gave for the validation or test split. Such a file is left out of
-    the result if its name also holds it out of train.
+    the result if its name says validation or test too.
     """
     paths_of_inputs = []
     for train_input, files in inputs:

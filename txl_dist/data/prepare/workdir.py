@@ -167,7 +167,8 @@ def another_corpus(target: Path, difference: str = "") -> DataError:
 
 
 def move_into_place(written: Path, target: Path, *, overwrite: bool) -> bool:
-    """Move the folder `written` to `target`. Returns True, and moves nothing, if `target` has the same intact corpus.
+    """Move the folder `written` to `target`. Returns False after the move. If `target` already contains the same corpus
+    without damage, nothing is moved and True is returned.
 
     Raises DataError if `target` contains another corpus and `overwrite` is not set.
     """

@@ -59,7 +59,7 @@ class Storage(ABC):
     def check_sizes(self, infos: Sequence[ShardInfo]) -> None:
         """Raise DataError if a shard is missing or has another size than its `info` says.
 
-        A storage does not check sizes if finding them out is expensive.
+        A storage whose sizes are expensive to get does not check them.
         """
 
     @abstractmethod

@@ -200,8 +200,8 @@ class CachedStorage(RemoteStorage):
         """Make room in the cache for a shard, and create an empty part file whose name says how many bytes it will
         need.
 
-        Returns (path of the part file, the open part file, which is locked as in use). Raises UnreachableError if the
-        cache has no room.
+        Returns (path of the part file, the open part file, with a lock that marks it as in use). Raises
+        UnreachableError if the cache has no room.
         """
         # Each try has a name of its own: a download that was given up may still open and write its file.
         part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.{info.bytes}.part")

@@ -123,8 +123,8 @@ class RangePayload(Payload):
 
 
 class _RecentBytes:
-    """Bytes that were read last, kept in memory up to `max_bytes` in all. The newest entry is kept even if it is
-    larger."""
+    """Bytes that were read last, kept in memory up to `max_bytes` in all. The newest entry is kept even if it is larger
+    than `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes

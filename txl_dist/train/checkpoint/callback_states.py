@@ -42,7 +42,8 @@ def packed_states(callbacks: CallbackStates) -> tuple[dict[str, Tensor], dict[st
     """Return (tensors, metadata) of the file of callbacks' states, or None if no callback has a state. The tensors are
     copies.
 
-    Raises TrainingError for values that are neither JSON nor tensors, and if the states exceed a limit.
+    Raises TrainingError for values that are neither JSON nor tensors, and if the tensors or the JSON values are too
+    large for a checkpoint (`MAX_TENSOR_BYTES`, `MAX_JSON_BYTES`).
     """
     if not callbacks.states:
         return None

@@ -113,8 +113,8 @@ def choose_checkpoint(run_dir: Path, resume: str, *, look: Examine = examine) ->
     branch.
 
     Raises CheckpointError if the run has checkpoints but all are damaged, or if the chosen checkpoint has another
-    format version. With a path it is raised if the path is not an undamaged checkpoint. With `must` it is raised if
-    the run has no checkpoint, and with `never` if the run has a checkpoint.
+    format version. With a path it is raised if the path is not a checkpoint, or is a damaged checkpoint. With `must` it
+    is raised if the run has no checkpoint, and with `never` if the run has a checkpoint.
     """
     existing = list_checkpoints(run_dir)
     remarks = []

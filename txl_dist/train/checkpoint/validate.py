@@ -322,7 +322,7 @@ def hidden_names(names: Iterable[str]) -> list[str]:
 def lane_files(folder: Path) -> list[Path]:
     """Return the files in a checkpoint's folder lanes/, sorted by their first lane.
 
-    From lane 100,000 on file names are longer, so the order of names is not the order of lanes.
+    Lane numbers of 100,000 and more make file names longer, so the order of names is not the order of lanes.
     """
     return sorted((folder / "lanes").glob("*"), key=lambda path: lanes_of(path).start)
 

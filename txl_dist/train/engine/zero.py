@@ -561,7 +561,8 @@ def _reduce_with_first(leaf_parameters: dict[nn.Module, list[nn.Parameter]], blo
 
     The gradients of a block are exchanged by a hook after its backward pass. DeepSpeed puts parameters that blocks
     share into the list of the last block, whose pass ends first. Their gradients are complete only after the first
-    block, so they would be exchanged too early, and lost. The hooks read these lists when they run.
+    block, so they would be exchanged too early, and lost. This function moves these parameters to the list of the first
+    block. The hooks read the lists when they run, so they use the changed lists.
     """
     shared = {id(parameter) for parameter in blocks[0].parameters()}
     late = [parameter for block in blocks[1:] for parameter in leaf_parameters[block] if id(parameter) in shared]

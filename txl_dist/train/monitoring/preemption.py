@@ -33,8 +33,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 POLL_EVERY_S = 1.0
 """Seconds between two checks of the file, the clock and the launchers. Signals are checked at every step."""
 LAUNCHED_BY = "TXL_LAUNCHED_BY"
-"""Environment variable in which `txl launch` stores its own process. So a rank notices the end of `txl launch` even if
-`txl launch` ended before the rank started."""
+"""Environment variable in which `txl launch` stores the host, pid and start time of its own process. So a rank notices
+the end of `txl launch` even if `txl launch` ended before the rank started."""
 MADE_BY_LAUNCHERS = ("CROSS_RANK", "TORCHELASTIC_RUN_ID")
 """Variables of the environment that the launchers of DeepSpeed and torch set for each rank."""
 

@@ -9,8 +9,9 @@ compared. A job takes over from a holder on another machine only after `STALE_AF
 
 Two jobs cannot both take over. To take over from nonce N, a job must create RUN.lock.N, and the file system lets only
 one job create this file (O_EXCL). The winner renames that file to RUN.lock, which never names N again. A slower job may
-create RUN.lock.N once more. This job then sees that RUN.lock does not lead to its file, removes the file and starts
-again. A release works the same way: the holder creates RUN.lock.N itself, and then removes RUN.lock.
+create RUN.lock.N once more after this rename. The slower job then sees that RUN.lock names another nonce than N,
+removes its file and starts again. A release works the same way: the holder creates RUN.lock.N itself, and then removes
+RUN.lock.
 
 Limitations: no lock of this kind excludes a job that stops for STALE_AFTER_S and then continues. Such a job notices the
 loss at its next heartbeat. So call `beat` and then `is_lost` right before anything irreversible.

@@ -9,9 +9,9 @@ rank 0 (`heartbeats`). There are three kinds of failure:
     lost     a connection closes without an announcement. The other ranks end at once, before a collective times out
     failed   a rank calls `report` and prints its own error. The other ranks end without a message
 
-Rank 0 decides and prints. If rank 0 does not answer, rank 1 and the first process of every other node do. All ranks
-write the stacks of all their threads, and abort a frozen rank of their node, which writes its own stacks if it can. All
-ranks end by os._exit(HANG), because a stuck main thread cannot end.
+Rank 0 decides and prints. If rank 0 does not answer, rank 1 and the first process of every other node decide and print
+instead. All ranks write the stacks of all their threads, and abort a frozen rank of their node, which writes its own
+stacks if it can. All ranks end by os._exit(HANG), because a stuck main thread cannot end.
 
 There is also a safety net in C. If no Python thread can run for longer than the limit, because the interpreter lock is
 held, the process writes its stacks and exits with code 1.

@@ -107,9 +107,10 @@ def evaluate_orders(
     """Compute the mean loss of the predicted tokens of a text, in `num_orders` fixed orders. All ranks call it
     together.
 
-    The text in each order begins with `memory`. In the result `by_position` has the losses by the place of a target in
-    the order of prediction. The targets of the first half of the segment come first, then the targets of the second
-    half. Only whole segments are scored. `before_segment` is called before each segment, as in `evaluate_stream`.
+    The whole text is read once for each order, and each reading begins with `memory`. In the result `by_position` has
+    the losses by the place of a target in the order of prediction. The targets of the first half of the segment come
+    first, then the targets of the second half. Only whole segments are scored. `before_segment` is called before each
+    segment, as in `evaluate_stream`.
     """
     start_s = time.perf_counter()
     split = stream.split
