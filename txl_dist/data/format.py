@@ -1,12 +1,12 @@
 """The files of a corpus, written by prepare/shard_writer.py and read by loader/corpus.py.
 
     CORPUS/
-      index.json                 describes and hashes all other files, and is written last
+      index.json                 sizes and hashes of all other files except prepared.json
       tokenizer.json
       train-000000.tar           samples 000000000.npy [, 000000000.docs.npy], 000000017.npy ...
       train-000000.tar.idx       one 16-byte record per document
       train-counts.npy           how often each id occurs in the split (int64)
-      prepared.json              hashes of the inputs and settings, which only `txl prepare` reads
+      prepared.json              hashes of inputs, settings and index.json, for `txl prepare` and `txl verify`
       valid-000000.tar ...       the files of the other splits
 
 - A plain `webdataset.WebDataset(url).decode()` reads the tars. `KEY.npy` is 1-D uint16, or uint32 from 65,537 ids on.

@@ -1,8 +1,9 @@
 """Lane arithmetic: computes which token of the corpus a lane reads at a position. This module reads no files.
 
-A lane is one row of the global batch: an endless stream of tokens. In each epoch a hash of (seed, epoch, id), which
-never changes, determines the order of the shards and of the documents inside each shard. The N tokens in this order
-are cut into consecutive stripes of S = N // num_lanes tokens. Lane l reads stripe l of epoch 0, of epoch 1, and so on.
+A lane is one row of the global batch: an endless stream of tokens. In each epoch a hash of (seed, epoch, id) determines
+the order of the shards and of the documents inside each shard. The hash function never changes. The N tokens in this
+order are cut into consecutive stripes of S = N // num_lanes tokens. Lane l reads stripe l of epoch 0, of epoch 1, and
+so on.
 
     epoch 0    | shard 2        | shard 0              | shard 1     |.    N tokens; "." = N mod num_lanes left out
     stripes    | lane 0      | lane 1      | lane 2      | lane 3    |.    S tokens each
@@ -169,8 +170,8 @@ def owners_of_lanes(allotted: Sequence[int], *, seed: int) -> tuple[Int64s, Int6
     """Assign each lane (row of the batch) to a corpus.
 
     Returns ([lanes] index of the corpus that each lane reads, [lanes] number of each lane among the lanes of its
-    corpus). A hash that never changes spreads the corpora over the lanes, and so over the ranks. The lanes of one
-    corpus are numbered in ascending order.
+    corpus). A hash function, which is the same in all versions, spreads the corpora over the lanes, and so over the
+    ranks. The lanes of one corpus are numbered in ascending order.
     """
     corpora = np.arange(len(allotted))
     in_order = np.repeat(corpora, allotted)

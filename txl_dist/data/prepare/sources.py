@@ -4,7 +4,7 @@
                                       how text is read (detection.py); for an unknown suffix the content decides both
     folder/                           its files with known suffixes, sorted; links to folders are not followed
     'data/**/*.jsonl.gz'              a pattern, sorted; quoted, so that the shell does not expand it
-    https://...  s3://bucket/x/*.zst  through fsspec; patterns and folders where the store can list
+    https://...  s3://bucket/x/*.zst  through fsspec; a pattern or a folder only if the store can list its files
     -                                 stdin
     NAME:REST                         the documents of a plugin's text source
     pipe:COMMAND                      output of a shell command; only if the protocol `pipe` is allowed by name

@@ -3,7 +3,7 @@
     CACHE/
       HASH-train-000003.tar             a shard, which got this name after its size and sha256 were checked
       HASH-train-000003.tar.lock        locked by the process that downloads the shard, while other processes wait
-      HASH-train-000004.tar.R.N.part    a download of N bytes that is in progress or was killed
+      HASH-train-000004.tar.R.N.part    a download of N bytes that is in progress or was killed; R is random
       cache.lock                        locked while a process removes shards
 
 - A file's name begins with a hash of its content. So shards with the same name from two corpora do not collide, and a

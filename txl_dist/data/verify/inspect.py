@@ -21,7 +21,7 @@ from txl_dist.errors import ConfigError, DataError
 from txl_dist.vocabulary_clusters import cluster_edges, cluster_shares
 
 PREVIEW_LEN = 24
-"""Number of tokens of each document in the list of a shard."""
+"""Number of tokens whose text is shown for each document in the list of a shard's documents."""
 
 SORTED_ENOUGH = 0.9
 """Ids count as sorted by frequency if cluster 0 contains at least this fraction of the tokens that it would contain

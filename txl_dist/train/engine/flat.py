@@ -9,7 +9,8 @@ complete, they are joined in one copy. So the exchange of gradients still overla
 `Stored` maps parameters of the engine to parameters of the model, for the optimizer and for checkpoints.
 
 Limitations: flat parameters cost a copy of the gradients per micro-batch. They are not used with ZeRO-3, because a view
-would keep the gathered tensor of its layer alive. They are not used with optimizers that need whole matrices either.
+would keep the gathered tensor of its layer alive. They are not used with an optimizer whose steps need whole tensors of
+the model, such as lamb, which takes their norms.
 
     flat   | query.weight | key_value.weight .. | distance.weight |    each begins at a multiple of ALIGNMENT values
 """

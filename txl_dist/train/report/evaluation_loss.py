@@ -196,9 +196,9 @@ def evaluate_stream(
 ) -> Evaluation:
     """Compute the mean loss of a text. All ranks call this function together and get the same result.
 
-    `losses` takes a batch and a memory. This function returns nll_BT and the next memory, computed without gradients.
-    In place of nll_BT the function may return score_2BT: the losses, then 1 where the target is the most probable
-    token. The first segment gets `memory`.
+    `losses` is a function that takes a batch and a memory. It returns nll_BT, the loss of each target in nats, and the
+    next memory, computed without gradients. In place of nll_BT it may return score_2BT: the losses, then 1 where the
+    target is the most probable token. The first segment gets `memory`.
 
     `before_segment` is called before each segment. An error that it raises on all ranks together ends the evaluation.
     `after_segment` is called with each batch and its losses. `is_local` says that `losses` does not use collectives. An
