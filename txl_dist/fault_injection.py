@@ -86,7 +86,8 @@ def parse_faults(text: str) -> list[Fault]:
         is_valid = kind in KINDS and 2 <= len(where) <= 3 and has_numbers
         if not is_valid:
             raise ValueError(
-                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N]]. KIND is one of {', '.join(KINDS)}."
+                f"TXL_FAILPOINTS: {entry!r} is not KIND:RANK:STEP[:PHASE[#N]]. KIND is one of {', '.join(KINDS)}. "
+                "PHASE is the name of a failpoint. The fault happens at the N-th match, by default at the first."
             )
         rank, step = where[:2]
         phase = "step"

@@ -72,7 +72,8 @@ def register_positions(
     """
     if build is None and (has_position_bias or has_table or sinusoids == "distances"):
         raise ConfigError(
-            f"positions {name!r}: has_position_bias, has_table and sinusoids='distances' need a function `build`."
+            f"positions {name!r}: has_position_bias, has_table and sinusoids='distances' need a function `build`, "
+            "which returns the module that computes the position terms. Pass `build`, or remove these arguments."
         )
     scheme = PositionScheme(
         uses_memory,

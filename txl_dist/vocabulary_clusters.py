@@ -151,7 +151,7 @@ def sizes_for(counts: Sequence[float], *, edges: Sequence[int], num_tokens: int)
         has_room = [count <= size for count, size in zip(counts, rung, strict=False)]
         if all(has_room):
             return rung
-    raise AssertionError("the last sizes of size_ladder must have room for the tokens of every cluster")
+    raise AssertionError("size_ladder returned no sizes with room for the tokens of every cluster")
 
 
 def typical_shares(edges: Sequence[int]) -> tuple[float, ...]:
@@ -216,9 +216,9 @@ def best_cutoffs(
     narrowest = width // div_value ** max(0, num_clusters - 1)
     if not 1 <= num_clusters <= vocab_size or narrowest == 0:
         raise ConfigError(
-            f"{vocab_size} ids of width {width} cannot be cut into num_clusters={num_clusters} with "
-            f"div_value={div_value}: each cluster needs at least one id and a width of at least 1. Choose a smaller "
-            "number of clusters."
+            f"a vocabulary of {vocab_size} ids with embeddings of width {width} cannot be divided into "
+            f"num_clusters={num_clusters} with div_value={div_value}: each cluster needs at least one id and "
+            "embeddings of width 1 or more. Choose a smaller number of clusters."
         )
     if vocab_size > GRID_LEN:
         progression = np.geomspace(1, vocab_size, num=GRID_LEN)

@@ -104,7 +104,9 @@ def test_a_path_that_no_settings_can_hold_is_one_line_that_says_so(tmp_path: Pat
     assert done.returncode == 2
     line = done.stderr.splitlines()[-1]
     assert b"data.path=" in line
-    assert line.endswith(b"is not UTF-8. Use a UTF-8 name. In an ASCII locale, set PYTHONUTF8=1.")
+    assert line.endswith(
+        b"is not UTF-8. Give a value in UTF-8. If the locale is ASCII, set the environment variable PYTHONUTF8=1."
+    )
     with pytest.raises(ConfigError, match=r"file: data\.more_paths=a\\udcff is not UTF-8"):
         config_from_dict({"data": {"more_paths": ["fine", "a\udcff"]}}, source="file")
 

@@ -165,8 +165,11 @@ FLAGS: list[tuple[str, str]] = [
     ("generate bundles/x --memory-len -2", "--memory-len -2: it must be 0 or more tokens, or -1"),
     ("generate bundles/x --stop=", "it must be strings that are not empty"),
     ("generate bundles/x --tokens a", "--tokens a: it must be whole numbers .token ids to continue"),
-    ("generate bundles/x --prompt a --tokens 1", "--prompt and --tokens both give prompts. Use only one"),
-    ("generate bundles/x --file e.toml --jsonl e.toml", "--file and --jsonl both give prompts"),
+    ("generate bundles/x --prompt a --tokens 1", "--prompt and --tokens cannot be given together, because each"),
+    (
+        "generate bundles/x --file e.toml --jsonl e.toml",
+        "--file and --jsonl cannot be given together, because each of these flags gives prompts",
+    ),
     ("generate bundles/x --save-memory m --num-samples 2", "--save-memory saves the memory of a single text"),
     (
         "generate bundles/x --log-probs 1",

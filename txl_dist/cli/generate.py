@@ -103,7 +103,8 @@ def _check_has_values(flag: str, values: tuple[Any, ...], kind_of_value: str) ->
     if values or values is _NOT_GIVEN:
         return
     raise ConfigError(
-        f"{flag} was given without {kind_of_value}. For a new document, remove {flag}, or give --prompt ''."
+        f"{flag} was given without {kind_of_value}. Write {kind_of_value} after {flag}. To generate a new document "
+        f"without a prompt, remove {flag}."
     )
 
 
@@ -119,7 +120,10 @@ def _check_one_source(
     }
     flags = [flag for flag in is_given if is_given[flag]]
     if len(flags) > 1:
-        raise ConfigError(f"{' and '.join(flags)} both give prompts. Use only one of these flags.")
+        raise ConfigError(
+            f"{' and '.join(flags)} cannot be given together, because each of these flags gives prompts. Use only "
+            "one of these flags."
+        )
 
 
 def _check_memory_files(load_memory: Path | None, save_memory: Path | None) -> None:
@@ -137,7 +141,7 @@ def _check_exists(path: Path | None) -> None:
     if path is None or path == _PIPE:
         return
     if not path.exists():
-        raise ConfigError(f"{path} does not exist. Name another file.")
+        raise ConfigError(f"{path} does not exist. Name another file with --file, --jsonl or --load-memory.")
 
 
 def _check_writable(flag: str, path: Path | None, *, read_paths: tuple[Path | None, ...]) -> None:

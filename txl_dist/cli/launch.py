@@ -335,7 +335,10 @@ def _check_together(asked: argparse.Namespace, *, has_hosts: bool) -> None:
     """Refuse flags that contradict each other, and values that are not among the choices. Raises ConfigError."""
     for flag, value in (("--include", asked.include), ("--exclude", asked.exclude)):
         if value == "":
-            raise ConfigError(f"{flag} needs a value: NODE:SLOT,SLOT@NODE. Is a shell variable unset?")
+            raise ConfigError(
+                f"{flag} needs the names of machines. Numbers of slots (ranks of a machine) can follow a name, for "
+                f"instance {flag} node1:0,1@node2. Is a shell variable unset?"
+            )
     if asked.include and asked.exclude:
         raise ConfigError("--include and --exclude cannot be given together. Leave out one of these flags.")
     if (asked.include or asked.exclude) and (asked.num_accelerators or asked.num_gpus or asked.num_nodes):

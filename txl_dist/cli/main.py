@@ -360,14 +360,14 @@ def _refuse_empty_paths(words: Sequence[str]) -> None:
     previous = ""
     for word in words:
         if word in _PATH_FLAGS_JOINED:
-            raise ConfigError("a path is empty. Is a shell variable unset?")
+            raise ConfigError(f"{word} has an empty path. Is a shell variable unset?")
         is_a_path = previous in _PATH_FLAGS or not previous.startswith("--")
         if not word and is_a_path:
             if previous:
                 where = f" after {previous}"
             else:
                 where = ""
-            raise ConfigError(f"a path is empty{where}. Is a shell variable unset?")
+            raise ConfigError(f"the command line has an empty path{where}. Is a shell variable unset?")
         previous = word
 
 

@@ -101,9 +101,9 @@ def export(
     kind = require(source, *TRAINED)
     if ema and (format != "bundle" or kind is ArtifactKind.BUNDLE):
         raise ConfigError(
-            f"--ema works only from a run or a checkpoint to a bundle, but this command exports {kind.value} to "
-            f"{format}. First export the run or the checkpoint to a bundle with --ema. Then, if you need another "
-            "format, export that bundle without --ema."
+            "--ema works only for the export of a run or a checkpoint to a bundle, but this command exports "
+            f"{kind.value} to {format}. First export the run or the checkpoint to a bundle with --ema. Then, if you "
+            "need another format, export that bundle without --ema."
         )
     _require_output(out, _WRITES[format])
     if format == "onnx" and dtype != "fp32":
@@ -239,7 +239,10 @@ def _require_foreign(path: Path, *, format: str) -> None:
     """Refuse a path that does not exist, or that holds an artifact of this package. Raises ConfigError."""
     kind = detect_artifact(path)
     if kind is ArtifactKind.HUGGINGFACE and format not in ("huggingface", "xlnet"):
-        raise ConfigError(f"{path} is {kind.value}, not weights of {format}. Give --format huggingface or xlnet.")
+        raise ConfigError(
+            f"{path} is {kind.value}, and --format {format} cannot read such a folder. Give --format huggingface for a "
+            "Transformer-XL, or --format xlnet for an XLNet."
+        )
     ours = "txl_dist itself wrote it. To get a bundle: `txl export {path} BUNDLE`."
     if kind not in (ArtifactKind.HUGGINGFACE, ArtifactKind.NOTHING):
         instead = {ArtifactKind.RUN: ours, ArtifactKind.CHECKPOINT: ours}

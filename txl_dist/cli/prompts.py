@@ -166,7 +166,10 @@ def prompts_in_lines(lines: Iterable[str], *, where: str) -> Iterator[PromptInpu
             raise ConfigError(f'{place}the line must be an object with "prompt" (a text) or "tokens" (a list of ids).')
         taken = [key for key in _OUTPUT_FIELDS if values.get(key) is not None]
         if taken:
-            raise ConfigError(f"{place}{', '.join(taken)}: the output would overwrite this key. Rename the key.")
+            raise ConfigError(
+                f"{place}the record has {', '.join(taken)}, but the output would overwrite the values of these keys. "
+                "Use other keys for these values."
+            )
         yield PromptInput(texts[0], record, place)
 
 
@@ -276,5 +279,6 @@ def _translate_write_errors() -> Iterator[None]:
     except OSError as error:
         what = error.filename or "the texts"
         raise ConfigError(
-            f"cannot write {what}: {error.strerror}. Make room, or name another file with --out."
+            f"cannot write {what}: {error.strerror}. If the disk is full, free disk space. Otherwise name another file "
+            "with --out."
         ) from error

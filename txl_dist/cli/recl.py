@@ -44,8 +44,8 @@ def recl(
         require(data, ArtifactKind.CORPUS, what="--data")
     elif kinds[0] is ArtifactKind.BUNDLE:
         raise ConfigError(
-            f"{targets[0]} is a bundle, and a bundle names no corpus. "
-            "Name a corpus with --data, or name a run first, whose corpus is then used for all models."
+            f"{targets[0]} is a bundle, and a bundle names no corpus. Name a corpus with --data. Or name a run or a "
+            "checkpoint as the first model. The corpus of that model is then used for all models."
         )
     announce_ranks(
         f"scoring {counted(len(targets), 'model')} with {counted(len(settings.contexts), 'length')} of context"

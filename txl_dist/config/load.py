@@ -419,7 +419,8 @@ def _check_texts(value: Any, *, source: str, name: str = "") -> None:
             str(value).encode()
         except UnicodeEncodeError as error:
             raise ConfigError(
-                f"{source}: {name}={value} is not UTF-8. Use a UTF-8 name. In an ASCII locale, set PYTHONUTF8=1."
+                f"{source}: {name}={value} is not UTF-8. Give a value in UTF-8. If the locale is ASCII, set the "
+                "environment variable PYTHONUTF8=1."
             ) from error
 
 

@@ -165,10 +165,10 @@ def _check_alone(text: str, phase: Phase, last: Phase, given: Config) -> None:
     tokens_of_last = last.num_lanes * last.segment_len
     if tokens != tokens_of_last:
         raise ConfigError(
-            f'train.phases: "{text}" has steps of {phase.num_lanes} x {phase.segment_len} = {tokens:,} tokens, '
-            f"but [train] has steps of {last.num_lanes} x {last.segment_len} = {tokens_of_last:,} tokens. Steps of all "
-            "phases must have equally many tokens, so that one learning rate fits all phases. For example, segments a "
-            "quarter as long need four times as many lanes."
+            f'train.phases: "{text}" has steps of num_lanes x segment_len = {phase.num_lanes} x {phase.segment_len} = '
+            f"{tokens:,} tokens, but [train] has steps of {last.num_lanes} x {last.segment_len} = {tokens_of_last:,} "
+            "tokens. Steps of all phases must have equally many tokens, so that one learning rate fits all phases. For "
+            "example, segments a quarter as long need four times as many lanes."
         )
     memory_lens = given.train.memory_lens and memory_of_layers(
         phase.memory_len, given.train.memory_lens, num_layers=given.model.num_layers
@@ -247,7 +247,8 @@ def _parsed(text: str, last: Phase) -> Phase:
     phase = last._replace(**(shares | values))
     if min(phase.num_lanes, phase.segment_len, phase.microbatch_lanes) < 1 or not 0 <= phase.memory_len <= LONGEST:
         raise ConfigError(
-            f'train.phases: "{text}": lengths and lanes must be 1 or more, and a memory must be 0 to {LONGEST:,}.'
+            f'train.phases: "{text}": num_lanes, segment_len and microbatch_lanes must be 1 or more, and memory_len '
+            f"must be from 0 to {LONGEST:,} tokens."
         )
     return phase
 

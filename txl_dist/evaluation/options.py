@@ -141,7 +141,7 @@ class Overrides:
         if found:
             raise ConfigError(
                 f"{', '.join(found)} cannot be given with --protocol {self.protocol}, because the protocol itself "
-                f"sets these values ({peer.source}). Remove {', '.join(found)}, or remove --protocol."
+                f"sets these values (see {peer.source}). Remove {', '.join(found)}, or remove --protocol."
             )
 
 
@@ -236,9 +236,9 @@ class AdaptationOptions:
             return
         if overrides.num_combinations > 1 or overrides.peer is not None or outputs.log_probs is not None:
             raise ConfigError(
-                f"--adapt {self.adapt} is compared with one evaluation of the whole split without --adapt. Give at "
-                "most one value to each of --memory-len, --segment-len and --clamp-len, and remove --protocol and "
-                "--log-probs."
+                f"the result of --adapt {self.adapt} is compared with one evaluation of the whole split without "
+                "--adapt. Give at most one value to each of --memory-len, --segment-len and --clamp-len, and remove "
+                "--protocol and --log-probs."
             )
         if self.adapt == "dynamic" and not is_alone():
             raise ConfigError(

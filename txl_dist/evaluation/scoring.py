@@ -311,9 +311,9 @@ def _require_several_lengths(plans: list[_Plan]) -> None:
     first = plans[0]
     raise raised_everywhere(
         ConfigError(
-            "--plot draws losses over several lengths, but the given lengths all result in the same evaluation: "
-            f"memory {first.memory_len:,}, segment {first.cut.segment_len:,}, clamp {first.config.model.clamp_len:,}. "
-            "Give other lengths, or remove --plot."
+            "--plot draws losses over several lengths, but the given lengths all result in the same evaluation: memory "
+            f"of {first.memory_len:,} tokens, segments of {first.cut.segment_len:,} tokens, "
+            f"clamp_len={first.config.model.clamp_len}. Give other lengths, or remove --plot."
         )
     )
 

@@ -172,7 +172,10 @@ def trials_of(base: Config, axes: Sequence[Axis], *, num_seeds: int, out: Path) 
         raise ConfigError("a sweep needs two runs or more. Give --grid section.key=VALUE,VALUE, or --seeds 2 or more.")
     run_dirs = {trial.run_dir for trial in trials}
     if len(run_dirs) < len(trials):
-        raise ConfigError("two values of --grid give the same folder name. Remove one of the two values.")
+        raise ConfigError(
+            "two values of --grid give the same folder name, because special characters become _ in folder names. "
+            "Remove one of the two values."
+        )
     return trials
 
 
@@ -193,7 +196,10 @@ def check_trials(trials: Sequence[Trial], *, check: Callable[[Config], None]) ->
     """
     for trial in trials:
         if not trial.config.data.eval_split:
-            raise ConfigError("a sweep compares losses on the validation split, so data.eval_split must not be empty.")
+            raise ConfigError(
+                "a sweep compares losses on the validation split, so data.eval_split must not be empty. "
+                "Give --data.eval_split the name of the validation split."
+            )
         check_phases(trial.config)
         for _, staged in each_phase(trial.config):
             plan_batch(staged.train, world_size=1)

@@ -191,7 +191,7 @@ class Attention(nn.Module):
         raise raised_everywhere(
             ConfigError(
                 f"positions: {type(self.distance).__name__}.forward({num_distances}, ...) returned "
-                f"{what}. It must return txl_dist.model.attention.RelativeEncodings with key_KNH "
+                f"{what}. forward must return txl_dist.model.attention.RelativeEncodings with key_KNH "
                 f"{list(key_shape)} and bias_KN {list(key_shape[:2])} or None."
             )
         )

@@ -176,8 +176,8 @@ class TransformerXL(nn.Module):
         """Return the first input of the query rows, [B, m, D]: the same learned row for each target."""
         if self.target_row is None:
             raise ConfigError(
-                "TransformerXL.forward was called with an order, but the model predicts the next token only. Set "
-                "model.any_order to true, or remove the argument order."
+                "TransformerXL.forward was called with the argument `order`, but the model predicts only the next "
+                "token. Set model.any_order to true, or remove the argument `order`."
             )
         num_lanes, num_targets = order.place_Bm.shape
         return self.target_row.to(like.dtype).expand(num_lanes, num_targets, -1)

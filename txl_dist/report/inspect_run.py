@@ -151,7 +151,7 @@ def stream_before_step(run_dir: Path, step: int) -> tuple[tuple[Split, ...], Str
         if changed:
             raise CheckpointError(
                 f"the text of step {step} cannot be computed: {changed} before {behind[0].name}, and no checkpoint "
-                f"from before this change exists. Give a step after {saved_step}."
+                f"exists for the step at which this happened. Give a step after {saved_step}."
             )
     return splits, state.advanced((step - 1 - start) * step_len), config.train.segment_len
 
@@ -367,7 +367,10 @@ def _lane_file(path: Path) -> dict[str, Any]:
         dtypes = {name: str(part.get_dtype()) for name, part in slices.items()}
     form = memory_form(shapes)
     if form is None:
-        raise CheckpointError(f"the memories in {path} have the shapes {shapes}, not [layers, lanes, tokens, width].")
+        raise CheckpointError(
+            f"the memories in {path} have the shapes {shapes}, not [layers, lanes, tokens, width]. Inspect another "
+            "checkpoint."
+        )
     lanes = lanes_of(path)
     facts: dict[str, Any] = {
         "file": f"lanes/{path.name}",

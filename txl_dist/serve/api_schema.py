@@ -122,10 +122,11 @@ class CompletionRequest(_Request):
     @model_validator(mode="after")
     def _agree(self) -> CompletionRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is used only with stream=true. Remove stream_options, or set stream")
+            raise ValueError("stream_options is used only with stream=true. Remove stream_options, or set stream=true")
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(
-                "best_of is not supported. Remove best_of, request n texts, and choose one by its logprobs"
+                "best_of is not supported. Remove best_of, request several texts with n, and choose a text by its "
+                "logprobs"
             )
         return self
 

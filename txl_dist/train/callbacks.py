@@ -375,7 +375,10 @@ def _check_callback(callback: object) -> None:
                 f"a run calls at its events are {', '.join(EVENTS)}."
             )
     if not isinstance(callback, Callback) and not any(_has(callback, event) for event in EVENTS):
-        raise ConfigError(f"callbacks: {_shown(callback)} has none of the methods of a callback: {', '.join(EVENTS)}.")
+        raise ConfigError(
+            f"callbacks: {_shown(callback)} has none of the methods of a callback: {', '.join(EVENTS)}. Define at "
+            "least one of these methods."
+        )
     for method, other in (("state_dict", "load_state_dict"), ("load_state_dict", "state_dict")):
         if _has(callback, method) and not callable(getattr(callback, other, None)):
             raise ConfigError(

@@ -136,8 +136,8 @@ def check_hardware(config: Config, *, device: torch.device) -> None:
         )
     if config.engine.precision == "fp16" and device.type == "cpu":
         raise ConfigError(
-            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. "
-            "Use --engine.precision fp32. It is faster on a CPU than bf16, which most CPUs only emulate."
+            "engine.precision=fp16 needs a GPU: DeepSpeed has no fp16 on the CPU. Use --engine.precision fp32. On a "
+            "CPU, fp32 is faster than bf16, which most CPUs only emulate."
         )
     if config.engine.precision == "tf32" and not _has_tf32(device):
         raise ConfigError(

@@ -201,7 +201,7 @@ def test_a_wrong_line_is_named_and_what_was_written_before_stays(shell: Shell, l
 )
 def test_what_a_line_holds_is_not_written_over(shell: Shell, line: str) -> None:
     said = shell.refusal("--jsonl", "-", "--out", "-", given=line.encode())
-    assert re.search(r"-, line 1: \w+: the output would overwrite this key\. Rename the key\.", said), said
+    assert re.search(r"-, line 1: the record has \w+, but the output would overwrite", said), said
 
 
 def test_texts_in_work_are_finished_before_a_wrong_line_ends_the_command(shell: Shell) -> None:
@@ -266,7 +266,10 @@ def test_prompts_and_settings_that_the_model_cannot_take_are_refused(shell: Shel
     assert "no room for a memory of 1,000,000,001 tokens" in shell.refusal(
         "--memory-len", str(10**12), "--max-tokens", str(10**9)
     )
-    full = "cannot write the texts: No space left on device. Make room, or name another file with --out."
+    full = (
+        "cannot write the texts: No space left on device. If the disk is full, free disk space. Otherwise name "
+        "another file with --out."
+    )
     assert full in shell.refusal("--out", "/dev/full")
     mute = made(tmp_path / "mute", begins=False)
     assert "cannot begin a document. Give a prompt." in shell.refusal(bundle=mute)

@@ -101,7 +101,7 @@ class Connection:
             raise ConnectionResetError
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > MAX_LINE_BYTES:
-            raise ValueError("the peer sent a line without an end")
+            raise ValueError(f"the peer sent more than {MAX_LINE_BYTES} bytes without the end of a line")
         return [parse_object(line) for line in lines]
 
 
@@ -157,7 +157,7 @@ class Hub:
         try:
             for message in connection.receive():
                 if message.get("key") != self.key:
-                    raise ValueError("the line has another key than this job's lines")
+                    raise ValueError("the line does not contain the key of this job, so another program sent the line")
                 rank = self._connections[connection] = int(message["rank"])
                 self.seen[rank] = Seen(_beat(message["beat"]), time.monotonic(), has_left="left" in message)
                 connection.send({"beat": own})

@@ -73,7 +73,9 @@ def deviating_ranks(parameters: Iterable[tuple[str, Tensor]]) -> Deviation | Non
     for (name, _), rank_hashes in zip(named, zip(*hashes_by_rank, strict=True), strict=True):
         if len(set(rank_hashes)) > 1:
             return Deviation(tuple(ranks), name, has_majority)
-    raise AssertionError("the digests of ranks differ, but the hashes of all parameters are equal")
+    raise AssertionError(
+        "the digests of the parameter hashes differ between ranks, but the hashes are equal on all ranks"
+    )
 
 
 def hash_parameters(parameters: Iterable[Tensor]) -> list[int]:

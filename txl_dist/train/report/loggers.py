@@ -322,7 +322,9 @@ class WeightsAndBiases(MetricLogger):
         try:
             if self._run is None:
                 if time.monotonic() < self._next_try_s:
-                    raise TimeoutError("the server could not be reached. The next attempt is within five minutes")
+                    raise TimeoutError(
+                        "the server of Weights & Biases could not be reached. The run tries again within five minutes"
+                    )
                 self._next_try_s = time.monotonic() + _PATIENCE_S
                 self._run = self._begin()
             self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in record.items()})
