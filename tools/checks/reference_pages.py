@@ -28,28 +28,30 @@ from txl_dist.cli.main import COMMANDS, main
 from txl_dist.config.load import Config, resume_policy
 
 DOCS = Path(__file__).parents[2] / "docs"
-MADE_BY = "<!-- Made by `python -m tools.checks.reference_pages`; edit the code, not this page. -->"
+MADE_BY = "<!-- Made by tools/checks/reference_pages.py: edit the code. -->"
 HIGHEST_SHOWN = 999
 """Higher upper bounds only catch slips of the hand. The page does not list them."""
 FEWEST_COMMANDS = 2
 """A flag with the same text in at least this many commands is listed once."""
-TYPE_NAMES = {"integer": "Integer", "number": "Number", "string": "Text", "boolean": "Switch"}
+TYPE_NAMES = {"integer": "Integer", "number": "Number", "string": "Text", "boolean": "Boolean"}
 """Word for each type of JSON schema."""
-BOUNDS = {"exclusiveMinimum": "above", "minimum": "at least", "exclusiveMaximum": "below", "maximum": "at most"}
-"""Words for each bound of JSON schema, lower ones first."""
+BOUNDS = {"exclusiveMinimum": "above", "minimum": "from", "exclusiveMaximum": "to below", "maximum": "to"}
+"""Words for each bound of JSON schema, lower bounds first."""
+SIGNS = {"from 0": "non-negative", "above 0": "positive"}
+"""Adjective for a number whose only bound is 0."""
 SETTINGS_HEAD = f"""# Configuration reference
 
 {MADE_BY}
 
-A run's settings are in a TOML file, in the sections below. The file needs only the settings that differ from the
-defaults. `--section.key VALUE` after the file overrides a setting:
+A run's settings are in a TOML file with the sections below. The file needs only the settings that differ from the
+defaults. On the command line, `--section.key VALUE` after the file's name overrides a setting:
 
-- `txl train CONFIG.toml --optim.lr 1e-3` sets a number (or a text).
+- `txl train CONFIG.toml --optim.lr 1e-3` sets a number. Texts are set in the same way.
 - `--model.cutoffs 1000 5000` sets a list. Without values the flag sets an empty list.
 - `--checkpoint.keep_best` sets true, and `--checkpoint.keep_best False` sets false.
 
-Sizes are global: they do not depend on the number of ranks. Each entry ends with its type and its default in brackets.
-A note says what happens if you change the setting and [resume the run](checkpoints.md#resuming-with-other-settings):
+Sizes are global: they do not depend on the number of ranks. The last line of an entry says what happens if you change
+the setting and [resume the run](checkpoints.md#resuming-with-other-settings):
 
 - **Frozen.** The resumed run refuses another value.
 - **Resume warns.** The resumed run uses the new value and logs a warning.
@@ -61,11 +63,11 @@ COMMANDS_HEAD = f"""# Command reference
 
 {MADE_BY}
 
-`python -m txl_dist COMMAND` is the same as `txl COMMAND`, and `txl COMMAND --help` prints the same texts. Defaults are
-in brackets. A flag without brackets is off or empty by default. A switch `--name` has an opposite, `--no-name`.
+`python -m txl_dist COMMAND` is the same as `txl COMMAND`, and `txl COMMAND --help` prints this page's texts. Defaults
+are in brackets. A flag without brackets is off or empty by default. A flag `--name` without a value has an opposite,
+`--no-name`.
 
-Exit code 0 means success, 1 an error or a failed check, and 2 a mistake that the message explains. After 75 (stopped
-and saved) or 76 (a rank hung or was lost), [start the same command again](checkpoints.md#stopping).
+[Troubleshooting](troubleshooting.md#exit-codes) explains the exit codes.
 """
 COMPLETION = """`txl completion SHELL` writes a script that completes commands, flags, settings, choices and file names
 when TAB is pressed. SHELL is bash, zsh or fish. Write the script again after an update of
@@ -88,7 +90,7 @@ def settings_page() -> str:
         parts.append(f"## {section}\n")
         for key, field in schema["properties"].items():
             note = RESUME_NOTES[resume_policy(f"{section}.{key}")]
-            facts = f"{_type(field)}. [{_default(field['default'])}]{note}"
+            facts = f"{_type_and_default(field)}.{note}"
             parts.append(f"### {section}.{key}\n\n{_escaped(field['description'])}\n\n*{facts}*\n")
     return "\n".join(parts)
 
@@ -214,24 +216,35 @@ def help_text(command: str) -> str:
     return printed.getvalue()
 
 
-def _type(field: dict[str, Any]) -> str:
-    """Return the type of a setting in words, with its choices or bounds."""
+def _type_and_default(field: dict[str, Any]) -> str:
+    """Return the type of a setting in words, with its choices or bounds, and its default."""
     if "enum" in field:
-        return "One of " + ", ".join(f"`{choice}`" for choice in field["enum"])
+        others = ", ".join(f"`{choice}`" for choice in field["enum"] if choice != field["default"])
+        return f"`{field['default']}` (default), {others}"
+    if field["type"] == "boolean":
+        return f"Default {_default(field['default'])}"
+    return f"{_type(field)}, default {_default(field['default'])}"
+
+
+def _type(field: dict[str, Any]) -> str:
+    """Return the type of a setting in words, with its bounds."""
     if "prefixItems" in field:
         return f"List of {len(field['prefixItems'])}: {_lower_first(_type(field['prefixItems'][0]))}"
     if field["type"] == "array":
         return f"List: {_lower_first(_type(field['items']))}"
-    return ", ".join([TYPE_NAMES[field["type"]], *_bounds(field)])
+    name, bounds = TYPE_NAMES[field["type"]], _bounds(field)
+    if bounds in SIGNS:
+        return f"{SIGNS[bounds].capitalize()} {_lower_first(name)}"
+    return f"{name} {bounds}".strip()
 
 
-def _bounds(field: dict[str, Any]) -> list[str]:
-    """Return the lower and the upper bound of a number in words, without very high ones."""
+def _bounds(field: dict[str, Any]) -> str:
+    """Return the lower and the upper bound of a number in words, without very high bounds."""
     bounds = []
     for mark, words in BOUNDS.items():
         if mark in field and field[mark] <= HIGHEST_SHOWN:
             bounds.append(f"{words} {field[mark]:g}")
-    return bounds
+    return " ".join(bounds)
 
 
 def _lower_first(text: str) -> str:

@@ -103,12 +103,12 @@ class DataSection(Section):
     """Settings for the corpora, which `txl prepare` wrote to folders or object stores."""
 
     path: Annotated[str, FREE] = "data/stdlib"
-    """Folder or URL (s3://, gs://, https://) of the corpus. A resume checks the corpus's content, not its name."""
+    """Folder or URL (s3://, gs://, https://) of the corpus. A resumed run checks the corpus's content, not its path."""
     more_paths: Annotated[tuple[str, ...], FREE] = ()
     """Further corpora, prepared with the same tokenizer. Each lane (batch row) reads one corpus."""
     weights: Annotated[tuple[Weight, ...], WARNED] = ()
     """Share of the lanes (batch rows) for each corpus, data.path first. Empty: shares in proportion to the corpora's
-    tokens. A corpus of weight 0 is not read."""
+    tokens."""
     train_split: str = "train"
     """Split to train on."""
     eval_split: Annotated[str, FREE] = "valid"
@@ -120,8 +120,8 @@ class DataSection(Section):
     prefetch_depth: Annotated[int, Field(gt=0, le=10_000), FREE] = 4
     """Number of steps whose tokens the reader thread prepares ahead of training."""
     on_corrupt: Annotated[Literal["raise", "skip"], WARNED] = "raise"
-    """raise: a damaged document ends the run. skip: the document's tokens are replaced and excluded from the loss, and
-    the document is logged."""
+    """raise: a damaged document ends the run. skip: end-of-text tokens replace the document's tokens and are excluded
+    from the loss, and the document is logged."""
     max_skipped: Annotated[Count, FREE] = 10
     """Number of damaged documents that a rank can skip. The next damaged document ends the run."""
     cache_dir: Annotated[str, FREE] = ""
@@ -130,7 +130,7 @@ class DataSection(Section):
     cache_gib: Annotated[float, Field(gt=0, le=1e9), FREE] = 100.0
     """Largest size of the cache in GiB."""
     retries: Annotated[int, Field(ge=0, le=1000), FREE] = 5
-    """How often a failed read of a URL is retried. The delay grows with each retry."""
+    """Largest number of retries of a failed read of a URL. The delay grows with each retry."""
     allow_protocols: Annotated[tuple[str, ...], FREE] = ()
     """Additional URL schemes to allow, for example pipe, which runs a shell command."""
 
@@ -235,7 +235,7 @@ class ModelSection(Section):
     output_dropout: Annotated[OwnProbability, WARNED] = -1.0
     """Dropout on the last hidden state. -1 means model.dropout."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of initial weights. The large recipes use 0.005."""
+    """Standard deviation of initial weights."""
     projection_init_std: Annotated[float, Field(gt=0)] = 0.01
     """Standard deviation of initial embedding and output projections."""
 
@@ -313,7 +313,7 @@ class OptimSection(Section):
     name: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
     """Optimizer. adam, adamw and sgd are torch's fused versions. lamb is NVIDIA's version (no bias correction, weight
     norms capped at 10) and needs zero_stage 0. muon orthogonalizes the updates of the blocks' matrices, scales them to
-    AdamW's size, and uses AdamW for other weights. Plugins can add optimizers."""
+    the size of AdamW's updates, and uses AdamW for other weights. Plugins can add optimizers."""
     lr: Annotated[float, Field(gt=0, le=1e30), WARNED] = 2.5e-4
     """Peak of the learning rate."""
     betas: Annotated[tuple[Probability, Probability], WARNED] = (0.9, 0.999)
@@ -392,23 +392,26 @@ class TrainSection(Section):
     """Rows of the global batch, called lanes. Each lane reads one contiguous token stream. A run that resumes with
     another num_lanes reads each remaining token once, and its memories start empty."""
     segment_len: Annotated[PositiveLen, WARNED] = 64
-    """Tokens per lane and step (T)."""
+    """Tokens per lane (batch row) and step (T)."""
     memory_len: Annotated[Len, WARNED] = 128
-    """Tokens of memory per lane and layer (M). 0 disables recurrence. If a resumed run has a longer memory, the older
-    part of the memory starts empty."""
+    """Tokens of memory per lane (batch row) and layer (M). 0 disables recurrence. If a resumed run has a longer memory,
+    the older part of the memory starts empty."""
     objective: Literal["next", "permutation"] = "next"
     """next: predict each token from the tokens before it. permutation: predict some tokens of each segment in random
     orders (XLNet)."""
     reuse_len: Len = 0
-    """Tokens that a lane (batch row) advances per step and stores in its memory (permutation). 0 means segment_len."""
+    """With objective "permutation": tokens that a lane (batch row) advances per step and stores in its memory. 0 means
+    segment_len."""
     predicted_len: Annotated[Len, WARNED] = 0
-    """Tokens per segment that are predicted (permutation). 0 means a sixth of segment_len."""
+    """With objective "permutation": tokens per segment that are predicted. 0 means a sixth of segment_len."""
     order_len: Annotated[Len, WARNED] = 0
-    """Tokens per block: the order of prediction is random within each block (permutation). 0 means half a segment."""
+    """With objective "permutation": tokens per block. The order of prediction is random within each block. 0 means half
+    a segment."""
     longest_span: Annotated[int, Field(ge=1, le=1000), WARNED] = 5
-    """Largest number of words that are predicted together (permutation)."""
+    """With objective "permutation": largest number of words that are predicted together."""
     span_context: Annotated[int, Field(ge=1, le=1000), WARNED] = 6
-    """Tokens of context per predicted word (permutation)."""
+    """With objective "permutation": tokens of text per predicted word. A span of n words is chosen at random within n *
+    span_context tokens."""
     memory_lens: Annotated[tuple[Len, ...], WARNED] = ()
     """Tokens of memory per layer, first layer first. The largest number must equal memory_len. Empty: memory_len in
     every layer. If a phase or an evaluation sets another memory_len, the layers with the longest memory use that
@@ -420,13 +423,13 @@ class TrainSection(Section):
     """Train only on the last ceil(segment_len / 2) targets of each segment, as in the paper's ablations. Each scored
     target then has at least half a segment of context."""
     microbatch_lanes: Annotated[Lanes, WARNED] = 16
-    """Lanes (batch rows) per micro-batch of a rank. Their number must divide num_lanes / ranks."""
+    """Lanes (batch rows) per micro-batch of a rank. num_lanes / ranks must be a multiple of this number."""
     max_steps: Annotated[PositiveInt, WARNED] = 1000
     """Optimizer steps of the whole run. The learning-rate schedule ends with the last step."""
     phases: Annotated[tuple[str, ...], WARNED] = ()
-    """Phases of the run, in order, with their own lengths and lanes. Write a phase as "until=0.5 num_lanes=128
-    segment_len=16 memory_len=32". `until` is the share of max_steps at which the phase ends. After the last phase the
-    settings of [train] apply. Steps of all phases must have equally many tokens."""
+    """Phases of the run, in order: parts with their own num_lanes, segment_len and memory_len. Write a phase as
+    "until=0.5 num_lanes=128 segment_len=16 memory_len=32". `until` is the share of max_steps at which the phase ends.
+    After the last phase the settings of [train] apply. Steps of all phases must have equally many tokens."""
 
     @property
     def scored_len(self) -> int:
@@ -522,17 +525,16 @@ class EngineSection(Section):
     recompute_every: Annotated[PositiveInt, FREE] = 1
     """With activation_checkpointing: recompute only every n-th block, and keep the activations of other blocks."""
     check_memory: Annotated[bool, FREE] = True
-    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit. False: start such
-    a run."""
+    """Refuse to start a run that is predicted not to fit into memory, and suggest settings that fit."""
     num_threads: Annotated[int, Field(ge=0, le=1024), FREE] = 0
     """CPU threads per rank. 0 means OMP_NUM_THREADS if set, else the number of cores divided by the ranks of the
     node."""
     start_timeout_s: Annotated[Seconds, FREE] = 1800
-    """Until the first step is finished: seconds without progress after which ranks count as hung. The ranks then name
-    the hung rank, write their stack traces and exit."""
+    """Until the first step is finished: seconds without progress after which a rank counts as hung. All ranks then
+    write their stack traces and exit, and a message names the hung rank."""
     timeout_s: Annotated[Seconds, FREE] = 600
-    """After the first step is finished: seconds without progress after which ranks count as hung. This time must exceed
-    the longest step and one evaluation segment."""
+    """After the first step is finished: seconds without progress after which a rank counts as hung. The longest step
+    and the evaluation of one segment must take less time."""
 
     @property
     def is_replayable(self) -> bool:
@@ -564,19 +566,19 @@ class EvalSection(Section):
     """Lanes (batch rows) into which the split is cut. Each lane starts with an empty memory. Fewer lanes give a more
     exact loss, and more lanes run faster."""
     segment_len: Annotated[Len, FREE] = 0
-    """Tokens per lane and forward pass. 0 means train.segment_len."""
+    """Tokens per lane (batch row) and forward pass. 0 means train.segment_len."""
     memory_len: Annotated[int, Field(ge=-1, le=LONGEST), FREE] = -1
     """Tokens of memory. -1 means train.memory_len. 0 evaluates without memory."""
     overlap_len: Annotated[Len, FREE] = 0
     """Tokens before each segment that are run again as context and not scored (`ext_len` of the original code). This
     needs eval.memory_len 0."""
     max_tokens: Annotated[int, Field(ge=0, le=10**15), FREE] = 0
-    """Number of tokens to score, from the start of the split. 0 scores the whole split. A limited score has no bits per
-    byte."""
+    """Number of tokens to score, from the start of the split. 0 scores the whole split. With a limit, no bits per byte
+    are reported."""
     use_ema: Annotated[bool, FREE] = False
     """During training, score the moving average of the weights instead of the weights. This needs optim.ema_decay."""
     orders: Annotated[PositiveInt, FREE] = 1
-    """Number of random orders in which the tokens of each segment are predicted (permutation)."""
+    """With objective "permutation": number of random orders in which the tokens of each segment are predicted."""
     accuracy: Annotated[bool, FREE] = False
     """Also report the share of targets that are the most probable token. This costs a second softmax."""
 
@@ -606,13 +608,13 @@ class GuardSection(Section):
     max_consecutive_skips: Annotated[PositiveInt, FREE] = 20
     """Consecutive steps with a non-finite loss or gradient after which the run stops. All ranks skip such a step."""
     max_skipped_per_1000: Annotated[PositiveInt, FREE] = 50
-    """Skipped steps among the last 1,000 steps after which the run stops."""
+    """Steps skipped because of a non-finite loss or gradient, among the last 1,000 steps, after which the run stops."""
     spike_sigma: Annotated[float, Field(ge=0), FREE] = 8.0
-    """A loss or gradient norm is a spike if its logarithm exceeds that of the recent median by more than this many
-    robust standard deviations. The deviation is at least 0.02. 0 disables detection."""
+    """A loss or gradient norm is a spike if ln(value / median) exceeds spike_sigma * max(s, 0.02). The median, and the
+    robust standard deviation s of ln(value), are those of the last spike_window steps. 0 disables detection."""
     spike_window: Annotated[int, Field(gt=0, le=10**6), FREE] = 128
-    """Recent steps from which spike detection computes the median and the deviation. Detection starts after half as
-    many steps."""
+    """Number of recent steps from which spike detection computes the median and the standard deviation. Detection
+    starts after half this number of steps."""
     on_spike: Annotated[Literal["report", "rewind"], FREE] = "report"
     """report: log the spike and continue. rewind: return to the last checkpoint and skip the tokens of the spike."""
     spike_patience: Annotated[PositiveInt, FREE] = 3
@@ -620,15 +622,14 @@ class GuardSection(Section):
     max_rewinds: Annotated[Count, FREE] = 5
     """Largest number of rewinds (returns to the last checkpoint) in a run. Another rewind stops the run."""
     check_replicas_every_steps: Annotated[Count, FREE] = 0
-    """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means none."""
+    """Steps between comparisons of the parameters that all ranks hold, to find silent corruption. 0 means never."""
 
 
 class MetricsSection(Section):
     """Settings that say which metrics are recorded, and how often."""
 
     log_every_steps: Annotated[PositiveInt, FREE] = 10
-    """Steps between log lines. Each metric is the mean over these steps. The device is synchronized only for a log
-    line."""
+    """Steps between log lines. Each metric is the mean over these steps."""
     tensorboard: Annotated[bool, FREE] = True
     """Write TensorBoard event files next to metrics.jsonl."""
     wandb: Annotated[str, FREE] = ""
@@ -639,23 +640,23 @@ class MetricsSection(Section):
     wandb_name: Annotated[str, FREE] = ""
     """Name of the W&B run. Empty: the name of the run directory."""
     wandb_group: Annotated[str, FREE] = ""
-    """Group of the W&B run. Empty: no group."""
+    """Group of the W&B run. Empty: none."""
     wandb_tags: Annotated[tuple[str, ...], FREE] = ()
     """Tags of the W&B run, of 1 to 64 characters each."""
     wandb_id: Annotated[str, FREE] = ""
-    """Id of the W&B run, to choose or resume it. Empty: an id computed from the path of the run directory. A resumed
+    """Id of the W&B run, to choose or resume it. Empty: an id computed from the path of the run directory, so a resumed
     run keeps its id."""
     wandb_resume: Annotated[Literal["allow", "must", "never"], FREE] = "allow"
     """allow: resume the W&B run with this id, or start one. must: this run must exist. never: this run must not
     exist."""
     accuracy_every_steps: Annotated[Count, FREE] = 0
     """Steps between measurements of accuracy, the share of scored targets that are the most probable token. Each
-    measurement costs one more pass, without dropout. 0 means none."""
+    measurement costs one more forward pass, without dropout. 0 means never."""
     norms_every_steps: Annotated[Count, FREE] = 0
     """Steps between records of each layer's gradient norm (before clipping), weight norm and output root mean square.
-    Each record costs one more pass, without dropout. 0 means none."""
+    Each record costs one more forward pass, without dropout. 0 means never."""
     sample_every_steps: Annotated[Count, FREE] = 0
-    """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means none."""
+    """Steps between sample texts, written to the log, metrics.jsonl and TensorBoard. 0 means never."""
     sample_prompt: Annotated[str, FREE] = ""
     """Prompt of the sample texts. Empty: each sample text begins a document."""
     sample_len: Annotated[PositiveLen, FREE] = 64
