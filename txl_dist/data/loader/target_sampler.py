@@ -40,7 +40,8 @@ class TargetSettings(NamedTuple):
 
     segment_len: int
     halves: tuple[Half, ...]
-    """The two halves of a segment, which together have T tokens and m targets."""
+    """The halves of a segment: the positions of each half, and the number of tokens that are predicted in the half.
+    There is only one half if each step moves on by the whole segment."""
     order_len: int = 0
     """Number of tokens in a block. Blocks are predicted one after the other, in the order of the text. Inside every
     block of a half the tokens have the same random order. 0 means that each half is one block."""

@@ -47,8 +47,8 @@ FEWEST_RUNS = 16
 others for near duplicates."""
 _NUM_BINS = NUM_BANDS * NUM_ROWS
 _RUN_LEN = {"byte": 24, "char": 24}
-"""Number of tokens in a run (sequence of token ids that is hashed), by the kind of tokenizer. These kinds have tokens
-shorter than words."""
+"""Number of tokens in a run (sequence of token ids that is hashed), for each kind of tokenizer whose tokens are single
+bytes or characters."""
 _DEFAULT_RUN_LEN = 5
 """Number of tokens in a run (sequence of token ids that is hashed) for all other kinds of tokenizers."""
 _BASE = np.uint64(0x9E3779B97F4A7C15)

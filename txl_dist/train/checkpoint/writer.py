@@ -178,9 +178,9 @@ class AsyncWriter:
     def _wait(self) -> None:
         """Wait until all ranks have written their files.
 
-        The collectives are short, so a rank with a slow disk does not count as hanging. This rank sends a heartbeat
-        while its files grow, and after they are finished. So the watchdog reports the rank whose disk makes no
-        progress.
+        The collectives are short, so a rank with a slow disk does not count as hanging. Each rank sends heartbeats to
+        the watchdog while its own files grow, and after these files are finished. So the watchdog reports the rank
+        whose disk makes no progress.
         """
         last_num_bytes = -1
         while not all(gather_objects(self.is_written)):

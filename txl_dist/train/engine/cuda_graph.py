@@ -7,9 +7,9 @@ and buckets work as usual. Dropout stays a function of the seed: a replay starts
 generator.
 
 Shapes are static, except that clusters of the adaptive softmax have a few sizes (`vocabulary_clusters.size_ladder`).
-Each shape is a graph, up to `MAX_GRAPHS`. Further shapes run without a graph, and so does any new shape after a
-recording ran out of memory. All graphs share the inputs, results and gradients of the first graph, so each further
-graph needs little memory. The first shape, which is usually the most frequent shape, needs no extra copy.
+Each shape gets a graph of its own, up to `MAX_GRAPHS` graphs. Further shapes run without a graph, and so does any new
+shape after a recording ran out of memory. All graphs share the inputs, results and gradients of the first graph, so
+each further graph needs little memory. The first shape, which is usually the most frequent shape, needs no extra copy.
 
 Limitations: the memory of a micro-step stays reserved. CUDA graphs do not work with ZeRO-3, whose hooks gather weights
 within the micro-step. CUDA graphs do not work with activation checkpointing either, because it reads the state of the

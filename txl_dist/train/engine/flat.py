@@ -4,7 +4,8 @@ DeepSpeed runs Python code for every parameter tensor and step: hooks, copies in
 a dozen small tensors per layer, so the host would be slower than the device. `FlatModule` puts the matrices of each
 block into one flat parameter, and all parameters without weight decay into another flat parameter. That makes 16
 tensors for 12 layers instead of 150. The model computes with views. When the last gradient of a block's views is
-complete, they are joined in one copy. So the exchange of gradients still overlaps with the backward pass.
+complete, the gradients of all these views are joined in one copy. So the exchange of gradients still overlaps with the
+backward pass.
 
 `Stored` maps parameters of the engine to parameters of the model, for the optimizer and for checkpoints.
 

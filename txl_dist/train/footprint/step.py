@@ -2,9 +2,9 @@
 operations are traced on tensors without storage.
 
 The step itself runs on torch's meta tensors, so there is no second formula that must agree with the code. DeepSpeed's
-use of each gradient is added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN`. A full
-bucket is copied flat and exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage 3). At
-stage 3 the gathered weights count too: the weights of one block, and the weights outside the blocks.
+use of each gradient is added. A gradient stays to the end (`stays`), or goes into a bucket of `BUCKET_LEN` values. A
+full bucket is copied flat and exchanged while the backward pass continues (`sharded` at stage 2, `gathered` at stage
+3). At stage 3 the gathered weights count too: the weights of one block, and the weights outside the blocks.
 
     follow   runs the step and notes each storage made or freed, and each complete gradient. Results are cached
     replay   adds up the bytes for one use of the gradients. So several stages share one trace
