@@ -51,6 +51,8 @@ class DiskOffloadedXL(TransformerXL):
             self.softmax = _Softmax(model, vocab_size=vocab_size, embedding=self.embedding, reader=reader)
         _fill_buffers(self, model, dtype)
         reader.sources.update({parameter: weights[name] for name, parameter in self.named_parameters()})
+        if self.target_row is not None:
+            self.target_row = nn.Parameter(reader.whole(self.target_row), requires_grad=False)
         self.final_norm = _Part(self.final_norm, reader)
         for part in (*self.blocks, self.residuals):
             _stream(part, reader)

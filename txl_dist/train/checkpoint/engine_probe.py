@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -17,12 +18,14 @@ from torch import Tensor
 
 from txl_dist.artifacts import PROBE, SETTINGS
 from txl_dist.config.load import load_config
-from txl_dist.data.loader.stream import plain_segment
+from txl_dist.data.loader.stream import Int64s, plain_segment
+from txl_dist.data.loader.target_sampler import TargetBatch
 from txl_dist.distributed.collectives import broadcast_object, gather_objects, run_on_all_ranks
 from txl_dist.errors import CheckpointError, translate_errors
 from txl_dist.inference.bundle import probe_tolerance
-from txl_dist.inference.probe import PROBE_LEN, probe_tokens
+from txl_dist.inference.probe import PROBE_LEN, probe_order, probe_tokens
 from txl_dist.model.memory import empty_memory
+from txl_dist.model.transformer_xl import Batch
 from txl_dist.train.batch import BatchMaker, to_device
 from txl_dist.train.engine.protocol import Engine
 
@@ -50,12 +53,33 @@ def make_probe(
     try:
         for start in (0, PROBE_LEN):
             piece = tokens[:, start : start + PROBE_LEN + 1].numpy()
-            batch = maker.batch(plain_segment(piece))
+            if model.section.any_order:
+                batch = _ordered_batch(piece, maker, with_types=model.section.segment_terms)
+            else:
+                batch = maker.batch(plain_segment(piece))
             nll_BT, memory = engine.losses(to_device(batch, memory.document_BM.device), memory)
             losses.append(nll_BT.cpu())
     finally:
         torch.set_float32_matmul_precision(matmul_precision)
     return {"tokens": tokens, "losses": torch.cat(losses, dim=1)}
+
+
+def _ordered_batch(tokens: Int64s, maker: BatchMaker, *, with_types: bool) -> Batch:
+    """Make the batch of a segment of the probe for a model that predicts in any order (XLNet).
+
+    `tokens` are the segment's PROBE_LEN + 1 tokens. See `probe_order` for the order and for `with_types`.
+    """
+    order = probe_order(with_types=with_types)
+    targets = TargetBatch(
+        place_Bm=order.place_Bm.numpy(),
+        is_drawn_Bm=np.ones(order.place_Bm.shape, dtype=bool),
+        query_level_BT=order.query_level_BT.numpy(),
+        key_level_BT=order.key_level_BT.numpy(),
+        reuse_len=order.reuse_len,
+    )
+    # `ordered_batch` skips the token before a segment.
+    batch = maker.ordered_batch(plain_segment(np.concatenate([tokens[:, :1], tokens], axis=1)), targets)
+    return batch._replace(order=order)
 
 
 def make_probes(
